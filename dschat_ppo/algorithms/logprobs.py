@@ -1,0 +1,36 @@
+"""Log-probabilities and entropy of tokens: one function for rollout, scoring and training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """`log softmax(logits / temperature)[tokens]`, computed in fp32.
+
+    Args:
+        logits: (..., V), any floating dtype.
+        tokens: (...) int64, the token drawn at each place.
+        temperature: above 0; the sampling temperature.
+
+    Returns:
+        (...) fp32.
+    """
+    scaled = logits.float() / temperature
+    chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return chosen - torch.logsumexp(scaled, dim=-1)
+
+
+def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy in nats of `softmax(logits / temperature)`: `logsumexp(z) - sum(softmax(z) z)`, in fp32.
+
+    Args:
+        logits: (..., V), any floating dtype.
+        temperature: above 0.
+
+    Returns:
+        (...) fp32.
+    """
+    scaled = logits.float() / temperature
+    return torch.logsumexp(scaled, dim=-1) - (torch.softmax(scaled, dim=-1) * scaled).sum(dim=-1)

@@ -1,0 +1,28 @@
+"""Sums and moments over the tokens that a mask selects."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of `values` where `mask` is True, as a scalar. What stands elsewhere (NaN too) has no part in it."""
+    return torch.where(mask, values, torch.zeros_like(values)).sum()
+
+
+def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """`(values - mean) / sqrt(var + epsilon)` with mean and population variance over the masked tokens.
+
+    Args:
+        values: any shape, floating.
+        mask: same shape, bool.
+        epsilon: added to the variance.
+
+    Returns:
+        Same shape as `values`; 0 outside the mask, and everywhere if the mask is empty.
+    """
+    count = mask.sum().clamp_min(1)
+    mean = masked_sum(values, mask) / count
+    variance = masked_sum((values - mean) ** 2, mask) / count
+    return torch.where(mask, (values - mean) / torch.sqrt(variance + epsilon), torch.zeros_like(values))

@@ -1,0 +1,47 @@
+"""Clipped squared error of the critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.algorithms.masked import masked_sum
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """`loss` scalar with gradient; `clipped` (B, R) bool, detached, for metrics."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def clipped_value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    clip_eps: float,
+    num_tokens: Tensor | float,
+) -> ValueLoss:
+    """`0.5 sum max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / num_tokens`.
+
+    The clipping of Schulman's PPO implementation (baselines `ppo2`, 2017), as in Ouyang et al. 2022.
+
+    Args:
+        values: (B, R) fp32 of the critic in training, with gradient.
+        old_values: (B, R) fp32 when the rollout was scored.
+        returns: (B, R) fp32 targets.
+        response_mask: (B, R) bool.
+        clip_eps: epsilon; 0 leaves the clipping out.
+        num_tokens: valid tokens of the whole optimizer step, over all micro-batches and ranks.
+    """
+    plain = (values - returns) ** 2
+    bounded = plain
+    if clip_eps > 0:
+        near_old = torch.minimum(torch.maximum(values, old_values - clip_eps), old_values + clip_eps)
+        bounded = (near_old - returns) ** 2
+    loss = 0.5 * masked_sum(torch.maximum(plain, bounded), response_mask) / num_tokens
+    return ValueLoss(loss, (bounded > plain).detach())

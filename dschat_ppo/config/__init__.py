@@ -1,0 +1,1 @@
+"""Flags, YAML defaults and the arithmetic of batches. Needs no torch."""

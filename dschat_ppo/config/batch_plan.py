@@ -1,0 +1,140 @@
+"""The arithmetic of batches: what the flags amount to on this number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dschat_ppo.config.ppo import PPOFlags
+from dschat_ppo.config.schema import FitFlags, require
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """Batches of steps 1 and 2. The last step of an epoch may hold fewer rows; none is dropped."""
+
+    rows: int
+    world_size: int
+    per_device: int
+    accumulation: int
+    epochs: int
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of one optimizer step over all ranks."""
+        return self.per_device * self.accumulation * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.rows // self.global_batch)
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps_per_epoch * self.epochs
+
+    def table(self) -> list[tuple[str, str]]:
+        return [
+            ("training rows", f"{self.rows}"),
+            ("ranks", f"{self.world_size}"),
+            ("micro-batch per device", f"{self.per_device}"),
+            ("micro-batches per optimizer step", f"{self.accumulation}"),
+            ("global batch", f"{self.per_device} x {self.accumulation} x {self.world_size} = {self.global_batch}"),
+            ("optimizer steps per epoch", f"ceil({self.rows} / {self.global_batch}) = {self.steps_per_epoch}"),
+            ("optimizer steps in all", f"{self.steps_per_epoch} x {self.epochs} = {self.total_steps}"),
+        ]
+
+
+def plan_fit(flags: FitFlags, rows: int, world_size: int) -> FitPlan:
+    """The batch plan of steps 1 and 2 for `rows` training rows."""
+    return FitPlan(
+        rows, world_size, flags.per_device_train_batch_size, flags.gradient_accumulation_steps, flags.num_train_epochs
+    )
+
+
+@dataclass(frozen=True)
+class PPOPlan:
+    """Batches of step 3. A PPO step is one collection of experience and all updates made from it."""
+
+    prompts: int
+    world_size: int
+    generation_batch: int
+    generation_batches: int
+    micro_batch: int
+    accumulation: int
+    ppo_epochs: int
+    train_epochs: int
+    stop_step: int
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows that one rank generates in one PPO step."""
+        return self.generation_batch * self.generation_batches
+
+    @property
+    def rollout_rows(self) -> int:
+        """Rows of one PPO step over all ranks."""
+        return self.rows_per_rank * self.world_size
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of one optimizer step over all ranks."""
+        return self.micro_batch * self.accumulation * self.world_size
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.rollout_rows // self.global_batch * self.ppo_epochs
+
+    @property
+    def ppo_steps(self) -> int:
+        steps = -(-self.prompts * self.train_epochs // self.rollout_rows)
+        return min(steps, self.stop_step) if self.stop_step else steps
+
+    @property
+    def total_updates(self) -> int:
+        return self.ppo_steps * self.updates_per_rollout
+
+    def table(self) -> list[tuple[str, str]]:
+        per_epoch = self.rollout_rows // self.global_batch
+        return [
+            ("prompts", f"{self.prompts}"),
+            ("ranks", f"{self.world_size}"),
+            ("generated per rank", f"{self.generation_batch} x {self.generation_batches} = {self.rows_per_rank}"),
+            ("rows per PPO step", f"{self.rows_per_rank} x {self.world_size} = {self.rollout_rows}"),
+            ("micro-batch per device", f"{self.micro_batch}"),
+            ("micro-batches per optimizer step", f"{self.accumulation}"),
+            ("global batch", f"{self.micro_batch} x {self.accumulation} x {self.world_size} = {self.global_batch}"),
+            (
+                "updates per PPO step",
+                f"{self.rollout_rows} / {self.global_batch} x {self.ppo_epochs} = {per_epoch * self.ppo_epochs}",
+            ),
+            ("PPO steps", f"{self.ppo_steps}"),
+            ("optimizer steps in all", f"{self.ppo_steps} x {self.updates_per_rollout} = {self.total_updates}"),
+        ]
+
+
+def plan_ppo(flags: PPOFlags, prompts: int, world_size: int) -> PPOPlan:
+    """The batch plan of step 3.
+
+    Raises:
+        UserError: the rows of a PPO step are not a whole number of optimizer steps.
+    """
+    plan = PPOPlan(
+        prompts=prompts,
+        world_size=world_size,
+        generation_batch=flags.per_device_generation_batch_size,
+        generation_batches=flags.generation_batches,
+        micro_batch=flags.per_device_training_batch_size,
+        accumulation=flags.gradient_accumulation_steps,
+        ppo_epochs=flags.ppo_epochs,
+        train_epochs=flags.num_train_epochs,
+        stop_step=flags.test_stop_step,
+    )
+    per_update = plan.micro_batch * plan.accumulation
+    require(
+        plan.rows_per_rank % per_update == 0,
+        "the rows of a PPO step are not a whole number of optimizer steps: "
+        f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
+        f"= {plan.rows_per_rank} rows per device, but an optimizer step takes --per_device_training_batch_size "
+        f"{plan.micro_batch} x --gradient_accumulation_steps {plan.accumulation} = {per_update}; "
+        f"{plan.rows_per_rank} / {per_update} leaves {plan.rows_per_rank % per_update}",
+    )
+    return plan

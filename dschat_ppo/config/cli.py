@@ -1,0 +1,124 @@
+"""Command line and YAML -> a frozen configuration of one step, and back to a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+
+from dschat_ppo.config.schema import require
+from dschat_ppo.config.steps import STEPS, Step
+from dschat_ppo.errors import UserError
+
+
+class _StepParser(HfArgumentParser):
+    """argparse whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (all flags: --help)")
+
+
+def _groups(step: Step) -> list[tuple[str, type]]:
+    return list(get_type_hints(step.config).items())
+
+
+def _yaml_arguments(path: str, known: set[str]) -> list[str]:
+    """The settings of a YAML file as command-line words, to stand before the user's own."""
+    try:
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise UserError(f"--config {path}: cannot be read ({problem.strerror})") from None
+    except yaml.YAMLError as problem:
+        raise UserError(f"--config {path}: is not YAML: {problem}") from None
+    require(isinstance(settings, dict), f"--config {path}: must be a mapping of flag names to values")
+    words: list[str] = []
+    for key, value in settings.items():
+        require(key in known, f"--config {path}: unknown setting '{key}' (names are those of the flags)")
+        require(not isinstance(value, dict), f"--config {path}: '{key}' must be a value or a list, not a mapping")
+        if value is None or value == []:
+            continue
+        words.append(f"--{key}")
+        words.extend(str(item) for item in value) if isinstance(value, list) else words.append(str(value))
+    return words
+
+
+def _config_path(argv: Sequence[str]) -> str | None:
+    """The value of `--config`, found before the full parse because it supplies words to that parse."""
+    path = None
+    for position, word in enumerate(argv):
+        if word.startswith("--config="):
+            path = word.split("=", 1)[1]
+        elif word == "--config":
+            require(position + 1 < len(argv), "--config needs a file name")
+            path = argv[position + 1]
+    return path
+
+
+def parse(step_name: str, argv: Sequence[str]) -> Any:
+    """Read one step's command line.
+
+    Args:
+        step_name: "sft", "reward" or "ppo".
+        argv: words after the program's name. A YAML file named by `--config` stands before them, so they override it.
+
+    Returns:
+        The step's frozen configuration: `SFTConfig`, `RewardConfig` or `PPOConfig`.
+
+    Raises:
+        UserError: an unknown flag, a value out of range, or a flag that is not available yet.
+        SystemExit: after `--help`.
+    """
+    step = STEPS[step_name]
+    groups = _groups(step)
+    parser = _StepParser([kind for _, kind in groups], allow_abbrev=False)
+    parser.set_defaults(**step.defaults)
+    known = {field.name for _, kind in groups for field in dataclasses.fields(kind)}
+    path = _config_path(argv)
+    words = (_yaml_arguments(path, known) if path else []) + list(argv)
+    *parts, unknown = parser.parse_args_into_dataclasses(
+        words, look_for_args_file=False, return_remaining_strings=True
+    )
+    require(not unknown, f"unknown flag or value: {' '.join(unknown)} (all flags: --help)")
+    config = step.config(**{name: part for (name, _), part in zip(groups, parts, strict=True)})
+    _refuse_later_flags(step, parser, flatten(config))
+    return config
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Flag name -> value of a step's configuration."""
+    groups = (getattr(config, field.name) for field in dataclasses.fields(config))
+    return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
+
+
+def _refuse_later_flags(step: Step, parser: HfArgumentParser, values: dict[str, Any]) -> None:
+    for name, feature in step.not_yet.items():
+        require(
+            values[name] == parser.get_default(name),
+            f"--{name} {values[name]}: {feature} is not available yet; leave the flag out",
+        )
+
+
+def notes(step_name: str, config: Any) -> list[str]:
+    """One line for each flag that was given but changes nothing, with the reason."""
+    step = STEPS[step_name]
+    defaults = {
+        field.name: field.default for _, kind in _groups(step) for field in dataclasses.fields(kind)
+    } | step.defaults
+    values = flatten(config)
+    return [
+        f"--{name} changes nothing here: {reason}"
+        for name, reason in step.notes.items()
+        if values[name] != defaults[name]
+    ]
+
+
+def write_config(config: Any, folder: Path) -> Path:
+    """Write the resolved configuration to `folder/config.yaml`, readable again through `--config`."""
+    values = {name: value for name, value in flatten(config).items() if name not in ("local_rank", "config")}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return path

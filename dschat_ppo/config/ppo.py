@@ -1,0 +1,141 @@
+"""Flags of step 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dschat_ppo.config.schema import (
+    SCHEDULERS,
+    ZERO_STAGES,
+    flag,
+    require,
+    require_fraction,
+    require_not_negative,
+    require_positive,
+)
+
+
+@dataclass(frozen=True)
+class PPOFlags:
+    """Models, rollout, update and engines of PPO."""
+
+    _argument_group_name: ClassVar[str] = "PPO"
+
+    actor_model_name_or_path: str = flag("SFT model: the actor starts from it, the reference stays it")
+    critic_model_name_or_path: str = flag("reward model: the critic starts from it, the reward stays it")
+
+    per_device_generation_batch_size: int = flag("prompts per device in one generation call", 16)
+    per_device_training_batch_size: int = flag("rows of a PPO micro-batch on one device (also of scoring)", 16)
+    generation_batches: int = flag("generation calls collected before the updates", 1)
+    ppo_epochs: int = flag("passes over the collected experience", 1)
+    gradient_accumulation_steps: int = flag("micro-batches of one optimizer step", 1)
+    num_train_epochs: int = flag("passes over the prompts", 1)
+    max_prompt_seq_len: int = flag("most tokens of a prompt (longer ones: see --truncation)", 256)
+    max_answer_seq_len: int = flag("most new tokens of an answer", 256)
+
+    temperature: float = flag("sampling temperature; scoring uses the same", 1.0)
+    top_p: float = flag("nucleus sampling: smallest set of tokens with this probability; 1 = off", 1.0)
+    top_k: int = flag("sample among the k likeliest tokens; 0 = off", 0)
+
+    kl_coef: float = flag("weight of the per-token KL penalty (k1) in the reward", 0.1)
+    reward_clip: float = flag("model scores are clipped to +- this; 0 = off", 5.0)
+    missing_eos_penalty: float = flag("subtracted from the score of an answer cut by the length limit", 0.0)
+    gamma: float = flag("discount", 1.0)
+    gae_lambda: float = flag("lambda of generalised advantage estimation", 0.95)
+    whiten_advantages: bool = flag("whiten advantages over all valid tokens of all ranks", True)
+    clip_eps: float = flag("the policy ratio is clipped to 1 +- this", 0.2)
+    value_clip_eps: float = flag("new values are clipped to old values +- this; 0 = off", 0.2)
+    entropy_coef: float = flag("weight of the entropy bonus", 0.0)
+
+    actor_learning_rate: float = flag("peak learning rate of the actor", 9.65e-6)
+    critic_learning_rate: float = flag("peak learning rate of the critic", 5e-6)
+    actor_weight_decay: float = flag("weight decay of the actor; biases and norms are exempt", 0.0)
+    critic_weight_decay: float = flag("weight decay of the critic; biases and norms are exempt", 0.0)
+    lr_scheduler_type: SCHEDULERS = flag("learning rate schedule of transformers, per optimizer step", "cosine")
+    num_warmup_steps: int = flag("warm-up, in optimizer steps", 100)
+    max_grad_norm: float = flag("gradients are scaled down to this global norm; 0 turns it off", 1.0)
+
+    actor_zero_stage: ZERO_STAGES = flag("ZeRO stage of the actor (3: of the reference too)", 0)
+    critic_zero_stage: ZERO_STAGES = flag("ZeRO stage of the critic (3: of the reward model too)", 0)
+    offload: bool = flag("keep optimizer state (and parameters at stage 3) in host memory", False)
+    offload_reference_model: bool = flag("keep the reference's parameters in host memory (needs actor stage 3)", False)
+    offload_reward_model: bool = flag("keep the reward model's parameters in host memory (needs critic stage 3)", False)
+    actor_gradient_checkpointing: bool = flag("recompute the actor's activations in its backward pass", False)
+    critic_gradient_checkpointing: bool = flag("recompute the critic's activations in its backward pass", False)
+    actor_dropout: float | None = flag("dropout of the actor in training (default: 0)", None)
+    critic_dropout: float | None = flag("dropout of the critic in training (default: 0)", None)
+
+    print_answers: bool = flag("print prompts and answers of every rank", False)
+    print_answers_interval: int = flag("PPO steps between two printings", 1)
+    enable_test_mode: bool = flag("stop after --test_stop_step PPO steps", False)
+    test_stop_step: int = flag("where --enable_test_mode stops", 0)
+
+    num_padding_at_beginning: int = flag("kept for old scripts: the score position comes from the mask", 1)
+    add_eot_token: bool = flag("kept for old scripts: the tokenizer's EOS ends every answer", False)
+    enable_hybrid_engine: bool = flag("kept for old scripts: the hybrid engine is always used", False)
+    release_inference_cache: bool = flag("kept for old scripts: the cache is always released after a rollout", False)
+    unpin_actor_parameters: bool = flag("do not keep gathered ZeRO-3 parameters during generation", False)
+    inference_tp_size: int = flag("tensor-parallel degree of generation", 1)
+    tp_gather_partition_size: int = flag("layers gathered at once for tensor-parallel generation", 8)
+    unsupervised_dataset_name: str | None = flag("data set of the PTX loss", None)
+    unsupervised_dataset_config_name: str | None = flag("its configuration name", None)
+    unsup_coef: float = flag("weight of the PTX loss", 27.8)
+    actor_lora_dim: int = flag("LoRA rank of the actor, 0 = off", 0)
+    actor_lora_module_name: str = flag("modules of the actor that get LoRA", "decoder.layers.")
+    actor_lora_learning_rate: float = flag("learning rate of the actor's LoRA parameters", 5e-4)
+    critic_lora_dim: int = flag("LoRA rank of the critic, 0 = off", 0)
+    critic_lora_module_name: str = flag("modules of the critic that get LoRA", "decoder.layers.")
+    critic_lora_learning_rate: float = flag("learning rate of the critic's LoRA parameters", 5e-4)
+    only_optimize_lora: bool = flag("freeze all but LoRA", False)
+    enable_mixed_precision_lora: bool = flag("quantise frozen weights under LoRA", False)
+    enable_ema: bool = flag("keep and save an EMA copy of the actor", False)
+    align_overflow: bool = flag("skip both optimizer steps when either fp16 loss scaler overflows", False)
+
+    def __post_init__(self) -> None:
+        require_positive(
+            per_device_generation_batch_size=self.per_device_generation_batch_size,
+            per_device_training_batch_size=self.per_device_training_batch_size,
+            generation_batches=self.generation_batches,
+            ppo_epochs=self.ppo_epochs,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            num_train_epochs=self.num_train_epochs,
+            max_prompt_seq_len=self.max_prompt_seq_len,
+            max_answer_seq_len=self.max_answer_seq_len,
+            temperature=self.temperature,
+            clip_eps=self.clip_eps,
+            actor_learning_rate=self.actor_learning_rate,
+            critic_learning_rate=self.critic_learning_rate,
+            print_answers_interval=self.print_answers_interval,
+        )
+        require_not_negative(
+            top_k=self.top_k,
+            kl_coef=self.kl_coef,
+            reward_clip=self.reward_clip,
+            missing_eos_penalty=self.missing_eos_penalty,
+            value_clip_eps=self.value_clip_eps,
+            entropy_coef=self.entropy_coef,
+            actor_weight_decay=self.actor_weight_decay,
+            critic_weight_decay=self.critic_weight_decay,
+            num_warmup_steps=self.num_warmup_steps,
+            max_grad_norm=self.max_grad_norm,
+        )
+        require_fraction(actor_dropout=self.actor_dropout, critic_dropout=self.critic_dropout)
+        for name, value in (("top_p", self.top_p), ("gamma", self.gamma), ("gae_lambda", self.gae_lambda)):
+            require(0 <= value <= 1, f"--{name} must lie between 0 and 1, got {value}")
+        require(self.top_p > 0, "--top_p must be above 0")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        require(
+            not self.offload_reference_model or self.actor_zero_stage == 3,
+            "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in host memory",
+        )
+        require(
+            not self.offload_reward_model or self.critic_zero_stage == 3,
+            "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps parameters in host memory",
+        )
+        require(
+            self.enable_test_mode == (self.test_stop_step > 0),
+            "--enable_test_mode and --test_stop_step N (N above 0) go together: the second says where the first stops",
+        )

@@ -1,0 +1,172 @@
+"""The flag groups that the steps share. Every field is a flag; its help text is the documentation.
+
+Field names, types and meanings follow DeepSpeed-Chat, so that its users' scripts go on working. A group validates
+itself when it is built and is frozen afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field
+from typing import Any, ClassVar, Literal
+
+from dschat_ppo.errors import UserError
+
+SCHEDULERS = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
+]
+ZERO_STAGES = Literal[0, 1, 2, 3]
+
+
+def flag(help: str, default: Any = MISSING) -> Any:
+    """A dataclass field that becomes the command-line flag of the same name. No default: the flag is required."""
+    return field(default=default, metadata={"help": help})
+
+
+def flag_list(help: str, default: Callable[[], list[str]]) -> Any:
+    """A flag that takes one or more strings."""
+    return field(default_factory=default, metadata={"help": help})
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `UserError(message)` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def require_positive(**values: float | None) -> None:
+    """Each keyword is a flag; its value must be above 0 (None passes: not given)."""
+    for name, value in values.items():
+        require(value is None or value > 0, f"--{name} must be above 0, got {value}")
+
+
+def require_not_negative(**values: float | None) -> None:
+    """Each keyword is a flag; its value must be 0 or above (None passes: not given)."""
+    for name, value in values.items():
+        require(value is None or value >= 0, f"--{name} must be 0 or above, got {value}")
+
+
+def require_fraction(**values: float | None) -> None:
+    """Each keyword is a flag; its value must lie in [0, 1) (None passes: not given)."""
+    for name, value in values.items():
+        require(value is None or 0 <= value < 1, f"--{name} must be at least 0 and below 1, got {value}")
+
+
+def parse_data_split(text: str) -> tuple[float, float, float]:
+    """`"2,4,4"` -> the three shares of a data set for SFT, reward model and PPO."""
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--data_split must be three numbers such as 2,4,4, got '{text}'") from None
+    require(len(shares) == 3, f"--data_split needs three shares (SFT,reward,PPO), got '{text}'")
+    require(min(shares) >= 0 and sum(shares) > 0, f"--data_split shares must be >= 0, not all 0, got '{text}'")
+    return shares  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Which rows are read, how they are divided among the steps, and how they become tokens."""
+
+    _argument_group_name: ClassVar[str] = "data"
+
+    data_path: list[str] = flag_list(
+        "one or more data sets: a JSON, JSONL, CSV or Parquet file, a folder of them, or a hub name",
+        lambda: ["Dahoas/rm-static"],
+    )
+    data_split: str = flag("shares of each data set for SFT, reward model and PPO; the parts are disjoint", "2,4,4")
+    data_split_seed: int = flag("seed of the division; keep it the same for all three steps", 1234)
+    data_output_path: str | None = flag("folder for prepared data (default: the cache of `datasets`)", None)
+    preprocessing_num_workers: int | None = flag("processes that tokenise (default: 1)", None)
+    truncation: Literal["left", "drop", "error"] = flag(
+        "rows over the length limit: 'left' cuts the start of the prompt (then the end of an answer that alone is "
+        "too long), 'drop' leaves the row out, 'error' stops; what was done is counted and logged",
+        "left",
+    )
+
+    def __post_init__(self) -> None:
+        parse_data_split(self.data_split)
+        require(len(self.data_path) > 0, "--data_path is empty: name at least one data set")
+        require_positive(preprocessing_num_workers=self.preprocessing_num_workers)
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """Where the run writes, with which seed and number format, and what it shows."""
+
+    _argument_group_name: ClassVar[str] = "run"
+
+    output_dir: str | None = flag("where the model, metrics and resolved configuration are written (required)", None)
+    overwrite_output_dir: bool = flag("allow an --output_dir that already holds a finished run", False)
+    seed: int = flag("global seed; a run is reproducible from it", 1234)
+    local_rank: int = flag("set by the deepspeed launcher", -1)
+    dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
+    compute_fp32_loss: bool = flag("losses are always computed in fp32 (kept for old scripts)", False)
+    enable_tensorboard: bool = flag("write the metrics to TensorBoard too", False)
+    tensorboard_path: str = flag("TensorBoard folder (relative paths: inside --output_dir)", "tensorboard")
+    deepspeed: bool = flag("training always runs on DeepSpeed (kept for old scripts)", False)
+    deepspeed_config: str | None = flag("JSON file of DeepSpeed settings laid over the derived training config", None)
+    config: str | None = flag("YAML file of defaults; flags on the command line override it", None)
+
+    def __post_init__(self) -> None:
+        if self.output_dir is None:
+            raise UserError("--output_dir is required: name the folder for the model and its metrics")
+        require_not_negative(seed=self.seed)
+
+    @property
+    def folder(self) -> str:
+        """`--output_dir`, known to be given."""
+        assert self.output_dir is not None
+        return self.output_dir
+
+
+@dataclass(frozen=True)
+class FitFlags:
+    """One model trained on rows: steps 1 and 2."""
+
+    _argument_group_name: ClassVar[str] = "training"
+
+    model_name_or_path: str = flag("Hugging Face model: a folder or a hub name")
+    max_seq_len: int = flag("most tokens of a row, prompt and answer together; batches are padded to their longest", 512)
+    per_device_train_batch_size: int = flag("rows of a micro-batch on one device", 16)
+    per_device_eval_batch_size: int = flag("rows of an evaluation batch on one device", 16)
+    gradient_accumulation_steps: int = flag("micro-batches of one optimizer step", 1)
+    learning_rate: float = flag("peak learning rate", 1e-3)
+    weight_decay: float = flag("weight decay; biases and norm weights are exempt", 0.0)
+    num_train_epochs: int = flag("passes over the training rows", 1)
+    lr_scheduler_type: SCHEDULERS = flag("learning rate schedule of transformers, per optimizer step", "cosine")
+    num_warmup_steps: int = flag("warm-up, in optimizer steps", 0)
+    max_grad_norm: float = flag("gradients are scaled down to this global norm; 0 turns it off", 1.0)
+    zero_stage: ZERO_STAGES = flag("ZeRO stage", 0)
+    offload: bool = flag("keep optimizer state (and parameters at stage 3) in host memory", False)
+    gradient_checkpointing: bool = flag("recompute activations in the backward pass", False)
+    dropout: float | None = flag("overrides every dropout of the model config", None)
+    eval_interval: int = flag("evaluate every N optimizer steps, besides the start and each epoch; 0: only there", 0)
+    eval_iters: int = flag("most evaluation batches per device; 0: all", 100)
+    eval_data_path: list[str] = flag_list("evaluation data sets (default: see --eval_fraction)", list)
+    eval_fraction: float = flag(
+        "share of the training rows held out for evaluation where a data set brings no eval, test or validation split",
+        0.05,
+    )
+    lora_dim: int = flag("LoRA rank, 0 = off", 0)
+    lora_module_name: str = flag("modules that get LoRA", "decoder.layers.")
+    only_optimize_lora: bool = flag("freeze all but LoRA", False)
+    lora_learning_rate: float = flag("learning rate of LoRA parameters", 5e-4)
+    add_eot_token: bool = flag("kept for old scripts: the tokenizer's EOS ends every answer", False)
+
+    def __post_init__(self) -> None:
+        require_positive(
+            max_seq_len=self.max_seq_len,
+            per_device_train_batch_size=self.per_device_train_batch_size,
+            per_device_eval_batch_size=self.per_device_eval_batch_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            learning_rate=self.learning_rate,
+            num_train_epochs=self.num_train_epochs,
+        )
+        require_not_negative(
+            weight_decay=self.weight_decay,
+            num_warmup_steps=self.num_warmup_steps,
+            max_grad_norm=self.max_grad_norm,
+            eval_interval=self.eval_interval,
+            eval_iters=self.eval_iters,
+        )
+        require_fraction(dropout=self.dropout, eval_fraction=self.eval_fraction)

@@ -1,0 +1,126 @@
+"""The configuration of each step: its flag groups, its own defaults, and what is accepted without doing more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from dschat_ppo.config.ppo import PPOFlags
+from dschat_ppo.config.schema import DataFlags, FitFlags, RunFlags, flag, flag_list
+
+
+@dataclass(frozen=True)
+class SFTFlags:
+    """Flags of step 1 alone."""
+
+    _argument_group_name: ClassVar[str] = "supervised fine-tuning"
+
+    sft_only_data_path: list[str] = flag_list("data sets used whole in this step (no --data_split)", list)
+    train_on_prompt: bool = flag("let prompt tokens count in the loss too (default: response tokens only)", False)
+    eot_token: str = flag("kept for old scripts: the tokenizer's EOS ends every answer", "<|endoftext|>")
+    print_loss: bool = flag("print the loss of every step (a line is printed each step in any case)", False)
+
+
+@dataclass(frozen=True)
+class RewardFlags:
+    """Flags of step 2 alone."""
+
+    _argument_group_name: ClassVar[str] = "reward model"
+
+    num_padding_at_beginning: int = flag("kept for old scripts: the score position comes from the mask", 1)
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Everything step 1 was asked to do."""
+
+    sft: SFTFlags
+    data: DataFlags
+    fit: FitFlags
+    run: RunFlags
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Everything step 2 was asked to do."""
+
+    reward: RewardFlags
+    data: DataFlags
+    fit: FitFlags
+    run: RunFlags
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Everything step 3 was asked to do."""
+
+    ppo: PPOFlags
+    data: DataFlags
+    run: RunFlags
+
+
+@dataclass(frozen=True)
+class Step:
+    """How one step's command line is read.
+
+    `defaults` replace those of the shared groups; `not_yet` maps flags of a later release to what they will bring;
+    `notes` maps flags that change nothing, because their effect always holds, to the reason.
+    """
+
+    config: type
+    defaults: dict[str, Any] = field(default_factory=dict)
+    not_yet: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+_RUN_NOTES = {
+    "compute_fp32_loss": "losses are always computed in fp32",
+    "deepspeed": "training always runs on DeepSpeed",
+}
+_EOT_NOTE = "the tokenizer's EOS is the one terminator, in every step"
+_PADDING_NOTE = "the score position comes from the attention mask"
+_LORA = {"lora_dim": "LoRA", "only_optimize_lora": "LoRA", "lora_module_name": "LoRA", "lora_learning_rate": "LoRA"}
+
+STEPS = {
+    "sft": Step(
+        config=SFTConfig,
+        defaults={"tensorboard_path": "step1_tensorboard"},
+        not_yet=_LORA,
+        notes={
+            **_RUN_NOTES,
+            "add_eot_token": _EOT_NOTE,
+            "eot_token": _EOT_NOTE,
+            "print_loss": "a line with the loss is printed at every step",
+        },
+    ),
+    "reward": Step(
+        config=RewardConfig,
+        defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
+        not_yet=_LORA,
+        notes={**_RUN_NOTES, "add_eot_token": _EOT_NOTE, "num_padding_at_beginning": _PADDING_NOTE},
+    ),
+    "ppo": Step(
+        config=PPOConfig,
+        defaults={"tensorboard_path": "step3_tensorboard", "truncation": "drop"},
+        not_yet={
+            **{f"{role}_{name}": "LoRA" for role in ("actor", "critic") for name in _LORA if name.startswith("lora")},
+            "only_optimize_lora": "LoRA",
+            "enable_ema": "the EMA copy of the actor",
+            "enable_mixed_precision_lora": "mixed-precision LoRA",
+            "unsupervised_dataset_name": "the PTX loss",
+            "unsupervised_dataset_config_name": "the PTX loss",
+            "unsup_coef": "the PTX loss",
+            "unpin_actor_parameters": "layer-by-layer generation",
+            "inference_tp_size": "tensor-parallel generation",
+            "tp_gather_partition_size": "tensor-parallel generation",
+            "align_overflow": "aligned fp16 overflow handling",
+        },
+        notes={
+            **_RUN_NOTES,
+            "add_eot_token": _EOT_NOTE,
+            "num_padding_at_beginning": _PADDING_NOTE,
+            "enable_hybrid_engine": "the hybrid engine is always used",
+            "release_inference_cache": "the cache of a rollout is always released after it",
+        },
+    ),
+}

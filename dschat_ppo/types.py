@@ -1,0 +1,119 @@
+"""The records that travel between layers. Masks are True on real tokens and are carried, never recovered from ids.
+
+Shapes: B rows, P prompt length, R response length. Prompts are left-padded, responses right-padded, so that a row
+`[prompt | response]` has its real tokens in one run. Padding may hold any id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Rows = TypeVar("Rows", "PromptBatch", "Rollout", "Experience")
+
+LEFT_PADDED = ("prompt_ids", "prompt_mask")
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts on this rank: `prompt_ids` (B, P) int64, `prompt_mask` (B, P) bool."""
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Prompts and sampled responses.
+
+    `response_ids` (B, R) int64; `response_mask` (B, R) bool, True up to and including the first EOS;
+    `rollout_logprobs` (B, R) fp32, log-probs seen while sampling, under the temperature, before top-k and top-p;
+    `ended` (B,) bool, True where EOS was sampled, False where the length limit cut the answer.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    response_ids: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    ended: Tensor
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A scored rollout. All of `old_logprobs`, `ref_logprobs`, `values`, `rewards`, `advantages`, `returns` are (B, R)
+    fp32, aligned to response tokens, 0 outside `response_mask`; `scores` (B,) fp32 are the reward model's own.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    response_ids: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    ended: Tensor
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    scores: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+
+def full_sequences(rows: Rollout | Experience) -> tuple[Tensor, Tensor]:
+    """`(input_ids (B, P+R) int64, attention_mask (B, P+R) int64)` of prompt and response together."""
+    input_ids = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)
+    attention_mask = torch.cat([rows.prompt_mask, rows.response_mask], dim=1).long()
+    return input_ids, attention_mask
+
+
+def position_ids_of(attention_mask: Tensor) -> Tensor:
+    """Positions counted from the mask, (B, T) int64: the first real token of each row is at 0."""
+    return (attention_mask.long().cumsum(dim=1) - 1).clamp_min(0)
+
+
+def select_rows(rows: Rows, index: Tensor) -> Rows:
+    """The rows at `index` (n,) int64, cut to the longest prompt and response among them."""
+    chosen = {f.name: getattr(rows, f.name)[index] for f in fields(rows)}
+    prompt_length = int(chosen["prompt_mask"].sum(dim=1).max())
+    chosen |= {name: _last_columns(chosen[name], prompt_length) for name in LEFT_PADDED}
+    if "response_mask" in chosen:
+        response_length = max(1, int(chosen["response_mask"].sum(dim=1).max()))
+        responses = [name for name, value in chosen.items() if value.dim() == 2 and name not in LEFT_PADDED]
+        chosen |= {name: chosen[name][:, :response_length] for name in responses}
+    return replace(rows, **chosen)
+
+
+def _last_columns(value: Tensor, count: int) -> Tensor:
+    return value[:, value.shape[1] - count :]
+
+
+def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
+    """The same rows with padding columns up to the given lengths: prompts grow leftwards, responses rightwards."""
+
+    def padded(name: str, value: Tensor) -> Tensor:
+        if value.dim() == 1:
+            return value
+        if name in LEFT_PADDED:
+            return torch.nn.functional.pad(value, (prompt_length - value.shape[1], 0))
+        return torch.nn.functional.pad(value, (0, response_length - value.shape[1]))
+
+    changes: dict[str, Any] = {f.name: padded(f.name, getattr(rows, f.name)) for f in fields(rows)}
+    return replace(rows, **changes)
+
+
+def concat_rows(parts: list[Rows]) -> Rows:
+    """Rows of all parts, in order, padded to common lengths."""
+    prompt_length = max(part.prompt_ids.shape[1] for part in parts)
+    response_length = max(part.response_ids.shape[1] if not isinstance(part, PromptBatch) else 0 for part in parts)
+    padded = [pad_rows(part, prompt_length, response_length) for part in parts]
+    names = [f.name for f in fields(parts[0])]
+    return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in padded]) for name in names})
+
+
+def to_device(rows: Rows, device: torch.device | str) -> Rows:
+    """The same rows on `device`."""
+    return replace(rows, **{f.name: getattr(rows, f.name).to(device) for f in fields(rows)})

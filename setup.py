@@ -1,0 +1,30 @@
+"""Package definition. Versions are pinned to those that the tests run with."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="dschat_ppo",
+    version="0.1.0",
+    description="RLHF training (SFT, reward model, PPO) in one deepspeed launch",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["dschat_ppo", "dschat_ppo.*"]),
+    package_data={"dschat_ppo": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6",
+        "deepspeed==0.19.8",
+        "transformers==5.23.0",
+        "accelerate==1.15.0",
+        "datasets==5.2.0",
+        "tensorboard==2.21.0",
+    ],
+    extras_require={
+        "test": ["pytest==9.2.0", "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML==6.0.12.20261113"],
+    },
+)
