@@ -1,0 +1,1 @@
+"""Ranks, collectives, seeds, log lines, phases: what every layer above may use."""

@@ -1,0 +1,104 @@
+"""Ranks and the few collectives that the project needs. Every rank calls them in the same order."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+
+def world_size() -> int:
+    """Number of ranks: known before `init` too, from the launcher's environment."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process among all ranks."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """This process among the ranks of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_main() -> bool:
+    """True on rank 0, the one that writes and prints."""
+    return rank() == 0
+
+
+def init() -> torch.device:
+    """Join the process group and return this rank's device.
+
+    Under the deepspeed launcher the environment names the group; started by plain `python`, the process becomes a
+    group of one on a free port.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(local_rank())
+    deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name())
+    return torch.device(accelerator.current_device_name())
+
+
+def shutdown() -> None:
+    """Leave the process group, if one was joined."""
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if torch_dist.is_initialized():
+        torch_dist.barrier()
+
+
+def all_reduce(value: Tensor, op: str = "sum") -> Tensor:
+    """`value` reduced over all ranks: "sum", "max" or "min". A new tensor of the same shape and dtype."""
+    result = value.clone()
+    if torch_dist.is_initialized() and world_size() > 1:
+        torch_dist.all_reduce(result, op=getattr(torch_dist.ReduceOp, op.upper()))
+    return result
+
+
+def gather_cat(value: Tensor) -> Tensor:
+    """All ranks' tensors, of one shape and dtype, concatenated along dimension 0 in rank order."""
+    if not torch_dist.is_initialized() or world_size() == 1:
+        return value
+    parts = [torch.empty_like(value) for _ in range(world_size())]
+    torch_dist.all_gather(parts, value.contiguous())
+    return torch.cat(parts)
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's picklable `value`, on every rank."""
+    if not torch_dist.is_initialized() or world_size() == 1:
+        return value
+    box = [value]
+    torch_dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextmanager
+def main_rank_of_node_first() -> Iterator[None]:
+    """The block runs on each machine's first rank, then on its others, which find its files."""
+    if local_rank() != 0:
+        barrier()
+    yield
+    if local_rank() == 0:
+        barrier()

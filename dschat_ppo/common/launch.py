@@ -1,0 +1,37 @@
+"""From `main.py` to a step: exit codes, and who speaks when something is wrong."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.phases import current_phase
+from dschat_ppo.errors import UserError
+
+USER_ERROR = 2
+_SPEAKER_HEAD_START_SECONDS = 20
+
+
+def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]) -> int:
+    """Parse `argv`, train, and return the exit code: 0, or 2 for an error that is the user's to mend.
+
+    Such an error is one line on rank 0. The other ranks keep silent and wait a little for the launcher to stop them:
+    if one of them ended first, the launcher would stop rank 0 before it has spoken. Any other exception propagates
+    with its traceback, after a line that names rank and phase.
+    """
+    try:
+        train(parse(argv))
+    except UserError as problem:
+        if not dist.is_main():
+            time.sleep(_SPEAKER_HEAD_START_SECONDS)
+            return USER_ERROR
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    except BaseException:
+        print(f"rank {dist.rank()} failed in phase '{current_phase()}':", file=sys.stderr, flush=True)
+        raise
+    dist.shutdown()
+    return 0

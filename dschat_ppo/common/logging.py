@@ -1,0 +1,55 @@
+"""Log lines for a person: rank 0 speaks, and never tears a progress bar."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+
+from tqdm import tqdm
+
+from dschat_ppo.common.dist import is_main
+
+
+class _BarSafeHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record))
+
+
+def logger() -> logging.Logger:
+    """The project's logger. Rank 0 prints from INFO on, the other ranks from ERROR on."""
+    log = logging.getLogger("dschat_ppo")
+    if not log.handlers:
+        handler = _BarSafeHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+        log.setLevel(logging.INFO if is_main() else logging.ERROR)
+    return log
+
+
+def quiet_libraries() -> None:
+    """Let warnings of the libraries through, but not their chatter.
+
+    `DSCHAT_PPO_VERBOSE=1` leaves the libraries as they are.
+    """
+    if os.environ.get("DSCHAT_PPO_VERBOSE") == "1":
+        return
+    import datasets
+    import deepspeed  # noqa: F401  (creates the logger that is set here)
+    import transformers
+
+    for name in ("DeepSpeed", "deepspeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Two columns under a title, as text."""
+    pairs = list(rows)
+    width = max(len(left) for left, _ in pairs)
+    return "\n".join([title] + [f"  {left.ljust(width)}  {right}" for left, right in pairs])

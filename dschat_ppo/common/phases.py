@@ -1,0 +1,74 @@
+"""What the process is doing now (for error messages) and what each phase cost (for metrics)."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+_GIB = 2**30
+_CURRENT = ["start"]
+
+
+def current_phase() -> str:
+    """Name of the innermost phase that this process is in."""
+    return _CURRENT[-1]
+
+
+@dataclass
+class PhaseClock:
+    """Seconds, tokens and peak memory of named phases since the last `take`."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, float] = field(default_factory=dict)
+    peak_gib: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block under `name`; repeated blocks add up. An exception leaves the name in `current_phase`."""
+        _CURRENT.append(name)
+        _reset_peak()
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), _peak_bytes() / _GIB)
+        _CURRENT.pop()
+
+    def count_tokens(self, name: str, tokens: float) -> None:
+        """Add this rank's tokens to a phase."""
+        self.tokens[name] = self.tokens.get(name, 0.0) + tokens
+
+    def take(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """(seconds, tokens, peak memory in GiB) by phase, and start anew."""
+        taken = (self.seconds, self.tokens, self.peak_gib)
+        self.seconds, self.tokens, self.peak_gib = {}, {}, {}
+        return taken
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:  # not Linux, or not permitted: the peak is then that of the whole process
+        return
+
+
+def _peak_bytes() -> float:
+    """Most memory since the last reset: of the device, or of the process where there is no GPU."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return float(line.split()[1]) * 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

@@ -1,0 +1,1 @@
+"""Files and hub data sets -> token rows -> batches."""

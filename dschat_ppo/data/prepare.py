@@ -1,0 +1,167 @@
+"""Data sets -> token rows for one step: read, divide, tokenise, fit to the length limit, and say what was done.
+
+A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with EOS unless cut) and
+`margin` (float).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.common.dist import main_rank_of_node_first
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.schema import DataFlags, parse_data_split
+from dschat_ppo.data.records import layout_of, read_row
+from dschat_ppo.data.sources import hold_out, load_source, part_of
+from dschat_ppo.data.templates import encode_answer, encode_prompt
+from dschat_ppo.errors import UserError
+
+PARTS = {"sft": 0, "preference": 1, "prompt": 2}
+_FIT, _CUT_PROMPT, _CUT_ANSWER, _DROPPED = "whole", "prompt cut", "answer cut", "left out"
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Token rows for training and, if there are any, for evaluation."""
+
+    train: Dataset
+    eval: Dataset | None
+
+
+def fit_row(prompt: list[int], answers: list[list[int]], limit: int, policy: str) -> tuple[list[int], Any, str]:
+    """Apply the length limit to one row, prompt and longest answer together.
+
+    Args:
+        prompt: prompt ids.
+        answers: ids of each answer (none for PPO prompts).
+        limit: most tokens.
+        policy: "left", "drop" or "error" (see `--truncation`).
+
+    Returns:
+        (prompt ids, answers' ids, what was done). With "left" at least one prompt token stays (BOS or not), and an
+        answer is cut at its end only if it does not fit beside that one token; no answer is ever left empty.
+    """
+    longest = max((len(answer) for answer in answers), default=0)
+    if len(prompt) + longest <= limit:
+        return prompt, answers, _FIT
+    if policy != "left":
+        return prompt, answers, _DROPPED
+    room_for_prompt = max(1, limit - longest)
+    kept = prompt[-room_for_prompt:] if prompt else prompt
+    room_for_answer = max(1, limit - len(kept))
+    done = _CUT_ANSWER if longest > room_for_answer else _CUT_PROMPT
+    return kept, [answer[:room_for_answer] for answer in answers], done
+
+
+def _tokenise(
+    row: dict[str, Any],
+    index: int,
+    tokenizer: PreTrainedTokenizerBase,
+    layout: tuple[str, ...],
+    use: str,
+    name: str,
+    limit: int,
+    policy: str,
+) -> dict[str, Any]:
+    where = f"{name}, row {index}"
+    parsed = read_row(row, layout, use, where)
+    prompt = encode_prompt(tokenizer, parsed.prompt)
+    if not prompt:
+        raise UserError(f"{where}: the prompt is empty")
+    answers = [encode_answer(tokenizer, parsed.prompt, answer) for answer in parsed.answers]
+    prompt, answers, done = fit_row(prompt, answers, limit, policy)
+    if done == _DROPPED and policy == "error":
+        raise UserError(f"{where}: longer than the limit of {limit} tokens (--truncation error)")
+    return {"prompt_ids": prompt, "answers": answers, "margin": parsed.margin, "fitted": done}
+
+
+def _fingerprint(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
+    """Key of the prepared rows in the cache: content, tokenizer, template and settings."""
+    parts = [rows._fingerprint, tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)]
+    parts += [str(tokenizer.chat_template), *map(str, settings)]
+    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:32]
+
+
+def tokenise_rows(
+    rows: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, use: str, limit: int, flags: DataFlags
+) -> Dataset:
+    """Token rows of one data set; rows that are left out are counted and logged.
+
+    Raises:
+        UserError: wrong columns, a bad row (named), or nothing left under the length limit.
+    """
+    layout = layout_of(rows.column_names, use, name)
+    settings = {"layout": layout, "use": use, "limit": limit, "policy": flags.truncation}
+    rows = rows.map(
+        _tokenise,
+        with_indices=True,
+        fn_kwargs={**settings, "name": name, "tokenizer": tokenizer},
+        remove_columns=rows.column_names,
+        num_proc=flags.preprocessing_num_workers,
+        new_fingerprint=_fingerprint(rows, tokenizer, *settings.values()),
+        features=datasets.Features(
+            {
+                "prompt_ids": datasets.List(datasets.Value("int32")),
+                "answers": datasets.List(datasets.List(datasets.Value("int32"))),
+                "margin": datasets.Value("float32"),
+                "fitted": datasets.Value("string"),
+            }
+        ),
+    )
+    done = Counter(rows["fitted"])
+    logger().info(f"data: {name}: {len(rows)} rows; " + ", ".join(f"{count} {what}" for what, count in done.items()))
+    if done[_DROPPED]:
+        rows = rows.select([i for i, what in enumerate(rows["fitted"]) if what != _DROPPED])
+    if len(rows) == 0:
+        raise UserError(f"{name}: no row is within the limit of {limit} tokens; raise it, or use --truncation left")
+    return rows.remove_columns("fitted")
+
+
+def prepare(
+    use: str,
+    tokenizer: PreTrainedTokenizerBase,
+    flags: DataFlags,
+    limit: int,
+    whole_paths: list[str] | None = None,
+    eval_paths: list[str] | None = None,
+    eval_fraction: float = 0.0,
+) -> TokenRows:
+    """Token rows of one step from all its data sets.
+
+    Args:
+        use: "sft", "preference" or "prompt".
+        tokenizer: of the model to train.
+        flags: which data, how divided, what to do with long rows.
+        limit: most tokens of a row.
+        whole_paths: further data sets, used undivided (`--sft_only_data_path`).
+        eval_paths: data sets for evaluation, used whole.
+        eval_fraction: share of the training rows held out where a data set brings no evaluation split and
+            `eval_paths` is empty.
+    """
+    shares = parse_data_split(flags.data_split)
+    train_parts, eval_parts = [], []
+    with main_rank_of_node_first():
+        for spec in [*flags.data_path, *(whole_paths or [])]:
+            source = load_source(spec, "--data_path", flags.data_output_path)
+            train, evaluation = source.train, source.eval
+            if spec in flags.data_path:
+                train = part_of(train, shares, PARTS[use], flags.data_split_seed)
+                if len(train) == 0:
+                    raise UserError(f"{spec}: --data_split {flags.data_split} leaves no row for this step")
+            if evaluation is None and not eval_paths:
+                train, evaluation = hold_out(train, eval_fraction, flags.data_split_seed)
+            train_parts.append(tokenise_rows(train, spec, tokenizer, use, limit, flags))
+            if evaluation is not None and not eval_paths and eval_fraction > 0:
+                eval_parts.append(tokenise_rows(evaluation, f"{spec} (eval)", tokenizer, use, limit, flags))
+        for spec in eval_paths or []:
+            source = load_source(spec, "--eval_data_path", flags.data_output_path)
+            eval_parts.append(tokenise_rows(source.train, spec, tokenizer, use, limit, flags))
+    evaluation = datasets.concatenate_datasets(eval_parts) if eval_parts else None
+    return TokenRows(datasets.concatenate_datasets(train_parts), evaluation)

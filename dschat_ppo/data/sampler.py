@@ -1,0 +1,46 @@
+"""Which rows each rank sees at each step. The order is the same for every number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from dschat_ppo.common.seeding import shared_generator
+
+FILLER = -1
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of all rows, of this seed and epoch."""
+    return list(torch.randperm(num_rows, generator=shared_generator(seed, epoch)).tolist())
+
+
+def optimizer_steps(
+    order: Sequence[int], micro_batch: int, accumulation: int, world_size: int, rank: int
+) -> Iterator[list[list[int]]]:
+    """This rank's micro-batches of each optimizer step, through `order` once.
+
+    A step takes the next `micro_batch * accumulation * world_size` rows, so every rank and every micro-batch split
+    sees the same rows in the same step. The last step is filled up with `FILLER`, never cut short: all ranks make the
+    same number of micro-batches of the same size.
+    """
+    per_rank = micro_batch * accumulation
+    per_step = per_rank * world_size
+    for start in range(0, len(order), per_step):
+        step = list(order[start : start + per_step])
+        step += [FILLER] * (per_step - len(step))
+        mine = step[rank * per_rank : (rank + 1) * per_rank]
+        yield [mine[i : i + micro_batch] for i in range(0, per_rank, micro_batch)]
+
+
+def prompt_stream(num_rows: int, seed: int, rows_per_step: int, steps: int) -> Iterator[list[int]]:
+    """Row numbers of each PPO step, epoch after epoch; a step that an epoch cannot fill goes on into the next."""
+    pending: list[int] = []
+    epoch = 0
+    for _ in range(steps):
+        while len(pending) < rows_per_step:
+            pending += epoch_order(num_rows, seed, epoch)
+            epoch += 1
+        yield pending[:rows_per_step]
+        pending = pending[rows_per_step:]

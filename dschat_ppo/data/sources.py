@@ -1,0 +1,131 @@
+"""Reading data sets: files, folders and hub names through `datasets`, and the division among the three steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import torch
+from datasets import Dataset
+
+from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.errors import UserError
+
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set as read: its name in messages, training rows, and evaluation rows if it brings any."""
+
+    name: str
+    train: Dataset
+    eval: Dataset | None
+
+
+def load_source(spec: str, flag: str, cache_dir: str | None) -> Source:
+    """Read one data set.
+
+    Args:
+        spec: a file, a folder of files (those named `eval*`, `validation*`, `test*`, ... are for evaluation), or a
+            hub name.
+        flag: the flag that named it, for messages.
+        cache_dir: where `datasets` keeps prepared files; None for its default.
+
+    Raises:
+        UserError: nothing there, a format that is not read, an unreadable or empty file.
+    """
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return Source(spec, _read_files([path], flag, cache_dir), None)
+    if path.is_dir():
+        return _load_folder(spec, path, flag, cache_dir)
+    if spec.startswith((".", "/", "~")) or path.suffix in BUILDERS or spec.count("/") > 1:
+        raise UserError(f"{flag} {spec}: no such file or folder")
+    return _load_hub(spec, flag, cache_dir)
+
+
+def _load_folder(spec: str, folder: Path, flag: str, cache_dir: str | None) -> Source:
+    files = sorted(path for path in folder.iterdir() if path.suffix in BUILDERS)
+    if not files:
+        raise UserError(f"{flag} {spec}: the folder holds no {', '.join(BUILDERS)} file")
+    for_eval = [path for path in files if path.stem.lower().startswith(EVAL_NAMES)]
+    for_train = [path for path in files if path not in for_eval]
+    if not for_train:
+        raise UserError(f"{flag} {spec}: the folder holds evaluation files only ({for_eval[0].name}, ...)")
+    evaluation = _read_files(for_eval, flag, cache_dir) if for_eval else None
+    return Source(spec, _read_files(for_train, flag, cache_dir), evaluation)
+
+
+def _read_files(paths: list[Path], flag: str, cache_dir: str | None) -> Dataset:
+    return datasets.concatenate_datasets([_read_file(path, flag, cache_dir) for path in paths])
+
+
+def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
+    builder = BUILDERS.get(path.suffix)
+    if builder is None:
+        raise UserError(f"{flag} {path}: '{path.suffix}' files are not read; use one of {', '.join(BUILDERS)}")
+    if path.stat().st_size == 0:
+        raise UserError(f"{flag} {path}: the file is empty")
+    try:
+        rows = datasets.load_dataset(builder, data_files=str(path), split="train", cache_dir=cache_dir)
+    except (datasets.exceptions.DatasetGenerationError, datasets.exceptions.DatasetGenerationCastError) as problem:
+        where = _first_odd_line(path) if builder == "json" else ""
+        raise UserError(f"{flag} {path}: cannot be read as a table: {where or problem.__cause__ or problem}") from None
+    if len(rows) == 0:
+        raise UserError(f"{flag} {path}: the data set is empty")
+    return rows
+
+
+def _first_odd_line(path: Path) -> str:
+    """What is wrong with the first line of a JSONL file that is not like its first, or '' if none is seen."""
+    kinds: dict[str, str] = {}
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as problem:
+                return f"line {number} is not JSON ({problem.msg})"
+            if not isinstance(row, dict):
+                return f"line {number} is not an object with named fields"
+            for key, value in row.items():
+                kind = type(value).__name__
+                if value is not None and kinds.setdefault(key, kind) != kind:
+                    return f"line {number}: '{key}' is {kind}, but {kinds[key]} in the lines before"
+    return ""
+
+
+def _load_hub(spec: str, flag: str, cache_dir: str | None) -> Source:
+    try:
+        found = datasets.load_dataset(spec, cache_dir=cache_dir)
+    except (datasets.exceptions.DatasetNotFoundError, OSError, ValueError) as problem:
+        raise UserError(f"{flag} {spec}: neither a local file or folder nor a hub data set ({problem})") from None
+    splits = {str(name): rows for name, rows in found.items()}
+    if "train" not in splits:
+        raise UserError(f"{flag} {spec}: has no 'train' split (it has {', '.join(splits)})")
+    evaluation = next((splits[name] for name in splits if name.lower().startswith(EVAL_NAMES)), None)
+    return Source(spec, splits["train"], evaluation)
+
+
+def part_of(rows: Dataset, shares: tuple[float, float, float], part: int, seed: int) -> Dataset:
+    """The rows of step `part` (0 SFT, 1 reward, 2 PPO): disjoint random shares that together are all rows.
+
+    Depends on the number of rows, `shares` and `seed` alone, so the three steps cut the same way.
+    """
+    order = torch.randperm(len(rows), generator=shared_generator(seed)).tolist()
+    bounds = [round(len(rows) * sum(shares[:i]) / sum(shares)) for i in range(4)]
+    return rows.select(order[bounds[part] : bounds[part + 1]])
+
+
+def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset | None]:
+    """(training rows, held-out rows): a random share, at least one row, none if `fraction` is 0 or one row is all."""
+    if fraction == 0 or len(rows) < 2:
+        return rows, None
+    count = min(len(rows) - 1, max(1, round(len(rows) * fraction)))
+    order = torch.randperm(len(rows), generator=shared_generator(seed, 1)).tolist()
+    return rows.select(order[count:]), rows.select(order[:count])

@@ -1,0 +1,91 @@
+"""DeepSpeed configurations as plain dicts, and the laying over of a user's own settings."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from dschat_ppo.errors import UserError
+
+Config = dict[str, Any]
+
+# The trainer marks the last micro-batch of an optimizer step itself and normalises losses by global counts, so these
+# must stay as derived.
+OWNED_BY_TRAINER = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer")
+
+
+def train_config(
+    stage: int, dtype: str, offload: bool, world_size: int, max_grad_norm: float, overlay: Config | None = None
+) -> Config:
+    """Configuration of an engine that trains.
+
+    Args:
+        stage: ZeRO stage 0 to 3.
+        dtype: "bf16", "fp16" or "fp32".
+        offload: optimizer state in host memory; at stage 3 parameters too.
+        world_size: number of ranks.
+        max_grad_norm: global norm that gradients are scaled down to; 0 for none.
+        overlay: the user's settings (`--deepspeed_config`), which win.
+    """
+    device = "cpu" if offload else "none"
+    zero: Config = {"stage": stage, "overlap_comm": False}
+    if stage > 0:
+        zero["offload_optimizer"] = {"device": device}
+    if stage == 3:
+        zero |= {"offload_param": {"device": device}, "stage3_param_persistence_threshold": 10_000}
+    config = {**_common(dtype, world_size), "zero_optimization": zero, "gradient_clipping": max_grad_norm}
+    if dtype == "bf16":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return merge(config, overlay or {})
+
+
+def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Config:
+    """Configuration of an engine that only runs forward: partitioned if `stage` is 3, whole on each rank otherwise."""
+    zero: Config = {"stage": 3 if stage == 3 else 0}
+    if stage == 3:
+        zero["offload_param"] = {"device": "cpu" if offload else "none"}
+        zero["stage3_param_persistence_threshold"] = 10_000
+    return {**_common(dtype, world_size), "zero_optimization": zero}
+
+
+def _common(dtype: str, world_size: int) -> Config:
+    return {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {"enabled": dtype == "fp16", "loss_scale_window": 100},
+    }
+
+
+def merge(base: Config, overlay: Config) -> Config:
+    """`base` with the settings of `overlay` laid over it, level by level. Neither is changed."""
+    merged = copy.deepcopy(base)
+    for key, value in overlay.items():
+        both_are_levels = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both_are_levels else copy.deepcopy(value)
+    return merged
+
+
+def read_overlay(path: str | None) -> Config:
+    """The user's DeepSpeed settings from the JSON file of `--deepspeed_config`; {} for no file.
+
+    Raises:
+        UserError: unreadable, not a JSON object, or it sets what the trainer derives.
+    """
+    if path is None:
+        return {}
+    try:
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as problem:
+        raise UserError(f"--deepspeed_config {path}: cannot be read as JSON ({problem})") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"--deepspeed_config {path}: must be a JSON object")
+    owned = [key for key in OWNED_BY_TRAINER if key in settings]
+    if owned:
+        raise UserError(f"--deepspeed_config {path}: {', '.join(owned)} come from the flags; take them out")
+    return settings

@@ -1,0 +1,87 @@
+"""The four roles of PPO, each a DeepSpeed engine over all devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from dschat_ppo.common.dist import world_size
+from dschat_ppo.config.batch_plan import PPOPlan
+from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.engine.build import OptimizerSettings, eval_engine, train_engine
+from dschat_ppo.engine.ds_config import eval_config, read_overlay, train_config
+from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.scalar_head import ScalarModel
+
+
+class RLHFEngine:
+    """Builds and holds actor, critic (train configs), reference and reward (eval configs).
+
+    Actor and reference start from the SFT model, critic and reward from the reward model. A role is partitioned by
+    ZeRO-3 from the moment its layers are built.
+    """
+
+    def __init__(self, config: PPOConfig, plan: PPOPlan, actor_folder: str, critic_folder: str):
+        self._config = config
+        self._plan = plan
+        self._ranks = world_size()
+        self.actor = self._build_actor(actor_folder)
+        self.hybrid = HybridEngine(self.actor)
+        self.reference = self._build_reference(actor_folder)
+        self.critic = self._build_critic(critic_folder)
+        self.reward = self._build_reward(critic_folder)
+
+    def _train_config(self, stage: int) -> dict[str, Any]:
+        ppo, run = self._config.ppo, self._config.run
+        overlay = read_overlay(run.deepspeed_config)
+        return train_config(stage, run.dtype, ppo.offload, self._ranks, ppo.max_grad_norm, overlay)
+
+    def _optimizer_settings(self, learning_rate: float, weight_decay: float) -> OptimizerSettings:
+        ppo = self._config.ppo
+        return OptimizerSettings(
+            learning_rate, weight_decay, ppo.lr_scheduler_type, ppo.num_warmup_steps, self._plan.total_updates
+        )
+
+    def _build_actor(self, folder: str) -> Any:
+        ppo = self._config.ppo
+        ds_config = self._train_config(ppo.actor_zero_stage)
+        model: PreTrainedModel = load_causal_lm(folder, self._config.run.dtype, ds_config, ppo.actor_dropout or 0.0)
+        if ppo.actor_gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        settings = self._optimizer_settings(ppo.actor_learning_rate, ppo.actor_weight_decay)
+        return train_engine(model, ds_config, settings)
+
+    def _build_reference(self, folder: str) -> Any:
+        ppo, dtype = self._config.ppo, self._config.run.dtype
+        ds_config = eval_config(ppo.actor_zero_stage, dtype, ppo.offload_reference_model, self._ranks)
+        return eval_engine(load_causal_lm(folder, dtype, ds_config), ds_config)
+
+    def _build_critic(self, folder: str) -> Any:
+        ppo = self._config.ppo
+        ds_config = self._train_config(ppo.critic_zero_stage)
+        model = ScalarModel(
+            load_sequence_classifier(
+                folder, self._config.run.dtype, ds_config, new_head=False, dropout=ppo.critic_dropout or 0.0
+            )
+        )
+        if ppo.critic_gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        settings = self._optimizer_settings(ppo.critic_learning_rate, ppo.critic_weight_decay)
+        return train_engine(model, ds_config, settings)
+
+    def _build_reward(self, folder: str) -> Any:
+        ppo, dtype = self._config.ppo, self._config.run.dtype
+        ds_config = eval_config(ppo.critic_zero_stage, dtype, ppo.offload_reward_model, self._ranks)
+        return eval_engine(ScalarModel(load_sequence_classifier(folder, dtype, ds_config, new_head=False)), ds_config)
+
+    def train(self) -> None:
+        """Actor and critic to training mode."""
+        self.actor.train()
+        self.critic.train()
+
+    def eval(self) -> None:
+        """Actor and critic to eval mode: dropout off."""
+        self.actor.eval()
+        self.critic.eval()

@@ -1,0 +1,1 @@
+"""Scoring a rollout, and caching the experience of several for the updates."""

@@ -1,0 +1,238 @@
+"""Loading models and tokenizers, strictly: what a checkpoint lacks or has too much is an error or is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from dschat_ppo.common.dist import main_rank_of_node_first
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import UserError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SCORE_HEAD = "score.weight"
+_DROPOUTS = (
+    "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
+    "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
+)  # fmt: skip
+_WEIGHTS = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
+
+
+def model_folder(name: str, flag: str) -> str:
+    """The local folder of a model named by `flag`: itself, or the hub's files after a download.
+
+    Raises:
+        UserError: there is no such folder, and the hub has no such model (or cannot be reached).
+    """
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").exists():
+            raise UserError(f"{flag} {name}: the folder holds no config.json, so it is no Hugging Face model")
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"{flag} {name}: no such folder")
+    try:
+        with main_rank_of_node_first():
+            return str(snapshot_download(name, allow_patterns=list(_WEIGHTS)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
+        raise UserError(f"{flag} {name}: neither a local folder nor a model on the hub ({problem})") from None
+
+
+def load_config(folder: str, flag: str) -> PretrainedConfig:
+    """The model's configuration, without its weights."""
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{flag} {folder}: config.json cannot be used: {problem}") from None
+
+
+def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder; it must have an EOS.
+
+    Raises:
+        UserError: no usable tokenizer, or one without EOS.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as problem:
+        raise UserError(f"{flag} {folder}: its tokenizer cannot be loaded: {problem}") from None
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{flag} {folder}: the tokenizer has no EOS token, so answers could not end; give it one")
+    return tokenizer
+
+
+def filler_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """An id to fill padding with. Masks alone say what is real, so any valid id does: PAD, or EOS without one."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str, folder: str, other: bool = False
+) -> None:
+    """The model at `folder` must have an embedding for every id of `tokenizer`.
+
+    Args:
+        tokenizer: whose ids the model will see.
+        config: of the model.
+        flag: the flag that named the model.
+        folder: the model's folder.
+        other: the tokenizer belongs to another model (the actor); then the model's own tokenizer must agree with it.
+    """
+    size = config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise UserError(
+            f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of the "
+            + ("actor's tokenizer; train the reward model from the same base" if other else "tokenizer beside it")
+        )
+    if other and load_tokenizer(folder, flag).get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{flag} {folder}: its tokenizer differs from the actor's, so its scores would be of other words; "
+            "train the reward model from the same base"
+        )
+
+
+@contextmanager
+def _zero3_loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
+    """Inside, `from_pretrained` builds each layer already partitioned over the ranks if the config is ZeRO-3."""
+    if ds_config is None or ds_config["zero_optimization"]["stage"] != 3:
+        yield
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    keep_alive = HfDeepSpeedConfig(ds_config)  # transformers holds it weakly
+    yield
+    del keep_alive
+    unset_hf_deepspeed_config()
+
+
+def load_causal_lm(
+    folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None
+) -> PreTrainedModel:
+    """A causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
+
+    Raises:
+        UserError: the checkpoint does not hold exactly the model's weights.
+    """
+    config = _with_dropout(load_config(folder, "model"), dropout)
+    _check_weights(AutoModelForCausalLM, folder, config, {}, allowed_missing=set())
+    with _zero3_loading(ds_config):
+        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype])
+
+
+def load_sequence_classifier(
+    folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None
+) -> PreTrainedModel:
+    """A model with a scalar head: any `AutoModelForSequenceClassification` of one label, or DeepSpeed-Chat's layout.
+
+    Args:
+        folder: model folder. A base or causal model without a head gets a new one, if `new_head` allows it.
+        dtype: "bf16", "fp16" or "fp32".
+        ds_config: the DeepSpeed config that the model will run under; None for none.
+        new_head: True for training a reward model; False where a trained head is needed.
+        dropout: overrides every dropout of the config.
+
+    Raises:
+        UserError: missing or unexpected weights (listed), several labels, or a head needed and not there.
+    """
+    config = _with_dropout(load_config(folder, "model"), dropout)
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
+        if config.num_labels != 1:
+            raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
+    config.num_labels = 1
+    key_mapping = _deepspeed_chat_mapping(folder, config)
+    allowed = {SCORE_HEAD} if new_head else set()
+    missing = _check_weights(AutoModelForSequenceClassification, folder, config, key_mapping, allowed)
+    if missing:
+        logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
+    with _zero3_loading(ds_config):
+        return AutoModelForSequenceClassification.from_pretrained(
+            folder, config=config, dtype=DTYPES[dtype], key_mapping=key_mapping or None
+        )
+
+
+def _with_dropout(config: PretrainedConfig, dropout: float | None) -> PretrainedConfig:
+    if dropout is not None:
+        for name in _DROPOUTS:
+            if hasattr(config, name):
+                setattr(config, name, dropout)
+    return config
+
+
+def _deepspeed_chat_mapping(folder: str, config: PretrainedConfig) -> dict[str, str]:
+    """Renames `rwtransformer.*` and `v_head.*` to the classifier's names, if the checkpoint has them."""
+    names = _checkpoint_names(folder)
+    if not any(name.startswith("v_head.") for name in names):
+        return {}
+    model_class = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    return {r"^rwtransformer\.": f"{model_class.base_model_prefix}.", r"^v_head\.": "score."}
+
+
+def _checkpoint_names(folder: str) -> list[str]:
+    """Names of the weights in a checkpoint, read without the weights themselves."""
+    from safetensors import safe_open
+
+    root = Path(folder)
+    names: list[str] = []
+    for file in sorted(root.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            names += list(weights.keys())
+    if not names:
+        for file in sorted(root.glob("pytorch_model*.bin")):
+            names += list(torch.load(file, map_location="meta", weights_only=True, mmap=True))
+    return names
+
+
+def _check_weights(
+    auto_class: Any, folder: str, config: PretrainedConfig, key_mapping: dict[str, str], allowed_missing: set[str]
+) -> set[str]:
+    """Compare the checkpoint with the model on the meta device; return the allowed names that are missing."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
+    try:
+        _, info = auto_class.from_pretrained(
+            folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    except OSError as problem:
+        raise UserError(f"{folder}: its weights cannot be read: {problem}") from None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    missing = set(info["missing_keys"])
+    unexpected = {name for name in info["unexpected_keys"] if not name.startswith("lm_head.")}
+    wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
+    if SCORE_HEAD in missing - allowed_missing and missing <= {SCORE_HEAD}:
+        raise UserError(f"{folder}: has no trained scalar head ({SCORE_HEAD}); train a reward model first (step 2)")
+    if missing - allowed_missing or unexpected or wrong_shape:
+        raise UserError(
+            f"{folder}: the checkpoint does not fit {type(config).__name__}: "
+            + "; ".join(
+                f"{label}: {_some(names)}"
+                for label, names in (
+                    ("missing", missing - allowed_missing), ("unexpected", unexpected), ("wrong shape", wrong_shape)
+                )  # fmt: skip
+                if names
+            )
+        )
+    return missing & allowed_missing
+
+
+def _some(names: set[str], most: int = 6) -> str:
+    shown = sorted(names)[:most]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+

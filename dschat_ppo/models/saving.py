@@ -1,0 +1,74 @@
+"""Writing a trained model as an ordinary Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from dschat_ppo.common.dist import barrier, is_main
+from dschat_ppo.models.scalar_head import ScalarModel
+
+
+def gather_state(model: nn.Module) -> dict[str, Tensor]:
+    """All weights of `model` in host memory on rank 0, {} elsewhere. Under ZeRO-3 one tensor is gathered at a time.
+
+    Collective: every rank calls it.
+    """
+    import deepspeed
+
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            if is_main():
+                state[name] = parameter.detach().cpu().clone()
+    if is_main():
+        persistent = model.state_dict()
+        state |= {name: b.detach().cpu().clone() for name, b in model.named_buffers() if name in persistent}
+    return state
+
+
+def save_model(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
+
+    Collective: every rank calls it; rank 0 writes.
+
+    Args:
+        engine: DeepSpeed engine around a causal model or a `ScalarModel`.
+        tokenizer: saved beside the weights.
+        folder: created if needed.
+    """
+    module = engine.module
+    model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module
+    state = gather_state(model)
+    if is_main():
+        dtype = next(iter(state.values())).dtype
+        model.config.dtype = dtype
+        if isinstance(module, ScalarModel):
+            _describe_padding(model, tokenizer)
+        else:
+            model.generation_config = _generation_config(model, tokenizer)
+        with torch.no_grad():
+            model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
+    barrier()
+
+
+def _describe_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows."""
+    pad = tokenizer.pad_token_id
+    model.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
+
+
+def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The model's own generation settings, with the EOS and PAD that it was trained with."""
+    config = model.generation_config or GenerationConfig()
+    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if tokenizer.eos_token_id not in known:
+        config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    config.bos_token_id = tokenizer.bos_token_id
+    return config

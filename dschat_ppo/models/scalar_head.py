@@ -1,0 +1,42 @@
+"""Reward model and critic: one scalar for every position."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.forward import position_arguments
+
+
+class ScalarModel(nn.Module):
+    """A one-label sequence classifier whose head is read at every position.
+
+    As a reward model its score is the value at the last real token; as a critic every value counts.
+    """
+
+    def __init__(self, classifier: PreTrainedModel):
+        super().__init__()
+        if not hasattr(classifier, "score"):
+            raise UserError(f"{type(classifier).__name__} has no `score` head; use a decoder-only reward model")
+        self.classifier = classifier
+
+    @property
+    def config(self):  # type: ignore[no-untyped-def]
+        """The classifier's configuration (DeepSpeed and transformers look for it)."""
+        return self.classifier.config
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute activations in the backward pass."""
+        self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, T) ids and mask -> (B, T) fp32 values."""
+        backbone = self.classifier.base_model
+        hidden = backbone(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            use_cache=False,
+            **position_arguments(backbone, attention_mask),
+        ).last_hidden_state
+        return self.classifier.score(hidden).squeeze(-1).float()

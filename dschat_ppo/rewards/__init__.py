@@ -1,0 +1,1 @@
+"""Sources of reward. Each turns a rollout into one score per row."""

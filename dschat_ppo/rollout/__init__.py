@@ -1,0 +1,1 @@
+"""Generation: from prompts to sampled responses with their masks and log-probs."""
