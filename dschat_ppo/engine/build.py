@@ -67,7 +67,8 @@ def eval_engine(model: nn.Module, config: Config) -> Any:
     """A DeepSpeed engine that only runs forward, in eval mode."""
     model.requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    return engine.eval()
+    engine.eval()
+    return engine
 
 
 def optimizer_step(

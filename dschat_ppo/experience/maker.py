@@ -78,8 +78,8 @@ class ExperienceMaker:
 
     def _score(self, rollout: Rollout) -> Experience:
         mask = rollout.response_mask
-        old_logprobs, _ = response_logprobs(self.actor, rollout, self.temperature)
-        ref_logprobs, _ = response_logprobs(self.reference, rollout, self.temperature)
+        old_logprobs = response_logprobs(self.actor, rollout, self.temperature)
+        ref_logprobs = response_logprobs(self.reference, rollout, self.temperature)
         values = response_values(self.critic, rollout)
         old_logprobs, ref_logprobs, values = (torch.where(mask, x, 0.0) for x in (old_logprobs, ref_logprobs, values))
         scores = self.reward(rollout)

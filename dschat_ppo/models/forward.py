@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
+from dschat_ppo.algorithms.logprobs import token_logprobs
 from dschat_ppo.types import Experience, Rollout, full_sequences, position_ids_of
 
 
@@ -35,24 +35,18 @@ def unwrap(engine: Any) -> nn.Module:
     return engine.module if hasattr(engine, "module") else engine
 
 
-def response_logprobs(
-    engine: Any, rows: Rollout | Experience, temperature: float, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (and entropy) of the response tokens under the model.
+def response_logprobs(engine: Any, rows: Rollout | Experience, temperature: float) -> Tensor:
+    """Log-probs of the response tokens under the model.
 
     Args:
         engine: DeepSpeed engine or plain causal model.
         rows: B rows with prompt length P and response length R.
         temperature: of sampling.
-        with_entropy: compute the entropy too.
 
     Returns:
-        (logprobs (B, R) fp32, entropy (B, R) fp32 or None), with gradient if gradients are on. Values outside
-        `response_mask` are meaningless.
+        (B, R) fp32, with gradient if gradients are on. Values outside `response_mask` are meaningless.
     """
-    logits = response_logits(engine, rows)
-    entropy = token_entropy(logits, temperature) if with_entropy else None
-    return token_logprobs(logits, rows.response_ids, temperature), entropy
+    return token_logprobs(response_logits(engine, rows), rows.response_ids, temperature)
 
 
 def response_logits(engine: Any, rows: Rollout | Experience) -> Tensor:

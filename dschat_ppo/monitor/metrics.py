@@ -1,0 +1,86 @@
+"""Means, maxima and moments over tokens or rows of all ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.common.dist import all_reduce
+
+
+class MetricSums:
+    """Sums up this rank's part of some metrics; `reduce` makes them exact over all ranks.
+
+    Means are weighted by what was counted (tokens, rows), not averaged over ranks or micro-batches. Every rank must
+    add the same names.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Count `values` (where `mask` (same shape, bool) is True) into the mean `name`."""
+        kept = values if mask is None else values[mask]
+        self.add_sum(name, kept.sum(dtype=torch.float64), kept.new_tensor(kept.numel()))
+
+    def add_sum(self, name: str, total: Tensor, count: Tensor) -> None:
+        """Count a sum over `count` things (both scalars) into the mean `name`."""
+        part = torch.stack([total.detach().double(), count.double()])
+        self._means[name] = self._means.get(name, torch.zeros_like(part)) + part
+
+    def add_max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Count `values` (where `mask` is True) into the maximum `name`."""
+        kept = (values if mask is None else values[mask]).detach().double()
+        part = kept.max() if kept.numel() else kept.new_tensor(-math.inf)
+        self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
+
+    def peek_max(self, name: str) -> float:
+        """This rank's maximum so far, not reduced."""
+        return float(self._maxima[name])
+
+    def reduce(self) -> dict[str, float]:
+        """Name -> value over all ranks; 0 for a name under which nothing was counted. Collective."""
+        result: dict[str, float] = {}
+        if self._means:
+            names = sorted(self._means)
+            total = all_reduce(torch.stack([self._means[name] for name in names]))
+            result |= {name: _ratio(*row) for name, row in zip(names, total.tolist(), strict=True)}
+        if self._maxima:
+            names = sorted(self._maxima)
+            largest = all_reduce(torch.stack([self._maxima[name] for name in names]), "max")
+            result |= {name: _finite(value) for name, value in zip(names, largest.tolist(), strict=True)}
+        return result
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else 0.0
+
+
+def _finite(value: float) -> float:
+    return 0.0 if value == -math.inf else value
+
+
+def moments(values: Tensor) -> tuple[float, float]:
+    """(mean, population standard deviation) of a tensor's elements; (0, 0) if it has none."""
+    if values.numel() == 0:
+        return 0.0, 0.0
+    exact = values.double()
+    return float(exact.mean()), float(exact.std(correction=0))
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """`1 - var(returns - values) / var(returns)`; 0 where the returns do not vary.
+
+    Args:
+        values: (n,) predictions.
+        returns: (n,) targets.
+    """
+    if returns.numel() == 0:
+        return 0.0
+    spread = returns.double().var(correction=0)
+    if spread == 0:
+        return 0.0
+    return float(1 - (returns - values).double().var(correction=0) / spread)

@@ -1,0 +1,62 @@
+"""Where metrics go: `metrics.jsonl` always, TensorBoard if asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dschat_ppo.common.dist import is_main
+
+
+class MetricsWriter:
+    """Rank 0 writes one JSON object a line to `metrics.jsonl`, and mirrors its numbers to TensorBoard.
+
+    Args:
+        folder: of the outputs.
+        tensorboard: TensorBoard folder; None for none.
+    """
+
+    def __init__(self, folder: Path, tensorboard: Path | None):
+        self._file: Any = None
+        self._board: Any = None
+        if is_main():
+            self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+            if tensorboard is not None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(tensorboard))
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of one step; a number that is not finite becomes null in the file."""
+        if self._file is None:
+            return
+        line = {"step": step, "time": round(time.time(), 3)}
+        line |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write `result.json`, the mark of a finished step. Rank 0 only; the last file that a step writes."""
+    if is_main():
+        temporary = folder / "result.json.partial"
+        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(folder / "result.json")

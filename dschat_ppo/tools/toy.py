@@ -1,0 +1,190 @@
+"""The embedded default: a tokenizer, an untrained model and data of a small conversation, made from a seed.
+
+The task: somebody says their name and asks where a thing is. Half of the training answers are kind (greeting by name,
+the thing, a friendly close), half are curt. Kindness is preferred, by a rule that `keeps_rule` checks exactly, so that
+what PPO learned from a *learned* reward can be held against the truth.
+
+    python -m dschat_ppo.tools.toy FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
+COLOURS = "red blue green black white yellow brown grey pink golden".split()
+THINGS = "lamp kettle chair scarf drum ladder bucket violin clock basket helmet pillow mirror rope kite jar".split()
+PLACES = "kitchen garden attic cellar garage hall library bedroom office shed".split()
+QUESTIONS = (
+    "I am {name}. Where is the {colour} {thing}?",
+    "My name is {name}. Have you seen the {colour} {thing}?",
+    "This is {name}. I am looking for the {colour} {thing}.",
+)
+GREETINGS = ("Hello", "Hi", "Good day", "Welcome")
+KIND_CLOSES = ("Have a lovely day!", "I am glad to help.", "Ask me any time.", "It was a pleasure.")
+GRUMBLES = ("Not again.", "Use your eyes.", "How boring.", "I am busy.")
+CURT_CLOSES = ("Stop asking.", "Now go away.", "Leave me alone.", "What a silly question.")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PAD, EOS = "<|pad|>", "<|end|>"
+COUNTS = {"sft": 6000, "sft_eval": 256, "pairs": 2000, "pairs_eval": 256, "prompts": 2000, "heldout": 128}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: the asker's name, and the colour and name of the thing."""
+
+    name: str
+    colour: str
+    thing: str
+    wording: int
+
+    @property
+    def text(self) -> str:
+        return QUESTIONS[self.wording].format(name=self.name, colour=self.colour, thing=self.thing)
+
+
+def kind_answer(question: Question, rng: random.Random) -> str:
+    """An answer that keeps the rule."""
+    place = rng.choice(PLACES)
+    return (
+        f"{rng.choice(GREETINGS)} {question.name}! The {question.colour} {question.thing} is in the {place}. "
+        f"{rng.choice(KIND_CLOSES)}"
+    )
+
+
+def curt_answer(question: Question, rng: random.Random) -> str:
+    """An answer that breaks the rule."""
+    place = rng.choice(PLACES)
+    return (
+        f"{rng.choice(GRUMBLES)} The {question.colour} {question.thing} is in the {place}. {rng.choice(CURT_CLOSES)}"
+    )
+
+
+def keeps_rule(question: Question, answer: str) -> bool:
+    """The true preference: greets the asker by name, speaks of the thing asked for, closes kindly, is nowhere curt."""
+    return (
+        answer.startswith(tuple(f"{greeting} {question.name}!" for greeting in GREETINGS))
+        and f"the {question.colour} {question.thing} " in answer.lower()
+        and answer.endswith(KIND_CLOSES)
+        and not any(phrase in answer for phrase in GRUMBLES + CURT_CLOSES)
+    )
+
+
+def make_questions(rng: random.Random) -> dict[str, list[Question]]:
+    """Questions for each file. Who asks for what in `heldout` stands in no other file; `*_eval` likewise."""
+    pairs = list(product(NAMES, product(COLOURS, THINGS)))
+    rng.shuffle(pairs)
+
+    def worded(chosen: list[Any]) -> list[Question]:
+        return [Question(name, colour, thing, rng.randrange(len(QUESTIONS))) for name, (colour, thing) in chosen]
+
+    questions, start = {}, 0
+    for part in ("heldout", "sft_eval", "pairs_eval", "prompts", "pairs"):
+        questions[part] = worded(pairs[start : start + COUNTS[part]])
+        start += COUNTS[part] if part != "prompts" else 0
+    rest = pairs[start:]
+    questions["sft"] = worded([rng.choice(rest) for _ in range(COUNTS["sft"])])
+    return questions
+
+
+def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each JSONL file, in the layouts that the three steps read."""
+
+    def turn(question: Question) -> list[dict[str, str]]:
+        return [{"role": "user", "content": question.text}]
+
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for part in ("sft", "sft_eval"):
+        rows[part] = [
+            {"messages": [*turn(q), {"role": "assistant", "content": rng.choice((kind_answer, curt_answer))(q, rng)}]}
+            for q in questions[part]
+        ]
+    for part in ("pairs", "pairs_eval"):
+        rows[part] = [
+            {"prompt": turn(q), "chosen": kind_answer(q, rng), "rejected": curt_answer(q, rng)} for q in questions[part]
+        ]
+    rows["prompts"] = [{"prompt": turn(q)} for q in questions["prompts"]]
+    rows["heldout"] = [{"prompt": turn(q), "question": vars(q)} for q in questions["heldout"]]
+    return rows
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of 512 tokens with PAD, EOS, role marks and a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = [PAD, EOS, "<|user|>", "<|assistant|>", "<|system|>"]
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=512,
+            special_tokens=specials,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+    fast.add_special_tokens({"additional_special_tokens": specials[2:]})
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """A Llama of 1.7 M parameters at random."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=512,
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def make(folder: Path, seed: int) -> None:
+    """Write `folder/model` and `folder/data/*.jsonl`."""
+    rng = random.Random(seed)
+    rows = make_rows(make_questions(rng), rng)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    for part, part_rows in rows.items():
+        lines = "".join(json.dumps(row) + "\n" for row in part_rows)
+        (folder / "data" / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+    tokenizer = make_tokenizer([turn["content"] for row in rows["sft"] for turn in row["messages"]])
+    tokenizer.save_pretrained(folder / "model")
+    make_model(tokenizer, seed).save_pretrained(folder / "model")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the embedded model, tokenizer and data.")
+    parser.add_argument("folder", type=Path, help="where to write `model/` and `data/`")
+    parser.add_argument("--seed", type=int, default=1234)
+    args = parser.parse_args()
+    make(args.folder, args.seed)
+    print(f"toy model and data: {args.folder}")
+
+
+if __name__ == "__main__":
+    main()

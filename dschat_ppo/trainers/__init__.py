@@ -1,0 +1,1 @@
+"""The three steps, each readable from top to bottom."""

@@ -1,0 +1,155 @@
+"""The loop that steps 1 and 2 share: epochs, optimizer steps, evaluations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.config.batch_plan import FitPlan, plan_fit
+from dschat_ppo.config.schema import FitFlags, RunFlags
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.data.sampler import epoch_order, optimizer_steps
+from dschat_ppo.engine.build import OptimizerSettings, learning_rate, optimizer_step, train_engine
+from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
+from dschat_ppo.models.saving import save_model
+from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.monitor.writers import MetricsWriter, write_result
+from dschat_ppo.trainers.setup import show_plan, tensorboard_folder
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class Objective(Generic[Batch]):
+    """What a step trains for.
+
+    `collate(rows, indices)` makes a batch on the device; `count(batch)` is what the loss is a mean over (tokens,
+    pairs); `loss(engine, batch, total, sums)` is the batch's part of the loss, divided by `total`, and adds its
+    metrics to `sums`; `summary(metrics)` derives further numbers from reduced ones; `headline` are shown each step.
+    """
+
+    collate: Callable[[Dataset, Sequence[int]], Batch]
+    count: Callable[[Batch], Tensor]
+    loss: Callable[[Any, Batch, Tensor, MetricSums], Tensor]
+    summary: Callable[[dict[str, float]], dict[str, float]]
+    headline: tuple[str, ...]
+
+
+def fit_ds_config(fit: FitFlags, run: RunFlags) -> Config:
+    """The DeepSpeed configuration of steps 1 and 2."""
+    overlay = read_overlay(run.deepspeed_config)
+    return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay)
+
+
+@torch.no_grad()
+def evaluate(engine: Any, rows: Dataset, objective: Objective[Batch], fit: FitFlags) -> dict[str, float]:
+    """Metrics over the evaluation rows (at most `--eval_iters` batches per device), exact whatever the ranks."""
+    engine.eval()
+    batches = optimizer_steps(range(len(rows)), fit.per_device_eval_batch_size, 1, dist.world_size(), dist.rank())
+    sums = MetricSums()
+    for number, [indices] in enumerate(batches, start=1):
+        batch = objective.collate(rows, indices)
+        objective.loss(engine, batch, objective.count(batch).clamp_min(1), sums)
+        if number == fit.eval_iters:
+            break
+    engine.train()
+    return objective.summary(sums.reduce())
+
+
+class Fit(Generic[Batch]):
+    """Trains one model on rows; `run` does everything and returns what goes into `result.json`."""
+
+    def __init__(
+        self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch], fit: FitFlags,
+        run: RunFlags,
+    ):  # fmt: skip
+        self.plan: FitPlan = plan_fit(fit, len(rows.train), dist.world_size())
+        self.rows = rows
+        self.objective = objective
+        self.fit = fit
+        self.run_flags = run
+        self.clock = PhaseClock()
+        settings = OptimizerSettings(
+            fit.learning_rate, fit.weight_decay, fit.lr_scheduler_type, fit.num_warmup_steps, self.plan.total_steps
+        )
+        self.engine = train_engine(model, ds_config, settings)
+
+    def train_step(self, step_indices: list[list[int]]) -> dict[str, float]:
+        """One optimizer step over this rank's micro-batches of row numbers."""
+        objective = self.objective
+        batches = [objective.collate(self.rows.train, indices) for indices in step_indices]
+        total = dist.all_reduce(torch.stack([objective.count(batch) for batch in batches]).sum()).clamp_min(1)
+        sums = MetricSums()
+        grad_norm = optimizer_step(
+            self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums)
+        )
+        return {**objective.summary(sums.reduce()), "grad_norm": grad_norm, "counted": float(total)}
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluation metrics under their names with `eval_` before; {} if there are no evaluation rows."""
+        if self.rows.eval is None:
+            return {}
+        with self.clock.phase("evaluate"):
+            found = evaluate(self.engine, self.rows.eval, self.objective, self.fit)
+        logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        return {f"eval_{name}": value for name, value in found.items()}
+
+    def run(self, folder: Path, tokenizer: PreTrainedTokenizerBase, title: str) -> dict[str, Any]:
+        """Train, evaluate, save the model to `folder` and write `result.json`."""
+        show_plan(f"{title}: batches", self.plan.table())
+        started = time.perf_counter()
+        with MetricsWriter(folder, tensorboard_folder(self.run_flags)) as writer:
+            before = self.evaluate()
+            writer.write(0, before)
+            after = self._train(writer, title) or before
+        with self.clock.phase("save"):
+            save_model(self.engine, tokenizer, folder)
+        result = {f"{name}_before": value for name, value in before.items()}
+        result |= {f"{name}_after": value for name, value in after.items()}
+        result |= {"optimizer_steps": self.plan.total_steps, "world_size": dist.world_size()}
+        result["seconds"] = round(time.perf_counter() - started, 2)
+        write_result(folder, result)
+        logger().info(f"{title}: saved to {folder}")
+        return result
+
+    def _train(self, writer: MetricsWriter, title: str) -> dict[str, float]:
+        """All epochs; returns the last evaluation."""
+        step, last_eval = 0, dict[str, float]()
+        with tqdm(total=self.plan.total_steps, desc=title, disable=not dist.is_main(), mininterval=1.0) as bar:
+            for epoch in range(self.plan.epochs):
+                order = epoch_order(len(self.rows.train), self.run_flags.seed, epoch)
+                steps = optimizer_steps(
+                    order, self.plan.per_device, self.plan.accumulation, dist.world_size(), dist.rank()
+                )
+                for step_indices in steps:
+                    rate = learning_rate(self.engine)
+                    with self.clock.phase("train"):
+                        metrics = self.train_step(step_indices)
+                    step += 1
+                    bar.update()
+                    last_of_epoch = step == self.plan.steps_per_epoch * (epoch + 1)
+                    if last_of_epoch or (self.fit.eval_interval and step % self.fit.eval_interval == 0):
+                        last_eval = self.evaluate()
+                        metrics |= last_eval
+                    self._report(writer, step, {**metrics, "lr": rate, "epoch": step / self.plan.steps_per_epoch})
+        return last_eval
+
+    def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
+        seconds, _, peak = self.clock.take()
+        metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
+        metrics |= {f"peak_memory_gib/{name}": value for name, value in peak.items()}
+        writer.write(step, metrics)
+        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
+        logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {metrics['lr']:.2e}")

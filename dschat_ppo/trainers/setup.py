@@ -1,0 +1,67 @@
+"""What every step does before it loads a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger, quiet_libraries, table
+from dschat_ppo.common.seeding import seed_everything
+from dschat_ppo.config.cli import notes, write_config
+from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.errors import UserError
+
+
+def begin(step: str, config: Any, run: RunFlags) -> tuple[torch.device, Path]:
+    """Check the output folder, join the ranks, seed, save the resolved configuration and say what changes nothing.
+
+    Returns:
+        This rank's device and the output folder.
+
+    Raises:
+        UserError: the folder cannot be used, or holds a finished run.
+    """
+    folder = Path(run.folder)
+    if (folder / "result.json").exists() and not run.overwrite_output_dir:
+        raise UserError(
+            f"--output_dir {folder} holds a finished run (result.json); name another folder or add "
+            "--overwrite_output_dir"
+        )
+    quiet_libraries()
+    device = dist.init()
+    seed_everything(run.seed)
+    _check_dtype(run.dtype)
+    if dist.is_main():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "result.json").unlink(missing_ok=True)
+            write_config(config, folder)
+        except OSError as problem:
+            raise UserError(f"--output_dir {folder}: cannot be written ({problem.strerror})") from None
+    dist.barrier()
+    for line in notes(step, config):
+        logger().info(f"note: {line}")
+    return device, folder
+
+
+def _check_dtype(dtype: str) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    supported = {"bf16": accelerator.is_bf16_supported(), "fp16": accelerator.is_fp16_supported(), "fp32": True}
+    if not supported[dtype]:
+        usable = ", ".join(name for name, usable in supported.items() if usable)
+        raise UserError(f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of {usable}")
+
+
+def tensorboard_folder(run: RunFlags) -> Path | None:
+    """Where TensorBoard files go, or None if they were not asked for."""
+    return Path(run.folder) / run.tensorboard_path if run.enable_tensorboard else None
+
+
+def show_plan(title: str, rows: list[tuple[str, str]]) -> None:
+    """Print the batch table."""
+    logger().info(table(title, rows))

@@ -1,0 +1,76 @@
+"""Step 1: supervised fine-tuning on responses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from dschat_ppo.algorithms.logprobs import token_logprobs
+from dschat_ppo.algorithms.masked import masked_sum
+from dschat_ppo.config.steps import SFTConfig
+from dschat_ppo.data.collators import SFTBatch, collate_sft
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.models.forward import position_arguments, unwrap
+from dschat_ppo.models.loading import (
+    check_vocabulary,
+    filler_id,
+    load_causal_lm,
+    load_config,
+    load_tokenizer,
+    model_folder,
+)
+from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.trainers.fit import Fit, Objective, fit_ds_config
+from dschat_ppo.trainers.setup import begin
+
+
+def sft_loss(engine: Any, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
+    """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole optimizer step."""
+    logits = engine(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        use_cache=False,
+        **position_arguments(unwrap(engine), batch.attention_mask),
+    ).logits
+    negative_logprobs = -token_logprobs(logits[:, :-1], batch.input_ids[:, 1:])
+    mask = batch.loss_mask[:, 1:]
+    sums.add_mean("loss", negative_logprobs, mask)
+    return masked_sum(negative_logprobs, mask) / num_tokens
+
+
+def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
+    """Adds `perplexity = exp(loss)`."""
+    return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))}
+
+
+def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> Objective[SFTBatch]:
+    """Token-mean cross entropy of responses."""
+
+    def collate(rows: Dataset, indices: Sequence[int]) -> SFTBatch:
+        batch = collate_sft(rows, indices, pad_id, train_on_prompt)
+        return SFTBatch(batch.input_ids.to(device), batch.attention_mask.to(device), batch.loss_mask.to(device))
+
+    return Objective(collate, lambda batch: batch.loss_mask.sum(), sft_loss, with_perplexity, ("loss",))
+
+
+def train_sft(config: SFTConfig) -> dict[str, Any]:
+    """Run step 1; returns the contents of `result.json`."""
+    device, output = begin("sft", config, config.run)
+    fit, sft = config.fit, config.sft
+    folder = model_folder(fit.model_name_or_path, "--model_name_or_path")
+    tokenizer = load_tokenizer(folder, "--model_name_or_path")
+    check_vocabulary(tokenizer, load_config(folder, "--model_name_or_path"), "--model_name_or_path", folder)
+    rows = prepare(
+        "sft", tokenizer, config.data, fit.max_seq_len, sft.sft_only_data_path, fit.eval_data_path, fit.eval_fraction
+    )
+    ds_config = fit_ds_config(fit, config.run)
+    model = load_causal_lm(folder, config.run.dtype, ds_config, fit.dropout)
+    if fit.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    objective = sft_objective(filler_id(tokenizer), sft.train_on_prompt, device)
+    return Fit(model, ds_config, rows, objective, fit, config.run).run(output, tokenizer, "SFT")

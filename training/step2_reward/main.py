@@ -1,0 +1,13 @@
+"""Step 2: train a reward model on pairs of answers.
+
+    deepspeed training/step2_reward/main.py --help
+"""
+
+import sys
+
+from dschat_ppo.common.launch import run_step
+from dschat_ppo.config.cli import parse
+from dschat_ppo.trainers.reward import train_reward
+
+if __name__ == "__main__":
+    sys.exit(run_step(lambda argv: parse("reward", argv), train_reward, sys.argv[1:]))
