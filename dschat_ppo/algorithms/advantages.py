@@ -24,9 +24,7 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: fl
     return torch.where(response_mask, rewards, torch.zeros_like(rewards))
 
 
-def gae(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16), the episode ending at each row's last token.
 
     `delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, with V and A after the last token 0.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 from tqdm import tqdm
 
@@ -46,6 +48,12 @@ def quiet_libraries() -> None:
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def progress_bar(title: str, total: int) -> Any:
+    """A bar on rank 0: redrawn every second on a terminal, every half minute in a log file."""
+    interval = 1.0 if sys.stderr.isatty() else 30.0
+    return tqdm(total=total, desc=title, disable=not is_main(), mininterval=interval, maxinterval=2 * interval)
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:

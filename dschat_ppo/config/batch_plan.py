@@ -37,8 +37,14 @@ class FitPlan:
             ("ranks", f"{self.world_size}"),
             ("micro-batch per device", f"{self.per_device}"),
             ("micro-batches per optimizer step", f"{self.accumulation}"),
-            ("global batch", f"{self.per_device} x {self.accumulation} x {self.world_size} = {self.global_batch}"),
-            ("optimizer steps per epoch", f"ceil({self.rows} / {self.global_batch}) = {self.steps_per_epoch}"),
+            (
+                "global batch",
+                f"{self.per_device} x {self.accumulation} x {self.world_size} = {self.global_batch}",
+            ),
+            (
+                "optimizer steps per epoch",
+                f"ceil({self.rows} / {self.global_batch}) = {self.steps_per_epoch}",
+            ),
             ("optimizer steps in all", f"{self.steps_per_epoch} x {self.epochs} = {self.total_steps}"),
         ]
 
@@ -46,7 +52,11 @@ class FitPlan:
 def plan_fit(flags: FitFlags, rows: int, world_size: int) -> FitPlan:
     """The batch plan of steps 1 and 2 for `rows` training rows."""
     return FitPlan(
-        rows, world_size, flags.per_device_train_batch_size, flags.gradient_accumulation_steps, flags.num_train_epochs
+        rows,
+        world_size,
+        flags.per_device_train_batch_size,
+        flags.gradient_accumulation_steps,
+        flags.num_train_epochs,
     )
 
 
@@ -97,17 +107,26 @@ class PPOPlan:
         return [
             ("prompts", f"{self.prompts}"),
             ("ranks", f"{self.world_size}"),
-            ("generated per rank", f"{self.generation_batch} x {self.generation_batches} = {self.rows_per_rank}"),
+            (
+                "generated per rank",
+                f"{self.generation_batch} x {self.generation_batches} = {self.rows_per_rank}",
+            ),
             ("rows per PPO step", f"{self.rows_per_rank} x {self.world_size} = {self.rollout_rows}"),
             ("micro-batch per device", f"{self.micro_batch}"),
             ("micro-batches per optimizer step", f"{self.accumulation}"),
-            ("global batch", f"{self.micro_batch} x {self.accumulation} x {self.world_size} = {self.global_batch}"),
+            (
+                "global batch",
+                f"{self.micro_batch} x {self.accumulation} x {self.world_size} = {self.global_batch}",
+            ),
             (
                 "updates per PPO step",
                 f"{self.rollout_rows} / {self.global_batch} x {self.ppo_epochs} = {per_epoch * self.ppo_epochs}",
             ),
             ("PPO steps", f"{self.ppo_steps}"),
-            ("optimizer steps in all", f"{self.ppo_steps} x {self.updates_per_rollout} = {self.total_updates}"),
+            (
+                "optimizer steps in all",
+                f"{self.ppo_steps} x {self.updates_per_rollout} = {self.total_updates}",
+            ),
         ]
 
 

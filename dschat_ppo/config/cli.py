@@ -22,7 +22,7 @@ class _StepParser(HfArgumentParser):
         raise UserError(f"{message} (all flags: --help)")
 
 
-def _groups(step: Step) -> list[tuple[str, type]]:
+def _groups(step: Step) -> list[tuple[str, Any]]:
     return list(get_type_hints(step.config).items())
 
 
@@ -79,9 +79,7 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
     known = {field.name for _, kind in groups for field in dataclasses.fields(kind)}
     path = _config_path(argv)
     words = (_yaml_arguments(path, known) if path else []) + list(argv)
-    *parts, unknown = parser.parse_args_into_dataclasses(
-        words, look_for_args_file=False, return_remaining_strings=True
-    )
+    *parts, unknown = parser.parse_args_into_dataclasses(words, look_for_args_file=False, return_remaining_strings=True)
     require(not unknown, f"unknown flag or value: {' '.join(unknown)} (all flags: --help)")
     config = step.config(**{name: part for (name, _), part in zip(groups, parts, strict=True)})
     _refuse_later_flags(step, parser, flatten(config))

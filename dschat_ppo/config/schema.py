@@ -12,9 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from dschat_ppo.errors import UserError
 
-SCHEDULERS = Literal[
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
-]
+SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
 
 
@@ -126,7 +124,9 @@ class FitFlags:
     _argument_group_name: ClassVar[str] = "training"
 
     model_name_or_path: str = flag("Hugging Face model: a folder or a hub name")
-    max_seq_len: int = flag("most tokens of a row, prompt and answer together; batches are padded to their longest", 512)
+    max_seq_len: int = flag(
+        "most tokens of a row, prompt and answer together; batches are padded to their longest", 512
+    )
     per_device_train_batch_size: int = flag("rows of a micro-batch on one device", 16)
     per_device_eval_batch_size: int = flag("rows of an evaluation batch on one device", 16)
     gradient_accumulation_steps: int = flag("micro-batches of one optimizer step", 1)

@@ -24,7 +24,7 @@ from dschat_ppo.data.templates import encode_answer, encode_prompt
 from dschat_ppo.errors import UserError
 
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
-_FIT, _CUT_PROMPT, _CUT_ANSWER, _DROPPED = "whole", "prompt cut", "answer cut", "left out"
+_FIT, _CUT_PROMPT, _CUT_ANSWER, _DROPPED = "kept whole", "prompt cut", "answer cut", "left out"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,10 @@ def _tokenise(
 
 def _fingerprint(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
     """Key of the prepared rows in the cache: content, tokenizer, template and settings."""
-    parts = [rows._fingerprint, tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)]
+    parts = [
+        rows._fingerprint,
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer),
+    ]
     parts += [str(tokenizer.chat_template), *map(str, settings)]
     return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:32]
 

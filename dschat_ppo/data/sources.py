@@ -72,7 +72,10 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
         raise UserError(f"{flag} {path}: the file is empty")
     try:
         rows = datasets.load_dataset(builder, data_files=str(path), split="train", cache_dir=cache_dir)
-    except (datasets.exceptions.DatasetGenerationError, datasets.exceptions.DatasetGenerationCastError) as problem:
+    except (
+        datasets.exceptions.DatasetGenerationError,
+        datasets.exceptions.DatasetGenerationCastError,
+    ) as problem:
         where = _first_odd_line(path) if builder == "json" else ""
         raise UserError(f"{flag} {path}: cannot be read as a table: {where or problem.__cause__ or problem}") from None
     if len(rows) == 0:

@@ -71,9 +71,7 @@ def eval_engine(model: nn.Module, config: Config) -> Any:
     return engine
 
 
-def optimizer_step(
-    engine: Any, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
-) -> float:
+def optimizer_step(engine: Any, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]) -> float:
     """Forward and backward over all micro-batches, then one update.
 
     Args:

@@ -13,11 +13,21 @@ Config = dict[str, Any]
 
 # The trainer marks the last micro-batch of an optimizer step itself and normalises losses by global counts, so these
 # must stay as derived.
-OWNED_BY_TRAINER = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer")
+OWNED_BY_TRAINER = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer",
+)
 
 
 def train_config(
-    stage: int, dtype: str, offload: bool, world_size: int, max_grad_norm: float, overlay: Config | None = None
+    stage: int,
+    dtype: str,
+    offload: bool,
+    world_size: int,
+    max_grad_norm: float,
+    overlay: Config | None = None,
 ) -> Config:
     """Configuration of an engine that trains.
 

@@ -48,11 +48,9 @@ class HybridEngine:
     @contextmanager
     def _gathered(self) -> Iterator[None]:
         """Gather what is partitioned, once; what is already whole (small, persistent tensors) is left alone."""
-        missing = [
-            parameter
-            for parameter in self.model.parameters()
-            if hasattr(parameter, "ds_id") and parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
-        ]
+        parameters: list[Any] = list(self.model.parameters())
+        partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+        missing = [parameter for parameter in partitioned if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         with deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)):
             yield
 
@@ -73,17 +71,13 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_checkpointing(model: PreTrainedModel) -> Iterator[None]:
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
     """Activation checkpointing forbids a key-value cache, so it is off while generating."""
-    flags = [(module, module.gradient_checkpointing) for module in model.modules() if _checkpoints(module)]
-    for module, _ in flags:
+    checkpointing: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in checkpointing:
         module.gradient_checkpointing = False
     try:
         yield
     finally:
-        for module, _ in flags:
+        for module in checkpointing:
             module.gradient_checkpointing = True
-
-
-def _checkpoints(module: nn.Module) -> bool:
-    return bool(getattr(module, "gradient_checkpointing", False))

@@ -85,7 +85,10 @@ class ExperienceMaker:
         scores = self.reward(rollout)
         shaping = self.shaping
         rewards = token_rewards(
-            shape_scores(scores, rollout.ended, shaping), kl_k1(old_logprobs, ref_logprobs), mask, shaping.kl_coef
+            shape_scores(scores, rollout.ended, shaping),
+            kl_k1(old_logprobs, ref_logprobs),
+            mask,
+            shaping.kl_coef,
         )
         advantages, returns = gae(rewards, values, mask, shaping.gamma, shaping.gae_lambda)
         return Experience(

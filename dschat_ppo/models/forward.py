@@ -13,21 +13,25 @@ from dschat_ppo.algorithms.logprobs import token_logprobs
 from dschat_ppo.types import Experience, Rollout, full_sequences, position_ids_of
 
 
+def _accepts(model: nn.Module, argument: str) -> bool:
+    return argument in _forward_arguments(type(model).forward)
+
+
 @lru_cache(maxsize=64)
-def _accepts(model_class: type, argument: str) -> bool:
-    return argument in inspect.signature(model_class.forward).parameters
+def _forward_arguments(forward: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def position_arguments(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
     """`position_ids` counted from the mask, for models that take them (ALiBi models count for themselves)."""
-    if not _accepts(type(model), "position_ids"):
+    if not _accepts(model, "position_ids"):
         return {}
     return {"position_ids": position_ids_of(attention_mask)}
 
 
 def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
     """Asks for the logits of the last `count` positions only, where the model can."""
-    return {"logits_to_keep": count} if _accepts(type(model), "logits_to_keep") else {}
+    return {"logits_to_keep": count} if _accepts(model, "logits_to_keep") else {}
 
 
 def unwrap(engine: Any) -> nn.Module:

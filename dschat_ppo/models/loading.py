@@ -150,9 +150,9 @@ def load_sequence_classifier(
         UserError: missing or unexpected weights (listed), several labels, or a head needed and not there.
     """
     config = _with_dropout(load_config(folder, "model"), dropout)
-    if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
-        if config.num_labels != 1:
-            raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+    if is_classifier and config.num_labels != 1:
+        raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
     config.num_labels = 1
     key_mapping = _deepspeed_chat_mapping(folder, config)
     allowed = {SCORE_HEAD} if new_head else set()
@@ -178,7 +178,7 @@ def _deepspeed_chat_mapping(folder: str, config: PretrainedConfig) -> dict[str, 
     names = _checkpoint_names(folder)
     if not any(name.startswith("v_head.") for name in names):
         return {}
-    model_class = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    model_class: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     return {r"^rwtransformer\.": f"{model_class.base_model_prefix}.", r"^v_head\.": "score."}
 
 
@@ -198,7 +198,11 @@ def _checkpoint_names(folder: str) -> list[str]:
 
 
 def _check_weights(
-    auto_class: Any, folder: str, config: PretrainedConfig, key_mapping: dict[str, str], allowed_missing: set[str]
+    auto_class: Any,
+    folder: str,
+    config: PretrainedConfig,
+    key_mapping: dict[str, str],
+    allowed_missing: set[str],
 ) -> set[str]:
     """Compare the checkpoint with the model on the meta device; return the allowed names that are missing."""
     verbosity = transformers.logging.get_verbosity()
@@ -223,7 +227,9 @@ def _check_weights(
             + "; ".join(
                 f"{label}: {_some(names)}"
                 for label, names in (
-                    ("missing", missing - allowed_missing), ("unexpected", unexpected), ("wrong shape", wrong_shape)
+                    ("missing", missing - allowed_missing),
+                    ("unexpected", unexpected),
+                    ("wrong shape", wrong_shape),
                 )  # fmt: skip
                 if names
             )
@@ -234,5 +240,3 @@ def _check_weights(
 def _some(names: set[str], most: int = 6) -> str:
     shown = sorted(names)[:most]
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import position_arguments
@@ -19,10 +21,10 @@ class ScalarModel(nn.Module):
         super().__init__()
         if not hasattr(classifier, "score"):
             raise UserError(f"{type(classifier).__name__} has no `score` head; use a decoder-only reward model")
-        self.classifier = classifier
+        self.classifier: Any = classifier
 
     @property
-    def config(self):  # type: ignore[no-untyped-def]
+    def config(self) -> PretrainedConfig:
         """The classifier's configuration (DeepSpeed and transformers look for it)."""
         return self.classifier.config
 

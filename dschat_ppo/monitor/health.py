@@ -30,7 +30,7 @@ def trend_warnings(past: list[Metrics], now: Metrics) -> list[str]:
         return []
     mean = {name: sum(step[name] for step in past) / len(past) for name in now if all(name in step for step in past)}
     found = []
-    if now["kl/ref_k1"] > max(0.05, 3 * mean["kl/ref_k1"]):
+    if now["kl/ref_k1"] > max(0.2, 3 * mean["kl/ref_k1"]):
         found.append("KL to the reference jumped: the last update was too large")
     if now["policy/entropy"] < 0.3 * mean["policy/entropy"]:
         found.append("entropy fell to less than a third: the policy is collapsing")

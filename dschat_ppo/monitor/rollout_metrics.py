@@ -62,7 +62,8 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
     seconds, tokens, peak = clock.take()
     names = sorted(seconds)
     largest = all_reduce(
-        torch.tensor([[seconds[name], peak[name]] for name in names], dtype=torch.float64, device=device), "max"
+        torch.tensor([[seconds[name], peak[name]] for name in names], dtype=torch.float64, device=device),
+        "max",
     ).tolist()
     total = all_reduce(
         torch.tensor([tokens.get(name, 0.0) for name in names], dtype=torch.float64, device=device)

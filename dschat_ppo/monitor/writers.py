@@ -34,7 +34,7 @@ class MetricsWriter:
         """Write the metrics of one step; a number that is not finite becomes null in the file."""
         if self._file is None:
             return
-        line = {"step": step, "time": round(time.time(), 3)}
+        line: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         line |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()

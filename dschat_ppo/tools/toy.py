@@ -21,10 +21,48 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
-COLOURS = "red blue green black white yellow brown grey pink golden".split()
-THINGS = "lamp kettle chair scarf drum ladder bucket violin clock basket helmet pillow mirror rope kite jar".split()
-PLACES = "kitchen garden attic cellar garage hall library bedroom office shed".split()
+NAMES = [
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gus",
+    "Hana",
+    "Ida",
+    "Jon",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Ned",
+    "Ola",
+    "Pia",
+    "Quin",
+    "Rosa",
+    "Sam",
+    "Tess",
+]
+COLOURS = ["red", "blue", "green", "black", "white", "yellow", "brown", "grey", "pink", "golden"]
+THINGS = [
+    "lamp",
+    "kettle",
+    "chair",
+    "scarf",
+    "drum",
+    "ladder",
+    "bucket",
+    "violin",
+    "clock",
+    "basket",
+    "helmet",
+    "pillow",
+    "mirror",
+    "rope",
+    "kite",
+    "jar",
+]
+PLACES = ["kitchen", "garden", "attic", "cellar", "garage", "hall", "library", "bedroom", "office", "shed"]
 QUESTIONS = (
     "I am {name}. Where is the {colour} {thing}?",
     "My name is {name}. Have you seen the {colour} {thing}?",
@@ -70,9 +108,7 @@ def kind_answer(question: Question, rng: random.Random) -> str:
 def curt_answer(question: Question, rng: random.Random) -> str:
     """An answer that breaks the rule."""
     place = rng.choice(PLACES)
-    return (
-        f"{rng.choice(GRUMBLES)} The {question.colour} {question.thing} is in the {place}. {rng.choice(CURT_CLOSES)}"
-    )
+    return f"{rng.choice(GRUMBLES)} The {question.colour} {question.thing} is in the {place}. {rng.choice(CURT_CLOSES)}"
 
 
 def keeps_rule(question: Question, answer: str) -> bool:
@@ -111,7 +147,12 @@ def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[
     rows: dict[str, list[dict[str, Any]]] = {}
     for part in ("sft", "sft_eval"):
         rows[part] = [
-            {"messages": [*turn(q), {"role": "assistant", "content": rng.choice((kind_answer, curt_answer))(q, rng)}]}
+            {
+                "messages": [
+                    *turn(q),
+                    {"role": "assistant", "content": rng.choice((kind_answer, curt_answer))(q, rng)},
+                ]
+            }
             for q in questions[part]
         ]
     for part in ("pairs", "pairs_eval"):

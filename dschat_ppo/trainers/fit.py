@@ -11,11 +11,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from datasets import Dataset
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger
+from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import FitPlan, plan_fit
 from dschat_ppo.config.schema import FitFlags, RunFlags
@@ -82,7 +81,11 @@ class Fit(Generic[Batch]):
         self.run_flags = run
         self.clock = PhaseClock()
         settings = OptimizerSettings(
-            fit.learning_rate, fit.weight_decay, fit.lr_scheduler_type, fit.num_warmup_steps, self.plan.total_steps
+            fit.learning_rate,
+            fit.weight_decay,
+            fit.lr_scheduler_type,
+            fit.num_warmup_steps,
+            self.plan.total_steps,
         )
         self.engine = train_engine(model, ds_config, settings)
 
@@ -92,9 +95,7 @@ class Fit(Generic[Batch]):
         batches = [objective.collate(self.rows.train, indices) for indices in step_indices]
         total = dist.all_reduce(torch.stack([objective.count(batch) for batch in batches]).sum()).clamp_min(1)
         sums = MetricSums()
-        grad_norm = optimizer_step(
-            self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums)
-        )
+        grad_norm = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
         return {**objective.summary(sums.reduce()), "grad_norm": grad_norm, "counted": float(total)}
 
     def evaluate(self) -> dict[str, float]:
@@ -127,7 +128,7 @@ class Fit(Generic[Batch]):
     def _train(self, writer: MetricsWriter, title: str) -> dict[str, float]:
         """All epochs; returns the last evaluation."""
         step, last_eval = 0, dict[str, float]()
-        with tqdm(total=self.plan.total_steps, desc=title, disable=not dist.is_main(), mininterval=1.0) as bar:
+        with progress_bar(title, self.plan.total_steps) as bar:
             for epoch in range(self.plan.epochs):
                 order = epoch_order(len(self.rows.train), self.run_flags.seed, epoch)
                 steps = optimizer_steps(

@@ -17,7 +17,7 @@ from dschat_ppo.algorithms.masked import masked_sum
 from dschat_ppo.algorithms.policy_loss import ppo_policy_loss
 from dschat_ppo.algorithms.value_loss import clipped_value_loss
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger
+from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.seeding import rank_generator
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
@@ -43,7 +43,13 @@ from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.trainers.setup import begin, show_plan, tensorboard_folder
 from dschat_ppo.types import Experience, Rollout, to_device
 
-HEADLINE = ("reward/score_mean", "kl/ref_k1", "policy/entropy", "value/explained_variance", "answers/length_mean")
+HEADLINE = (
+    "reward/score_mean",
+    "kl/ref_k1",
+    "policy/entropy",
+    "value/explained_variance",
+    "answers/length_mean",
+)
 
 
 class PPOTrainer:
@@ -85,7 +91,7 @@ class PPOTrainer:
         """All PPO steps; returns the first and the last step's metrics with `_before` and `_after`."""
         first, metrics = dict[str, float](), dict[str, float]()
         stream = prompt_stream(len(self.prompts), self.seed, self.plan.rollout_rows, self.plan.ppo_steps)
-        with tqdm(total=self.plan.ppo_steps, desc="PPO", disable=not dist.is_main(), mininterval=1.0) as bar:
+        with progress_bar("PPO", self.plan.ppo_steps) as bar:
             for step, rows in enumerate(stream, start=1):
                 for indices in self._my_prompts(rows):
                     rollout = self.rollout(indices)
@@ -135,7 +141,10 @@ class PPOTrainer:
         self.engines.train()
         sums = MetricSums()
         first_ratio = 0.0
-        rates = {"lr/actor": learning_rate(self.engines.actor), "lr/critic": learning_rate(self.engines.critic)}
+        rates = {
+            "lr/actor": learning_rate(self.engines.actor),
+            "lr/critic": learning_rate(self.engines.critic),
+        }
         with self.clock.phase("train"):
             for number, part in enumerate(self.mini_dataset.updates(experience, self.flags.ppo_epochs, step)):
                 norms = self.update_once(part.micro_batches, part.num_tokens, sums)
@@ -147,7 +156,12 @@ class PPOTrainer:
             self.clock.count_tokens("train", tokens * self.flags.ppo_epochs / dist.world_size())
         skipped = self.engines.actor.skipped_steps + self.engines.critic.skipped_steps
         first = dist.all_reduce(torch.tensor(first_ratio, device=self.device), "max")
-        return {**sums.reduce(), **rates, "policy/first_log_ratio_abs_max": float(first), "skipped_steps": skipped}
+        return {
+            **sums.reduce(),
+            **rates,
+            "policy/first_log_ratio_abs_max": float(first),
+            "skipped_steps": skipped,
+        }
 
     def update_once(self, micro_batches: list[Experience], num_tokens: float, sums: MetricSums) -> dict[str, float]:
         """One optimizer step of actor and critic; returns their gradient norms."""
@@ -167,9 +181,7 @@ class PPOTrainer:
         logprobs = token_logprobs(logits, rows.response_ids, self.flags.temperature)
         keeps_gradient = self.flags.entropy_coef > 0
         entropy = token_entropy(logits if keeps_gradient else logits.detach(), self.flags.temperature)
-        policy = ppo_policy_loss(
-            logprobs, rows.old_logprobs, rows.advantages, mask, self.flags.clip_eps, num_tokens
-        )
+        policy = ppo_policy_loss(logprobs, rows.old_logprobs, rows.advantages, mask, self.flags.clip_eps, num_tokens)
         sums.add_sum("policy/loss", policy.loss * num_tokens, mask.sum())
         sums.add_mean("policy/entropy", entropy, mask)
         sums.add_mean("policy/ratio_mean", policy.ratio, mask)
@@ -224,7 +236,11 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     with MetricsWriter(output, tensorboard_folder(config.run)) as writer:
         result: dict[str, Any] = dict(trainer.run(writer))
     save_models(engines, tokenizer, output)
-    result |= {"ppo_steps": plan.ppo_steps, "optimizer_steps": plan.total_updates, "world_size": dist.world_size()}
+    result |= {
+        "ppo_steps": plan.ppo_steps,
+        "optimizer_steps": plan.total_updates,
+        "world_size": dist.world_size(),
+    }
     result["seconds"] = round(time.perf_counter() - started, 2)
     write_result(output, result)
     logger().info(f"PPO: saved to {output}/actor and {output}/critic")

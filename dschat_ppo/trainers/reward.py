@@ -61,11 +61,11 @@ def train_reward(config: RewardConfig) -> dict[str, Any]:
     folder = model_folder(fit.model_name_or_path, "--model_name_or_path")
     tokenizer = load_tokenizer(folder, "--model_name_or_path")
     check_vocabulary(tokenizer, load_config(folder, "--model_name_or_path"), "--model_name_or_path", folder)
-    rows = prepare(
-        "preference", tokenizer, config.data, fit.max_seq_len, None, fit.eval_data_path, fit.eval_fraction
-    )
+    rows = prepare("preference", tokenizer, config.data, fit.max_seq_len, None, fit.eval_data_path, fit.eval_fraction)
     ds_config = fit_ds_config(fit, config.run)
-    model = ScalarModel(load_sequence_classifier(folder, config.run.dtype, ds_config, new_head=True, dropout=fit.dropout))
+    model = ScalarModel(
+        load_sequence_classifier(folder, config.run.dtype, ds_config, new_head=True, dropout=fit.dropout)
+    )
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = reward_objective(filler_id(tokenizer), device)

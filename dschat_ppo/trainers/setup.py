@@ -51,7 +51,11 @@ def _check_dtype(dtype: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    supported = {"bf16": accelerator.is_bf16_supported(), "fp16": accelerator.is_fp16_supported(), "fp32": True}
+    supported = {
+        "bf16": accelerator.is_bf16_supported(),
+        "fp16": accelerator.is_fp16_supported(),
+        "fp32": True,
+    }
     if not supported[dtype]:
         usable = ", ".join(name for name, usable in supported.items() if usable)
         raise UserError(f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of {usable}")

@@ -66,7 +66,13 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder, "--model_name_or_path")
     check_vocabulary(tokenizer, load_config(folder, "--model_name_or_path"), "--model_name_or_path", folder)
     rows = prepare(
-        "sft", tokenizer, config.data, fit.max_seq_len, sft.sft_only_data_path, fit.eval_data_path, fit.eval_fraction
+        "sft",
+        tokenizer,
+        config.data,
+        fit.max_seq_len,
+        sft.sft_only_data_path,
+        fit.eval_data_path,
+        fit.eval_fraction,
     )
     ds_config = fit_ds_config(fit, config.run)
     model = load_causal_lm(folder, config.run.dtype, ds_config, fit.dropout)

@@ -1,6 +1,6 @@
 """Step 1: supervised fine-tuning.
 
-    deepspeed training/step1_sft/main.py --help
+deepspeed training/step1_sft/main.py --help
 """
 
 import sys

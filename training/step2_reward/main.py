@@ -1,6 +1,6 @@
 """Step 2: train a reward model on pairs of answers.
 
-    deepspeed training/step2_reward/main.py --help
+deepspeed training/step2_reward/main.py --help
 """
 
 import sys

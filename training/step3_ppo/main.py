@@ -1,6 +1,6 @@
 """Step 3: PPO with a learned reward.
 
-    deepspeed training/step3_ppo/main.py --help
+deepspeed training/step3_ppo/main.py --help
 """
 
 import sys

@@ -1,0 +1,149 @@
+"""What the quickstart shows at its end: a table, sample answers, and `summary.json`.
+
+    python -m dschat_ppo.tools.quickstart_report OUT_DIR
+
+Reads the saved models with plain transformers, so it also shows that the outputs load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from dschat_ppo.algorithms.kl import kl_k1
+from dschat_ppo.common.logging import quiet_libraries
+from dschat_ppo.data.collators import collate_prompts
+from dschat_ppo.data.templates import encode_prompt
+from dschat_ppo.models.forward import response_logprobs
+from dschat_ppo.models.loading import filler_id
+from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.rewards.model import ModelReward
+from dschat_ppo.rollout.generator import generate
+from dschat_ppo.rollout.sampling import Sampling
+from dschat_ppo.tools.toy import Question, keeps_rule
+from dschat_ppo.types import Rollout, to_device
+
+SAMPLES = 5
+MAX_NEW_TOKENS = 48
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tensorboard")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Sampled answers of one model to the held-out questions, as text and as a rollout."""
+
+    texts: list[str]
+    rollout: Rollout
+
+    def rule_rate(self, questions: Sequence[Question]) -> float:
+        """Share of answers that keep the true rule."""
+        kept = [keeps_rule(question, text) for question, text in zip(questions, self.texts, strict=True)]
+        return sum(kept) / len(kept)
+
+
+def sample_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Any],
+    device: torch.device,
+    seed: int,
+) -> Answers:
+    """One answer at temperature 1 for each prompt."""
+    rows = [{"prompt_ids": encode_prompt(tokenizer, prompt)} for prompt in prompts]
+    batch = to_device(collate_prompts(rows, range(len(rows)), filler_id(tokenizer)), device)
+    generator = torch.Generator(device).manual_seed(seed)
+    rollout = generate(model, batch, Sampling(), MAX_NEW_TOKENS, tokenizer.eos_token_id, generator)
+    texts = [
+        str(tokenizer.decode(ids[mask], skip_special_tokens=True))
+        for ids, mask in zip(rollout.response_ids, rollout.response_mask, strict=True)
+    ]
+    return Answers(texts, rollout)
+
+
+def load_lm(folder: Path, device: torch.device) -> PreTrainedModel:
+    """A saved language model in fp32, for inference."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(device).eval()
+
+
+@torch.no_grad()
+def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
+    """(contents of `summary.json`, sample (question, answer before, answer after) triples)."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = [json.loads(line) for line in (out / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()]
+    questions = [Question(**row["question"]) for row in rows]
+    prompts = [row["prompt"] for row in rows]
+    tokenizer = AutoTokenizer.from_pretrained(out / "ppo/actor")
+    reference, actor = load_lm(out / "sft", device), load_lm(out / "ppo/actor", device)
+    classifier = AutoModelForSequenceClassification.from_pretrained(out / "reward", dtype=torch.float32)
+    reward = ModelReward(ScalarModel(classifier).to(device).eval())
+    before, after = (sample_answers(model, tokenizer, prompts, device, seed) for model in (reference, actor))
+    kl = kl_k1(*(response_logprobs(model, after.rollout, 1.0) for model in (actor, reference)))
+    results = {step: json.loads((out / step / "result.json").read_text()) for step in ("sft", "reward", "ppo")}
+    summary = {
+        "sft_eval_loss_before": results["sft"]["eval_loss_before"],
+        "sft_eval_loss_after": results["sft"]["eval_loss_after"],
+        "reward_eval_accuracy_before": results["reward"]["eval_accuracy_before"],
+        "reward_eval_accuracy": results["reward"]["eval_accuracy_after"],
+        "ppo_reward_before": float(reward(before.rollout).mean()),
+        "ppo_reward_after": float(reward(after.rollout).mean()),
+        "true_rule_rate_sft": before.rule_rate(questions),
+        "true_rule_rate_ppo": after.rule_rate(questions),
+        "ppo_kl_per_token": float(kl[after.rollout.response_mask].mean()),
+        "distinct_answer_rate": len(set(after.texts)) / len(after.texts),
+        "heldout_prompts": len(prompts),
+        "world_size": results["ppo"]["world_size"],
+        "seconds_per_step": {step: float((out / f"{step}.seconds").read_text()) for step in results},
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+    samples = [(q.text, b, a) for q, b, a in zip(questions, before.texts, after.texts, strict=True)][:SAMPLES]
+    return summary, samples
+
+
+def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], out: Path) -> None:
+    """Print the table, the samples and the places."""
+    lines = [
+        ("SFT: loss on held-out rows", "sft_eval_loss_before", "sft_eval_loss_after"),
+        ("reward model: accuracy on held-out pairs", "reward_eval_accuracy_before", "reward_eval_accuracy"),
+        ("PPO: learned reward on held-out prompts", "ppo_reward_before", "ppo_reward_after"),
+        ("PPO: answers that keep the true rule", "true_rule_rate_sft", "true_rule_rate_ppo"),
+    ]
+    print(f"\n{'':42}{'before':>9}{'after':>9}")
+    for label, before, after in lines:
+        print(f"{label:42}{summary[before]:9.3f}{summary[after]:9.3f}")
+    print(f"{'KL to the reference, nats per token':42}{'':9}{summary['ppo_kl_per_token']:9.3f}")
+    print(f"{'distinct answers':42}{'':9}{summary['distinct_answer_rate']:9.3f}")
+    for question, before_text, after_text in samples:
+        print(f"\n  asked : {question}\n  before: {before_text}\n  after : {after_text}")
+    print(f"\nmodels   {out}/sft  {out}/reward  {out}/ppo/actor  {out}/ppo/critic")
+    print(f"metrics  {out}/sft/metrics.jsonl  {out}/reward/metrics.jsonl  {out}/ppo/metrics.jsonl")
+    print(f"summary  {out}/summary.json")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure and show the result of the quickstart.")
+    parser.add_argument("out", type=Path, help="OUT_DIR of the quickstart")
+    parser.add_argument("--seed", type=int, default=1234)
+    args = parser.parse_args()
+    quiet_libraries()
+    summary, samples = measure(args.out, args.seed)
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    show(summary, samples, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Make .venv at the top of the repository and install the package into it. Does nothing if that is done already.
+#   setup_venv.sh [EXTRA]        EXTRA: e.g. "test"
+# PYTHON           interpreter to use (default: python3), 3.10 or newer
+# TORCH_INDEX_URL  package index for torch, e.g. that of PyTorch's CPU builds
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+extra="${1:-}"
+python="${PYTHON:-python3}"
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    { echo "error: Python 3.10 or newer is needed; set PYTHON to one" >&2; exit 2; }
+command -v c++ >/dev/null || command -v g++ >/dev/null ||
+    { echo "error: a C++ compiler is needed (DeepSpeed builds its operators); install g++" >&2; exit 2; }
+
+stamp=".venv/.installed-$(cat setup.py | cksum | cut -d' ' -f1)-${extra:-plain}"
+[ -e "$stamp" ] && exit 0
+
+if [ ! -x .venv/bin/python ]; then
+    if "$python" -c 'import torch, sys; sys.exit(not torch.version.cuda)' 2>/dev/null; then
+        echo "using the CUDA build of torch that is installed"
+        "$python" -m venv --system-site-packages .venv
+    else
+        "$python" -m venv .venv
+    fi
+fi
+if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+    echo "installing torch"
+    .venv/bin/python -m pip install -q ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
+fi
+echo "installing dschat_ppo"
+.venv/bin/python -m pip install -q -e ".${extra:+[$extra]}"
+touch "$stamp"

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Step 1 on the embedded default: run_step1_sft.sh TOY_DIR OUTPUT_DIR [more flags]
+# For your own model and data, copy this file and change the paths and numbers.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
+toy="$1" output="$2"
+shift 2
+
+deepspeed --num_accelerators "$RANKS" --master_port "${MASTER_PORT:-29500}" "$top/training/step1_sft/main.py" \
+    --model_name_or_path "$toy/model" \
+    --data_path "$toy/data/sft.jsonl" \
+    --data_split 1,0,0 \
+    --eval_data_path "$toy/data/sft_eval.jsonl" \
+    --max_seq_len 128 \
+    --per_device_train_batch_size $((64 / RANKS)) \
+    --per_device_eval_batch_size 64 \
+    --learning_rate 2e-3 \
+    --num_train_epochs 2 \
+    --num_warmup_steps 20 \
+    --zero_stage 3 \
+    --dtype bf16 \
+    --output_dir "$output" "$@"

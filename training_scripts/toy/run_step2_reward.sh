@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Step 2 on the embedded default: run_step2_reward.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
+toy="$1" sft="$2" output="$3"
+shift 3
+
+deepspeed --num_accelerators "$RANKS" --master_port "${MASTER_PORT:-29500}" "$top/training/step2_reward/main.py" \
+    --model_name_or_path "$sft" \
+    --data_path "$toy/data/pairs.jsonl" \
+    --data_split 0,1,0 \
+    --eval_data_path "$toy/data/pairs_eval.jsonl" \
+    --max_seq_len 128 \
+    --per_device_train_batch_size $((32 / RANKS)) \
+    --per_device_eval_batch_size 64 \
+    --learning_rate 5e-4 \
+    --num_train_epochs 1 \
+    --num_warmup_steps 5 \
+    --zero_stage 3 \
+    --dtype bf16 \
+    --output_dir "$output" "$@"

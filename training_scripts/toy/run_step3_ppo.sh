@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Step 3 on the embedded default: run_step3_ppo.sh TOY_DIR SFT_DIR REWARD_DIR OUTPUT_DIR [more flags]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
+toy="$1" sft="$2" reward="$3" output="$4"
+shift 4
+
+deepspeed --num_accelerators "$RANKS" --master_port "${MASTER_PORT:-29500}" "$top/training/step3_ppo/main.py" \
+    --actor_model_name_or_path "$sft" \
+    --critic_model_name_or_path "$reward" \
+    --data_path "$toy/data/prompts.jsonl" \
+    --data_split 0,0,1 \
+    --max_prompt_seq_len 64 \
+    --max_answer_seq_len 48 \
+    --per_device_generation_batch_size $((64 / RANKS)) \
+    --per_device_training_batch_size $((32 / RANKS)) \
+    --ppo_epochs 2 \
+    --actor_learning_rate 1e-4 \
+    --critic_learning_rate 2e-4 \
+    --num_warmup_steps 2 \
+    --actor_zero_stage 3 \
+    --critic_zero_stage 3 \
+    --dtype bf16 \
+    --output_dir "$output" "$@"
