@@ -81,13 +81,19 @@ def optimizer_step(engine: Any, micro_batches: Sequence[MicroBatch], loss_of: Ca
             so that parts add up. DeepSpeed averages gradients over ranks, hence the factor of `world_size`.
 
     Returns:
-        Global gradient norm before clipping.
+        Global gradient norm before clipping; inf where an fp16 overflow skipped the update.
     """
     for number, micro_batch in enumerate(micro_batches, start=1):
         engine.set_gradient_accumulation_boundary(number == len(micro_batches))
         engine.backward(loss_of(micro_batch) * world_size(), scale_wrt_gas=False)
+    if isinstance(engine.optimizer, torch.optim.Optimizer):  # stage 0 in fp32: DeepSpeed does not report the norm
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        engine.step()
+        return float(norm)
     engine.step()
-    return float(engine.get_global_grad_norm() or 0.0)
+    norm = engine.get_global_grad_norm()
+    return float("inf") if norm is None else float(norm)
 
 
 def learning_rate(engine: Any) -> float:

@@ -1,0 +1,61 @@
+"""Small models, tokenizers and data that the tests share. Nothing is downloaded."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from dschat_ppo.tools import toy
+
+torch.set_num_threads(1)
+
+
+def tiny_config(**changes) -> LlamaConfig:
+    settings = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }
+    return LlamaConfig(**{**settings, **changes})
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory) -> Path:
+    """A folder with `lm` and `reward` (tiny fp32 models, one tokenizer) and `sft|pairs|prompts.jsonl`."""
+    folder = tmp_path_factory.mktemp("assets")
+    rng = random.Random(0)
+    questions = [toy.Question(rng.choice(toy.NAMES), rng.choice(toy.COLOURS), rng.choice(toy.THINGS), 0) for _ in range(40)]
+    tokenizer = toy.make_tokenizer(["a few words to merge"])
+    torch.manual_seed(0)
+    for name, kind in (("lm", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+        kind(tiny_config(num_labels=1)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    words = ["red", "blue", "a lamp", "here", "yes", "no thanks", "in the hall"]
+
+    def answer() -> str:
+        return " ".join(rng.choice(words) for _ in range(rng.randint(1, 5)))
+
+    rows = {
+        "sft": [{"prompt": q.text[: rng.randint(3, 20)], "response": answer()} for q in questions],
+        "pairs": [{"prompt": q.text[:12], "chosen": answer(), "rejected": answer()} for q in questions],
+        "prompts": [{"prompt": q.text[: rng.randint(3, 20)]} for q in questions],
+    }
+    for name, part in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    return folder

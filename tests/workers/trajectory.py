@@ -1,0 +1,109 @@
+"""Runs every ZeRO stage and micro-batch split of one number of ranks and writes each one's trajectory.
+
+    trajectory.py ASSETS OUT_FILE
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import quiet_libraries
+from dschat_ppo.common.seeding import seed_everything
+from dschat_ppo.config.batch_plan import plan_ppo
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.sampler import epoch_order, optimizer_steps
+from dschat_ppo.engine.rlhf_engine import RLHFEngine
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, load_tokenizer
+from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.trainers.fit import Fit, fit_ds_config
+from dschat_ppo.trainers.ppo import PPOTrainer
+from dschat_ppo.trainers.reward import reward_objective
+from dschat_ppo.trainers.sft import sft_objective
+from dschat_ppo.types import Rollout, select_rows
+
+GLOBAL_BATCH, STEPS = 8, 5
+STAGES, MICRO_BATCHES = (0, 1, 2, 3), (1, 2, 4)
+
+
+def split_flags(micro: int) -> list[str]:
+    return ["--gradient_accumulation_steps", str(GLOBAL_BATCH // (micro * dist.world_size()))]
+
+
+def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device) -> list[list[float]]:
+    """Loss and gradient norm of the first steps of SFT or reward training."""
+    model, data = {"sft": ("lm", "sft"), "reward": ("reward", "pairs")}[step]
+    words = ["--model_name_or_path", str(assets / model), "--data_path", str(assets / f"{data}.jsonl")]
+    words += ["--output_dir", "unused", "--dtype", "fp32", "--zero_stage", str(stage), "--learning_rate", "0.01"]
+    words += ["--per_device_train_batch_size", str(micro), *split_flags(micro), "--data_split", "1,1,0"]
+    config = parse(step, words)
+    tokenizer = load_tokenizer(str(assets / model), "model")
+    rows = prepare("sft" if step == "sft" else "preference", tokenizer, config.data, 64).train
+    ds_config = fit_ds_config(config.fit, config.run)
+    if step == "sft":
+        trained, objective = load_causal_lm(str(assets / model), "fp32", ds_config), sft_objective(0, False, device)
+    else:
+        classifier = load_sequence_classifier(str(assets / model), "fp32", ds_config, new_head=False)
+        trained, objective = ScalarModel(classifier), reward_objective(0, device)
+    fit = Fit(trained, ds_config, TokenRows(rows, None), objective, config.fit, config.run)
+    order = [index for epoch in range(3) for index in epoch_order(len(rows), 7, epoch)]
+    taken = optimizer_steps(order, micro, fit.plan.accumulation, dist.world_size(), dist.rank())
+    steps = [fit.train_step(indices) for indices, _ in zip(taken, range(STEPS), strict=False)]
+    return [[step["loss"], step["grad_norm"]] for step in steps]
+
+
+def stored_rollout(assets: Path) -> Rollout:
+    return Rollout(**torch.load(assets / "rollout.pt", weights_only=True))
+
+
+def ppo_trajectory(assets: Path, stage: int, micro: int, device) -> list[list[float]]:
+    """Losses and gradient norms of the first updates from one stored rollout."""
+    words = ["--actor_model_name_or_path", str(assets / "lm"), "--critic_model_name_or_path", str(assets / "reward")]
+    words += ["--output_dir", "unused", "--dtype", "fp32", "--actor_zero_stage", str(stage)]
+    words += ["--critic_zero_stage", str(stage), "--per_device_training_batch_size", str(micro), *split_flags(micro)]
+    words += ["--per_device_generation_batch_size", str(16 // dist.world_size()), "--ppo_epochs", "3"]
+    words += ["--num_warmup_steps", "0", "--actor_learning_rate", "0.01", "--critic_learning_rate", "0.01"]
+    words += ["--entropy_coef", "0.01"]
+    config = parse("ppo", words)
+    plan = plan_ppo(config.ppo, 40, dist.world_size())
+    engines = RLHFEngine(config, plan, str(assets / "lm"), str(assets / "reward"))
+    trainer = PPOTrainer(config, plan, engines, None, load_tokenizer(str(assets / "lm"), "model"), device)
+    mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
+    trainer.mini_dataset.add(trainer.score(select_rows(stored_rollout(assets), mine)))
+    experience = trainer.mini_dataset.collect(whiten=True)
+    engines.train()
+    trajectory = []
+    for part, _ in zip(trainer.mini_dataset.updates(experience, 3, step=1), range(STEPS), strict=False):
+        sums = MetricSums()
+        norms = trainer.update_once(part.micro_batches, part.num_tokens, sums)
+        metrics = sums.reduce()
+        losses = [metrics[name] for name in ("policy/loss", "value/loss", "policy/entropy")]
+        trajectory.append([*losses, norms["actor"], norms["critic"]])
+    return trajectory
+
+
+def main() -> None:
+    assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
+    quiet_libraries()
+    device = dist.init()
+    torch.set_num_threads(1)
+    found = {}
+    for stage in STAGES:
+        for micro in MICRO_BATCHES:
+            for step in ("sft", "reward", "ppo"):
+                seed_everything(1)
+                if step == "ppo":
+                    trajectory = ppo_trajectory(assets, stage, micro, device)
+                else:
+                    trajectory = fit_trajectory(step, assets, stage, micro, device)
+                found[f"{step} stage {stage} micro {micro}"] = trajectory
+    if dist.is_main():
+        out.write_text(json.dumps(found))
+    dist.shutdown()
+
+
+main()
