@@ -37,14 +37,18 @@ def tiny_config(**changes) -> LlamaConfig:
 
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory) -> Path:
-    """A folder with `lm` and `reward` (tiny fp32 models, one tokenizer) and `sft|pairs|prompts.jsonl`."""
+    """A folder with `lm`, `uniform_lm` and `reward` (tiny fp32 models, one tokenizer) and `sft|pairs|prompts.jsonl`."""
     folder = tmp_path_factory.mktemp("assets")
     rng = random.Random(0)
-    questions = [toy.Question(rng.choice(toy.NAMES), rng.choice(toy.COLOURS), rng.choice(toy.THINGS), 0) for _ in range(40)]
+    questions = [
+        toy.Question(rng.choice(toy.NAMES), rng.choice(toy.COLOURS), rng.choice(toy.THINGS), 0) for _ in range(40)
+    ]
     tokenizer = toy.make_tokenizer(["a few words to merge"])
     torch.manual_seed(0)
-    for name, kind in (("lm", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
-        kind(tiny_config(num_labels=1)).save_pretrained(folder / name)
+    kinds = {"lm": LlamaForCausalLM, "reward": LlamaForSequenceClassification, "uniform_lm": LlamaForCausalLM}
+    for name, kind in kinds.items():
+        spread = 0.02 if name == "uniform_lm" else 0.2
+        kind(tiny_config(num_labels=1, initializer_range=spread)).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     words = ["red", "blue", "a lamp", "here", "yes", "no thanks", "in the hall"]
 
@@ -59,3 +63,21 @@ def assets(tmp_path_factory) -> Path:
     for name, part in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def stored_rollout(assets) -> Path:
+    """`assets/rollout.pt`: fields of a `Rollout` of 16 rows of uneven lengths, random ids in padding too."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 9, (16,), generator=generator)
+    prompt_lengths = torch.randint(2, 7, (16,), generator=generator)
+    rollout = {
+        "prompt_ids": torch.randint(5, 300, (16, 6), generator=generator),
+        "prompt_mask": torch.arange(6) >= 6 - prompt_lengths.unsqueeze(1),
+        "response_ids": torch.randint(5, 300, (16, 8), generator=generator),
+        "response_mask": torch.arange(8) < lengths.unsqueeze(1),
+        "rollout_logprobs": torch.zeros(16, 8),
+        "ended": lengths < 8,
+    }
+    torch.save(rollout, assets / "rollout.pt")
+    return assets / "rollout.pt"

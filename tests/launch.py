@@ -9,9 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def deepspeed(
-    ranks: int, script: str | Path, *words: object, timeout: int = 300
-) -> subprocess.CompletedProcess[str]:
+def deepspeed(ranks: int, script: str | Path, *words: object, timeout: int = 300) -> subprocess.CompletedProcess[str]:
     """Run `script` (relative to the repository) on this many ranks, as a user would; output is kept in the result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -136,6 +136,10 @@ class PPOFlags:
             "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps parameters in host memory",
         )
         require(
+            not self.offload or min(self.actor_zero_stage, self.critic_zero_stage) > 0,
+            "--offload needs --actor_zero_stage and --critic_zero_stage 1, 2 or 3: stage 0 keeps all on the device",
+        )
+        require(
             self.enable_test_mode == (self.test_stop_step > 0),
             "--enable_test_mode and --test_stop_step N (N above 0) go together: the second says where the first stops",
         )

@@ -169,4 +169,8 @@ class FitFlags:
             eval_interval=self.eval_interval,
             eval_iters=self.eval_iters,
         )
+        require(
+            not self.offload or self.zero_stage > 0,
+            "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps all on the device",
+        )
         require_fraction(dropout=self.dropout, eval_fraction=self.eval_fraction)

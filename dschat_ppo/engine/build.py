@@ -51,7 +51,7 @@ def _optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) ->
 
 
 def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) -> Any:
-    """A DeepSpeed engine that trains all parameters of `model` with AdamW."""
+    """A DeepSpeed engine that trains all parameters of `model` with AdamW, in training mode."""
     optimizer = _optimizer(model, settings, config)
     scheduler = get_scheduler(
         settings.schedule,
@@ -60,6 +60,7 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
         num_training_steps=settings.total_steps,
     )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    engine.train()  # transformers loads models in eval mode
     return engine
 
 

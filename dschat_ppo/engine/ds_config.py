@@ -46,7 +46,7 @@ def train_config(
     if stage == 3:
         zero |= {"offload_param": {"device": device}, "stage3_param_persistence_threshold": 10_000}
     config = {**_common(dtype, world_size), "zero_optimization": zero, "gradient_clipping": max_grad_norm}
-    if dtype == "bf16":
+    if dtype == "bf16" and stage > 0:  # DeepSpeed's stage 0 accumulates in bf16 only
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return merge(config, overlay or {})
 

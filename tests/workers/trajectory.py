@@ -1,6 +1,6 @@
 """Runs every ZeRO stage and micro-batch split of one number of ranks and writes each one's trajectory.
 
-    trajectory.py ASSETS OUT_FILE
+trajectory.py ASSETS OUT_FILE
 """
 
 import json
@@ -56,11 +56,17 @@ def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device) -> l
     return [[step["loss"], step["grad_norm"]] for step in steps]
 
 
-def stored_rollout(assets: Path) -> Rollout:
-    return Rollout(**torch.load(assets / "rollout.pt", weights_only=True))
+def stored_rollout(assets: Path, refill_padding: bool) -> Rollout:
+    fields = torch.load(assets / "rollout.pt", weights_only=True)
+    if refill_padding:
+        generator = torch.Generator().manual_seed(9)
+        for ids, mask in (("prompt_ids", "prompt_mask"), ("response_ids", "response_mask")):
+            other = torch.randint(5, 300, fields[ids].shape, generator=generator)
+            fields[ids] = torch.where(fields[mask], fields[ids], other)
+    return Rollout(**fields)
 
 
-def ppo_trajectory(assets: Path, stage: int, micro: int, device) -> list[list[float]]:
+def ppo_trajectory(assets: Path, stage: int, micro: int, device, refill_padding: bool = False) -> list[list[float]]:
     """Losses and gradient norms of the first updates from one stored rollout."""
     words = ["--actor_model_name_or_path", str(assets / "lm"), "--critic_model_name_or_path", str(assets / "reward")]
     words += ["--output_dir", "unused", "--dtype", "fp32", "--actor_zero_stage", str(stage)]
@@ -73,7 +79,7 @@ def ppo_trajectory(assets: Path, stage: int, micro: int, device) -> list[list[fl
     engines = RLHFEngine(config, plan, str(assets / "lm"), str(assets / "reward"))
     trainer = PPOTrainer(config, plan, engines, None, load_tokenizer(str(assets / "lm"), "model"), device)
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
-    trainer.mini_dataset.add(trainer.score(select_rows(stored_rollout(assets), mine)))
+    trainer.mini_dataset.add(trainer.score(select_rows(stored_rollout(assets, refill_padding), mine)))
     experience = trainer.mini_dataset.collect(whiten=True)
     engines.train()
     trajectory = []
@@ -101,6 +107,8 @@ def main() -> None:
                 else:
                     trajectory = fit_trajectory(step, assets, stage, micro, device)
                 found[f"{step} stage {stage} micro {micro}"] = trajectory
+    seed_everything(1)
+    found["ppo other ids in padding"] = ppo_trajectory(assets, 3, 2, device, refill_padding=True)
     if dist.is_main():
         out.write_text(json.dumps(found))
     dist.shutdown()

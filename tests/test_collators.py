@@ -1,0 +1,92 @@
+"""Token rows to padded batches, by hand."""
+
+import torch
+from datasets import Dataset
+
+from dschat_ppo.data.collators import collate_pairs, collate_prompts, collate_sft, rows_at
+from dschat_ppo.data.sampler import FILLER
+
+PAD = 99
+
+
+def sft_rows() -> Dataset:
+    return Dataset.from_list(
+        [
+            {"prompt_ids": [1, 2, 3], "answers": [[4, 0]], "margin": 0.0},
+            {"prompt_ids": [5], "answers": [[6, 7, 8, 0]], "margin": 0.0},
+            {"prompt_ids": [9], "answers": [[0]], "margin": 0.0},
+        ]
+    )
+
+
+def pair_rows() -> Dataset:
+    return Dataset.from_list(
+        [
+            {"prompt_ids": [1, 2], "answers": [[3, 0], [4, 5, 6, 0]], "margin": 0.5},
+            {"prompt_ids": [7], "answers": [[8, 0], [0]], "margin": 2.0},
+        ]
+    )
+
+
+def test_sft_rows_are_right_padded_to_the_longest():
+    batch = collate_sft(sft_rows(), [0, 2], PAD, train_on_prompt=False)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 0], [9, 0, PAD, PAD, PAD]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
+    assert batch.attention_mask.dtype == torch.int64
+
+
+def test_sft_loss_covers_answer_and_eos_only():
+    batch = collate_sft(sft_rows(), [0, 1, 2], PAD, train_on_prompt=False)
+    assert batch.loss_mask.long().tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0]]
+    assert batch.loss_mask.dtype == torch.bool
+
+
+def test_sft_loss_on_prompts_leaves_the_first_token_out():
+    batch = collate_sft(sft_rows(), [0, 1, 2], PAD, train_on_prompt=True)
+    assert batch.loss_mask.long().tolist() == [[0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0]]
+
+
+def test_sft_loss_mask_does_not_depend_on_the_padding_id():
+    with_eos = collate_sft(sft_rows(), [0, 2], 0, train_on_prompt=False)
+    with_pad = collate_sft(sft_rows(), [0, 2], PAD, train_on_prompt=False)
+    assert torch.equal(with_eos.loss_mask, with_pad.loss_mask)
+    assert torch.equal(with_eos.attention_mask, with_pad.attention_mask)
+
+
+def test_filler_rows_have_no_loss_but_some_tokens():
+    for train_on_prompt in (False, True):
+        batch = collate_sft(sft_rows(), [1, FILLER], PAD, train_on_prompt)
+        assert batch.loss_mask[0].any()
+        assert not batch.loss_mask[1].any()
+        assert batch.attention_mask[1].sum().item() > 0
+
+
+def test_rows_at_says_which_rows_are_real():
+    records, real = rows_at(sft_rows(), [2, FILLER, 0])
+    assert [record["prompt_ids"] for record in records] == [[9], [1, 2, 3], [1, 2, 3]]
+    assert real == [True, False, True]
+
+
+def test_pairs_put_all_chosen_answers_first():
+    batch = collate_pairs(pair_rows(), [0, 1], PAD)
+    assert batch.input_ids.tolist() == [
+        [1, 2, 3, 0, PAD, PAD],
+        [7, 8, 0, PAD, PAD, PAD],
+        [1, 2, 4, 5, 6, 0],
+        [7, 0, PAD, PAD, PAD, PAD],
+    ]
+    assert batch.attention_mask.sum(dim=1).tolist() == [4, 3, 6, 2]
+    assert batch.margin.tolist() == [0.5, 2.0]
+    assert batch.pair_mask.tolist() == [True, True]
+
+
+def test_filler_pairs_are_masked():
+    batch = collate_pairs(pair_rows(), [1, FILLER], PAD)
+    assert batch.pair_mask.tolist() == [True, False]
+    assert batch.input_ids.shape[0] == 4
+
+
+def test_prompts_are_left_padded():
+    batch = collate_prompts(sft_rows(), [1, 0], PAD)
+    assert batch.prompt_ids.tolist() == [[PAD, PAD, 5], [1, 2, 3]]
+    assert batch.prompt_mask.tolist() == [[False, False, True], [True, True, True]]

@@ -1,0 +1,89 @@
+"""Log-probabilities, entropy and KL estimators, against numpy in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dschat_ppo.algorithms.kl import kl_k1, kl_k3
+from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
+
+
+def numpy_log_softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
+    scaled = logits.astype(np.float64) / temperature
+    largest = scaled.max(axis=-1, keepdims=True)
+    return scaled - largest - np.log(np.exp(scaled - largest).sum(axis=-1, keepdims=True))
+
+
+def random_logits(dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(3, 4, 11, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
+
+
+def random_tokens() -> torch.Tensor:
+    return torch.randint(0, 11, (3, 4), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logprobs_match_numpy_log_softmax(temperature, dtype):
+    logits, tokens = random_logits(dtype), random_tokens()
+    table = numpy_log_softmax(logits.float().numpy(), temperature)
+    expected = np.take_along_axis(table, tokens.numpy()[..., None], axis=-1)[..., 0]
+    result = token_logprobs(logits, tokens, temperature)
+    assert result.dtype == torch.float32
+    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_logprobs_by_hand():
+    logits = torch.tensor([[math.log(1.0), math.log(3.0)]])
+    assert token_logprobs(logits, torch.tensor([1])).item() == pytest.approx(math.log(3 / 4))
+    # At temperature 0.5 the weights are squared: 1 and 9.
+    assert token_logprobs(logits, torch.tensor([0]), 0.5).item() == pytest.approx(math.log(1 / 10))
+
+
+def test_logprobs_stay_finite_for_large_logits():
+    logits = torch.tensor([[3e4, 0.0, -3e4]])
+    assert token_logprobs(logits, torch.tensor([0])).item() == 0.0
+    assert token_logprobs(logits, torch.tensor([2])).item() == -6e4
+
+
+def test_gradient_of_a_logprob_is_one_hot_minus_probabilities():
+    logits = random_logits(torch.float32)[0, :1].requires_grad_()
+    token_logprobs(logits, torch.tensor([4]), temperature=2.0).sum().backward()
+    probabilities = np.exp(numpy_log_softmax(logits.detach().numpy(), 2.0))[0]
+    expected = (np.eye(11)[4] - probabilities) / 2.0
+    np.testing.assert_allclose(logits.grad[0].numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entropy_is_minus_sum_p_log_p(temperature, dtype):
+    logits = random_logits(dtype)
+    table = numpy_log_softmax(logits.float().numpy(), temperature)
+    result = token_entropy(logits, temperature)
+    assert result.dtype == torch.float32
+    np.testing.assert_allclose(result.numpy(), -(np.exp(table) * table).sum(axis=-1), rtol=1e-4, atol=1e-5)
+
+
+def test_entropy_of_equal_logits_is_log_of_the_vocabulary():
+    assert token_entropy(torch.full((1, 8), 3.0)).item() == pytest.approx(math.log(8))
+
+
+def test_k1_by_hand():
+    difference = kl_k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
+    assert difference.tolist() == [0.5, -1.0]
+
+
+def test_k3_by_hand():
+    estimate = kl_k3(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0]))
+    assert estimate.tolist() == pytest.approx([math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0, 0.0])
+    assert (estimate >= 0).all()
+
+
+def test_both_estimators_average_to_the_divergence():
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    divergence = float((p * np.log(p / q)).sum())
+    log_p, log_q = torch.tensor(np.log(p)), torch.tensor(np.log(q))
+    assert float((torch.tensor(p) * kl_k1(log_p, log_q)).sum()) == pytest.approx(divergence)
+    assert float((torch.tensor(p) * kl_k3(log_p, log_q)).sum()) == pytest.approx(divergence)

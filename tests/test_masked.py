@@ -1,0 +1,67 @@
+"""Sums and whitening over masked tokens, against numpy."""
+
+import numpy as np
+import torch
+
+from dschat_ppo.algorithms.masked import masked_sum, masked_whiten
+
+
+def uneven_mask() -> torch.Tensor:
+    return torch.arange(5) < torch.tensor([5, 3, 0, 1]).unsqueeze(1)
+
+
+def test_sum_takes_masked_tokens_only():
+    values = torch.tensor([[1.0, 2.0, 100.0], [4.0, 100.0, 100.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert masked_sum(values, mask).item() == 7.0
+
+
+def test_sum_ignores_nan_and_infinity_outside_the_mask():
+    values = torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]])
+    mask = torch.tensor([[True, False], [False, True]])
+    assert masked_sum(values, mask).item() == 3.0
+
+
+def test_sum_of_an_empty_mask_is_zero():
+    assert masked_sum(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)).item() == 0.0
+
+
+def test_sum_has_gradient_one_inside_the_mask_and_zero_outside():
+    values = torch.randn(4, 5, requires_grad=True)
+    masked_sum(values, uneven_mask()).backward()
+    assert torch.equal(values.grad, uneven_mask().float())
+
+
+def test_whitening_by_hand():
+    # Tokens 1, 2, 3, 6: mean 3, population variance (4 + 1 + 0 + 9) / 4 = 3.5.
+    values = torch.tensor([[1.0, 2.0, 9.0], [3.0, 6.0, 9.0]])
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    expected = torch.tensor([[-2.0, -1.0, 0.0], [0.0, 3.0, 0.0]]) / 3.5**0.5
+    torch.testing.assert_close(masked_whiten(values, mask), expected)
+
+
+def test_whitening_matches_numpy_over_an_uneven_mask():
+    values = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)) * 3 + 7
+    mask = uneven_mask()
+    kept = values.numpy().astype(np.float64)[mask.numpy()]
+    white = masked_whiten(values, mask)
+    np.testing.assert_allclose(white.numpy()[mask.numpy()], (kept - kept.mean()) / kept.std(), rtol=1e-4, atol=1e-5)
+    assert white[~mask].abs().max().item() == 0.0
+
+
+def test_whitening_adds_epsilon_to_the_variance():
+    # Tokens -1 and 1: mean 0, variance 1; with epsilon 3 each is divided by 2.
+    white = masked_whiten(torch.tensor([[-1.0, 1.0]]), torch.tensor([[True, True]]), epsilon=3.0)
+    torch.testing.assert_close(white, torch.tensor([[-0.5, 0.5]]))
+
+
+def test_whitening_ignores_what_stands_outside_the_mask():
+    values = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    mask = uneven_mask()
+    polluted = torch.where(mask, values, torch.tensor(float("nan")))
+    assert torch.equal(masked_whiten(polluted, mask), masked_whiten(values, mask))
+
+
+def test_whitening_equal_tokens_or_none_gives_zeros():
+    assert masked_whiten(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool)).abs().max().item() == 0.0
+    assert masked_whiten(torch.randn(2, 3), torch.zeros(2, 3, dtype=torch.bool)).abs().max().item() == 0.0

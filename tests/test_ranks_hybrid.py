@@ -1,0 +1,76 @@
+"""The hybrid engine on two real ZeRO-3 ranks: 200 switches to generation and back leave nothing behind."""
+
+import json
+import math
+
+import pytest
+import torch
+from launch import deepspeed, succeed
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def found(assets, stored_rollout, tmp_path_factory):
+    """What each rank reports."""
+    out = tmp_path_factory.mktemp("hybrid") / "found"
+    succeed(deepspeed(2, "tests/workers/hybrid.py", assets, out))
+    return [json.loads((out.parent / f"found.{rank}").read_text()) for rank in (0, 1)]
+
+
+def test_generating_changes_no_weight_and_restores_training(found):
+    for rank in found:
+        toggles = rank["toggles"]
+        assert toggles["weights_equal"]
+        assert toggles["hooks_equal"]
+        assert toggles["status_equal"]
+        assert toggles["partitioned"] > 0, "nothing was partitioned, so nothing was tested"
+        assert toggles["stack_growth"] == 0
+        assert toggles["training_mode"]
+
+
+def test_memory_is_flat_over_200_toggles(found):
+    for rank in found:
+        assert rank["toggles"]["memory_growth_mib"] < 8
+
+
+def test_lent_model_computes_what_the_engine_computes(found):
+    for rank in found:
+        assert rank["gathered_difference"] < 1e-5
+
+
+def test_updates_are_bit_equal_with_and_without_generating_in_between(found):
+    for rank in found:
+        assert len(rank["with_toggles"]) > 10
+        assert rank["with_toggles"] == rank["without_toggles"]
+
+
+def test_ranks_that_finish_at_different_lengths_lose_no_row(found):
+    for rank in found:
+        assert rank["uneven"]["rows"] == 8
+        assert rank["uneven"]["tokens"] > 8
+        assert rank["uneven"] == found[0]["uneven"]
+
+
+def test_a_rank_whose_answers_are_all_empty_neither_hangs_nor_loses_rows(found):
+    for rank in found:
+        assert rank["one_rank_empty"]["rows"] == 8
+        assert rank["one_rank_empty"]["tokens"] == 4
+        assert all(math.isfinite(value) for value in rank["one_rank_empty"].values())
+        assert rank["one_rank_empty"]["grad_norm/actor"] > 0
+
+
+def test_gradients_are_off_only_while_generating():
+    from dschat_ppo.engine.hybrid_engine import _without_checkpointing, _without_hooks
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append("hook"))
+    model[0].gradient_checkpointing = True
+    with _without_hooks(model), _without_checkpointing(model):
+        model(torch.zeros(1, 2))
+        assert model[0].gradient_checkpointing is False
+    assert calls == []
+    model(torch.zeros(1, 2))
+    assert calls == ["hook"]
+    assert model[0].gradient_checkpointing is True

@@ -1,0 +1,36 @@
+"""What a ZeRO-3 run saves is what plain transformers loads; and PPO finds a known best answer."""
+
+import json
+import sys
+
+import pytest
+from launch import ROOT, deepspeed, run, succeed
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def test_saved_models_give_the_same_logits_in_plain_transformers(assets, tmp_path):
+    succeed(deepspeed(2, "tests/workers/outputs.py", assets, tmp_path))
+    printed = succeed(run([sys.executable, str(ROOT / "tests/workers/reload.py"), str(tmp_path)])).stdout
+    found = json.loads(printed.splitlines()[-1])
+    assert found["size"] > 0.1
+    assert found["logits"] < 1e-5
+    assert found["scores"] < 1e-5
+    assert found["labels"] == 1
+    assert found["missing"] == []
+    assert found["template"] == "<|user|>hi<|assistant|>"
+    assert found["eos"] == [1, 1, 1]
+    assert found["dtype"] == "torch.float32"
+    assert not found["imports_ours"]
+    for role in ("actor", "critic"):
+        names = {path.name for path in (tmp_path / role).iterdir()}
+        assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= names
+    assert (tmp_path / "actor/generation_config.json").exists()
+
+
+def test_ppo_finds_the_best_arm_of_a_bandit(assets, tmp_path):
+    succeed(deepspeed(2, "tests/workers/bandit.py", assets, tmp_path / "found"))
+    found = json.loads((tmp_path / "found").read_text())
+    assert found["first"] < 0.2
+    assert found["last"] > 0.9
+    assert min(found["probability"]) > 0.9

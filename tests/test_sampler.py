@@ -1,0 +1,93 @@
+"""Which rows each rank sees at each step."""
+
+from collections import Counter
+
+import pytest
+
+from dschat_ppo.data.sampler import FILLER, epoch_order, optimizer_steps, prompt_stream
+
+
+def rows_by_step(order, micro_batch, accumulation, world_size) -> list[Counter]:
+    """The rows, fillers left out, of each step over all ranks."""
+    ranks = [list(optimizer_steps(order, micro_batch, accumulation, world_size, rank)) for rank in range(world_size)]
+    assert len({len(steps) for steps in ranks}) == 1
+    return [
+        Counter(row for steps in ranks for micro in steps[i] for row in micro if row != FILLER)
+        for i in range(len(ranks[0]))
+    ]
+
+
+def test_epoch_order_is_a_permutation():
+    assert sorted(epoch_order(50, seed=3, epoch=0)) == list(range(50))
+
+
+def test_epoch_order_depends_on_seed_and_epoch_alone():
+    assert epoch_order(50, 3, 0) == epoch_order(50, 3, 0)
+    assert epoch_order(50, 3, 0) != epoch_order(50, 3, 1)
+    assert epoch_order(50, 3, 0) != epoch_order(50, 4, 0)
+    assert epoch_order(50, 3, 0) != list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "accumulation", "world_size"),
+    [(8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4)],
+)
+@pytest.mark.parametrize("num_rows", [16, 21])
+def test_a_step_holds_the_same_rows_for_every_split_of_eight(micro_batch, accumulation, world_size, num_rows):
+    order = epoch_order(num_rows, seed=1, epoch=0)
+    expected = [Counter(order[start : start + 8]) for start in range(0, num_rows, 8)]
+    assert rows_by_step(order, micro_batch, accumulation, world_size) == expected
+
+
+def test_one_epoch_serves_every_row_once():
+    order = epoch_order(21, seed=1, epoch=0)
+    assert sum(rows_by_step(order, 2, 2, 2), Counter()) == Counter(range(21))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_ranks_make_the_same_number_of_micro_batches_of_the_same_size(world_size):
+    for rank in range(world_size):
+        steps = list(optimizer_steps(range(13), 2, 3, world_size, rank))
+        assert len(steps) == -(-13 // (6 * world_size))
+        assert all(len(step) == 3 and all(len(micro) == 2 for micro in step) for step in steps)
+
+
+def test_the_last_step_is_filled_up_by_hand():
+    steps = [list(optimizer_steps([5, 6, 7, 8, 9], 1, 2, 2, rank)) for rank in (0, 1)]
+    assert steps[0] == [[[5], [6]], [[9], [FILLER]]]
+    assert steps[1] == [[[7], [8]], [[FILLER], [FILLER]]]
+
+
+def test_a_filler_cannot_be_taken_for_a_row():
+    assert FILLER < 0
+
+
+def test_no_rows_no_steps():
+    assert list(optimizer_steps([], 2, 2, 2, 0)) == []
+
+
+def test_prompt_stream_loses_and_repeats_nothing_across_epochs():
+    # 7 rows, 4 a step, 7 steps: 28 = 4 epochs exactly.
+    steps = list(prompt_stream(7, seed=2, rows_per_step=4, steps=7))
+    assert [len(step) for step in steps] == [4] * 7
+    stream = [row for step in steps for row in step]
+    for epoch in range(4):
+        assert sorted(stream[7 * epoch : 7 * epoch + 7]) == list(range(7))
+
+
+def test_prompt_stream_shuffles_epochs_differently():
+    first, second = prompt_stream(20, seed=2, rows_per_step=20, steps=2)
+    assert first != second
+
+
+def test_prompt_stream_of_steps_longer_than_an_epoch():
+    [step] = prompt_stream(3, seed=0, rows_per_step=8, steps=1)
+    assert len(step) == 8
+    assert sorted(step[:3]) == sorted(step[3:6]) == [0, 1, 2]
+    assert len(set(step[6:])) == 2
+
+
+def test_prompt_stream_is_the_same_order_for_every_step_size():
+    small = [row for step in prompt_stream(10, 5, 2, 10) for row in step]
+    large = [row for step in prompt_stream(10, 5, 5, 4) for row in step]
+    assert small == large

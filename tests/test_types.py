@@ -1,0 +1,153 @@
+"""Records of rows: joining, cutting and padding them, to known values."""
+
+from dataclasses import fields
+
+import torch
+
+from dschat_ppo.types import (
+    Experience,
+    PromptBatch,
+    Rollout,
+    concat_rows,
+    full_sequences,
+    pad_rows,
+    position_ids_of,
+    select_rows,
+    to_device,
+)
+
+
+def rollout() -> Rollout:
+    """Prompts of 1, 3 and 2 tokens; responses of 2, 0 and 1."""
+    return Rollout(
+        prompt_ids=torch.tensor([[90, 91, 92, 11], [93, 21, 22, 23], [94, 95, 31, 32]]),
+        prompt_mask=torch.tensor([[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1]]).bool(),
+        response_ids=torch.tensor([[41, 42, 80], [81, 82, 83], [51, 84, 85]]),
+        response_mask=torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]]).bool(),
+        rollout_logprobs=torch.tensor([[-1.0, -2.0, 0.0], [0.0, 0.0, 0.0], [-3.0, 0.0, 0.0]]),
+        ended=torch.tensor([True, False, False]),
+    )
+
+
+def experience(rows: Rollout) -> Experience:
+    per_token = {name: rows.rollout_logprobs * (i + 2) for i, name in enumerate(
+        ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+    )}  # fmt: skip
+    own = {f.name: getattr(rows, f.name) for f in fields(rows)}
+    return Experience(**own, **per_token, scores=torch.tensor([0.1, 0.2, 0.3]))
+
+
+def real_tokens(rows) -> list[tuple[list[int], list[int], list[float]]]:
+    """(prompt, response, log-probs) of each row without padding."""
+    return [
+        (
+            rows.prompt_ids[i][rows.prompt_mask[i]].tolist(),
+            rows.response_ids[i][rows.response_mask[i]].tolist(),
+            rows.rollout_logprobs[i][rows.response_mask[i]].tolist(),
+        )
+        for i in range(len(rows.prompt_ids))
+    ]
+
+
+REAL = [([11], [41, 42], [-1.0, -2.0]), ([21, 22, 23], [], []), ([31, 32], [51], [-3.0])]
+
+
+def test_full_sequences_join_prompt_and_response():
+    ids, mask = full_sequences(rollout())
+    assert ids[0].tolist() == [90, 91, 92, 11, 41, 42, 80]
+    assert mask.tolist() == [[0, 0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0]]
+    assert ids.dtype == mask.dtype == torch.int64
+
+
+def test_positions_start_at_the_first_real_token():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
+    positions = position_ids_of(mask)
+    assert positions[0, 2:5].tolist() == [0, 1, 2]
+    assert positions[1].tolist() == [0, 1, 2, 3, 4, 5]
+    assert positions[2, 5].item() == 0
+    assert positions.min().item() == 0
+    assert positions.max().item() == 5
+
+
+def test_positions_accept_a_boolean_mask():
+    assert position_ids_of(torch.tensor([[False, True, True]]))[0, 1:].tolist() == [0, 1]
+
+
+def test_select_keeps_the_order_asked_for_and_the_real_tokens():
+    assert real_tokens(select_rows(rollout(), torch.tensor([2, 0]))) == [REAL[2], REAL[0]]
+
+
+def test_select_trims_to_the_longest_prompt_and_response_among_the_rows():
+    rows = select_rows(rollout(), torch.tensor([2, 0]))
+    assert rows.prompt_ids.tolist() == [[31, 32], [92, 11]]
+    assert rows.prompt_mask.tolist() == [[True, True], [False, True]]
+    assert rows.response_ids.tolist() == [[51, 84], [41, 42]]
+    assert rows.response_mask.tolist() == [[True, False], [True, True]]
+    assert rows.ended.tolist() == [False, True]
+
+
+def test_select_keeps_one_response_column_when_all_answers_are_empty():
+    rows = select_rows(rollout(), torch.tensor([1]))
+    assert rows.prompt_ids.tolist() == [[21, 22, 23]]
+    assert rows.response_mask.tolist() == [[False]]
+    assert rows.rollout_logprobs.tolist() == [[0.0]]
+
+
+def test_select_trims_every_field_of_an_experience():
+    rows = select_rows(experience(rollout()), torch.tensor([0, 1]))
+    assert rows.prompt_ids.shape == (2, 3)
+    for name in ("response_ids", "response_mask", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"):
+        assert getattr(rows, name).shape == (2, 2), name
+    assert torch.equal(rows.scores, torch.tensor([0.1, 0.2]))
+    assert rows.returns.tolist() == [[-7.0, -14.0], [0.0, 0.0]]
+
+
+def test_select_trims_prompts_alone():
+    rows = rollout()
+    prompts = select_rows(PromptBatch(rows.prompt_ids, rows.prompt_mask), torch.tensor([0, 2]))
+    assert prompts.prompt_ids.tolist() == [[92, 11], [31, 32]]
+
+
+def test_padding_grows_prompts_leftwards_and_responses_rightwards():
+    rows = pad_rows(rollout(), 6, 5)
+    assert rows.prompt_ids.shape == rows.prompt_mask.shape == (3, 6)
+    assert rows.response_ids.shape == rows.response_mask.shape == rows.rollout_logprobs.shape == (3, 5)
+    assert rows.prompt_mask[1].tolist() == [False, False, False, True, True, True]
+    assert rows.response_mask[0].tolist() == [True, True, False, False, False]
+    assert rows.response_mask.dtype == torch.bool
+    assert real_tokens(rows) == REAL
+
+
+def test_padding_to_the_same_lengths_changes_nothing():
+    rows, same = rollout(), pad_rows(rollout(), 4, 3)
+    assert all(torch.equal(getattr(rows, f.name), getattr(same, f.name)) for f in fields(rows))
+
+
+def test_concat_keeps_order_and_real_tokens_of_parts_of_different_lengths():
+    parts = [select_rows(rollout(), torch.tensor([i])) for i in (1, 0, 2)]
+    assert len({part.prompt_ids.shape[1] for part in parts}) == 3
+    rows = concat_rows(parts)
+    assert rows.prompt_ids.shape == (3, 3)
+    assert rows.response_ids.shape == (3, 2)
+    assert real_tokens(rows) == [REAL[1], REAL[0], REAL[2]]
+    assert rows.ended.tolist() == [False, True, False]
+
+
+def test_concat_of_selected_experience_keeps_scores_and_values_aligned():
+    whole = experience(rollout())
+    rows = concat_rows([select_rows(whole, torch.tensor([2])), select_rows(whole, torch.tensor([0]))])
+    assert torch.equal(rows.scores, torch.tensor([0.3, 0.1]))
+    assert rows.values.tolist() == [[-12.0, 0.0], [-4.0, -8.0]]
+
+
+def test_concat_of_prompt_batches():
+    first = PromptBatch(torch.tensor([[1, 2]]), torch.tensor([[True, True]]))
+    second = PromptBatch(torch.tensor([[3]]), torch.tensor([[True]]))
+    rows = concat_rows([first, second])
+    assert rows.prompt_mask.tolist() == [[True, True], [False, True]]
+    assert rows.prompt_ids[1, 1].item() == 3
+
+
+def test_moving_to_a_device_keeps_every_value():
+    rows = to_device(rollout(), "cpu")
+    assert all(torch.equal(getattr(rows, f.name), getattr(rollout(), f.name)) for f in fields(rows))
