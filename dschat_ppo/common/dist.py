@@ -94,9 +94,14 @@ def broadcast_object(value: Any) -> Any:
 
 @contextmanager
 def main_rank_of_node_first() -> Iterator[None]:
-    """The block runs on each machine's first rank, then on its others, which find its files."""
+    """The block runs on each machine's first rank, then on its others, which find its files.
+
+    If the first rank fails, the others still run the block, so that all fail alike and none waits for ever.
+    """
     if local_rank() != 0:
         barrier()
-    yield
-    if local_rank() == 0:
-        barrier()
+    try:
+        yield
+    finally:
+        if local_rank() == 0:
+            barrier()

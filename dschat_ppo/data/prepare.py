@@ -19,7 +19,7 @@ from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.schema import DataFlags, parse_data_split
 from dschat_ppo.data.records import layout_of, read_row
-from dschat_ppo.data.sources import hold_out, load_source, part_of
+from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
 from dschat_ppo.data.templates import encode_answer, encode_prompt
 from dschat_ppo.errors import UserError
 
@@ -62,15 +62,13 @@ def fit_row(prompt: list[int], answers: list[list[int]], limit: int, policy: str
 
 def _tokenise(
     row: dict[str, Any],
-    index: int,
     tokenizer: PreTrainedTokenizerBase,
     layout: tuple[str, ...],
     use: str,
-    name: str,
     limit: int,
     policy: str,
 ) -> dict[str, Any]:
-    where = f"{name}, row {index}"
+    where = row[ORIGIN]
     parsed = read_row(row, layout, use, where)
     prompt = encode_prompt(tokenizer, parsed.prompt)
     if not prompt:
@@ -100,12 +98,11 @@ def tokenise_rows(
     Raises:
         UserError: wrong columns, a bad row (named), or nothing left under the length limit.
     """
-    layout = layout_of(rows.column_names, use, name)
+    layout = layout_of([column for column in rows.column_names if column != ORIGIN], use, name)
     settings = {"layout": layout, "use": use, "limit": limit, "policy": flags.truncation}
     rows = rows.map(
         _tokenise,
-        with_indices=True,
-        fn_kwargs={**settings, "name": name, "tokenizer": tokenizer},
+        fn_kwargs={**settings, "tokenizer": tokenizer},
         remove_columns=rows.column_names,
         num_proc=flags.preprocessing_num_workers,
         new_fingerprint=_fingerprint(rows, tokenizer, *settings.values()),

@@ -17,9 +17,15 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
 
 
+ORIGIN = "_origin"  # column of where a row stands, kept through shuffling and splitting, for messages
+
+
 @dataclass(frozen=True)
 class Source:
-    """One data set as read: its name in messages, training rows, and evaluation rows if it brings any."""
+    """One data set as read: its name in messages, training rows, and evaluation rows if it brings any.
+
+    Each row has an `ORIGIN` column such as `data.jsonl, row 7` (rows counted from 1).
+    """
 
     name: str
     train: Dataset
@@ -80,7 +86,11 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
         raise UserError(f"{flag} {path}: cannot be read as a table: {where or problem.__cause__ or problem}") from None
     if len(rows) == 0:
         raise UserError(f"{flag} {path}: the data set is empty")
-    return rows
+    return _with_origin(rows, str(path))
+
+
+def _with_origin(rows: Dataset, name: str) -> Dataset:
+    return rows.add_column(ORIGIN, [f"{name}, row {number}" for number in range(1, len(rows) + 1)])
 
 
 def _first_odd_line(path: Path) -> str:
@@ -108,7 +118,7 @@ def _load_hub(spec: str, flag: str, cache_dir: str | None) -> Source:
         found = datasets.load_dataset(spec, cache_dir=cache_dir)
     except (datasets.exceptions.DatasetNotFoundError, OSError, ValueError) as problem:
         raise UserError(f"{flag} {spec}: neither a local file or folder nor a hub data set ({problem})") from None
-    splits = {str(name): rows for name, rows in found.items()}
+    splits = {str(name): _with_origin(rows, f"{spec} ({name})") for name, rows in found.items()}
     if "train" not in splits:
         raise UserError(f"{flag} {spec}: has no 'train' split (it has {', '.join(splits)})")
     evaluation = next((splits[name] for name in splits if name.lower().startswith(EVAL_NAMES)), None)

@@ -34,17 +34,23 @@ def begin(step: str, config: Any, run: RunFlags) -> tuple[torch.device, Path]:
     device = dist.init()
     seed_everything(run.seed)
     _check_dtype(run.dtype)
-    if dist.is_main():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "result.json").unlink(missing_ok=True)
-            write_config(config, folder)
-        except OSError as problem:
-            raise UserError(f"--output_dir {folder}: cannot be written ({problem.strerror})") from None
-    dist.barrier()
+    problem = dist.broadcast_object(_prepare_folder(folder, config) if dist.is_main() else None)
+    if problem:
+        raise UserError(problem)
     for line in notes(step, config):
         logger().info(f"note: {line}")
     return device, folder
+
+
+def _prepare_folder(folder: Path, config: Any) -> str | None:
+    """Make the output folder and write the configuration into it; the message if that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").unlink(missing_ok=True)
+        write_config(config, folder)
+    except OSError as problem:
+        return f"--output_dir {folder}: cannot be written ({problem.strerror})"
+    return None
 
 
 def _check_dtype(dtype: str) -> None:

@@ -1,0 +1,129 @@
+"""Bad input: one clear message that names the culprit, and exit code 2 before any model is loaded."""
+
+import json
+import sys
+
+import pytest
+from launch import ROOT, deepspeed, run, succeed
+
+# name -> (step, words; {a} is the assets folder, {b} the folder of bad files), words that the message must hold
+CASES = {
+    "missing file": ("sft", "--data_path {b}/nowhere.jsonl", ["--data_path", "nowhere.jsonl"]),
+    "missing folder": ("sft", "--data_path {b}/no/such/folder", ["--data_path", "no/such/folder"]),
+    "wrong column": (
+        "reward",
+        "--data_path {a}/sft.jsonl",
+        ["sft.jsonl", "prompt/chosen/rejected"],
+    ),
+    "empty data set": ("sft", "--data_path {b}/empty.jsonl", ["empty.jsonl", "empty"]),
+    "unreadable ending": ("sft", "--data_path {b}/notes.txt", ["notes.txt", ".jsonl"]),
+    "row that is not text": (
+        "sft",
+        "--data_path {b}/number.jsonl --data_split 1,0,0",
+        ["number.jsonl, row 2", "'response' is int"],
+    ),
+    "row that is null": (
+        "sft",
+        "--data_path {b}/null.jsonl --data_split 1,0,0",
+        ["null.jsonl", "row", "'response' is null"],
+    ),
+    "line that is not JSON": ("sft", "--data_path {b}/broken.jsonl", ["broken.jsonl", "line 2"]),
+    "share of nothing": ("sft", "--data_path {a}/sft.jsonl --data_split 0,1,1", ["--data_split 0,1,1"]),
+    "split of two": ("sft", "--data_path {a}/sft.jsonl --data_split 1,1", ["--data_split", "1,1"]),
+    "model that does not exist": ("sft", "--model_name_or_path {b}/no_model", ["--model_name_or_path", "no_model"]),
+    "model without config": ("sft", "--model_name_or_path {b}", ["--model_name_or_path", "config.json"]),
+    "actor that does not exist": ("ppo", "--actor_model_name_or_path {b}/none", ["--actor_model_name_or_path", "none"]),
+    "reward model of a small vocabulary": (
+        "ppo",
+        "--critic_model_name_or_path {b}/small",
+        ["vocabulary of 100"],
+    ),
+    "reward model of another tokenizer": ("ppo", "--critic_model_name_or_path {b}/other", ["tokenizer differs"]),
+    "ZeRO stage 5": ("sft", "--zero_stage 5", ["--zero_stage", "5", "0, 1, 2, 3"]),
+    "actor ZeRO stage 5": ("ppo", "--actor_zero_stage 5", ["--actor_zero_stage", "5"]),
+    "batches that do not divide": (
+        "ppo",
+        "--per_device_generation_batch_size 6 --per_device_training_batch_size 4",
+        ["6 x --generation_batches 1 = 6", "4 x --gradient_accumulation_steps 1 = 4", "leaves 2"],
+    ),
+    "unknown flag": ("sft", "--learning_speed 3", ["--learning_speed", "unknown"]),
+    "flag that comes later": ("ppo", "--enable_ema", ["--enable_ema", "not available yet"]),
+    "negative batch": ("sft", "--per_device_train_batch_size -1", ["--per_device_train_batch_size", "-1"]),
+    "offload at stage 0": ("sft", "--offload", ["--offload", "--zero_stage"]),
+    "rows too long": ("sft", "--max_seq_len 2 --truncation drop", ["limit of 2 tokens"]),
+    "number format": ("sft", "--dtype fp64", ["--dtype", "fp64"]),
+    "output that cannot be made": ("sft", "--output_dir {b}/notes.txt/out", ["--output_dir", "cannot be written"]),
+    "finished output": ("sft", "--output_dir {b}/finished", ["finished", "--overwrite_output_dir"]),
+    "deepspeed settings of ours": ("sft", "--deepspeed_config {b}/ds.json", ["ds.json", "train_batch_size"]),
+    "unknown setting in YAML": ("sft", "--config {b}/bad.yaml", ["bad.yaml", "'learning_speed'"]),
+}
+
+
+def base_words(step: str, assets, out) -> list[str]:
+    """A command line that would run."""
+    if step == "ppo":
+        words = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward"
+        words += f" --data_path {assets}/prompts.jsonl"
+    else:
+        words = f"--model_name_or_path {assets}/lm --data_path {assets}/{'sft' if step == 'sft' else 'pairs'}.jsonl"
+    return [*words.split(), "--output_dir", str(out)]
+
+
+@pytest.fixture(scope="module")
+def bad(assets, tmp_path_factory):
+    """Folder of files that are wrong in one way each."""
+    from conftest import tiny_config
+    from transformers import LlamaForSequenceClassification
+
+    from dschat_ppo.tools import toy
+
+    folder = tmp_path_factory.mktemp("bad")
+    good = json.dumps({"prompt": "a", "response": "b"})
+    (folder / "empty.jsonl").write_text("")
+    (folder / "notes.txt").write_text("hello")
+    (folder / "number.jsonl").write_text(f'{good}\n{{"prompt": "a", "response": 7}}\n')
+    (folder / "null.jsonl").write_text(f'{good}\n{{"prompt": "a", "response": null}}\n')
+    (folder / "broken.jsonl").write_text(f"{good}\n{{prompt\n")
+    (folder / "finished").mkdir()
+    (folder / "finished/result.json").write_text("{}")
+    (folder / "ds.json").write_text('{"train_batch_size": 4}')
+    (folder / "bad.yaml").write_text("learning_speed: 3\n")
+    LlamaForSequenceClassification(tiny_config(num_labels=1, vocab_size=100)).save_pretrained(folder / "small")
+    LlamaForSequenceClassification(tiny_config(num_labels=1)).save_pretrained(folder / "other")
+    toy.make_tokenizer(["entirely different words, merged"] * 3).save_pretrained(folder / "other")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(assets, bad, tmp_path_factory):
+    """Case -> [exit code, lines that begin with `error:`]."""
+    out = tmp_path_factory.mktemp("said")
+    cases = {}
+    for number, (name, (step, words, _)) in enumerate(CASES.items()):
+        extra = words.format(a=assets, b=bad).split()
+        cases[name] = [step, [*base_words(step, assets, out / str(number)), *extra]]
+    (out / "cases.json").write_text(json.dumps(cases))
+    worker = [sys.executable, str(ROOT / "tests/workers/bad_input.py"), str(out / "cases.json"), str(out / "said.json")]
+    succeed(run(worker))
+    return json.loads((out / "said.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_one_clear_message_and_exit_code_2(said, name):
+    code, lines = said[name]
+    assert code == 2
+    assert len(lines) == 1
+    for word in CASES[name][2]:
+        assert word in lines[0], lines[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_under_the_launcher_the_message_comes_once_and_the_exit_code_is_2(assets, tmp_path):
+    words = [*base_words("sft", assets, tmp_path / "out"), "--data_path", tmp_path / "nowhere.jsonl"]
+    result = deepspeed(2, "training/step1_sft/main.py", *words)
+    assert result.returncode == 2
+    printed = (result.stdout + result.stderr).splitlines()
+    assert len([line for line in printed if line.startswith("error: ") and "nowhere.jsonl" in line]) == 1
+    assert not any("Traceback" in line for line in printed)

@@ -1,0 +1,35 @@
+"""Runs each bad command line through the entry point in one process, with every model load forbidden.
+
+bad_input.py CASES_FILE OUT_FILE       cases: name -> [step, words]
+"""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+
+from dschat_ppo.common.launch import run_step
+from dschat_ppo.config.cli import parse
+from dschat_ppo.trainers import ppo, reward, sft
+
+TRAIN = {"sft": sft.train_sft, "reward": reward.train_reward, "ppo": ppo.train_ppo}
+
+
+def forbidden(*_args, **_kwargs):
+    raise RuntimeError("a model was loaded")
+
+
+def main() -> None:
+    sft.load_causal_lm = reward.load_sequence_classifier = ppo.RLHFEngine = forbidden
+    found = {}
+    for name, (step, words) in json.loads(Path(sys.argv[1]).read_text()).items():
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors):
+            code = run_step(lambda argv, step=step: parse(step, argv), TRAIN[step], words)
+        said = [line for line in errors.getvalue().splitlines() if line.startswith("error:")]
+        found[name] = [code, said]
+    Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+main()
