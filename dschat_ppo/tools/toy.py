@@ -21,48 +21,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-NAMES = [
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eva",
-    "Finn",
-    "Gus",
-    "Hana",
-    "Ida",
-    "Jon",
-    "Kim",
-    "Leo",
-    "Mia",
-    "Ned",
-    "Ola",
-    "Pia",
-    "Quin",
-    "Rosa",
-    "Sam",
-    "Tess",
-]
-COLOURS = ["red", "blue", "green", "black", "white", "yellow", "brown", "grey", "pink", "golden"]
-THINGS = [
-    "lamp",
-    "kettle",
-    "chair",
-    "scarf",
-    "drum",
-    "ladder",
-    "bucket",
-    "violin",
-    "clock",
-    "basket",
-    "helmet",
-    "pillow",
-    "mirror",
-    "rope",
-    "kite",
-    "jar",
-]
-PLACES = ["kitchen", "garden", "attic", "cellar", "garage", "hall", "library", "bedroom", "office", "shed"]
+NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
+COLOURS = "red blue green black white yellow brown grey pink golden".split()
+THINGS = "lamp kettle chair scarf drum ladder bucket violin clock basket helmet pillow mirror rope kite jar".split()
+PLACES = "kitchen garden attic cellar garage hall library bedroom office shed".split()
 QUESTIONS = (
     "I am {name}. Where is the {colour} {thing}?",
     "My name is {name}. Have you seen the {colour} {thing}?",

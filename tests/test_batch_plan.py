@@ -1,0 +1,95 @@
+"""The arithmetic of batches, by hand."""
+
+import pytest
+
+from dschat_ppo.config.batch_plan import plan_fit, plan_ppo
+from dschat_ppo.config.ppo import PPOFlags
+from dschat_ppo.config.schema import FitFlags
+from dschat_ppo.errors import UserError
+
+
+def ppo_flags(**settings) -> PPOFlags:
+    return PPOFlags(actor_model_name_or_path="a", critic_model_name_or_path="c", **settings)
+
+
+def fit_flags(micro_batch: int, accumulation: int, epochs: int) -> FitFlags:
+    return FitFlags(
+        model_name_or_path="m",
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=epochs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "world_size", "micro_batch", "accumulation", "epochs", "global_batch", "per_epoch", "total"),
+    [
+        (100, 1, 10, 1, 1, 10, 10, 10),
+        (100, 2, 4, 3, 2, 24, 5, 10),  # 100 / 24 = 4.17: the fifth step is short, not left out
+        (24, 2, 4, 3, 3, 24, 1, 3),
+        (1, 4, 8, 2, 1, 64, 1, 1),
+        (65, 4, 8, 2, 1, 64, 2, 2),
+    ],
+)
+def test_fit_plan_by_hand(rows, world_size, micro_batch, accumulation, epochs, global_batch, per_epoch, total):
+    plan = plan_fit(fit_flags(micro_batch, accumulation, epochs), rows, world_size)
+    assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == (global_batch, per_epoch, total)
+
+
+def test_fit_table_shows_the_arithmetic():
+    table = dict(plan_fit(fit_flags(4, 3, 2), 100, 2).table())
+    assert table["global batch"] == "4 x 3 x 2 = 24"
+    assert table["optimizer steps per epoch"] == "ceil(100 / 24) = 5"
+    assert table["optimizer steps in all"] == "5 x 2 = 10"
+
+
+def test_ppo_plan_by_hand():
+    # 8 prompts x 3 calls = 24 rows a rank, 48 on two ranks. An update takes 4 x 2 x 2 = 16: 3 a pass, 6 in 2 passes.
+    # 100 prompts x 2 epochs = 200 rows in ceil(200 / 48) = 5 PPO steps: 30 updates.
+    flags = ppo_flags(
+        per_device_generation_batch_size=8, generation_batches=3, per_device_training_batch_size=4,
+        gradient_accumulation_steps=2, ppo_epochs=2, num_train_epochs=2,
+    )  # fmt: skip
+    plan = plan_ppo(flags, prompts=100, world_size=2)
+    assert (plan.rows_per_rank, plan.rollout_rows, plan.global_batch) == (24, 48, 16)
+    assert (plan.updates_per_rollout, plan.ppo_steps, plan.total_updates) == (6, 5, 30)
+    table = dict(plan.table())
+    assert table["rows per PPO step"] == "24 x 2 = 48"
+    assert table["updates per PPO step"] == "48 / 16 x 2 = 6"
+    assert table["optimizer steps in all"] == "5 x 6 = 30"
+
+
+def test_training_batches_may_be_larger_than_generation_batches():
+    flags = ppo_flags(per_device_generation_batch_size=2, generation_batches=4, per_device_training_batch_size=8)
+    plan = plan_ppo(flags, prompts=16, world_size=1)
+    assert (plan.updates_per_rollout, plan.ppo_steps) == (1, 2)
+
+
+@pytest.mark.parametrize(("stop", "steps"), [(2, 2), (5, 5), (9, 5)])
+def test_test_mode_stops_early_but_never_later(stop, steps):
+    flags = ppo_flags(per_device_generation_batch_size=4, per_device_training_batch_size=4,
+                      enable_test_mode=True, test_stop_step=stop)  # fmt: skip
+    plan = plan_ppo(flags, prompts=20, world_size=1)
+    assert (plan.ppo_steps, plan.total_updates) == (steps, steps)
+
+
+@pytest.mark.parametrize(
+    ("generation", "batches", "micro_batch", "accumulation", "numbers"),
+    [
+        (8, 1, 3, 1, ("= 8 rows", "= 3", "8 / 3 leaves 2")),
+        (4, 3, 4, 2, ("= 12 rows", "= 8", "12 / 8 leaves 4")),
+        (4, 1, 8, 1, ("= 4 rows", "= 8", "4 / 8 leaves 4")),
+    ],
+)
+def test_ppo_steps_that_are_no_whole_number_of_updates_are_refused(
+    generation, batches, micro_batch, accumulation, numbers
+):
+    flags = ppo_flags(
+        per_device_generation_batch_size=generation, generation_batches=batches,
+        per_device_training_batch_size=micro_batch, gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    with pytest.raises(UserError) as problem:
+        plan_ppo(flags, prompts=100, world_size=2)
+    message = str(problem.value)
+    for part in (*numbers, f"--per_device_training_batch_size {micro_batch}", f"--generation_batches {batches}"):
+        assert part in message

@@ -1,0 +1,464 @@
+"""Flags, YAML and their checks; DeepSpeed-Chat's command lines go on working."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from dschat_ppo.config.cli import flatten, notes, parse, write_config
+from dschat_ppo.errors import UserError
+
+NEEDED = {
+    "sft": ["--model_name_or_path", "m", "--output_dir", "o"],
+    "reward": ["--model_name_or_path", "m", "--output_dir", "o"],
+    "ppo": ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c", "--output_dir", "o"],
+}
+
+# DeepSpeed-Chat's flags: name -> (default, words that a script might give it). Switches take no word.
+REQUIRED = "required"
+SHARED = {
+    "data_path": (["Dahoas/rm-static"], ["a.jsonl", "b.jsonl"]),
+    "data_split": ("2,4,4", ["1,0,0"]),
+    "data_output_path": ("a folder under the temp dir", ["cache"]),
+    "lr_scheduler_type": ("cosine", ["constant_with_warmup"]),
+    "num_train_epochs": (1, ["3"]),
+    "gradient_accumulation_steps": (1, ["2"]),
+    "output_dir": (None, ["out"]),
+    "local_rank": (-1, ["0"]),
+    "dtype": ("fp16", ["fp16"]),
+    "compute_fp32_loss": (False, []),
+    "enable_tensorboard": (False, []),
+    "add_eot_token": (False, []),
+    "deepspeed": (False, []),
+    "deepspeed_config": (None, ["ds.json"]),
+}
+FIT = {
+    **SHARED,
+    "model_name_or_path": (REQUIRED, ["m"]),
+    "per_device_train_batch_size": (16, ["4"]),
+    "per_device_eval_batch_size": (16, ["4"]),
+    "max_seq_len": (512, ["1024"]),
+    "weight_decay": (0.0, ["0.1"]),
+    "num_warmup_steps": (0, ["10"]),
+    "seed": (1234, ["7"]),
+    "gradient_checkpointing": (False, []),
+    "dropout": (None, ["0.1"]),
+    "zero_stage": (0, ["3"]),
+    "offload": (False, ["--zero_stage", "2"]),
+    "lora_dim": (0, ["8"]),
+    "lora_module_name": ("decoder.layers.", ["layers."]),
+    "only_optimize_lora": (False, []),
+    "lora_learning_rate": (5e-4, ["1e-3"]),
+}
+DEEPSPEED_CHAT = {
+    "sft": {
+        **FIT,
+        "sft_only_data_path": ([], ["c.jsonl"]),
+        "learning_rate": (1e-3, ["9.65e-6"]),
+        "tensorboard_path": ("step1_tensorboard", ["board"]),
+        "eot_token": ("<|endoftext|>", ["<|end|>"]),
+        "print_loss": (False, []),
+    },
+    "reward": {
+        **FIT,
+        "num_padding_at_beginning": (1, ["0"]),
+        "learning_rate": (5e-5, ["9.65e-6"]),
+        "eval_interval": (0, ["50"]),
+        "eval_iters": (100, ["10"]),
+        "tensorboard_path": ("step2_tensorboard", ["board"]),
+    },
+    "ppo": {
+        **SHARED,
+        "unsupervised_dataset_name": (None, ["wikitext"]),
+        "unsupervised_dataset_config_name": (None, ["wikitext-103-raw-v1"]),
+        "unsup_coef": (27.8, ["10"]),
+        "actor_model_name_or_path": (REQUIRED, ["a"]),
+        "critic_model_name_or_path": (REQUIRED, ["c"]),
+        "num_padding_at_beginning": (1, ["0"]),
+        "per_device_generation_batch_size": (16, ["4"]),
+        "per_device_training_batch_size": (16, ["4"]),
+        "generation_batches": (1, ["2"]),
+        "ppo_epochs": (1, ["4"]),
+        "max_prompt_seq_len": (256, ["512"]),
+        "max_answer_seq_len": (256, ["512"]),
+        "actor_learning_rate": (9.65e-6, ["5e-7"]),
+        "critic_learning_rate": (5e-6, ["5e-7"]),
+        "actor_weight_decay": (0.0, ["0.1"]),
+        "critic_weight_decay": (0.0, ["0.1"]),
+        "num_warmup_steps": (100, ["0"]),
+        "seed": (None, ["7"]),
+        "preprocessing_num_workers": (None, ["2"]),
+        "enable_hybrid_engine": (False, []),
+        "unpin_actor_parameters": (False, []),
+        "release_inference_cache": (False, []),
+        "inference_tp_size": (1, ["2"]),
+        "tp_gather_partition_size": (8, ["4"]),
+        "offload": (False, ["--actor_zero_stage", "2", "--critic_zero_stage", "2"]),
+        "offload_reference_model": (False, ["--actor_zero_stage", "3"]),
+        "offload_reward_model": (False, ["--critic_zero_stage", "3"]),
+        "actor_zero_stage": (0, ["3"]),
+        "critic_zero_stage": (0, ["3"]),
+        "actor_gradient_checkpointing": (False, []),
+        "critic_gradient_checkpointing": (False, []),
+        "actor_dropout": (None, ["0.1"]),
+        "critic_dropout": (None, ["0.1"]),
+        "actor_lora_dim": (0, ["8"]),
+        "actor_lora_module_name": ("decoder.layers.", ["layers."]),
+        "critic_lora_dim": (0, ["8"]),
+        "critic_lora_module_name": ("decoder.layers.", ["layers."]),
+        "only_optimize_lora": (False, []),
+        "actor_lora_learning_rate": (5e-4, ["1e-3"]),
+        "critic_lora_learning_rate": (5e-4, ["1e-3"]),
+        "enable_ema": (False, []),
+        "enable_mixed_precision_lora": (False, []),
+        "tensorboard_path": ("step3_tensorboard", ["board"]),
+        "align_overflow": (False, []),
+        "print_answers": (False, []),
+        "print_answers_interval": (1, ["5"]),
+        "enable_test_mode": (False, ["--test_stop_step", "2"]),
+        "test_stop_step": (0, ["2", "--enable_test_mode"]),
+    },
+}
+FLAGS = [(step, name, *entry) for step, flags in DEEPSPEED_CHAT.items() for name, entry in flags.items()]
+
+# Defaults that differ from DeepSpeed-Chat's, on purpose.
+DEVIATIONS = {
+    "dtype": "bf16",  # fp16 needs loss scaling and skips steps
+    "data_output_path": None,  # the cache of `datasets`, whose key is the content, instead of a folder by name
+}
+PPO_DEVIATIONS = {
+    "seed": 1234,  # a run is reproducible without asking for it
+}
+
+NOT_YET = {
+    "sft": ("lora_dim", "lora_module_name", "only_optimize_lora", "lora_learning_rate"),
+    "reward": ("lora_dim", "lora_module_name", "only_optimize_lora", "lora_learning_rate"),
+    "ppo": (
+        "actor_lora_dim", "actor_lora_module_name", "actor_lora_learning_rate", "critic_lora_dim",
+        "critic_lora_module_name", "critic_lora_learning_rate", "only_optimize_lora", "enable_ema",
+        "enable_mixed_precision_lora", "unsupervised_dataset_name", "unsupervised_dataset_config_name", "unsup_coef",
+        "unpin_actor_parameters", "inference_tp_size", "tp_gather_partition_size", "align_overflow",
+    ),
+}  # fmt: skip
+NOTED = {
+    "sft": ("compute_fp32_loss", "deepspeed", "add_eot_token", "eot_token", "print_loss"),
+    "reward": ("compute_fp32_loss", "deepspeed", "add_eot_token", "num_padding_at_beginning"),
+    "ppo": (
+        "compute_fp32_loss", "deepspeed", "add_eot_token", "num_padding_at_beginning", "enable_hybrid_engine",
+        "release_inference_cache",
+    ),
+}  # fmt: skip
+
+
+def read(step: str, *words: str) -> dict:
+    return flatten(parse(step, [*NEEDED[step], *words]))
+
+
+def words_for(step: str, name: str) -> list[str]:
+    return [f"--{name}", *DEEPSPEED_CHAT[step][name][1]]
+
+
+# DeepSpeed-Chat's flags
+
+
+@pytest.mark.parametrize(("step", "count"), [("sft", 32 + 2), ("reward", 32 + 2), ("ppo", 60 + 2)])
+def test_the_table_above_is_complete(step, count):
+    # Its main.py count plus --deepspeed and --deepspeed_config.
+    assert len(DEEPSPEED_CHAT[step]) == count
+
+
+@pytest.mark.parametrize(("step", "name", "default", "words"), FLAGS)
+def test_every_flag_of_deepspeed_chat_is_accepted(step, name, default, words):
+    if name in NOT_YET[step]:
+        with pytest.raises(UserError, match=rf"--{name} .*not available yet"):
+            read(step, f"--{name}", *words)
+        return
+    value = read(step, f"--{name}", *words)[name]
+    if default is False:
+        assert value is True
+    elif isinstance(default, list):
+        assert value == words
+    else:
+        assert str(value) == words[0] or float(value) == float(words[0])
+
+
+@pytest.mark.parametrize(("step", "name", "default", "words"), FLAGS)
+def test_defaults_are_those_of_deepspeed_chat(step, name, default, words):
+    if default == REQUIRED or name == "output_dir":  # ours requires --output_dir, see below
+        return
+    deviations = {**DEVIATIONS, **(PPO_DEVIATIONS if step == "ppo" else {})}
+    assert read(step)[name] == deviations.get(name, default)
+
+
+@pytest.mark.parametrize("step", NEEDED)
+def test_deviations_do_deviate(step):
+    deviations = {**DEVIATIONS, **(PPO_DEVIATIONS if step == "ppo" else {})}
+    assert all(DEEPSPEED_CHAT[step][name][0] != value for name, value in deviations.items())
+
+
+@pytest.mark.parametrize(("step", "name"), [(step, name) for step, names in NOT_YET.items() for name in names])
+def test_flags_of_later_are_accepted_at_their_default(step, name):
+    default = DEEPSPEED_CHAT[step][name][0]
+    words = [] if default is None else [f"--{name}", str(default)]
+    assert read(step, *words)[name] == default
+
+
+@pytest.mark.parametrize(("step", "name"), [(step, name) for step, names in NOTED.items() for name in names])
+def test_flags_that_change_nothing_are_noted(step, name):
+    lines = notes(step, parse(step, [*NEEDED[step], *words_for(step, name)]))
+    assert len(lines) == 1
+    assert lines[0].startswith(f"--{name} changes nothing")
+
+
+@pytest.mark.parametrize("step", NEEDED)
+def test_no_note_without_such_a_flag(step):
+    assert notes(step, parse(step, NEEDED[step])) == []
+
+
+def test_a_deepspeed_chat_script_parses():
+    values = read(
+        "ppo", "--data_path", "Dahoas/rm-static", "--data_split", "2,4,4", "--num_padding_at_beginning", "1",
+        "--per_device_generation_batch_size", "4", "--per_device_training_batch_size", "4", "--generation_batches", "1",
+        "--ppo_epochs", "1", "--max_answer_seq_len", "256", "--max_prompt_seq_len", "256", "--actor_learning_rate",
+        "9.65e-6", "--critic_learning_rate", "5e-6", "--actor_weight_decay", "0.1", "--lr_scheduler_type", "cosine",
+        "--gradient_accumulation_steps", "1", "--actor_dropout", "0.0", "--num_warmup_steps", "100", "--deepspeed",
+        "--seed", "1234", "--actor_zero_stage", "3", "--critic_zero_stage", "3", "--enable_hybrid_engine",
+    )  # fmt: skip
+    assert values["actor_zero_stage"] == 3
+    assert values["actor_dropout"] == 0.0
+
+
+# Checks
+
+
+@pytest.mark.parametrize("step", NEEDED)
+def test_unknown_flags_are_refused(step):
+    with pytest.raises(UserError, match="--no_such_flag"):
+        read(step, "--no_such_flag", "1")
+
+
+@pytest.mark.parametrize("step", NEEDED)
+def test_abbreviated_flags_are_refused(step):
+    with pytest.raises(UserError, match="--num_train_epo"):
+        read(step, "--num_train_epo", "2")
+
+
+@pytest.mark.parametrize(("step", "missing"), [
+    ("sft", "--model_name_or_path"), ("reward", "--model_name_or_path"), ("ppo", "--actor_model_name_or_path"),
+    ("ppo", "--critic_model_name_or_path"), ("sft", "--output_dir"), ("ppo", "--output_dir"),
+])  # fmt: skip
+def test_required_flags_are_named(step, missing):
+    words = list(NEEDED[step])
+    position = words.index(missing)
+    with pytest.raises(UserError, match=missing):
+        parse(step, words[:position] + words[position + 2 :])
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "value"),
+    [
+        ("sft", "per_device_train_batch_size", "0"),
+        ("sft", "per_device_eval_batch_size", "-1"),
+        ("sft", "gradient_accumulation_steps", "0"),
+        ("sft", "max_seq_len", "0"),
+        ("sft", "learning_rate", "0"),
+        ("sft", "learning_rate", "nan"),
+        ("sft", "learning_rate", "fast"),
+        ("sft", "num_train_epochs", "0"),
+        ("sft", "num_train_epochs", "1.5"),
+        ("sft", "weight_decay", "-0.1"),
+        ("sft", "num_warmup_steps", "-1"),
+        ("sft", "max_grad_norm", "-1"),
+        ("sft", "eval_interval", "-1"),
+        ("sft", "eval_iters", "-1"),
+        ("sft", "dropout", "1"),
+        ("sft", "eval_fraction", "1"),
+        ("sft", "eval_fraction", "-0.1"),
+        ("sft", "zero_stage", "4"),
+        ("sft", "dtype", "int8"),
+        ("sft", "lr_scheduler_type", "step"),
+        ("sft", "truncation", "right"),
+        ("sft", "seed", "-1"),
+        ("sft", "data_split", "2,4"),
+        ("sft", "data_split", "0,0,0"),
+        ("sft", "data_split", "1,-1,1"),
+        ("sft", "data_split", "a,b,c"),
+        ("sft", "data_split", "inf,1,1"),
+        ("sft", "data_split_seed", "-1"),
+        ("sft", "preprocessing_num_workers", "0"),
+        ("reward", "max_seq_len", "-5"),
+        ("ppo", "temperature", "0"),
+        ("ppo", "top_p", "0"),
+        ("ppo", "top_p", "1.1"),
+        ("ppo", "top_k", "-1"),
+        ("ppo", "gamma", "1.1"),
+        ("ppo", "gae_lambda", "-0.1"),
+        ("ppo", "clip_eps", "0"),
+        ("ppo", "value_clip_eps", "-1"),
+        ("ppo", "kl_coef", "-0.1"),
+        ("ppo", "reward_clip", "-1"),
+        ("ppo", "missing_eos_penalty", "-1"),
+        ("ppo", "entropy_coef", "-1"),
+        ("ppo", "ppo_epochs", "0"),
+        ("ppo", "generation_batches", "0"),
+        ("ppo", "per_device_generation_batch_size", "0"),
+        ("ppo", "per_device_training_batch_size", "0"),
+        ("ppo", "max_prompt_seq_len", "0"),
+        ("ppo", "max_answer_seq_len", "0"),
+        ("ppo", "actor_learning_rate", "0"),
+        ("ppo", "critic_learning_rate", "-1"),
+        ("ppo", "actor_dropout", "1.0"),
+        ("ppo", "critic_dropout", "-0.5"),
+        ("ppo", "print_answers_interval", "0"),
+        ("ppo", "actor_zero_stage", "5"),
+        ("ppo", "test_stop_step", "3"),
+        ("ppo", "test_stop_step", "-1"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(step, name, value):
+    with pytest.raises(UserError, match=f"--{name}"):
+        read(step, f"--{name}", value)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--offload"], "--actor_zero_stage and --critic_zero_stage"),
+        (["--offload", "--actor_zero_stage", "3"], "--actor_zero_stage and --critic_zero_stage"),
+        (["--offload_reference_model"], "--actor_zero_stage 3"),
+        (["--offload_reference_model", "--critic_zero_stage", "3"], "--actor_zero_stage 3"),
+        (["--offload_reward_model", "--actor_zero_stage", "3"], "--critic_zero_stage 3"),
+        (["--enable_test_mode"], "--test_stop_step"),
+    ],
+)
+def test_flags_without_effect_under_the_others_are_refused(words, named):
+    with pytest.raises(UserError, match=named):
+        read("ppo", *words)
+
+
+@pytest.mark.parametrize("step", ["sft", "reward"])
+def test_offload_needs_a_zero_stage(step):
+    with pytest.raises(UserError, match="--zero_stage"):
+        read(step, "--offload")
+
+
+def test_switches_that_are_on_can_be_turned_off():
+    assert read("ppo")["whiten_advantages"] is True
+    assert read("ppo", "--whiten_advantages", "False")["whiten_advantages"] is False
+    assert read("ppo", "--no_whiten_advantages")["whiten_advantages"] is False
+
+
+def test_configurations_are_frozen():
+    config = parse("ppo", NEEDED["ppo"])
+    with pytest.raises(AttributeError):
+        config.ppo.gamma = 0.5
+
+
+@pytest.mark.parametrize("step", NEEDED)
+def test_help_lists_every_flag(step, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse(step, ["--help"])
+    assert leaving.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(f"--{name}" in printed for name in read(step))
+
+
+# YAML
+
+
+def yaml_file(tmp_path, text: str) -> str:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_yaml_gives_defaults_and_flags_override_them(tmp_path):
+    path = yaml_file(
+        tmp_path,
+        "actor_model_name_or_path: actor\ncritic_model_name_or_path: critic\noutput_dir: out\n"
+        "actor_learning_rate: 1e-5\nppo_epochs: 4\nwhiten_advantages: false\nenable_tensorboard: true\n"
+        "data_path: [one.jsonl, two.jsonl]\nactor_dropout: null\n",
+    )
+    values = flatten(parse("ppo", ["--config", path, "--ppo_epochs", "2", "--output_dir=elsewhere"]))
+    assert values["actor_model_name_or_path"] == "actor"
+    assert values["actor_learning_rate"] == 1e-5
+    assert values["whiten_advantages"] is False
+    assert values["enable_tensorboard"] is True
+    assert values["data_path"] == ["one.jsonl", "two.jsonl"]
+    assert values["actor_dropout"] is None
+    assert (values["ppo_epochs"], values["output_dir"]) == (2, "elsewhere")
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_flags_override_yaml_wherever_config_stands(tmp_path, place):
+    words = ["--seed", "3"]
+    words[place:place] = ["--config", yaml_file(tmp_path, "seed: 5\nmax_seq_len: 99\n")]
+    values = read("sft", *words)
+    assert (values["seed"], values["max_seq_len"]) == (3, 99)
+    assert read("sft", f"--config={words[place + 1]}")["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("no_such_setting: 1\n", "no_such_setting"),
+        ("seed: [1\n", "is not YAML"),
+        ("- seed\n", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("seed: {a: 1}\n", "'seed' must be a value"),
+        ("seed: many\n", "--seed"),
+        ("max_seq_len: 0\n", "--max_seq_len"),
+        ("lora_dim: 8\n", "not available yet"),
+    ],
+)
+def test_bad_yaml_is_refused_with_its_fault(tmp_path, text, named):
+    with pytest.raises(UserError, match=named):
+        read("sft", "--config", yaml_file(tmp_path, text))
+
+
+def test_a_configuration_file_that_is_missing_or_no_text(tmp_path):
+    missing = tmp_path / "nowhere.yaml"
+    with pytest.raises(UserError, match=r"--config .*nowhere\.yaml"):
+        read("sft", "--config", str(missing))
+    with pytest.raises(UserError, match="--config"):
+        read("sft", "--config")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"seed: \xff\xfe\n")
+    with pytest.raises(UserError, match=r"--config .*binary\.yaml"):
+        read("sft", "--config", str(binary))
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("sft", ["--data_path", "a.jsonl", "b.jsonl", "--learning_rate", "3e-7", "--dropout", "0.1", "--train_on_prompt"]),
+        ("sft", ["--sft_only_data_path", "c.jsonl", "--data_split", "10,0,0", "--eot_token", "<|end|>", "--deepspeed"]),
+        ("reward", ["--eval_fraction", "0", "--weight_decay", "0.1", "--dtype", "fp32", "--zero_stage", "3"]),
+        ("ppo", ["--no_whiten_advantages", "--top_p", "0.9", "--truncation", "left", "--enable_tensorboard"]),
+        ("ppo", ["--enable_test_mode", "--test_stop_step", "3", "--kl_coef", "0", "--actor_dropout", "0.0"]),
+    ],
+)  # fmt: skip
+def test_a_written_configuration_reads_back_alike(tmp_path, step, words):
+    config = parse(step, [*NEEDED[step], *words, "--local_rank", "1"])
+    path = write_config(config, tmp_path)
+    again = parse(step, ["--config", str(path)])
+    read_back, expected = flatten(again), flatten(config)
+    for values in (read_back, expected):
+        del values["local_rank"], values["config"]
+    assert read_back == expected
+
+
+def test_a_written_configuration_is_plain_yaml(tmp_path):
+    path = write_config(parse("sft", NEEDED["sft"]), tmp_path)
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert (values["model_name_or_path"], values["seed"], values["dropout"]) == ("m", 1234, None)
+
+
+def test_configuration_needs_no_torch():
+    code = (
+        "import sys, dschat_ppo.config.cli as cli, dschat_ppo.config.batch_plan;"
+        "cli.parse('sft', ['--model_name_or_path', 'm', '--output_dir', 'o']);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

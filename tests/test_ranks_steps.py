@@ -1,0 +1,155 @@
+"""The three steps by their command lines, as a user runs them: two ranks under the launcher, one by plain python."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+import yaml
+from launch import ROOT, deepspeed, run, succeed
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+PPO_METRICS = """
+reward/score_mean reward/score_std reward/score_min reward/score_max reward/kl_penalty reward/total_mean
+kl/ref_k1 kl/ref_k3 policy/approx_kl policy/entropy policy/ratio_mean policy/ratio_max policy/clip_fraction
+policy/first_log_ratio_abs_max policy/loss value/loss value/clip_fraction value/explained_variance
+advantage/mean advantage/std return/mean return/std value/mean value/std answers/length_mean
+answers/length_max answers/ended_share answers/cut_share answers/distinct_share grad_norm/actor
+grad_norm/critic lr/actor lr/critic skipped_steps rollout/logprob_diff_mean rollout/logprob_diff_max
+seconds/rollout seconds/score seconds/train tokens_per_second/rollout tokens_per_second/score
+tokens_per_second/train peak_memory_gib/rollout peak_memory_gib/score peak_memory_gib/train
+""".split()
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def out(assets, tmp_path_factory):
+    """Output folders `sft`, `reward`, `ppo` of three runs on two ZeRO-3 ranks in fp32."""
+    folder = tmp_path_factory.mktemp("steps")
+    (folder / "sft.yaml").write_text("learning_rate: 1.0\nnum_train_epochs: 3\nzero_stage: 3\ndtype: fp32\n")
+    sft = f"--config {folder}/sft.yaml --model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl"
+    sft += f" --data_split 1,0,0 --learning_rate 0.01 --per_device_train_batch_size 3 --output_dir {folder}/sft"
+    sft += " --eval_interval 2 --enable_tensorboard --max_seq_len 32 --truncation left"
+    succeed(deepspeed(2, "training/step1_sft/main.py", *sft.split()))
+    reward = f"--model_name_or_path {folder}/sft --data_path {assets}/pairs.jsonl --data_split 0,1,0 --dtype fp32"
+    reward += f" --output_dir {folder}/reward --zero_stage 3 --per_device_train_batch_size 4 --learning_rate 0.005"
+    result = succeed(deepspeed(2, "training/step2_reward/main.py", *reward.split()))
+    (folder / "reward.log").write_text(result.stdout + result.stderr)
+    ppo = f"--actor_model_name_or_path {folder}/sft --critic_model_name_or_path {folder}/reward --dtype fp32"
+    ppo += f" --data_path {assets}/prompts.jsonl --data_split 0,0,1 --output_dir {folder}/ppo --actor_zero_stage 3"
+    ppo += " --critic_zero_stage 3 --per_device_generation_batch_size 4 --per_device_training_batch_size 2"
+    ppo += " --generation_batches 2 --ppo_epochs 2 --gradient_accumulation_steps 2 --max_answer_seq_len 8"
+    ppo += " --max_prompt_seq_len 64 --actor_learning_rate 0.001 --num_warmup_steps 0 --print_answers"
+    result = succeed(deepspeed(2, "training/step3_ppo/main.py", *ppo.split()))
+    (folder / "ppo.log").write_text(result.stdout + result.stderr)
+    return folder
+
+
+def test_sft_lowers_the_loss_on_held_out_rows(out):
+    result = json.loads((out / "sft/result.json").read_text())
+    assert result["eval_loss_after"] < result["eval_loss_before"] - 0.5
+    assert result["eval_perplexity_after"] == pytest.approx(math.exp(result["eval_loss_after"]))
+    assert result["world_size"] == 2
+
+
+def test_sft_evaluates_at_the_start_every_interval_and_each_epoch(out):
+    lines = metrics_of(out / "sft")
+    per_epoch = -(-38 // 6)
+    assert [line["step"] for line in lines] == list(range(3 * per_epoch + 1))
+    expected = [s for s in range(3 * per_epoch + 1) if s % 2 == 0 or s % per_epoch == 0]
+    assert [line["step"] for line in lines if "eval_loss" in line] == expected
+
+
+def test_flags_override_yaml_and_the_resolved_configuration_is_saved(out):
+    config = yaml.safe_load((out / "sft/config.yaml").read_text())
+    assert config["learning_rate"] == 0.01
+    assert config["num_train_epochs"] == 3
+    assert config["zero_stage"] == 3
+    assert config["per_device_eval_batch_size"] == 16
+
+
+def test_tensorboard_mirrors_the_metrics(out):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(out / "sft/step1_tensorboard")).Reload()
+    losses = {event.step: event.value for event in board.Scalars("loss")}
+    lines = {line["step"]: line["loss"] for line in metrics_of(out / "sft") if "loss" in line}
+    assert losses == pytest.approx(lines)
+
+
+def test_reward_model_from_a_base_model_says_that_its_head_is_new(out):
+    log = (out / "reward.log").read_text()
+    assert log.count("has no scalar head; a new one is initialised") == 1
+    result = json.loads((out / "reward/result.json").read_text())
+    assert {"eval_accuracy_after", "eval_margin_after", "eval_loss_before"} <= set(result)
+    model, info = AutoModelForSequenceClassification.from_pretrained(out / "reward", output_loading_info=True)
+    assert model.config.num_labels == 1
+    assert not info["missing_keys"]
+
+
+def test_each_ppo_step_logs_everything(out):
+    lines = metrics_of(out / "ppo")
+    assert [line["step"] for line in lines] == [1, 2, 3]  # ceil(40 prompts / (4 x 2 x 2 rows))
+    for line in lines:
+        assert set(PPO_METRICS) <= set(line)
+        assert all(isinstance(line[name], int | float) for name in PPO_METRICS)
+
+
+def test_first_ratio_is_one_and_kl_to_the_reference_starts_at_zero(out):
+    first, *later = metrics_of(out / "ppo")
+    assert first["policy/first_log_ratio_abs_max"] < 1e-5
+    assert first["kl/ref_k1"] == 0
+    assert first["kl/ref_k3"] == 0
+    assert first["reward/kl_penalty"] == 0
+    assert first["rollout/logprob_diff_max"] < 1e-4
+    for line in later:
+        assert line["policy/first_log_ratio_abs_max"] < 1e-5
+        assert line["kl/ref_k3"] > 0
+
+
+def test_advantages_are_white_and_the_policy_moves(out):
+    for line in metrics_of(out / "ppo"):
+        assert line["advantage/mean"] == pytest.approx(0, abs=1e-5)
+        assert line["advantage/std"] == pytest.approx(1, abs=1e-3)
+        assert line["policy/log_ratio_abs_max"] > line["policy/first_log_ratio_abs_max"]
+
+
+def test_batch_table_and_answers_of_both_ranks_are_printed(out):
+    log = (out / "ppo.log").read_text()
+    assert "16 / 8 x 2 = 4" in log  # updates per PPO step: rows / global batch x epochs
+    assert "[rank 0, step 1]" in log
+    assert "[rank 1, step 1]" in log
+    answers = {rank: [line.split("->")[1] for line in log.splitlines() if f"[rank {rank}," in line] for rank in (0, 1)}
+    assert answers[0] != answers[1]
+
+
+def test_saved_actor_and_critic_load_and_differ_from_their_start(out):
+    for name, start, kind in (
+        ("actor", "sft", AutoModelForCausalLM),
+        ("critic", "reward", AutoModelForSequenceClassification),
+    ):
+        after, before = kind.from_pretrained(out / "ppo" / name), kind.from_pretrained(out / start)
+        pairs = zip(after.parameters(), before.parameters(), strict=True)
+        assert any(not torch.equal(a, b) for a, b in pairs)
+        assert AutoTokenizer.from_pretrained(out / "ppo" / name).eos_token == "<|end|>"
+
+
+def test_plain_python_trains_a_single_process(assets, tmp_path):
+    words = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
+    words += f" --output_dir {tmp_path}/sft --learning_rate 0.01 --eval_fraction 0.2"
+    succeed(run([sys.executable, str(ROOT / "training/step1_sft/main.py"), *words.split()]))
+    result = json.loads((tmp_path / "sft/result.json").read_text())
+    assert result["world_size"] == 1
+    assert result["eval_loss_after"] < result["eval_loss_before"]
+
+
+def test_help_names_every_flag():
+    printed = succeed(run([sys.executable, str(ROOT / "training/step3_ppo/main.py"), "--help"])).stdout
+    for flag in ("--actor_model_name_or_path", "--ppo_epochs", "--kl_coef", "--truncation", "--deepspeed_config"):
+        assert flag in printed
