@@ -3,7 +3,7 @@
 top="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 [ -d "$top/.venv" ] && export PATH="$top/.venv/bin:$PATH"
 cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
-gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l)"
+gpus="$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)"
 if [ "$gpus" -gt 0 ]; then default_ranks="$gpus"; elif [ "$cores" -gt 1 ]; then default_ranks=2; else default_ranks=1; fi
 RANKS="${RANKS:-$default_ranks}"
 threads=$((cores / RANKS))
