@@ -30,7 +30,7 @@ def metrics_of(folder):
 
 @pytest.fixture(scope="module")
 def out(assets, tmp_path_factory):
-    """Output folders `sft`, `reward`, `ppo` of three runs on two ZeRO-3 ranks in fp32."""
+    """Output folders `sft`, `reward`, `ppo` (and `again`, the same once more) of runs on two ZeRO-3 ranks in fp32."""
     folder = tmp_path_factory.mktemp("steps")
     (folder / "sft.yaml").write_text("learning_rate: 1.0\nnum_train_epochs: 3\nzero_stage: 3\ndtype: fp32\n")
     sft = f"--config {folder}/sft.yaml --model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl"
@@ -47,6 +47,8 @@ def out(assets, tmp_path_factory):
     ppo += " --generation_batches 2 --ppo_epochs 2 --gradient_accumulation_steps 2 --max_answer_seq_len 8"
     ppo += " --max_prompt_seq_len 64 --actor_learning_rate 0.001 --num_warmup_steps 0 --print_answers"
     result = succeed(deepspeed(2, "training/step3_ppo/main.py", *ppo.split()))
+    again = ppo.replace(f"{folder}/ppo", f"{folder}/again").split()
+    succeed(deepspeed(2, "training/step3_ppo/main.py", *again))
     (folder / "ppo.log").write_text(result.stdout + result.stderr)
     return folder
 
@@ -118,6 +120,16 @@ def test_advantages_are_white_and_the_policy_moves(out):
         assert line["advantage/mean"] == pytest.approx(0, abs=1e-5)
         assert line["advantage/std"] == pytest.approx(1, abs=1e-3)
         assert line["policy/log_ratio_abs_max"] > line["policy/first_log_ratio_abs_max"]
+
+
+def test_a_run_is_reproducible_from_its_seed(out):
+    measured = ("time", "seconds/", "tokens_per_second/", "peak_memory_gib/")
+    runs = [
+        [{name: line[name] for name in line if not name.startswith(measured)} for line in metrics_of(out / folder)]
+        for folder in ("ppo", "again")
+    ]
+    assert len(runs[0]) == 3
+    assert runs[0] == runs[1]
 
 
 def test_batch_table_and_answers_of_both_ranks_are_printed(out):

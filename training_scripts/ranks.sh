@@ -2,9 +2,9 @@
 # and OMP_NUM_THREADS (cores shared out: more threads than cores only spin). Both can be set from outside.
 top="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 [ -d "$top/.venv" ] && export PATH="$top/.venv/bin:$PATH"
-cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
+cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || sysctl -n hw.ncpu)" # nproc would heed OMP_NUM_THREADS
 gpus="$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)"
 if [ "$gpus" -gt 0 ]; then default_ranks="$gpus"; elif [ "$cores" -gt 1 ]; then default_ranks=2; else default_ranks=1; fi
-RANKS="${RANKS:-$default_ranks}"
+export RANKS="${RANKS:-$default_ranks}"
 threads=$((cores / RANKS))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"

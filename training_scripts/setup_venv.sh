@@ -13,8 +13,9 @@ python="${PYTHON:-python3}"
 command -v c++ >/dev/null || command -v g++ >/dev/null ||
     { echo "error: a C++ compiler is needed (DeepSpeed builds its operators); install g++" >&2; exit 2; }
 
-stamp=".venv/.installed-$(cat setup.py | cksum | cut -d' ' -f1)-${extra:-plain}"
-[ -e "$stamp" ] && exit 0
+stamp=".venv/.installed-$(cksum <setup.py | cut -d' ' -f1)"
+[ -e "$stamp-${extra:-plain}" ] && exit 0
+[ -z "$extra" ] && compgen -G "$stamp-*" >/dev/null && exit 0 # with an extra is more than without
 
 if [ ! -x .venv/bin/python ]; then
     if "$python" -c 'import torch, sys; sys.exit(not torch.version.cuda)' 2>/dev/null; then
@@ -30,4 +31,4 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
 fi
 echo "installing dschat_ppo"
 .venv/bin/python -m pip install -q -e ".${extra:+[$extra]}"
-touch "$stamp"
+touch "$stamp-${extra:-plain}"

@@ -16,7 +16,15 @@ from dschat_ppo.common.dist import is_main
 
 class _BarSafeHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record))
+        say(self.format(record))
+
+
+def say(line: str) -> None:
+    """Print a line; on a terminal above the progress bar, in a log file without drawing the bar again."""
+    if sys.stderr.isatty():
+        tqdm.write(line)
+    else:
+        print(line, flush=True)
 
 
 def logger() -> logging.Logger:

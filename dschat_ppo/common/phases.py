@@ -20,6 +20,11 @@ def current_phase() -> str:
     return _CURRENT[-1]
 
 
+def announce(name: str) -> None:
+    """Name what the process does from here on, outside timed phases."""
+    _CURRENT[0] = name
+
+
 @dataclass
 class PhaseClock:
     """Seconds, tokens and peak memory of named phases since the last `take`."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
@@ -17,8 +16,8 @@ from dschat_ppo.algorithms.masked import masked_sum
 from dschat_ppo.algorithms.policy_loss import ppo_policy_loss
 from dschat_ppo.algorithms.value_loss import clipped_value_loss
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger, progress_bar
-from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.common.logging import logger, progress_bar, say
+from dschat_ppo.common.phases import PhaseClock, announce
 from dschat_ppo.common.seeding import rank_generator
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.steps import PPOConfig
@@ -215,7 +214,7 @@ class PPOTrainer:
         for row in range(rollout.response_ids.shape[0]):
             prompt = self.tokenizer.decode(rollout.prompt_ids[row][rollout.prompt_mask[row]])
             answer = self.tokenizer.decode(rollout.response_ids[row][rollout.response_mask[row]])
-            tqdm.write(f"[rank {dist.rank()}, step {step}] {prompt!r} -> {answer!r}")
+            say(f"[rank {dist.rank()}, step {step}] {prompt!r} -> {answer!r}")
 
 
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
@@ -227,14 +226,17 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     critic_folder = model_folder(ppo.critic_model_name_or_path, "--critic_model_name_or_path")
     tokenizer = load_tokenizer(actor_folder, "--actor_model_name_or_path")
     _check_models(tokenizer, actor_folder, critic_folder)
+    announce("prepare data")
     rows = prepare("prompt", tokenizer, config.data, ppo.max_prompt_seq_len).train
     plan = plan_ppo(ppo, len(rows), dist.world_size())
     show_plan("PPO: batches", plan.table())
     started = time.perf_counter()
+    announce("load models")
     engines = RLHFEngine(config, plan, actor_folder, critic_folder)
     trainer = PPOTrainer(config, plan, engines, rows, tokenizer, device)
     with MetricsWriter(output, tensorboard_folder(config.run)) as writer:
         result: dict[str, Any] = dict(trainer.run(writer))
+    announce("save models")
     save_models(engines, tokenizer, output)
     result |= {
         "ppo_steps": plan.ppo_steps,

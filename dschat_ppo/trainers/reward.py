@@ -10,6 +10,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.algorithms.preference_loss import bradley_terry_loss
+from dschat_ppo.common.phases import announce
 from dschat_ppo.config.steps import RewardConfig
 from dschat_ppo.data.collators import PairBatch, collate_pairs
 from dschat_ppo.data.prepare import prepare
@@ -61,7 +62,9 @@ def train_reward(config: RewardConfig) -> dict[str, Any]:
     folder = model_folder(fit.model_name_or_path, "--model_name_or_path")
     tokenizer = load_tokenizer(folder, "--model_name_or_path")
     check_vocabulary(tokenizer, load_config(folder, "--model_name_or_path"), "--model_name_or_path", folder)
+    announce("prepare data")
     rows = prepare("preference", tokenizer, config.data, fit.max_seq_len, None, fit.eval_data_path, fit.eval_fraction)
+    announce("load models")
     ds_config = fit_ds_config(fit, config.run)
     model = ScalarModel(
         load_sequence_classifier(folder, config.run.dtype, ds_config, new_head=True, dropout=fit.dropout)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.logprobs import token_logprobs
 from dschat_ppo.algorithms.masked import masked_sum
+from dschat_ppo.common.phases import announce
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.data.collators import SFTBatch, collate_sft
 from dschat_ppo.data.prepare import prepare
@@ -65,6 +66,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     folder = model_folder(fit.model_name_or_path, "--model_name_or_path")
     tokenizer = load_tokenizer(folder, "--model_name_or_path")
     check_vocabulary(tokenizer, load_config(folder, "--model_name_or_path"), "--model_name_or_path", folder)
+    announce("prepare data")
     rows = prepare(
         "sft",
         tokenizer,
@@ -74,6 +76,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         fit.eval_data_path,
         fit.eval_fraction,
     )
+    announce("load models")
     ds_config = fit_ds_config(fit, config.run)
     model = load_causal_lm(folder, config.run.dtype, ds_config, fit.dropout)
     if fit.gradient_checkpointing:
