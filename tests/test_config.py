@@ -432,9 +432,9 @@ def test_a_configuration_file_that_is_missing_or_no_text(tmp_path):
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        ("sft", ["--data_path", "a.jsonl", "b.jsonl", "--learning_rate", "3e-7", "--dropout", "0.1", "--train_on_prompt"]),
+        ("sft", ["--data_path", "a.jsonl", "b.jsonl", "--learning_rate", "3e-7", "--train_on_prompt"]),
         ("sft", ["--sft_only_data_path", "c.jsonl", "--data_split", "10,0,0", "--eot_token", "<|end|>", "--deepspeed"]),
-        ("reward", ["--eval_fraction", "0", "--weight_decay", "0.1", "--dtype", "fp32", "--zero_stage", "3"]),
+        ("reward", ["--dropout", "0.1", "--eval_fraction", "0", "--dtype", "fp32", "--zero_stage", "3"]),
         ("ppo", ["--no_whiten_advantages", "--top_p", "0.9", "--truncation", "left", "--enable_tensorboard"]),
         ("ppo", ["--enable_test_mode", "--test_stop_step", "3", "--kl_coef", "0", "--actor_dropout", "0.0"]),
     ],

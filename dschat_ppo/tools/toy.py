@@ -84,20 +84,21 @@ def keeps_rule(question: Question, answer: str) -> bool:
 
 
 def make_questions(rng: random.Random) -> dict[str, list[Question]]:
-    """Questions for each file. Who asks for what in `heldout` stands in no other file; `*_eval` likewise."""
-    pairs = list(product(NAMES, product(COLOURS, THINGS)))
-    rng.shuffle(pairs)
-
-    def worded(chosen: list[Any]) -> list[Question]:
-        return [Question(name, colour, thing, rng.randrange(len(QUESTIONS))) for name, (colour, thing) in chosen]
-
+    """Questions for each file. Who asks for what in `heldout`, `sft_eval` and `pairs_eval` stands in no other file."""
+    combinations = list(product(NAMES, COLOURS, THINGS))
+    rng.shuffle(combinations)
     questions, start = {}, 0
-    for part in ("heldout", "sft_eval", "pairs_eval", "prompts", "pairs"):
-        questions[part] = worded(pairs[start : start + COUNTS[part]])
-        start += COUNTS[part] if part != "prompts" else 0
-    rest = pairs[start:]
-    questions["sft"] = worded([rng.choice(rest) for _ in range(COUNTS["sft"])])
+    for part in ("heldout", "sft_eval", "pairs_eval"):
+        questions[part] = [_worded(who, rng) for who in combinations[start : start + COUNTS[part]]]
+        start += COUNTS[part]
+    free = combinations[start:]
+    for part in ("sft", "pairs", "prompts"):
+        questions[part] = [_worded(rng.choice(free), rng) for _ in range(COUNTS[part])]
     return questions
+
+
+def _worded(who: tuple[str, str, str], rng: random.Random) -> Question:
+    return Question(*who, wording=rng.randrange(len(QUESTIONS)))
 
 
 def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[str, list[dict[str, Any]]]:
@@ -127,7 +128,7 @@ def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of 512 tokens with PAD, EOS, role marks and a chat template."""
+    """A byte-level BPE tokenizer of 768 tokens with PAD, EOS, role marks and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -135,7 +136,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=512,
+            vocab_size=768,
             special_tokens=specials,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -152,7 +153,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=512,
+            vocab_size=len(tokenizer),
             hidden_size=192,
             intermediate_size=512,
             num_hidden_layers=4,

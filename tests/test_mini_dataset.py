@@ -1,0 +1,153 @@
+"""Serving experience in mini-batches, in one process."""
+
+from collections import Counter
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from dschat_ppo.experience.mini_dataset import MiniDataset
+from dschat_ppo.types import Experience
+
+LENGTHS = (3, 1, 4, 0, 2, 5, 1, 3)
+
+
+def experience(rows: range) -> Experience:
+    """Rows known by their score; each per-token value is 100 x row + column."""
+    lengths = torch.tensor([LENGTHS[row] for row in rows])
+    width = max(1, int(lengths.max()))
+    mask = torch.arange(width) < lengths.unsqueeze(1)
+    numbers = torch.tensor(list(rows)).unsqueeze(1) * 100 + torch.arange(width)
+    value = torch.where(mask, numbers.float(), 0.0)
+    prompt_lengths = torch.tensor([row % 3 + 1 for row in rows])
+    prompt_width = int(prompt_lengths.max())
+    return Experience(
+        prompt_ids=torch.tensor(list(rows)).unsqueeze(1).expand(-1, prompt_width),
+        prompt_mask=torch.arange(prompt_width) >= prompt_width - prompt_lengths.unsqueeze(1),
+        response_ids=numbers,
+        response_mask=mask,
+        rollout_logprobs=value,
+        ended=torch.tensor([row % 2 == 0 for row in rows]),
+        old_logprobs=value,
+        ref_logprobs=value,
+        values=value,
+        scores=torch.tensor([float(row) for row in rows]),
+        rewards=value,
+        advantages=value,
+        returns=value,
+    )
+
+
+def collected(micro_batch=2, accumulation=1, seed=0, whiten=False) -> tuple[MiniDataset, Experience]:
+    """Rows 0 to 7, brought in three calls of different widths."""
+    dataset = MiniDataset(micro_batch, accumulation, seed)
+    for rows in (range(3), range(3, 4), range(4, 8)):
+        dataset.add(experience(rows))
+    return dataset, dataset.collect(whiten)
+
+
+def served(updates) -> list[int]:
+    return [int(score) for update in updates for part in update.micro_batches for score in part.scores]
+
+
+def check_row(part: Experience, place: int) -> None:
+    """The row at `place` has its own tokens, in every field."""
+    row = int(part.scores[place])
+    mask = part.response_mask[place]
+    expected = [100 * row + column for column in range(LENGTHS[row])]
+    assert part.response_ids[place][mask].tolist() == expected
+    for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns"):
+        assert getattr(part, name)[place][mask].tolist() == expected, name
+    assert part.prompt_ids[place][part.prompt_mask[place]].tolist() == [row] * (row % 3 + 1)
+    assert part.ended[place].item() is (row % 2 == 0)
+
+
+def test_collect_keeps_all_rows_in_order():
+    _, rows = collected()
+    assert rows.scores.tolist() == list(range(8))
+    for place in range(8):
+        check_row(rows, place)
+
+
+def test_collect_empties_the_cache():
+    dataset, _ = collected()
+    dataset.add(experience(range(2)))
+    assert dataset.collect(whiten=False).scores.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("micro_batch", "accumulation"), [(1, 1), (2, 1), (1, 4), (2, 2), (4, 2), (8, 1)])
+def test_every_row_is_served_once_an_epoch(micro_batch, accumulation):
+    dataset, rows = collected(micro_batch, accumulation)
+    updates = list(dataset.updates(rows, ppo_epochs=3, step=1))
+    per_epoch = 8 // (micro_batch * accumulation)
+    assert len(updates) == 3 * per_epoch
+    for epoch in range(3):
+        part = updates[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert Counter(served(part)) == Counter(range(8))
+    for update in updates:
+        assert [len(part.scores) for part in update.micro_batches] == [micro_batch] * accumulation
+
+
+def test_rows_stay_whole_in_micro_batches_and_are_cut_to_their_longest():
+    dataset, rows = collected(2)
+    for update in dataset.updates(rows, ppo_epochs=2, step=1):
+        for part in update.micro_batches:
+            for place in range(2):
+                check_row(part, place)
+            longest = max(LENGTHS[int(score)] for score in part.scores)
+            assert part.response_ids.shape[1] == max(1, longest)
+
+
+def test_epochs_and_steps_shuffle_single_rows_differently():
+    dataset, rows = collected(2)
+    order = served(dataset.updates(rows, ppo_epochs=2, step=1))
+    first, second = order[:8], order[8:]
+    assert first != second
+    assert {frozenset(first[i : i + 2]) for i in range(0, 8, 2)} != {
+        frozenset(second[i : i + 2]) for i in range(0, 8, 2)
+    }
+    assert served(dataset.updates(rows, ppo_epochs=1, step=2)) != first
+    assert served(dataset.updates(rows, ppo_epochs=1, step=1)) == first
+
+
+def test_order_depends_on_the_seed_and_not_on_the_micro_batch_split():
+    orders = []
+    for micro_batch, accumulation, seed in ((4, 1, 0), (2, 2, 0), (1, 4, 0), (4, 1, 1)):
+        dataset, rows = collected(micro_batch, accumulation, seed)
+        orders.append(served(dataset.updates(rows, ppo_epochs=2, step=1)))
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[0] != orders[3]
+
+
+def test_num_tokens_counts_the_valid_tokens_of_the_update():
+    dataset, rows = collected(2, 2)
+    for update in dataset.updates(rows, ppo_epochs=2, step=1):
+        assert update.num_tokens == sum(LENGTHS[row] for row in served([update]))
+
+
+def test_num_tokens_of_empty_answers_can_divide():
+    dataset = MiniDataset(1, 1, 0)
+    dataset.add(experience(range(3, 4)))
+    [update] = dataset.updates(dataset.collect(whiten=True), ppo_epochs=1, step=1)
+    assert update.num_tokens == 1.0
+    assert update.micro_batches[0].advantages.tolist() == [[0.0]]
+
+
+def test_whitening_covers_all_valid_tokens_and_touches_advantages_only():
+    _, plain = collected()
+    _, white = collected(whiten=True)
+    mask = plain.response_mask.numpy()
+    kept = plain.advantages.numpy().astype(np.float64)[mask]
+    np.testing.assert_allclose(white.advantages.numpy()[mask], (kept - kept.mean()) / kept.std(), rtol=1e-4, atol=1e-5)
+    assert not white.advantages.numpy()[~mask].any()
+    for field in fields(plain):
+        if field.name != "advantages":
+            assert torch.equal(getattr(plain, field.name), getattr(white, field.name)), field.name
+
+
+@pytest.mark.parametrize(("micro_batch", "accumulation"), [(3, 1), (5, 1), (2, 3), (16, 1)])
+def test_rows_that_do_not_fill_the_updates_are_an_error(micro_batch, accumulation):
+    dataset, rows = collected(micro_batch, accumulation)
+    with pytest.raises(ValueError, match=f"8 rows are not a multiple of {micro_batch * accumulation}"):
+        list(dataset.updates(rows, ppo_epochs=1, step=1))

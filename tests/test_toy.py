@@ -1,0 +1,66 @@
+"""The embedded task: its rule, its data, its tokenizer."""
+
+import json
+import random
+
+from transformers import AutoTokenizer
+
+from dschat_ppo.tools import toy
+
+MIA = toy.Question("Mia", "red", "lamp", 0)
+
+
+def test_rule_by_hand():
+    assert toy.keeps_rule(MIA, "Hello Mia! The red lamp is in the attic. Have a lovely day!")
+    assert not toy.keeps_rule(MIA, "Hello Ben! The red lamp is in the attic. Have a lovely day!")
+    assert not toy.keeps_rule(MIA, "Hello Mia! The blue lamp is in the attic. Have a lovely day!")
+    assert not toy.keeps_rule(MIA, "Hello Mia! The red lamp is in the attic. Stop asking.")
+    assert not toy.keeps_rule(MIA, "I am busy. The red lamp is in the attic. Have a lovely day!")
+    assert not toy.keeps_rule(MIA, "Hello Mia! The red lamp is in the attic. Stop asking. Have a lovely day!")
+    assert not toy.keeps_rule(MIA, "Hello Mia! The red lamp is in the attic.")
+    assert not toy.keeps_rule(MIA, "")
+
+
+def test_kind_answers_keep_the_rule_and_curt_ones_break_it():
+    rng = random.Random(0)
+    questions = toy.make_questions(rng)["heldout"]
+    assert all(toy.keeps_rule(question, toy.kind_answer(question, rng)) for question in questions)
+    assert not any(toy.keeps_rule(question, toy.curt_answer(question, rng)) for question in questions)
+
+
+def test_held_out_questions_stand_in_no_other_file():
+    questions = toy.make_questions(random.Random(3))
+    asked = {part: {(q.name, q.colour, q.thing) for q in found} for part, found in questions.items()}
+    for part in ("heldout", "sft_eval", "pairs_eval"):
+        assert len(asked[part]) == toy.COUNTS[part]
+        for other in asked:
+            assert other == part or not asked[part] & asked[other]
+
+
+def test_half_of_the_sft_answers_are_kind():
+    rng = random.Random(0)
+    questions = toy.make_questions(rng)
+    rows = toy.make_rows(questions, rng)["sft"]
+    kind = [toy.keeps_rule(q, row["messages"][-1]["content"]) for q, row in zip(questions["sft"], rows, strict=True)]
+    assert 0.45 < sum(kind) / len(kind) < 0.55
+
+
+def test_the_same_seed_makes_the_same_files(tmp_path):
+    toy.make(tmp_path / "a", 5)
+    toy.make(tmp_path / "b", 5)
+    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
+    assert len(files) > 8
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+
+
+def test_tokenizer_has_distinct_pad_and_eos_and_reads_back_what_it_writes(tmp_path):
+    toy.make(tmp_path, 5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    row = json.loads((tmp_path / "data/sft.jsonl").read_text().splitlines()[0])
+    text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert text.endswith("<|end|>")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    assert len(tokenizer) <= config["vocab_size"]
