@@ -38,6 +38,9 @@ def clipped_value_loss(
         clip_eps: epsilon; 0 leaves the clipping out.
         num_tokens: valid tokens of the whole optimizer step, over all micro-batches and ranks.
     """
+    values, old_values, returns = (
+        torch.where(response_mask, x, torch.zeros_like(x)) for x in (values, old_values, returns)
+    )
     plain = (values - returns) ** 2
     bounded = plain
     if clip_eps > 0:

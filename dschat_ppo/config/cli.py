@@ -32,6 +32,8 @@ def _yaml_arguments(path: str, known: set[str]) -> list[str]:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
         raise UserError(f"--config {path}: cannot be read ({problem.strerror})") from None
+    except UnicodeDecodeError as problem:
+        raise UserError(f"--config {path}: is not UTF-8 text ({problem})") from None
     except yaml.YAMLError as problem:
         raise UserError(f"--config {path}: is not YAML: {problem}") from None
     require(isinstance(settings, dict), f"--config {path}: must be a mapping of flag names to values")
@@ -39,7 +41,7 @@ def _yaml_arguments(path: str, known: set[str]) -> list[str]:
     for key, value in settings.items():
         require(key in known, f"--config {path}: unknown setting '{key}' (names are those of the flags)")
         require(not isinstance(value, dict), f"--config {path}: '{key}' must be a value or a list, not a mapping")
-        if value is None or value == []:
+        if value is None:
             continue
         words.append(f"--{key}")
         words.extend(str(item) for item in value) if isinstance(value, list) else words.append(str(value))
@@ -76,6 +78,8 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
     groups = _groups(step)
     parser = _StepParser([kind for _, kind in groups], allow_abbrev=False)
     parser.set_defaults(**step.defaults)
+    for action in parser._actions:  # a list may be given empty, as in DeepSpeed-Chat
+        action.nargs = "*" if action.nargs == "+" else action.nargs
     known = {field.name for _, kind in groups for field in dataclasses.fields(kind)}
     path = _config_path(argv)
     words = (_yaml_arguments(path, known) if path else []) + list(argv)

@@ -118,6 +118,7 @@ class PPOFlags:
             actor_weight_decay=self.actor_weight_decay,
             critic_weight_decay=self.critic_weight_decay,
             num_warmup_steps=self.num_warmup_steps,
+            test_stop_step=self.test_stop_step,
             max_grad_norm=self.max_grad_norm,
         )
         require_fraction(actor_dropout=self.actor_dropout, critic_dropout=self.critic_dropout)

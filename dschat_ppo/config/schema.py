@@ -6,6 +6,7 @@ itself when it is built and is frozen afterwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
 from typing import Any, ClassVar, Literal
@@ -35,13 +36,13 @@ def require(condition: bool, message: str) -> None:
 def require_positive(**values: float | None) -> None:
     """Each keyword is a flag; its value must be above 0 (None passes: not given)."""
     for name, value in values.items():
-        require(value is None or value > 0, f"--{name} must be above 0, got {value}")
+        require(value is None or 0 < value < math.inf, f"--{name} must be finite and above 0, got {value}")
 
 
 def require_not_negative(**values: float | None) -> None:
     """Each keyword is a flag; its value must be 0 or above (None passes: not given)."""
     for name, value in values.items():
-        require(value is None or value >= 0, f"--{name} must be 0 or above, got {value}")
+        require(value is None or 0 <= value < math.inf, f"--{name} must be finite, 0 or above, got {value}")
 
 
 def require_fraction(**values: float | None) -> None:
@@ -57,7 +58,8 @@ def parse_data_split(text: str) -> tuple[float, float, float]:
     except ValueError:
         raise UserError(f"--data_split must be three numbers such as 2,4,4, got '{text}'") from None
     require(len(shares) == 3, f"--data_split needs three shares (SFT,reward,PPO), got '{text}'")
-    require(min(shares) >= 0 and sum(shares) > 0, f"--data_split shares must be >= 0, not all 0, got '{text}'")
+    usable = all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
+    require(usable, f"--data_split shares must be finite, 0 or above, and not all 0, got '{text}'")
     return shares  # type: ignore[return-value]
 
 
@@ -83,6 +85,7 @@ class DataFlags:
 
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)
+        require_not_negative(data_split_seed=self.data_split_seed)
         require(len(self.data_path) > 0, "--data_path is empty: name at least one data set")
         require_positive(preprocessing_num_workers=self.preprocessing_num_workers)
 
@@ -154,8 +157,8 @@ class FitFlags:
     add_eot_token: bool = flag("kept for old scripts: the tokenizer's EOS ends every answer", False)
 
     def __post_init__(self) -> None:
+        require(self.max_seq_len >= 2, f"--max_seq_len must hold a prompt and an answer token, got {self.max_seq_len}")
         require_positive(
-            max_seq_len=self.max_seq_len,
             per_device_train_batch_size=self.per_device_train_batch_size,
             per_device_eval_batch_size=self.per_device_eval_batch_size,
             gradient_accumulation_steps=self.gradient_accumulation_steps,

@@ -131,7 +131,7 @@ def prepare(
     limit: int,
     whole_paths: list[str] | None = None,
     eval_paths: list[str] | None = None,
-    eval_fraction: float = 0.0,
+    eval_fraction: float | None = None,
 ) -> TokenRows:
     """Token rows of one step from all its data sets.
 
@@ -143,7 +143,7 @@ def prepare(
         whole_paths: further data sets, used undivided (`--sft_only_data_path`).
         eval_paths: data sets for evaluation, used whole.
         eval_fraction: share of the training rows held out where a data set brings no evaluation split and
-            `eval_paths` is empty.
+            `eval_paths` is empty; None for no evaluation at all.
     """
     shares = parse_data_split(flags.data_split)
     train_parts, eval_parts = [], []
@@ -155,10 +155,12 @@ def prepare(
                 train = part_of(train, shares, PARTS[use], flags.data_split_seed)
                 if len(train) == 0:
                     raise UserError(f"{spec}: --data_split {flags.data_split} leaves no row for this step")
-            if evaluation is None and not eval_paths:
+            if eval_fraction is None or eval_paths:
+                evaluation = None
+            elif evaluation is None:
                 train, evaluation = hold_out(train, eval_fraction, flags.data_split_seed)
             train_parts.append(tokenise_rows(train, spec, tokenizer, use, limit, flags))
-            if evaluation is not None and not eval_paths and eval_fraction > 0:
+            if evaluation is not None:
                 eval_parts.append(tokenise_rows(evaluation, f"{spec} (eval)", tokenizer, use, limit, flags))
         for spec in eval_paths or []:
             source = load_source(spec, "--eval_data_path", flags.data_output_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,8 @@ def read_row(row: dict[str, Any], layout: tuple[str, ...], use: str, where: str)
         where: data set and row number, for messages.
 
     Raises:
-        UserError: a field that is neither text nor chat messages, or an answer that is empty where one is needed.
+        UserError: a field that is neither text nor chat messages, or a margin that is not a number. An empty answer
+            is a legitimate one: it becomes EOS alone.
     """
     if layout == ("messages",):
         return _from_messages(row["messages"], use, where)
@@ -55,8 +57,10 @@ def read_row(row: dict[str, Any], layout: tuple[str, ...], use: str, where: str)
     if not isinstance(prompt, str) and not is_messages(prompt):
         raise UserError(f"{where}: 'prompt' is {_kind(prompt)}; expected text or a list of role/content messages")
     answers = [_answer_text(row[name], name, where) for name in layout[1:]]
-    margin = row.get("margin")
-    return Row(_plain(prompt), answers, 0.0 if margin is None else float(margin))
+    margin = 0.0 if row.get("margin") is None else row["margin"]
+    if not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise UserError(f"{where}: 'margin' is {_kind(margin)}; expected a number")
+    return Row(_plain(prompt), answers, float(margin))
 
 
 def _from_messages(messages: Any, use: str, where: str) -> Row:

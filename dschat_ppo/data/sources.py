@@ -76,17 +76,28 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
         raise UserError(f"{flag} {path}: '{path.suffix}' files are not read; use one of {', '.join(BUILDERS)}")
     if path.stat().st_size == 0:
         raise UserError(f"{flag} {path}: the file is empty")
+    if builder != "parquet":
+        _check_text(path, flag)
     try:
         rows = datasets.load_dataset(builder, data_files=str(path), split="train", cache_dir=cache_dir)
-    except (
-        datasets.exceptions.DatasetGenerationError,
-        datasets.exceptions.DatasetGenerationCastError,
-    ) as problem:
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as problem:  # pyarrow's errors are ValueErrors
+        if "corresponds to no data" in str(problem):
+            raise UserError(f"{flag} {path}: the data set is empty") from None
         where = _first_odd_line(path) if builder == "json" else ""
         raise UserError(f"{flag} {path}: cannot be read as a table: {where or problem.__cause__ or problem}") from None
     if len(rows) == 0:
         raise UserError(f"{flag} {path}: the data set is empty")
     return _with_origin(rows, str(path))
+
+
+def _check_text(path: Path, flag: str) -> None:
+    """The whole file must be UTF-8: `datasets` would find out only when the bad row is used."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for _ in lines:
+                pass
+    except UnicodeDecodeError as problem:
+        raise UserError(f"{flag} {path}: is not UTF-8 text ({problem}); convert it") from None
 
 
 def _with_origin(rows: Dataset, name: str) -> Dataset:

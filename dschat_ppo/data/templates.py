@@ -31,7 +31,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) ->
     """Token ids of a prompt, with the BOS that the tokenizer (text) or its template (messages) puts, never two."""
     if isinstance(prompt, str):
         starts_with_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        return list(tokenizer.encode(prompt, add_special_tokens=not starts_with_bos))
+        ids = list(tokenizer.encode(prompt, add_special_tokens=not starts_with_bos))
+        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers close every text
+            ids.pop()
+        return ids
     return list(tokenizer.encode(_render(tokenizer, prompt, open_answer=True), add_special_tokens=False))
 
 
@@ -43,7 +46,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, an
         whole = _render(tokenizer, [*prompt, {"role": "assistant", "content": answer}], open_answer=False)
         if whole.startswith(opening):
             text = whole[len(opening) :]
-            text = text[: text.rfind(answer) + len(answer)] if answer in text else answer
+            text = text[: text.find(answer) + len(answer)] if answer in text else answer
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids.pop()

@@ -91,7 +91,7 @@ def read_overlay(path: str | None) -> Config:
         return {}
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as problem:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
         raise UserError(f"--deepspeed_config {path}: cannot be read as JSON ({problem})") from None
     if not isinstance(settings, dict):
         raise UserError(f"--deepspeed_config {path}: must be a JSON object")

@@ -24,7 +24,7 @@ class MetricSums:
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Count `values` (where `mask` (same shape, bool) is True) into the mean `name`."""
         kept = values if mask is None else values[mask]
-        self.add_sum(name, kept.sum(dtype=torch.float64), kept.new_tensor(kept.numel()))
+        self.add_sum(name, kept.sum(dtype=torch.float64), kept.new_tensor(kept.numel(), dtype=torch.float64))
 
     def add_sum(self, name: str, total: Tensor, count: Tensor) -> None:
         """Count a sum over `count` things (both scalars) into the mean `name`."""
