@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import current_phase
@@ -35,3 +36,14 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
         raise
     dist.shutdown()
     return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with `code` at once, after everything is written.
+
+    DeepSpeed engines hold process groups beyond `destroy_process_group`, and gloo's threads, destroyed while the
+    interpreter is torn down, now and then abort a process that has finished its work. So it is not torn down.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PAD, EOS = "<|pad|>", "<|end|>"
-COUNTS = {"sft": 6000, "sft_eval": 256, "pairs": 2000, "pairs_eval": 256, "prompts": 2000, "heldout": 128}
+COUNTS = {"sft": 8000, "sft_eval": 256, "pairs": 2000, "pairs_eval": 256, "prompts": 2000, "heldout": 128}
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
             num_attention_heads=6,
             num_key_value_heads=3,
             max_position_embeddings=256,
+            initializer_range=0.05,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.launch import leave
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.monitor.writers import MetricsWriter
 from workers.ppo_setup import make_trainer
@@ -50,6 +51,7 @@ def main() -> None:
         found = {"probability": probability.squeeze(1).tolist(), "first": result["reward/score_mean_before"]}
         out.write_text(json.dumps({**found, "last": result["reward/score_mean_after"]}))
     dist.shutdown()
+    leave(0)
 
 
 main()

@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.launch import leave
 from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.monitor.metrics import MetricSums
@@ -117,6 +118,7 @@ def main() -> None:
     }
     (out.parent / f"{out.name}.{dist.rank()}").write_text(json.dumps(found))
     dist.shutdown()
+    leave(0)
 
 
 main()

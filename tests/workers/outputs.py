@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.launch import leave
 from dschat_ppo.models.forward import last_token_scores, position_arguments
 from dschat_ppo.trainers.ppo import save_models
 from workers.ppo_setup import make_trainer
@@ -34,6 +35,7 @@ def main() -> None:
     if dist.is_main():
         torch.save({"ids": ids, "logits": logits.logits, "scores": scores}, out / "expected.pt")
     dist.shutdown()
+    leave(0)
 
 
 main()

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.launch import leave
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.batch_plan import plan_ppo
@@ -112,6 +113,7 @@ def main() -> None:
     if dist.is_main():
         out.write_text(json.dumps(found))
     dist.shutdown()
+    leave(0)
 
 
 main()

@@ -5,9 +5,9 @@ deepspeed training/step1_sft/main.py --help
 
 import sys
 
-from dschat_ppo.common.launch import run_step
+from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
 from dschat_ppo.trainers.sft import train_sft
 
 if __name__ == "__main__":
-    sys.exit(run_step(lambda argv: parse("sft", argv), train_sft, sys.argv[1:]))
+    leave(run_step(lambda argv: parse("sft", argv), train_sft, sys.argv[1:]))

@@ -5,9 +5,9 @@ deepspeed training/step2_reward/main.py --help
 
 import sys
 
-from dschat_ppo.common.launch import run_step
+from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
 from dschat_ppo.trainers.reward import train_reward
 
 if __name__ == "__main__":
-    sys.exit(run_step(lambda argv: parse("reward", argv), train_reward, sys.argv[1:]))
+    leave(run_step(lambda argv: parse("reward", argv), train_reward, sys.argv[1:]))

@@ -5,9 +5,9 @@ deepspeed training/step3_ppo/main.py --help
 
 import sys
 
-from dschat_ppo.common.launch import run_step
+from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
 from dschat_ppo.trainers.ppo import train_ppo
 
 if __name__ == "__main__":
-    sys.exit(run_step(lambda argv: parse("ppo", argv), train_ppo, sys.argv[1:]))
+    leave(run_step(lambda argv: parse("ppo", argv), train_ppo, sys.argv[1:]))

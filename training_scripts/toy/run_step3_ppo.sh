@@ -15,7 +15,7 @@ deepspeed --num_accelerators "$RANKS" --master_port "${MASTER_PORT:-29500}" "$to
     --per_device_generation_batch_size $((64 / RANKS)) \
     --per_device_training_batch_size $((32 / RANKS)) \
     --ppo_epochs 2 \
-    --actor_learning_rate 1e-4 \
+    --actor_learning_rate 1.5e-4 \
     --critic_learning_rate 2e-4 \
     --num_warmup_steps 2 \
     --actor_zero_stage 3 \
