@@ -29,7 +29,7 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
         if not dist.is_main():
             time.sleep(_SPEAKER_HEAD_START_SECONDS)
             return USER_ERROR
-        print(f"error: {problem}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
         return USER_ERROR
     except BaseException:
         print(f"rank {dist.rank()} failed in phase '{current_phase()}':", file=sys.stderr, flush=True)
