@@ -44,3 +44,12 @@ def test_phases_nest_and_add_up():
     assert seconds["train"] > 0
     assert peak["train"] > 0
     assert clock.take() == ({}, {}, {})
+
+
+def test_help_is_no_failure(capsys):
+    from dschat_ppo.config.cli import parse
+
+    with pytest.raises(SystemExit) as leaving:
+        run_step(lambda argv: parse("sft", argv), lambda config: None, ["--help"])
+    assert leaving.value.code == 0
+    assert "failed" not in capsys.readouterr().err

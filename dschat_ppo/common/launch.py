@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from dschat_ppo.common import dist
@@ -24,18 +25,27 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
     with its traceback, after a line that names rank and phase.
     """
     try:
-        train(parse(argv))
+        with _rank_and_phase_of_failures():
+            train(parse(argv))
     except UserError as problem:
         if not dist.is_main():
             time.sleep(_SPEAKER_HEAD_START_SECONDS)
             return USER_ERROR
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
         return USER_ERROR
-    except BaseException:
-        print(f"rank {dist.rank()} failed in phase '{current_phase()}':", file=sys.stderr, flush=True)
-        raise
     dist.shutdown()
     return 0
+
+
+@contextmanager
+def _rank_and_phase_of_failures() -> Iterator[None]:
+    """Say which rank failed in which phase when an unexpected exception passes through."""
+    try:
+        yield
+    finally:
+        kind = sys.exc_info()[0]
+        if kind is not None and not issubclass(kind, UserError | SystemExit):
+            print(f"rank {dist.rank()} failed in phase '{current_phase()}':", file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> NoReturn:

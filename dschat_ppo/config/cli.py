@@ -92,8 +92,7 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
 
 def flatten(config: Any) -> dict[str, Any]:
     """Flag name -> value of a step's configuration."""
-    groups = (getattr(config, field.name) for field in dataclasses.fields(config))
-    return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
+    return {name: value for group in dataclasses.asdict(config).values() for name, value in group.items()}
 
 
 def _refuse_later_flags(step: Step, parser: HfArgumentParser, values: dict[str, Any]) -> None:
