@@ -14,6 +14,8 @@ from torch import Tensor
 
 Rows = TypeVar("Rows", "PromptBatch", "Rollout", "Experience")
 
+Record = TypeVar("Record")
+
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
 
 
@@ -114,6 +116,7 @@ def concat_rows(parts: list[Rows]) -> Rows:
     return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in padded]) for name in names})
 
 
-def to_device(rows: Rows, device: torch.device | str) -> Rows:
-    """The same rows on `device`."""
-    return replace(rows, **{f.name: getattr(rows, f.name).to(device) for f in fields(rows)})
+def to_device(record: Record, device: torch.device | str) -> Record:
+    """The same record (a dataclass of tensors) on `device`."""
+    moved: dict[str, Any] = {f.name: getattr(record, f.name).to(device) for f in fields(record)}  # type: ignore[arg-type]
+    return replace(record, **moved)  # type: ignore[type-var]

@@ -16,14 +16,16 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
     python -m dschat_ppo.tools.toy "$out/toy"
 fi
 
+redo=no # once a step ran, what follows it is old
 run_step() { # run_step NAME SCRIPT ARGS...: skipped if NAME is done, timed if not
     local name="$1"
     shift
-    if [ -e "$out/$name/result.json" ] && [ -e "$out/$name.seconds" ]; then
+    if [ "$redo" = no ] && [ -e "$out/$name/result.json" ] && [ -e "$out/$name.seconds" ]; then
         echo "quickstart: step '$name' is done, skipped"
         return
     fi
     echo "quickstart: step '$name'"
+    redo=yes
     local start=$SECONDS
     bash "$@" --overwrite_output_dir
     echo $((SECONDS - start)) >"$out/$name.seconds"

@@ -17,12 +17,16 @@ stamp=".venv/.installed-$(cksum <setup.py | cut -d' ' -f1)"
 [ -e "$stamp-${extra:-plain}" ] && exit 0
 [ -z "$extra" ] && compgen -G "$stamp-*" >/dev/null && exit 0 # with an extra is more than without
 
+make_venv() {
+    "$python" -m venv "$@" .venv || { rm -rf .venv; echo "error: python -m venv failed; install it" >&2; exit 2; }
+}
+
 if [ ! -x .venv/bin/python ]; then
     if "$python" -c 'import torch, sys; sys.exit(not torch.version.cuda)' 2>/dev/null; then
         echo "using the CUDA build of torch that is installed"
-        "$python" -m venv --system-site-packages .venv
+        make_venv --system-site-packages
     else
-        "$python" -m venv .venv
+        make_venv
     fi
 fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then

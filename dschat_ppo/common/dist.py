@@ -6,11 +6,14 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
+
+TIMEOUT = timedelta(hours=6)  # the other ranks wait at a barrier while the first one prepares the data
 
 
 def world_size() -> int:
@@ -50,7 +53,7 @@ def init() -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank())
-    deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name())
+    deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
     return torch.device(accelerator.current_device_name())
 
 

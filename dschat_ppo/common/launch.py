@@ -30,8 +30,8 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
     except UserError as problem:
         if not dist.is_main():
             time.sleep(_SPEAKER_HEAD_START_SECONDS)
-            return USER_ERROR
-        print(f"error: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
+        who = "error" if dist.is_main() else f"error on rank {dist.rank()}"
+        print(f"{who}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
         return USER_ERROR
     dist.shutdown()
     return 0

@@ -6,12 +6,15 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from tqdm import tqdm
 
 from dschat_ppo.common.dist import is_main
+
+_VERBOSE = os.environ.get("DSCHAT_PPO_VERBOSE") == "1"
 
 
 class _BarSafeHandler(logging.Handler):
@@ -44,7 +47,7 @@ def quiet_libraries() -> None:
 
     `DSCHAT_PPO_VERBOSE=1` leaves the libraries as they are.
     """
-    if os.environ.get("DSCHAT_PPO_VERBOSE") == "1":
+    if _VERBOSE:
         return
     import datasets
     import deepspeed  # noqa: F401  (creates the logger that is set here)
@@ -58,10 +61,22 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
+@contextmanager
+def quiet_prints() -> Iterator[None]:
+    """Swallow what libraries print inside (DeepSpeed reports memory on every rank), unless verbosity is asked for."""
+    if _VERBOSE:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
 def progress_bar(title: str, total: int) -> Any:
     """A bar on rank 0: redrawn every second on a terminal, every half minute in a log file."""
-    interval = 1.0 if sys.stderr.isatty() else 30.0
-    return tqdm(total=total, desc=title, disable=not is_main(), mininterval=interval, maxinterval=2 * interval)
+    if sys.stderr.isatty():
+        return tqdm(total=total, desc=title, disable=not is_main(), mininterval=1.0)
+    whole_lines = "{l_bar}{bar:20}{r_bar}\n"
+    return tqdm(total=total, desc=title, disable=not is_main(), mininterval=30.0, bar_format=whole_lines)
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:

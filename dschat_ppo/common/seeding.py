@@ -17,6 +17,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_this_rank(seed: int) -> None:
+    """Give torch's default stream (dropout) a seed of this rank's own, once the weights are made."""
+    torch.manual_seed(rank_generator(seed, "cpu").initial_seed())
+
+
 def rank_generator(seed: int, device: torch.device | str) -> torch.Generator:
     """A stream of this rank's own on `device`, reproducible from `seed`: ranks draw uncorrelated samples."""
     mixed = np.random.SeedSequence([seed, rank()]).generate_state(1, dtype=np.uint64)[0]

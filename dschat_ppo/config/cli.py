@@ -80,7 +80,7 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
     parser.set_defaults(**step.defaults)
     for action in parser._actions:  # a list may be given empty, as in DeepSpeed-Chat
         action.nargs = "*" if action.nargs == "+" else action.nargs
-    known = {field.name for _, kind in groups for field in dataclasses.fields(kind)}
+    known = {field.name for _, kind in groups for field in dataclasses.fields(kind)} - {"config", "local_rank"}
     path = _config_path(argv)
     words = (_yaml_arguments(path, known) if path else []) + list(argv)
     *parts, unknown = parser.parse_args_into_dataclasses(words, look_for_args_file=False, return_remaining_strings=True)

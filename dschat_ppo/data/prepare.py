@@ -23,6 +23,7 @@ from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
 from dschat_ppo.data.templates import encode_answer, encode_prompt
 from dschat_ppo.errors import UserError
 
+_FORMAT = "1"  # raise it when the same rows become other tokens, so that no cache of before is used
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 _FIT, _CUT_PROMPT, _CUT_ANSWER, _DROPPED = "kept whole", "prompt cut", "answer cut", "left out"
 
@@ -86,7 +87,7 @@ def _fingerprint(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: A
         rows._fingerprint,
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer),
     ]
-    parts += [str(tokenizer.chat_template), *map(str, settings)]
+    parts += [str(tokenizer.chat_template), str(tokenizer.special_tokens_map), *map(str, settings), _FORMAT]
     return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:32]
 
 
@@ -148,10 +149,12 @@ def prepare(
     shares = parse_data_split(flags.data_split)
     train_parts, eval_parts = [], []
     with main_rank_of_node_first():
-        for spec in [*flags.data_path, *(whole_paths or [])]:
-            source = load_source(spec, "--data_path", flags.data_output_path)
+        wanted = [(spec, "--data_path") for spec in flags.data_path]
+        wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
+        for spec, flag in wanted:
+            source = load_source(spec, flag, flags.data_output_path)
             train, evaluation = source.train, source.eval
-            if spec in flags.data_path:
+            if flag == "--data_path":
                 train = part_of(train, shares, PARTS[use], flags.data_split_seed)
                 if len(train) == 0:
                     raise UserError(f"{spec}: --data_split {flags.data_split} leaves no row for this step")

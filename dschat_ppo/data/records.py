@@ -57,10 +57,18 @@ def read_row(row: dict[str, Any], layout: tuple[str, ...], use: str, where: str)
     if not isinstance(prompt, str) and not is_messages(prompt):
         raise UserError(f"{where}: 'prompt' is {_kind(prompt)}; expected text or a list of role/content messages")
     answers = [_answer_text(row[name], name, where) for name in layout[1:]]
-    margin = 0.0 if row.get("margin") is None else row["margin"]
-    if not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise UserError(f"{where}: 'margin' is {_kind(margin)}; expected a number")
-    return Row(_plain(prompt), answers, float(margin))
+    return Row(_plain(prompt), answers, _margin(row.get("margin"), where))
+
+
+def _margin(value: Any, where: str) -> float:
+    """The `margin` column as a number: absent or empty is 0; text of a number (from CSV) is read."""
+    try:
+        margin = float(value or 0)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise UserError(f"{where}: 'margin' is {_kind(value)}; expected a number")
+    return margin
 
 
 def _from_messages(messages: Any, use: str, where: str) -> Row:

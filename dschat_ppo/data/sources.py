@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import glob
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.errors import UserError
@@ -79,7 +82,10 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
     if builder != "parquet":
         _check_text(path, flag)
     try:
-        rows = datasets.load_dataset(builder, data_files=str(path), split="train", cache_dir=cache_dir)
+        settings = _all_text(path) if builder == "csv" else {}
+        rows = datasets.load_dataset(
+            builder, data_files=glob.escape(str(path)), split="train", cache_dir=cache_dir, **settings
+        )
     except (datasets.exceptions.DatasetGenerationError, ValueError) as problem:  # pyarrow's errors are ValueErrors
         if "corresponds to no data" in str(problem):
             raise UserError(f"{flag} {path}: the data set is empty") from None
@@ -88,6 +94,13 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
     if len(rows) == 0:
         raise UserError(f"{flag} {path}: the data set is empty")
     return _with_origin(rows, str(path))
+
+
+def _all_text(path: Path) -> dict[str, Any]:
+    """Settings by which every column of a CSV file is text: an answer may be "4", "N/A" or nothing at all."""
+    with path.open(encoding="utf-8", newline="") as lines:
+        names = next(csv.reader(lines), [])
+    return {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
 
 
 def _check_text(path: Path, flag: str) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from dschat_ppo.common.dist import world_size
+from dschat_ppo.common.dist import all_reduce, world_size
+from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.engine.ds_config import Config
 
 MicroBatch = TypeVar("MicroBatch")
@@ -59,7 +60,8 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
         num_warmup_steps=settings.warmup_steps,
         num_training_steps=settings.total_steps,
     )
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    with quiet_prints():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     engine.train()  # transformers loads models in eval mode
     return engine
 
@@ -81,12 +83,19 @@ def optimizer_step(engine: Any, micro_batches: Sequence[MicroBatch], loss_of: Ca
         loss_of: a micro-batch's part of the loss, already divided by the count of the *whole* step over all ranks,
             so that parts add up. DeepSpeed averages gradients over ranks, hence the factor of `world_size`.
 
+    Raises:
+        FloatingPointError: a loss on any rank is not finite; raised on every rank, before the update.
+
     Returns:
         Global gradient norm before clipping; inf where an fp16 overflow skipped the update.
     """
+    losses = []
     for number, micro_batch in enumerate(micro_batches, start=1):
         engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-        engine.backward(loss_of(micro_batch) * world_size(), scale_wrt_gas=False)
+        loss = loss_of(micro_batch) * world_size()
+        losses.append(loss.detach())
+        engine.backward(loss, scale_wrt_gas=False)
+    _require_finite(torch.stack(losses))
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # stage 0 in fp32: DeepSpeed does not report the norm
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -95,6 +104,15 @@ def optimizer_step(engine: Any, micro_batches: Sequence[MicroBatch], loss_of: Ca
     engine.step()
     norm = engine.get_global_grad_norm()
     return float("inf") if norm is None else float(norm)
+
+
+def _require_finite(losses: Tensor) -> None:
+    bad = all_reduce((~losses.isfinite()).any().float(), "max")
+    if bad:
+        raise FloatingPointError(
+            f"the loss is not finite ({losses.tolist()} on this rank); stopped before the update. Lower the learning "
+            "rate, look at the last lines of metrics.jsonl, or use --dtype fp32"
+        )
 
 
 def learning_rate(engine: Any) -> float:

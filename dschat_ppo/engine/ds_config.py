@@ -32,7 +32,8 @@ def train_config(
     """Configuration of an engine that trains.
 
     Args:
-        stage: ZeRO stage 0 to 3.
+        stage: ZeRO stage 0 to 3. In bf16 and fp16 stage 0 runs as stage 1: DeepSpeed's own stage 0 does not scale
+            the fp16 loss in `engine.backward` and counts one Adam step too many, so its numbers differ.
         dtype: "bf16", "fp16" or "fp32".
         offload: optimizer state in host memory; at stage 3 parameters too.
         world_size: number of ranks.
@@ -40,13 +41,14 @@ def train_config(
         overlay: the user's settings (`--deepspeed_config`), which win.
     """
     device = "cpu" if offload else "none"
+    stage = 1 if stage == 0 and dtype != "fp32" else stage
     zero: Config = {"stage": stage, "overlap_comm": False}
     if stage > 0:
         zero["offload_optimizer"] = {"device": device}
     if stage == 3:
         zero |= {"offload_param": {"device": device}, "stage3_param_persistence_threshold": 10_000}
     config = {**_common(dtype, world_size), "zero_optimization": zero, "gradient_clipping": max_grad_norm}
-    if dtype == "bf16" and stage > 0:  # DeepSpeed's stage 0 accumulates in bf16 only
+    if dtype == "bf16":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return merge(config, overlay or {})
 
@@ -95,6 +97,8 @@ def read_overlay(path: str | None) -> Config:
         raise UserError(f"--deepspeed_config {path}: cannot be read as JSON ({problem})") from None
     if not isinstance(settings, dict):
         raise UserError(f"--deepspeed_config {path}: must be a JSON object")
+    if '"auto"' in json.dumps(settings):
+        raise UserError(f'--deepspeed_config {path}: "auto" values are for the Hugging Face trainer; give values')
     owned = [key for key in OWNED_BY_TRAINER if key in settings]
     if owned:
         raise UserError(f"--deepspeed_config {path}: {', '.join(owned)} come from the flags; take them out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,6 +29,7 @@ from dschat_ppo.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_HEAD = "score.weight"
+LM_HEADS = ("lm_head.", "embed_out.")  # a language model's own head, of no use to a classifier
 _DROPOUTS = (
     "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
     "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
@@ -57,7 +60,7 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
     """The model's configuration, without its weights."""
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as problem:
         raise UserError(f"{flag} {folder}: config.json cannot be used: {problem}") from None
 
 
@@ -106,6 +109,22 @@ def check_vocabulary(
         )
 
 
+def check_length(folder: str, longest: int, flags: str) -> None:
+    """Rows of `longest` tokens (set by `flags`) must be within the positions that the model knows.
+
+    Raises:
+        UserError: they are not, and positions are learned ones; with rotary positions it is only a warning.
+    """
+    config = load_config(folder, "model").get_text_config()
+    known = getattr(config, "max_position_embeddings", None)
+    if known is None or longest <= known:
+        return
+    message = f"{flags} allow {longest} tokens, but {folder} knows {known} positions"
+    if not hasattr(config, "rope_parameters"):
+        raise UserError(f"{message}; lower them")
+    logger().warning(f"{message}; it was not trained on longer rows")
+
+
 @contextmanager
 def _zero3_loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
     """Inside, `from_pretrained` builds each layer already partitioned over the ranks if the config is ZeRO-3."""
@@ -115,29 +134,65 @@ def _zero3_loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     keep_alive = HfDeepSpeedConfig(ds_config)  # transformers holds it weakly
-    yield
-    del keep_alive
-    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        del keep_alive
+        unset_hf_deepspeed_config()
+
+
+def check_causal_lm(folder: str) -> None:
+    """Compare the checkpoint with the causal language model of its config, without reading the weights.
+
+    Raises:
+        UserError: the checkpoint does not hold exactly the model's weights (they are listed).
+    """
+    _check_weights(AutoModelForCausalLM, folder, load_config(folder, "model"), {}, set())
 
 
 def load_causal_lm(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None
 ) -> PreTrainedModel:
-    """A causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
+    """A checked causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
 
-    Raises:
-        UserError: the checkpoint does not hold exactly the model's weights.
+    `dropout` overrides every dropout of the config.
     """
+    check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
-    _check_weights(AutoModelForCausalLM, folder, config, {}, allowed_missing=set())
     with _zero3_loading(ds_config):
         return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype])
+
+
+def check_sequence_classifier(folder: str, new_head: bool) -> bool:
+    """Compare the checkpoint with a one-label sequence classifier, without reading the weights.
+
+    Args:
+        folder: model folder.
+        new_head: a base or causal model without a head is welcome (training a reward model).
+
+    Returns:
+        True if the head is missing, and will be new.
+
+    Raises:
+        UserError: missing or unexpected weights (listed), several labels, an architecture without a classifier, or
+            no head where one is needed.
+    """
+    config = load_config(folder, "model")
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+    if is_classifier and config.num_labels != 1:
+        raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
+    if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UserError(f"{folder}: transformers has no sequence classifier for {type(config).__name__}")
+    config.num_labels = 1
+    allowed = {SCORE_HEAD} if new_head else set()
+    key_mapping = _deepspeed_chat_mapping(folder, config)
+    return bool(_check_weights(AutoModelForSequenceClassification, folder, config, key_mapping, allowed))
 
 
 def load_sequence_classifier(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None
 ) -> PreTrainedModel:
-    """A model with a scalar head: any `AutoModelForSequenceClassification` of one label, or DeepSpeed-Chat's layout.
+    """A checked model with a scalar head: any sequence classifier of one label, or DeepSpeed-Chat's layout.
 
     Args:
         folder: model folder. A base or causal model without a head gets a new one, if `new_head` allows it.
@@ -145,23 +200,17 @@ def load_sequence_classifier(
         ds_config: the DeepSpeed config that the model will run under; None for none.
         new_head: True for training a reward model; False where a trained head is needed.
         dropout: overrides every dropout of the config.
-
-    Raises:
-        UserError: missing or unexpected weights (listed), several labels, or a head needed and not there.
     """
-    config = _with_dropout(load_config(folder, "model"), dropout)
-    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
-    if is_classifier and config.num_labels != 1:
-        raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
-    config.num_labels = 1
-    key_mapping = _deepspeed_chat_mapping(folder, config)
-    allowed = {SCORE_HEAD} if new_head else set()
-    missing = _check_weights(AutoModelForSequenceClassification, folder, config, key_mapping, allowed)
-    if missing:
+    if check_sequence_classifier(folder, new_head):
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
+    config = _with_dropout(load_config(folder, "model"), dropout)
+    config.num_labels = 1
     with _zero3_loading(ds_config):
         return AutoModelForSequenceClassification.from_pretrained(
-            folder, config=config, dtype=DTYPES[dtype], key_mapping=key_mapping or None
+            folder,
+            config=config,
+            dtype=DTYPES[dtype],
+            key_mapping=_deepspeed_chat_mapping(folder, config) or None,
         )
 
 
@@ -184,16 +233,17 @@ def _deepspeed_chat_mapping(folder: str, config: PretrainedConfig) -> dict[str, 
 
 def _checkpoint_names(folder: str) -> list[str]:
     """Names of the weights in a checkpoint, read without the weights themselves."""
-    from safetensors import safe_open
-
     root = Path(folder)
     names: list[str] = []
-    for file in sorted(root.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            names += list(weights.keys())
-    if not names:
-        for file in sorted(root.glob("pytorch_model*.bin")):
-            names += list(torch.load(file, map_location="meta", weights_only=True, mmap=True))
+    try:
+        for file in sorted(root.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as weights:
+                names += list(weights.keys())
+        if not names:
+            for file in sorted(root.glob("pytorch_model*.bin")):
+                names += list(torch.load(file, map_location="meta", weights_only=True, mmap=True))
+    except (SafetensorError, RuntimeError, pickle.UnpicklingError) as problem:
+        raise UserError(f"{file}: cannot be read ({problem}); copy the model again") from None
     return names
 
 
@@ -212,12 +262,12 @@ def _check_weights(
             folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
             ignore_mismatched_sizes=True,
         )  # fmt: skip
-    except OSError as problem:
+    except (OSError, SafetensorError) as problem:
         raise UserError(f"{folder}: its weights cannot be read: {problem}") from None
     finally:
         transformers.logging.set_verbosity(verbosity)
     missing = set(info["missing_keys"])
-    unexpected = {name for name in info["unexpected_keys"] if not name.startswith("lm_head.")}
+    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)}
     wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
     if SCORE_HEAD in missing - allowed_missing and missing <= {SCORE_HEAD}:
         raise UserError(f"{folder}: has no trained scalar head ({SCORE_HEAD}); train a reward model first (step 2)")

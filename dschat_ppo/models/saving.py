@@ -52,7 +52,8 @@ def save_model(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pa
         else:
             model.generation_config = _generation_config(model, tokenizer)
         with torch.no_grad():
-            model.save_pretrained(folder, state_dict=state)
+            # not the names that a DeepSpeed-Chat checkpoint came with, but those that transformers loads
+            model.save_pretrained(folder, state_dict=state, save_original_format=False)
         tokenizer.save_pretrained(folder)
     barrier()
 
@@ -71,4 +72,8 @@ def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     config.bos_token_id = tokenizer.bos_token_id
+    try:
+        config.validate(strict=True)
+    except ValueError:  # such as a temperature beside do_sample=false: transformers loads it, but refuses to save it
+        config.do_sample = True
     return config

@@ -58,5 +58,5 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
     """Write `result.json`, the mark of a finished step. Rank 0 only; the last file that a step writes."""
     if is_main():
         temporary = folder / "result.json.partial"
-        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         temporary.replace(folder / "result.json")

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import FitPlan, plan_fit
 from dschat_ppo.config.schema import FitFlags, RunFlags
 from dschat_ppo.data.prepare import TokenRows
@@ -88,6 +89,7 @@ class Fit(Generic[Batch]):
             self.plan.total_steps,
         )
         self.engine = train_engine(model, ds_config, settings)
+        seed_this_rank(run.seed)
 
     def train_step(self, step_indices: list[list[int]]) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches of row numbers."""

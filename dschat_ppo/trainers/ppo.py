@@ -18,7 +18,7 @@ from dschat_ppo.algorithms.value_loss import clipped_value_loss
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar, say
 from dschat_ppo.common.phases import PhaseClock, announce
-from dschat_ppo.common.seeding import rank_generator
+from dschat_ppo.common.seeding import rank_generator, seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.collators import collate_prompts
@@ -30,7 +30,16 @@ from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.experience.maker import ExperienceMaker, RewardShaping
 from dschat_ppo.experience.mini_dataset import MiniDataset
 from dschat_ppo.models.forward import response_logits, response_values
-from dschat_ppo.models.loading import check_vocabulary, filler_id, load_config, load_tokenizer, model_folder
+from dschat_ppo.models.loading import (
+    check_causal_lm,
+    check_length,
+    check_sequence_classifier,
+    check_vocabulary,
+    filler_id,
+    load_config,
+    load_tokenizer,
+    model_folder,
+)
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metrics import MetricSums
@@ -77,6 +86,7 @@ class PPOTrainer:
         self.seed = seed
         self.sampling = Sampling(ppo.temperature, ppo.top_p, ppo.top_k)
         self.generator = rank_generator(seed, device)
+        seed_this_rank(seed)
         shaping = RewardShaping(ppo.kl_coef, ppo.reward_clip, ppo.missing_eos_penalty, ppo.gamma, ppo.gae_lambda)
         self.maker = ExperienceMaker(
             engines.actor, engines.reference, engines.critic, ModelReward(engines.reward), shaping, ppo.temperature,
@@ -226,6 +236,9 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     critic_folder = model_folder(ppo.critic_model_name_or_path, "--critic_model_name_or_path")
     tokenizer = load_tokenizer(actor_folder, "--actor_model_name_or_path")
     _check_models(tokenizer, actor_folder, critic_folder)
+    longest = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
+    for folder in (actor_folder, critic_folder):
+        check_length(folder, longest, "--max_prompt_seq_len + --max_answer_seq_len")
     announce("prepare data")
     rows = prepare("prompt", tokenizer, config.data, ppo.max_prompt_seq_len).train
     plan = plan_ppo(ppo, len(rows), dist.world_size())
@@ -253,6 +266,8 @@ def _check_models(tokenizer: PreTrainedTokenizerBase, actor_folder: str, critic_
     actor_flag, critic_flag = "--actor_model_name_or_path", "--critic_model_name_or_path"
     check_vocabulary(tokenizer, load_config(actor_folder, actor_flag), actor_flag, actor_folder)
     check_vocabulary(tokenizer, load_config(critic_folder, critic_flag), critic_flag, critic_folder, other=True)
+    check_causal_lm(actor_folder)
+    check_sequence_classifier(critic_folder, new_head=False)
 
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:

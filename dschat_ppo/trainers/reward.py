@@ -16,6 +16,7 @@ from dschat_ppo.data.collators import PairBatch, collate_pairs
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import (
+    check_length,
     check_vocabulary,
     filler_id,
     load_config,
@@ -62,6 +63,7 @@ def train_reward(config: RewardConfig) -> dict[str, Any]:
     folder = model_folder(fit.model_name_or_path, "--model_name_or_path")
     tokenizer = load_tokenizer(folder, "--model_name_or_path")
     check_vocabulary(tokenizer, load_config(folder, "--model_name_or_path"), "--model_name_or_path", folder)
+    check_length(folder, fit.max_seq_len, "--max_seq_len")
     announce("prepare data")
     rows = prepare("preference", tokenizer, config.data, fit.max_seq_len, None, fit.eval_data_path, fit.eval_fraction)
     announce("load models")

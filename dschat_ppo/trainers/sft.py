@@ -18,6 +18,7 @@ from dschat_ppo.data.collators import SFTBatch, collate_sft
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.forward import position_arguments, unwrap
 from dschat_ppo.models.loading import (
+    check_length,
     check_vocabulary,
     filler_id,
     load_causal_lm,
@@ -66,6 +67,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     folder = model_folder(fit.model_name_or_path, "--model_name_or_path")
     tokenizer = load_tokenizer(folder, "--model_name_or_path")
     check_vocabulary(tokenizer, load_config(folder, "--model_name_or_path"), "--model_name_or_path", folder)
+    check_length(folder, fit.max_seq_len, "--max_seq_len")
     announce("prepare data")
     rows = prepare(
         "sft",

@@ -12,7 +12,7 @@ deepspeed --num_accelerators "$RANKS" --master_port "${MASTER_PORT:-29500}" "$to
     --data_split 1,0,0 \
     --eval_data_path "$toy/data/sft_eval.jsonl" \
     --max_seq_len 128 \
-    --per_device_train_batch_size $((64 / RANKS)) \
+    --per_device_train_batch_size $((RANKS < 64 ? 64 / RANKS : 1)) \
     --per_device_eval_batch_size 64 \
     --learning_rate 2e-3 \
     --num_train_epochs 2 \

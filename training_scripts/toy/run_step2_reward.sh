@@ -11,7 +11,7 @@ deepspeed --num_accelerators "$RANKS" --master_port "${MASTER_PORT:-29500}" "$to
     --data_split 0,1,0 \
     --eval_data_path "$toy/data/pairs_eval.jsonl" \
     --max_seq_len 128 \
-    --per_device_train_batch_size $((32 / RANKS)) \
+    --per_device_train_batch_size $((RANKS < 32 ? 32 / RANKS : 1)) \
     --per_device_eval_batch_size 64 \
     --learning_rate 5e-4 \
     --num_train_epochs 1 \

@@ -4,6 +4,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 toy="$1" sft="$2" reward="$3" output="$4"
 shift 4
+micro_batch=$((RANKS < 32 ? 32 / RANKS : 1))
 
 deepspeed --num_accelerators "$RANKS" --master_port "${MASTER_PORT:-29500}" "$top/training/step3_ppo/main.py" \
     --actor_model_name_or_path "$sft" \
@@ -12,8 +13,8 @@ deepspeed --num_accelerators "$RANKS" --master_port "${MASTER_PORT:-29500}" "$to
     --data_split 0,0,1 \
     --max_prompt_seq_len 64 \
     --max_answer_seq_len 48 \
-    --per_device_generation_batch_size $((64 / RANKS)) \
-    --per_device_training_batch_size $((32 / RANKS)) \
+    --per_device_generation_batch_size $((2 * micro_batch)) \
+    --per_device_training_batch_size "$micro_batch" \
     --ppo_epochs 2 \
     --actor_learning_rate 1.5e-4 \
     --critic_learning_rate 2e-4 \
