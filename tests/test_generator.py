@@ -13,7 +13,7 @@ from dschat_ppo.types import PromptBatch
 
 VOCABULARY = 32
 LENGTHS = (7, 1, 4, 5)
-GREEDY = Sampling(greedy=True)
+GREEDY = Sampling(top_k=1)
 
 
 def llama() -> LlamaForCausalLM:

@@ -1,22 +1,36 @@
 """Loading is strict: heads, layouts, missing and unexpected weights."""
 
+import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import tiny_config
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2ForSequenceClassification,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
 )
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
-from dschat_ppo.models.loading import check_vocabulary, load_causal_lm, load_config, load_sequence_classifier
+from dschat_ppo.models.loading import (
+    check_length,
+    check_vocabulary,
+    load_causal_lm,
+    load_config,
+    load_sequence_classifier,
+)
+from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_head import ScalarModel
 
 IDS = torch.tensor([[5, 9, 17, 4, 1, 0, 0], [8, 30, 2, 7, 60, 9, 1]])
@@ -68,21 +82,21 @@ def test_left_padding_gives_the_same_scores(assets):
     torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
 
 
+def write_deepspeed_chat(model, folder, safe):
+    """The weights of a sequence classifier under the names that DeepSpeed-Chat gives them."""
+    weights = {f"rwtransformer.{name}": value.clone() for name, value in model.model.state_dict().items()}
+    weights["v_head.weight"] = model.score.weight.detach().clone()
+    tiny_config(architectures=["LlamaModel"]).save_pretrained(folder)
+    if safe:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        torch.save(weights, folder / "pytorch_model.bin")
+
+
 @pytest.mark.parametrize("safe", [False, True])
 def test_deepspeed_chat_layout_loads(assets, tmp_path, safe):
-    from safetensors.torch import save_file
-
     model = LlamaForSequenceClassification.from_pretrained(assets / "reward").eval()
-    weights = {
-        k.replace("model.", "rwtransformer.", 1): v.clone() for k, v in model.model.state_dict(prefix="model.").items()
-    }
-    weights["v_head.weight"] = model.score.weight.detach().clone()
-    config = tiny_config(architectures=["LlamaModel"])
-    config.save_pretrained(tmp_path)
-    if safe:
-        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    else:
-        torch.save(weights, tmp_path / "pytorch_model.bin")
+    write_deepspeed_chat(model, tmp_path, safe)
     torch.testing.assert_close(scores_of(tmp_path), expected_scores(model), rtol=0, atol=1e-5)
 
 
@@ -109,8 +123,6 @@ def test_several_labels_are_refused(tmp_path):
 
 def damaged(folder, change):
     """A saved tiny model whose weights went through `change(dict)`."""
-    from safetensors.torch import load_file, save_file
-
     LlamaForCausalLM(tiny_config()).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     change(weights)
@@ -152,3 +164,72 @@ def test_vocabulary_that_does_not_fit_is_refused(assets):
     with pytest.raises(UserError, match=r"--critic_model_name_or_path.*vocabulary of 100"):
         check_vocabulary(tokenizer, small, "--critic_model_name_or_path", "folder", other=True)
     check_vocabulary(tokenizer, load_config(str(assets / "reward"), "f"), "f", str(assets / "reward"), other=True)
+
+
+def saved_and_loaded(module, folder, kind, assets):
+    """Save through the project, load by transformers alone, strictly."""
+    save_model(SimpleNamespace(module=module), AutoTokenizer.from_pretrained(assets / "lm"), folder)
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model.eval()
+
+
+def test_model_from_a_deepspeed_chat_checkpoint_is_saved_for_plain_transformers(assets, tmp_path):
+    original = LlamaForSequenceClassification.from_pretrained(assets / "reward").eval()
+    write_deepspeed_chat(original, tmp_path / "old", safe=True)
+    module = ScalarModel(load_sequence_classifier(str(tmp_path / "old"), "fp32", None, False))
+    again = saved_and_loaded(module, tmp_path / "new", LlamaForSequenceClassification, assets)
+    torch.testing.assert_close(expected_scores(again), expected_scores(original), rtol=0, atol=0)
+
+
+def test_tied_weights_survive_saving(assets, tmp_path):
+    LlamaForCausalLM(tiny_config(tie_word_embeddings=True)).save_pretrained(tmp_path / "tied")
+    module = load_causal_lm(str(tmp_path / "tied"), "fp32", None)
+    again = saved_and_loaded(module, tmp_path / "new", LlamaForCausalLM, assets)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    with torch.no_grad():
+        torch.testing.assert_close(again(IDS).logits, module.eval()(IDS).logits, rtol=0, atol=0)
+
+
+def test_generation_config_that_transformers_refuses_to_save_loses_nothing(assets, tmp_path):
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path / "old")
+    settings = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 7]}
+    (tmp_path / "old/generation_config.json").write_text(json.dumps(settings))
+    module = load_causal_lm(str(tmp_path / "old"), "fp32", None)
+    again = saved_and_loaded(module, tmp_path / "new", LlamaForCausalLM, assets)
+    assert again.generation_config.temperature == 0.6
+    assert again.generation_config.eos_token_id == [1, 7]
+
+
+def test_gpt_neox_becomes_a_reward_model(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=32)).save_pretrained(tmp_path)
+    assert load_sequence_classifier(str(tmp_path), "fp32", None, new_head=True).config.num_labels == 1
+
+
+def test_architecture_without_a_classifier_is_named(tmp_path):
+    MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no sequence classifier for MambaConfig"):
+        load_sequence_classifier(str(tmp_path), "fp32", None, new_head=True)
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, lambda *a: load_sequence_classifier(*a, new_head=True)])
+def test_truncated_weights_are_named(tmp_path, load):
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match="read"):
+        load(str(tmp_path), "fp32", None)
+
+
+def test_rows_longer_than_learned_positions_are_refused_and_than_rotary_ones_warned_of(tmp_path, said):
+    GPT2Config(n_positions=32).save_pretrained(tmp_path / "gpt2")
+    tiny_config().save_pretrained(tmp_path / "llama")
+    check_length(str(tmp_path / "gpt2"), 32, "--max_seq_len")
+    with pytest.raises(UserError, match="--max_seq_len allow 33 tokens.*32 positions"):
+        check_length(str(tmp_path / "gpt2"), 33, "--max_seq_len")
+    check_length(str(tmp_path / "llama"), 128, "--max_seq_len")
+    assert said == []
+    check_length(str(tmp_path / "llama"), 129, "--max_seq_len")
+    assert "129 tokens" in said[0]

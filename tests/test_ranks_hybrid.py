@@ -2,10 +2,13 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from launch import deepspeed, succeed
+
+from dschat_ppo.engine.hybrid_engine import HybridEngine
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -60,17 +63,28 @@ def test_a_rank_whose_answers_are_all_empty_neither_hangs_nor_loses_rows(found):
         assert rank["one_rank_empty"]["grad_norm/actor"] > 0
 
 
-def test_gradients_are_off_only_while_generating():
-    from dschat_ppo.engine.hybrid_engine import _without_checkpointing, _without_hooks
+def test_dropout_is_off_in_rollout_and_scoring(found):
+    for rank in found:
+        assert rank["dropout"]["scored_alike"]
+        assert rank["dropout"]["as_in_rollout"] < 1e-4
+        assert rank["dropout"]["noise_in_training"] > 0.01, "dropout does nothing, so nothing was tested"
 
+
+def test_ranks_draw_dropout_from_streams_of_their_own(found):
+    assert found[0]["dropout_noise"] != found[1]["dropout_noise"]
+
+
+def test_hooks_checkpointing_and_gradients_are_off_only_while_generating():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     calls = []
     model.register_forward_hook(lambda *_: calls.append("hook"))
     model[0].gradient_checkpointing = True
-    with _without_hooks(model), _without_checkpointing(model):
-        model(torch.zeros(1, 2))
+    with HybridEngine(SimpleNamespace(module=model)).generating() as lent:
+        assert not lent(torch.zeros(1, 2)).requires_grad
         assert model[0].gradient_checkpointing is False
+        assert not model.training
     assert calls == []
-    model(torch.zeros(1, 2))
+    assert model(torch.zeros(1, 2)).requires_grad
     assert calls == ["hook"]
     assert model[0].gradient_checkpointing is True
+    assert model.training

@@ -10,6 +10,9 @@ import yaml
 from launch import ROOT, deepspeed, run, succeed
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.prepare import prepare
+
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 PPO_METRICS = """
@@ -165,3 +168,48 @@ def test_help_names_every_flag():
     printed = succeed(run([sys.executable, str(ROOT / "training/step3_ppo/main.py"), "--help"])).stdout
     for flag in ("--actor_model_name_or_path", "--ppo_epochs", "--kl_coef", "--truncation", "--deepspeed_config"):
         assert flag in printed
+
+
+def held_out_rows(assets, use: str, name: str, split: str):
+    """The rows that the run held out for evaluation: same data, same division."""
+    words = f"--model_name_or_path m --data_path {assets}/{name}.jsonl --data_split {split} --output_dir o"
+    config = parse("sft" if use == "sft" else "reward", words.split())
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    return prepare(use, tokenizer, config.data, 32 if use == "sft" else 512, eval_fraction=0.05).eval
+
+
+def test_saved_sft_model_has_in_plain_transformers_the_loss_that_was_reported(assets, out):
+    model = AutoModelForCausalLM.from_pretrained(out / "sft")
+    total, count = 0.0, 0
+    for row in held_out_rows(assets, "sft", "sft", "1,0,0"):
+        prompt, answer = row["prompt_ids"], row["answers"][0]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0].double()
+        for place, token in enumerate(answer, start=len(prompt)):
+            total -= float(torch.log_softmax(logits[place - 1], dim=-1)[token])
+            count += 1
+    assert total / count == pytest.approx(
+        json.loads((out / "sft/result.json").read_text())["eval_loss_after"], abs=1e-5
+    )
+
+
+def test_saved_reward_model_has_in_plain_transformers_the_margin_that_was_reported(assets, out):
+    model = AutoModelForSequenceClassification.from_pretrained(out / "reward")
+    margins = []
+    for row in held_out_rows(assets, "preference", "pairs", "0,1,0"):
+        with torch.no_grad():
+            chosen, rejected = (float(model(torch.tensor([row["prompt_ids"] + a])).logits) for a in row["answers"])
+        margins.append(chosen - rejected)
+    reported = json.loads((out / "reward/result.json").read_text())["eval_margin_after"]
+    assert sum(margins) / len(margins) == pytest.approx(reported, abs=1e-5)
+
+
+def test_non_finite_loss_stops_before_the_update(assets, tmp_path):
+    words = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
+    words += f" --output_dir {tmp_path}/sft --learning_rate 1e30 --max_grad_norm 0 --num_train_epochs 3"
+    result = run([sys.executable, str(ROOT / "training/step1_sft/main.py"), *words.split()])
+    assert result.returncode not in (0, 2)
+    assert "the loss is not finite" in result.stderr
+    assert "rank 0 failed in phase 'train'" in result.stderr
+    assert not (tmp_path / "sft/result.json").exists()
+    assert not (tmp_path / "sft/model.safetensors").exists()

@@ -93,7 +93,7 @@ def test_draws_follow_the_exact_distribution(temperature, top_k, top_p):
     assert statistic < CHI_SQUARE_LIMIT[int(possible.sum()) - 1]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, top_p=0.8, top_k=4), Sampling(0.7, greedy=True)])
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, top_p=0.8, top_k=4), Sampling(0.7, top_k=1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprob_is_that_of_the_temperature_scaled_distribution_before_truncation(sampling, dtype):
     logits = (torch.randn(6, 9, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
@@ -106,7 +106,7 @@ def test_logprob_is_that_of_the_temperature_scaled_distribution_before_truncatio
 
 def test_greedy_takes_the_likeliest_whatever_the_rest_says():
     logits = torch.tensor([[0.1, 0.3, 0.2], [5.0, 4.9, -1.0]])
-    tokens, _ = sample(logits, Sampling(3.0, 0.5, 2, greedy=True), torch.Generator().manual_seed(0))
+    tokens, _ = sample(logits, Sampling(3.0, 0.5, 1), torch.Generator().manual_seed(0))
     assert tokens.tolist() == [1, 0]
     assert tokens.dtype == torch.int64
 

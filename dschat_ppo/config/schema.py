@@ -102,6 +102,9 @@ class RunFlags:
     local_rank: int = flag("set by the deepspeed launcher", -1)
     dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
     compute_fp32_loss: bool = flag("losses are always computed in fp32 (kept for old scripts)", False)
+    adam_beta1: float = flag("first beta of AdamW", 0.9)
+    adam_beta2: float = flag("second beta of AdamW", 0.95)
+    adam_epsilon: float = flag("epsilon of AdamW", 1e-8)
     enable_tensorboard: bool = flag("write the metrics to TensorBoard too", False)
     tensorboard_path: str = flag("TensorBoard folder (relative paths: inside --output_dir)", "tensorboard")
     deepspeed: bool = flag("training always runs on DeepSpeed (kept for old scripts)", False)
@@ -112,6 +115,8 @@ class RunFlags:
         if self.output_dir is None:
             raise UserError("--output_dir is required: name the folder for the model and its metrics")
         require_not_negative(seed=self.seed)
+        require_positive(adam_epsilon=self.adam_epsilon)
+        require_fraction(adam_beta1=self.adam_beta1, adam_beta2=self.adam_beta2)
 
     @property
     def folder(self) -> str:

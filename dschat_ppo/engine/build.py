@@ -16,18 +16,19 @@ from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.engine.ds_config import Config
 
 MicroBatch = TypeVar("MicroBatch")
-ADAM_BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Learning rate and its schedule, in optimizer steps."""
+    """AdamW, its learning rate, and the schedule in optimizer steps."""
 
     learning_rate: float
     weight_decay: float
     schedule: str
     warmup_steps: int
     total_steps: int
+    betas: tuple[float, float]
+    epsilon: float
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -47,8 +48,8 @@ def _optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) ->
     if offloaded:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, lr=settings.learning_rate, betas=ADAM_BETAS)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=ADAM_BETAS, fused=True)
+        return DeepSpeedCPUAdam(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
 
 
 def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) -> Any:

@@ -39,9 +39,15 @@ class RLHFEngine:
         return train_config(stage, run.dtype, ppo.offload, self._ranks, ppo.max_grad_norm, overlay)
 
     def _optimizer_settings(self, learning_rate: float, weight_decay: float) -> OptimizerSettings:
-        ppo = self._config.ppo
+        ppo, run = self._config.ppo, self._config.run
         return OptimizerSettings(
-            learning_rate, weight_decay, ppo.lr_scheduler_type, ppo.num_warmup_steps, self._plan.total_updates
+            learning_rate,
+            weight_decay,
+            ppo.lr_scheduler_type,
+            ppo.num_warmup_steps,
+            self._plan.total_updates,
+            (run.adam_beta1, run.adam_beta2),
+            run.adam_epsilon,
         )
 
     def _build_actor(self, folder: str) -> Any:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature > 0; top_k 0 = off; top_p 1 = off; greedy ignores all three."""
+    """temperature > 0; top_k 0 = off, 1 = greedy; top_p 1 = off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    greedy: bool = False
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -54,10 +53,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tu
         distribution before top-k and top-p, which is the one that training differentiates).
     """
     scaled = logits.float() / sampling.temperature
-    if sampling.greedy:
-        tokens = scaled.argmax(dim=-1)
-    else:
-        kept = truncate(scaled, sampling.top_k, sampling.top_p)
-        tokens = torch.multinomial(kept.softmax(dim=-1), 1, generator=generator).squeeze(1)
+    kept = truncate(scaled, sampling.top_k, sampling.top_p)
+    tokens = torch.multinomial(kept.softmax(dim=-1), 1, generator=generator).squeeze(1)
     logprobs = torch.log_softmax(scaled, dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, logprobs

@@ -87,6 +87,8 @@ class Fit(Generic[Batch]):
             fit.lr_scheduler_type,
             fit.num_warmup_steps,
             self.plan.total_steps,
+            (run.adam_beta1, run.adam_beta2),
+            run.adam_epsilon,
         )
         self.engine = train_engine(model, ds_config, settings)
         seed_this_rank(run.seed)
@@ -111,7 +113,7 @@ class Fit(Generic[Batch]):
 
     def run(self, folder: Path, tokenizer: PreTrainedTokenizerBase, title: str) -> dict[str, Any]:
         """Train, evaluate, save the model to `folder` and write `result.json`."""
-        show_plan(f"{title}: batches", self.plan.table())
+        show_plan(f"{title}: batches", self.plan.table(), self.fit.num_warmup_steps, self.plan.total_steps)
         started = time.perf_counter()
         with MetricsWriter(folder, tensorboard_folder(self.run_flags)) as writer:
             before = self.evaluate()

@@ -242,7 +242,9 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     announce("prepare data")
     rows = prepare("prompt", tokenizer, config.data, ppo.max_prompt_seq_len).train
     plan = plan_ppo(ppo, len(rows), dist.world_size())
-    show_plan("PPO: batches", plan.table())
+    show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.total_updates)
+    if ppo.top_p < 1 or ppo.top_k > 0:
+        logger().info("note: log-probs, KL and ratios are of the distribution before --top_p and --top_k")
     started = time.perf_counter()
     announce("load models")
     engines = RLHFEngine(config, plan, actor_folder, critic_folder)

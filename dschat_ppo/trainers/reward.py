@@ -28,6 +28,7 @@ from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.fit import Fit, Objective, fit_ds_config
 from dschat_ppo.trainers.setup import begin
+from dschat_ppo.types import to_device
 
 
 def reward_loss(engine: Any, batch: PairBatch, num_pairs: Tensor, sums: MetricSums) -> Tensor:
@@ -47,11 +48,7 @@ def reward_objective(pad_id: int, device: torch.device) -> Objective[PairBatch]:
     """Mean Bradley-Terry loss over pairs."""
 
     def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:
-        batch = collate_pairs(rows, indices, pad_id)
-        return PairBatch(
-            batch.input_ids.to(device), batch.attention_mask.to(device), batch.pair_mask.to(device),
-            batch.margin.to(device),
-        )  # fmt: skip
+        return to_device(collate_pairs(rows, indices, pad_id), device)
 
     return Objective(collate, lambda batch: batch.pair_mask.sum(), reward_loss, dict, ("loss", "accuracy", "margin"))
 

@@ -72,6 +72,11 @@ def tensorboard_folder(run: RunFlags) -> Path | None:
     return Path(run.folder) / run.tensorboard_path if run.enable_tensorboard else None
 
 
-def show_plan(title: str, rows: list[tuple[str, str]]) -> None:
-    """Print the batch table."""
+def show_plan(title: str, rows: list[tuple[str, str]], warmup_steps: int, total_steps: int) -> None:
+    """Print the batch table; warn if the learning rate would never reach its peak."""
     logger().info(table(title, rows))
+    if warmup_steps >= total_steps:
+        logger().warning(
+            f"--num_warmup_steps {warmup_steps} is not below the {total_steps} optimizer steps in all: the learning "
+            "rate never reaches its peak"
+        )

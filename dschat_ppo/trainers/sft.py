@@ -29,6 +29,7 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.fit import Fit, Objective, fit_ds_config
 from dschat_ppo.trainers.setup import begin
+from dschat_ppo.types import to_device
 
 
 def sft_loss(engine: Any, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
@@ -54,8 +55,7 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
     """Token-mean cross entropy of responses."""
 
     def collate(rows: Dataset, indices: Sequence[int]) -> SFTBatch:
-        batch = collate_sft(rows, indices, pad_id, train_on_prompt)
-        return SFTBatch(batch.input_ids.to(device), batch.attention_mask.to(device), batch.loss_mask.to(device))
+        return to_device(collate_sft(rows, indices, pad_id, train_on_prompt), device)
 
     return Objective(collate, lambda batch: batch.loss_mask.sum(), sft_loss, with_perplexity, ("loss",))
 

@@ -101,6 +101,27 @@ def updates_after_toggles(assets: Path, toggles: int) -> list[float]:
     return numbers
 
 
+def dropout_in_scoring(assets: Path) -> dict:
+    """Scores one rollout twice with models that drop half of their attention in training."""
+    trainer = make_trainer(assets, *FLAGS, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
+    rollout = trainer.rollout([0, 1, 2, 3])
+    first, second = trainer.score(rollout), trainer.score(rollout)
+    trainer.engines.train()
+    with torch.no_grad():
+        noisy = [response_logprobs(trainer.engines.actor, rollout, 1.0) for _ in range(2)]
+    return {
+        "scored_alike": torch.equal(first.old_logprobs, second.old_logprobs)
+        and torch.equal(first.values, second.values),
+        "as_in_rollout": float((first.old_logprobs - first.rollout_logprobs).abs().max()),
+        "noise_in_training": float((noisy[0] - noisy[1]).abs().max()),
+    }
+
+
+def dropout_noise() -> float:
+    """The first number of this rank's default random stream, from which dropout draws."""
+    return float(torch.rand(()))
+
+
 FLAGS = ("--actor_zero_stage", 3, "--critic_zero_stage", 3, "--per_device_generation_batch_size", 4)
 FLAGS += ("--per_device_training_batch_size", 4, "--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01)
 
@@ -109,12 +130,14 @@ def main() -> None:
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     trainer = make_trainer(assets, *FLAGS)
     found = {
+        "dropout_noise": dropout_noise(),
         "toggles": toggle_many(trainer),
         "gathered_difference": gathered_equals_engine(trainer),
         "uneven": uneven(trainer, empty=False),
         "one_rank_empty": uneven(trainer, empty=True),
         "without_toggles": updates_after_toggles(assets, 0),
         "with_toggles": updates_after_toggles(assets, 3),
+        "dropout": dropout_in_scoring(assets),
     }
     (out.parent / f"{out.name}.{dist.rank()}").write_text(json.dumps(found))
     dist.shutdown()

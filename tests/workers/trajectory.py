@@ -35,18 +35,21 @@ def split_flags(micro: int) -> list[str]:
     return ["--gradient_accumulation_steps", str(GLOBAL_BATCH // (micro * dist.world_size()))]
 
 
-def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device) -> list[list[float]]:
+def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device, *more: str) -> list[list[float]]:
     """Loss and gradient norm of the first steps of SFT or reward training."""
     model, data = {"sft": ("lm", "sft"), "reward": ("reward", "pairs")}[step]
     words = ["--model_name_or_path", str(assets / model), "--data_path", str(assets / f"{data}.jsonl")]
     words += ["--output_dir", "unused", "--dtype", "fp32", "--zero_stage", str(stage), "--learning_rate", "0.01"]
-    words += ["--per_device_train_batch_size", str(micro), *split_flags(micro), "--data_split", "1,1,0"]
+    words += ["--per_device_train_batch_size", str(micro), *split_flags(micro), "--data_split", "1,1,0", *more]
     config = parse(step, words)
     tokenizer = load_tokenizer(str(assets / model), "model")
     rows = prepare("sft" if step == "sft" else "preference", tokenizer, config.data, 64).train
     ds_config = fit_ds_config(config.fit, config.run)
     if step == "sft":
-        trained, objective = load_causal_lm(str(assets / model), "fp32", ds_config), sft_objective(0, False, device)
+        trained = load_causal_lm(str(assets / model), config.run.dtype, ds_config)
+        objective = sft_objective(0, False, device)
+        if config.fit.gradient_checkpointing:
+            trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         classifier = load_sequence_classifier(str(assets / model), "fp32", ds_config, new_head=False)
         trained, objective = ScalarModel(classifier), reward_objective(0, device)
@@ -110,6 +113,12 @@ def main() -> None:
                 found[f"{step} stage {stage} micro {micro}"] = trajectory
     seed_everything(1)
     found["ppo other ids in padding"] = ppo_trajectory(assets, 3, 2, device, refill_padding=True)
+    for stage, flag in ((3, "--gradient_checkpointing"), (2, "--offload"), (3, "--offload")):
+        seed_everything(1)
+        found[f"sft stage {stage} {flag}"] = fit_trajectory("sft", assets, stage, 2, device, flag)
+    for stage in STAGES:
+        seed_everything(1)
+        found[f"bf16 stage {stage}"] = fit_trajectory("sft", assets, stage, 2, device, "--dtype", "bf16")
     if dist.is_main():
         out.write_text(json.dumps(found))
     dist.shutdown()
