@@ -55,6 +55,21 @@ CASES = {
     "output that cannot be made": ("sft", "--output_dir {b}/notes.txt/out", ["--output_dir", "cannot be written"]),
     "finished output": ("sft", "--output_dir {b}/finished", ["finished", "--overwrite_output_dir"]),
     "deepspeed settings of ours": ("sft", "--deepspeed_config {b}/ds.json", ["ds.json", "train_batch_size"]),
+    "deepspeed settings of the Hugging Face trainer": (
+        "sft",
+        "--deepspeed_config {b}/auto.json",
+        ["auto.json", "auto"],
+    ),
+    "missing further file": (
+        "sft",
+        "--sft_only_data_path {b}/nowhere.jsonl",
+        ["--sft_only_data_path", "nowhere.jsonl"],
+    ),
+    "critic without a trained head": (
+        "ppo",
+        "--critic_model_name_or_path {a}/lm",
+        ["no trained scalar head", "step 2"],
+    ),
     "unknown setting in YAML": ("sft", "--config {b}/bad.yaml", ["bad.yaml", "'learning_speed'"]),
 }
 
@@ -87,6 +102,7 @@ def bad(assets, tmp_path_factory):
     (folder / "finished").mkdir()
     (folder / "finished/result.json").write_text("{}")
     (folder / "ds.json").write_text('{"train_batch_size": 4}')
+    (folder / "auto.json").write_text('{"gradient_clipping": "auto"}')
     (folder / "bad.yaml").write_text("learning_speed: 3\n")
     LlamaForSequenceClassification(tiny_config(num_labels=1, vocab_size=100)).save_pretrained(folder / "small")
     LlamaForSequenceClassification(tiny_config(num_labels=1)).save_pretrained(folder / "other")

@@ -56,8 +56,10 @@ class PPOFlags:
     num_warmup_steps: int = flag("warm-up, in optimizer steps", 100)
     max_grad_norm: float = flag("gradients are scaled down to this global norm; 0 turns it off", 1.0)
 
-    actor_zero_stage: ZERO_STAGES = flag("ZeRO stage of the actor (3: of the reference too)", 0)
-    critic_zero_stage: ZERO_STAGES = flag("ZeRO stage of the critic (3: of the reward model too)", 0)
+    actor_zero_stage: ZERO_STAGES = flag("ZeRO stage of the actor (3: of the reference too; 0 in bf16 or fp16 is 1)", 0)
+    critic_zero_stage: ZERO_STAGES = flag(
+        "ZeRO stage of the critic (3: of the reward model too; 0 in bf16 or fp16 is 1)", 0
+    )
     offload: bool = flag("keep optimizer state (and parameters at stage 3) in host memory", False)
     offload_reference_model: bool = flag("keep the reference's parameters in host memory (needs actor stage 3)", False)
     offload_reward_model: bool = flag("keep the reward model's parameters in host memory (needs critic stage 3)", False)

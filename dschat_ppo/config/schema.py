@@ -144,7 +144,7 @@ class FitFlags:
     lr_scheduler_type: SCHEDULERS = flag("learning rate schedule of transformers, per optimizer step", "cosine")
     num_warmup_steps: int = flag("warm-up, in optimizer steps", 0)
     max_grad_norm: float = flag("gradients are scaled down to this global norm; 0 turns it off", 1.0)
-    zero_stage: ZERO_STAGES = flag("ZeRO stage", 0)
+    zero_stage: ZERO_STAGES = flag("ZeRO stage (0 in bf16 or fp16 runs as 1: the same numbers, less memory)", 0)
     offload: bool = flag("keep optimizer state (and parameters at stage 3) in host memory", False)
     gradient_checkpointing: bool = flag("recompute activations in the backward pass", False)
     dropout: float | None = flag("overrides every dropout of the model config", None)
