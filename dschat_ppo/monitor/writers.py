@@ -35,7 +35,7 @@ class MetricsWriter:
         if self._file is None:
             return
         line: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
-        line |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line |= _finite_or_null(metrics)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -54,9 +54,17 @@ class MetricsWriter:
             self._board.close()
 
 
-def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """Write `result.json`, the mark of a finished step. Rank 0 only; the last file that a step writes."""
+def _finite_or_null(metrics: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN and no infinity (the gradient norm of an overflowed fp16 step): null stands for them."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def write_result(folder: Path, result: dict[str, float]) -> None:
+    """Write `result.json`, the mark of a finished step. Rank 0 only; the last file that a step writes.
+
+    A number that is not finite becomes null.
+    """
     if is_main():
         temporary = folder / "result.json.partial"
-        temporary.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(_finite_or_null(result), indent=2) + "\n", encoding="utf-8")
         temporary.replace(folder / "result.json")
