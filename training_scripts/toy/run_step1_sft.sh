@@ -3,7 +3,8 @@
 # For your own model and data, copy this file and change the paths and numbers.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
-toy="$1" output="$2"
+usage="usage: run_step1_sft.sh TOY_DIR OUTPUT_DIR [more flags]"
+toy="${1:?$usage}" output="${2:?$usage}"
 shift 2
 
 deepspeed --num_accelerators "$RANKS" --master_port "${MASTER_PORT:-29500}" "$top/training/step1_sft/main.py" \

@@ -2,7 +2,8 @@
 # Step 2 on the embedded default: run_step2_reward.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
-toy="$1" sft="$2" output="$3"
+usage="usage: run_step2_reward.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]"
+toy="${1:?$usage}" sft="${2:?$usage}" output="${3:?$usage}"
 shift 3
 
 deepspeed --num_accelerators "$RANKS" --master_port "${MASTER_PORT:-29500}" "$top/training/step2_reward/main.py" \

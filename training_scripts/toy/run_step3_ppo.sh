@@ -2,7 +2,8 @@
 # Step 3 on the embedded default: run_step3_ppo.sh TOY_DIR SFT_DIR REWARD_DIR OUTPUT_DIR [more flags]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
-toy="$1" sft="$2" reward="$3" output="$4"
+usage="usage: run_step3_ppo.sh TOY_DIR SFT_DIR REWARD_DIR OUTPUT_DIR [more flags]"
+toy="${1:?$usage}" sft="${2:?$usage}" reward="${3:?$usage}" output="${4:?$usage}"
 shift 4
 micro_batch=$((RANKS < 32 ? 32 / RANKS : 1))
 
