@@ -1,5 +1,6 @@
 # Sourced by the scripts: puts .venv first in PATH and sets RANKS (one per GPU, else two, else one on a single core)
-# and OMP_NUM_THREADS (cores shared out: more threads than cores only spin). Both can be set from outside.
+# and OMP_NUM_THREADS (cores shared out: more threads than cores only spin), and a free MASTER_PORT. All three can be set
+# from outside.
 top="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 [ -d "$top/.venv" ] && export PATH="$top/.venv/bin:$PATH"
 cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || sysctl -n hw.ncpu)" # nproc would heed OMP_NUM_THREADS
@@ -8,3 +9,4 @@ if [ "$gpus" -gt 0 ]; then default_ranks="$gpus"; elif [ "$cores" -gt 1 ]; then 
 export RANKS="${RANKS:-$default_ranks}"
 threads=$((cores / RANKS))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+MASTER_PORT="${MASTER_PORT:-$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}"
