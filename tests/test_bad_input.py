@@ -68,8 +68,18 @@ CASES = {
     "critic without a trained head": (
         "ppo",
         "--critic_model_name_or_path {a}/lm",
-        ["no trained scalar head", "step 2"],
+        ["--critic_model_name_or_path", "no trained scalar head"],
     ),
+    "output on top of a model": ("sft", "--output_dir {a}/lm --overwrite_output_dir", ["--output_dir", "is read"]),
+    "output on top of something": ("sft", "--output_dir {b}/small", ["--output_dir", "earlier outputs"]),
+    "limit that cuts every answer": ("sft", "--max_seq_len 2", ["every answer is cut", "2 tokens"]),
+    "answers beyond all positions": ("ppo", "--max_answer_seq_len 1000000", ["--max_answer_seq_len", "128 positions"]),
+    "swapped models": (
+        "ppo",
+        "--actor_model_name_or_path {a}/reward --critic_model_name_or_path {a}/lm",
+        ["--actor_model_name_or_path", "score.weight", "swapped"],
+    ),
+    "slip of the pen": ("sft", "--learning_rat 3", ["did you mean --learning_rate?"]),
     "unknown setting in YAML": ("sft", "--config {b}/bad.yaml", ["bad.yaml", "'learning_speed'"]),
 }
 

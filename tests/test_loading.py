@@ -227,9 +227,11 @@ def test_rows_longer_than_learned_positions_are_refused_and_than_rotary_ones_war
     GPT2Config(n_positions=32).save_pretrained(tmp_path / "gpt2")
     tiny_config().save_pretrained(tmp_path / "llama")
     check_length(str(tmp_path / "gpt2"), 32, "--max_seq_len")
-    with pytest.raises(UserError, match="--max_seq_len allow 33 tokens.*32 positions"):
+    with pytest.raises(UserError, match="--max_seq_len of 33 tokens.*32 positions"):
         check_length(str(tmp_path / "gpt2"), 33, "--max_seq_len")
     check_length(str(tmp_path / "llama"), 128, "--max_seq_len")
     assert said == []
     check_length(str(tmp_path / "llama"), 129, "--max_seq_len")
     assert "129 tokens" in said[0]
+    with pytest.raises(UserError, match="128 positions"):
+        check_length(str(tmp_path / "llama"), 513, "--max_seq_len")

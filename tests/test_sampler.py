@@ -46,10 +46,17 @@ def test_one_epoch_serves_every_row_once():
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_all_ranks_make_the_same_number_of_micro_batches_of_the_same_size(world_size):
-    for rank in range(world_size):
-        steps = list(optimizer_steps(range(13), 2, 3, world_size, rank))
-        assert len(steps) == -(-13 // (6 * world_size))
-        assert all(len(step) == 3 and all(len(micro) == 2 for micro in step) for step in steps)
+    ranks = [list(optimizer_steps(range(13), 2, 3, world_size, rank)) for rank in range(world_size)]
+    sizes = [[[len(micro) for micro in step] for step in steps] for steps in ranks]
+    assert len(sizes[0]) == -(-13 // (6 * world_size))
+    assert all(found == sizes[0] for found in sizes)
+    assert all(len(step) == 3 and len(set(step)) == 1 for step in sizes[0])
+    assert all(step == [2, 2, 2] for step in sizes[0][:-1])
+
+
+def test_a_micro_batch_larger_than_the_data_is_not_filled_up():
+    assert list(optimizer_steps([3, 4, 5], 1000, 1, 2, 0)) == [[[3, 4]]]
+    assert list(optimizer_steps([3, 4, 5], 1000, 1, 2, 1)) == [[[5, FILLER]]]
 
 
 def test_the_last_step_is_filled_up_by_hand():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
@@ -80,14 +81,21 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
     parser.set_defaults(**step.defaults)
     for action in parser._actions:  # a list may be given empty, as in DeepSpeed-Chat
         action.nargs = "*" if action.nargs == "+" else action.nargs
+        if action.dest in step.not_yet:
+            action.help = f"{action.help} (not available yet)"
     known = {field.name for _, kind in groups for field in dataclasses.fields(kind)} - {"config", "local_rank"}
     path = _config_path(argv)
     words = (_yaml_arguments(path, known) if path else []) + list(argv)
     *parts, unknown = parser.parse_args_into_dataclasses(words, look_for_args_file=False, return_remaining_strings=True)
-    require(not unknown, f"unknown flag or value: {' '.join(unknown)} (all flags: --help)")
+    require(not unknown, f"unknown flag or value: {' '.join(unknown)}{_nearest(unknown, known)} (all flags: --help)")
     config = step.config(**{name: part for (name, _), part in zip(groups, parts, strict=True)})
     _refuse_later_flags(step, parser, flatten(config))
     return config
+
+
+def _nearest(unknown: list[str], known: set[str]) -> str:
+    near = difflib.get_close_matches(unknown[0].lstrip("-").split("=")[0], known, n=1) if unknown else []
+    return f"; did you mean --{near[0]}?" if near else ""
 
 
 def flatten(config: Any) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class PPOFlags:
     offload_reward_model: bool = flag("keep the reward model's parameters in host memory (needs critic stage 3)", False)
     actor_gradient_checkpointing: bool = flag("recompute the actor's activations in its backward pass", False)
     critic_gradient_checkpointing: bool = flag("recompute the critic's activations in its backward pass", False)
-    actor_dropout: float | None = flag("dropout of the actor in training (default: 0)", None)
-    critic_dropout: float | None = flag("dropout of the critic in training (default: 0)", None)
+    actor_dropout: float | None = flag("dropout of the actor in training; not given: 0", None)
+    critic_dropout: float | None = flag("dropout of the critic in training; not given: 0", None)
 
     print_answers: bool = flag("print prompts and answers of every rank", False)
     print_answers_interval: int = flag("PPO steps between two printings", 1)

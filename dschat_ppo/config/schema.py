@@ -75,8 +75,8 @@ class DataFlags:
     )
     data_split: str = flag("shares of each data set for SFT, reward model and PPO; the parts are disjoint", "2,4,4")
     data_split_seed: int = flag("seed of the division; keep it the same for all three steps", 1234)
-    data_output_path: str | None = flag("folder for prepared data (default: the cache of `datasets`)", None)
-    preprocessing_num_workers: int | None = flag("processes that tokenise (default: 1)", None)
+    data_output_path: str | None = flag("folder for prepared data; not given: the cache of `datasets`", None)
+    preprocessing_num_workers: int | None = flag("processes that tokenise; not given: 1", None)
     truncation: Literal["left", "drop", "error"] = flag(
         "rows over the length limit: 'left' cuts the start of the prompt (then the end of an answer that alone is "
         "too long), 'drop' leaves the row out, 'error' stops; what was done is counted and logged",
@@ -150,7 +150,7 @@ class FitFlags:
     dropout: float | None = flag("overrides every dropout of the model config", None)
     eval_interval: int = flag("evaluate every N optimizer steps, besides the start and each epoch; 0: only there", 0)
     eval_iters: int = flag("most evaluation batches per device; 0: all", 100)
-    eval_data_path: list[str] = flag_list("evaluation data sets (default: see --eval_fraction)", list)
+    eval_data_path: list[str] = flag_list("evaluation data sets; none given: see --eval_fraction", list)
     eval_fraction: float = flag(
         "share of the training rows held out for evaluation where a data set brings no eval, test or validation split",
         0.05,

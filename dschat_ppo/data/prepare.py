@@ -75,9 +75,12 @@ def _tokenise(
     if not prompt:
         raise UserError(f"{where}: the prompt is empty")
     answers = [encode_answer(tokenizer, parsed.prompt, answer) for answer in parsed.answers]
+    has_empty = any(len(answer) == 1 for answer in answers)  # EOS alone
     prompt, answers, done = fit_row(prompt, answers, limit, policy)
     if done == _DROPPED and policy == "error":
         raise UserError(f"{where}: longer than the limit of {limit} tokens (--truncation error)")
+    if has_empty and done != _DROPPED:
+        done += ", an answer empty"
     return {"prompt_ids": prompt, "answers": answers, "margin": parsed.margin, "fitted": done}
 
 
@@ -101,6 +104,7 @@ def tokenise_rows(
     """
     layout = layout_of([column for column in rows.column_names if column != ORIGIN], use, name)
     settings = {"layout": layout, "use": use, "limit": limit, "policy": flags.truncation}
+    text_prompts = isinstance(rows.features.get("prompt"), datasets.Value)
     rows = rows.map(
         _tokenise,
         fn_kwargs={**settings, "tokenizer": tokenizer},
@@ -118,6 +122,10 @@ def tokenise_rows(
     )
     done = Counter(rows["fitted"])
     logger().info(f"data: {name}: {len(rows)} rows; " + ", ".join(f"{count} {what}" for what, count in done.items()))
+    if set(done) == {_CUT_ANSWER}:
+        raise UserError(f"{name}: every answer is cut by the limit of {limit} tokens; raise it")
+    if tokenizer.chat_template and text_prompts:
+        logger().info(f"data: {name}: prompts are text and stand as they are; the chat template is not applied")
     if done[_DROPPED]:
         rows = rows.select([i for i, what in enumerate(rows["fitted"]) if what != _DROPPED])
     if len(rows) == 0:

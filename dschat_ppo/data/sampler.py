@@ -22,16 +22,16 @@ def optimizer_steps(
     """This rank's micro-batches of each optimizer step, through `order` once.
 
     A step takes the next `micro_batch * accumulation * world_size` rows, so every rank and every micro-batch split
-    sees the same rows in the same step. The last step is filled up with `FILLER`, never cut short: all ranks make the
-    same number of micro-batches of the same size.
+    sees the same rows in the same step. A short last step makes as many micro-batches, only smaller ones, and is filled
+    up with `FILLER` where it does not divide: all ranks make the same number of micro-batches of the same size.
     """
-    per_rank = micro_batch * accumulation
-    per_step = per_rank * world_size
-    for start in range(0, len(order), per_step):
-        step = list(order[start : start + per_step])
-        step += [FILLER] * (per_step - len(step))
-        mine = step[rank * per_rank : (rank + 1) * per_rank]
-        yield [mine[i : i + micro_batch] for i in range(0, per_rank, micro_batch)]
+    lots = accumulation * world_size
+    for start in range(0, len(order), micro_batch * lots):
+        step = list(order[start : start + micro_batch * lots])
+        size = -(-len(step) // lots)
+        step += [FILLER] * (size * lots - len(step))
+        mine = step[rank * accumulation * size : (rank + 1) * accumulation * size]
+        yield [mine[i : i + size] for i in range(0, len(mine), size)]
 
 
 def prompt_stream(num_rows: int, seed: int, rows_per_step: int, steps: int) -> Iterator[list[int]]:

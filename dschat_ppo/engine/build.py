@@ -70,7 +70,8 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
 def eval_engine(model: nn.Module, config: Config) -> Any:
     """A DeepSpeed engine that only runs forward, in eval mode."""
     model.requires_grad_(False)
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    with quiet_prints():
+        engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine
 

@@ -29,6 +29,7 @@ from dschat_ppo.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_HEAD = "score.weight"
+MOST_EXTRAPOLATION = 4  # rotary positions beyond this multiple of those trained are taken for a slip
 LM_HEADS = ("lm_head.", "embed_out.")  # a language model's own head, of no use to a classifier
 _DROPOUTS = (
     "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
@@ -119,9 +120,9 @@ def check_length(folder: str, longest: int, flags: str) -> None:
     known = getattr(config, "max_position_embeddings", None)
     if known is None or longest <= known:
         return
-    message = f"{flags} allow {longest} tokens, but {folder} knows {known} positions"
-    if not hasattr(config, "rope_parameters"):
-        raise UserError(f"{message}; lower them")
+    message = f"{flags} of {longest} tokens goes beyond the {known} positions that {folder} knows"
+    if not hasattr(config, "rope_parameters") or longest > MOST_EXTRAPOLATION * known:
+        raise UserError(f"{message}; lower it")
     logger().warning(f"{message}; it was not trained on longer rows")
 
 

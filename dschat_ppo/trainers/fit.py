@@ -144,6 +144,7 @@ class Fit(Generic[Batch]):
                         metrics = self.train_step(step_indices)
                     step += 1
                     bar.update()
+                    self._show(step, metrics, rate)
                     last_of_epoch = step == self.plan.steps_per_epoch * (epoch + 1)
                     if last_of_epoch or (self.fit.eval_interval and step % self.fit.eval_interval == 0):
                         last_eval = self.evaluate()
@@ -156,5 +157,7 @@ class Fit(Generic[Batch]):
         metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
         metrics |= {f"peak_memory_gib/{name}": value for name, value in peak.items()}
         writer.write(step, metrics)
+
+    def _show(self, step: int, metrics: dict[str, float], rate: float) -> None:
         shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
-        logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {metrics['lr']:.2e}")
+        logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}")

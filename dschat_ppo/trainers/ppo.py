@@ -48,7 +48,7 @@ from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.rewards.model import ModelReward
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import Sampling
-from dschat_ppo.trainers.setup import begin, show_plan, tensorboard_folder
+from dschat_ppo.trainers.setup import begin, naming, open_outputs, show_plan, tensorboard_folder
 from dschat_ppo.types import Experience, Rollout, to_device
 
 HEADLINE = (
@@ -58,6 +58,8 @@ HEADLINE = (
     "value/explained_variance",
     "answers/length_mean",
 )
+
+RESULT = (*HEADLINE, "reward/total_mean", "answers/ended_share", "answers/distinct_share")
 
 
 class PPOTrainer:
@@ -97,7 +99,7 @@ class PPOTrainer:
         self.health = HealthWatch()
 
     def run(self, writer: MetricsWriter) -> dict[str, float]:
-        """All PPO steps; returns the first and the last step's metrics with `_before` and `_after`."""
+        """All PPO steps; returns `RESULT` of the first and of the last step, as `_before` and `_after`."""
         first, metrics = dict[str, float](), dict[str, float]()
         stream = prompt_stream(len(self.prompts), self.seed, self.plan.rollout_rows, self.plan.ppo_steps)
         with progress_bar("PPO", self.plan.ppo_steps) as bar:
@@ -112,7 +114,7 @@ class PPOTrainer:
                 self._report(writer, step, metrics)
                 first = first or metrics
                 bar.update()
-        return {f"{k}_before": v for k, v in first.items()} | {f"{k}_after": v for k, v in metrics.items()}
+        return {f"{k}_before": first[k] for k in RESULT} | {f"{k}_after": metrics[k] for k in RESULT}
 
     def _my_prompts(self, rows: list[int]) -> list[list[int]]:
         """This rank's row numbers, one list per generation call."""
@@ -229,7 +231,9 @@ class PPOTrainer:
 
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
-    device, output = begin("ppo", config, config.run)
+    device, output = begin(
+        "ppo", config, config.run, [config.ppo.actor_model_name_or_path, config.ppo.critic_model_name_or_path]
+    )
     ppo = config.ppo
     read_overlay(config.run.deepspeed_config)
     actor_folder = model_folder(ppo.actor_model_name_or_path, "--actor_model_name_or_path")
@@ -247,6 +251,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         logger().info("note: log-probs, KL and ratios are of the distribution before --top_p and --top_k")
     started = time.perf_counter()
     announce("load models")
+    open_outputs(output, config, config.run)
     engines = RLHFEngine(config, plan, actor_folder, critic_folder)
     trainer = PPOTrainer(config, plan, engines, rows, tokenizer, device)
     with MetricsWriter(output, tensorboard_folder(config.run)) as writer:
@@ -268,8 +273,10 @@ def _check_models(tokenizer: PreTrainedTokenizerBase, actor_folder: str, critic_
     actor_flag, critic_flag = "--actor_model_name_or_path", "--critic_model_name_or_path"
     check_vocabulary(tokenizer, load_config(actor_folder, actor_flag), actor_flag, actor_folder)
     check_vocabulary(tokenizer, load_config(critic_folder, critic_flag), critic_flag, critic_folder, other=True)
-    check_causal_lm(actor_folder)
-    check_sequence_classifier(critic_folder, new_head=False)
+    with naming(actor_flag):
+        check_causal_lm(actor_folder)
+    with naming(critic_flag):
+        check_sequence_classifier(critic_folder, new_head=False)
 
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:

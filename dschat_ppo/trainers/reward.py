@@ -27,7 +27,7 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.fit import Fit, Objective, fit_ds_config
-from dschat_ppo.trainers.setup import begin
+from dschat_ppo.trainers.setup import begin, open_outputs
 from dschat_ppo.types import to_device
 
 
@@ -55,7 +55,7 @@ def reward_objective(pad_id: int, device: torch.device) -> Objective[PairBatch]:
 
 def train_reward(config: RewardConfig) -> dict[str, Any]:
     """Run step 2; returns the contents of `result.json`."""
-    device, output = begin("reward", config, config.run)
+    device, output = begin("reward", config, config.run, [config.fit.model_name_or_path])
     fit = config.fit
     folder = model_folder(fit.model_name_or_path, "--model_name_or_path")
     tokenizer = load_tokenizer(folder, "--model_name_or_path")
@@ -64,6 +64,7 @@ def train_reward(config: RewardConfig) -> dict[str, Any]:
     announce("prepare data")
     rows = prepare("preference", tokenizer, config.data, fit.max_seq_len, None, fit.eval_data_path, fit.eval_fraction)
     announce("load models")
+    open_outputs(output, config, config.run)
     ds_config = fit_ds_config(fit, config.run)
     model = ScalarModel(
         load_sequence_classifier(folder, config.run.dtype, ds_config, new_head=True, dropout=fit.dropout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import UserError
 
 
-def begin(step: str, config: Any, run: RunFlags) -> tuple[torch.device, Path]:
-    """Check the output folder, join the ranks, seed, save the resolved configuration and say what changes nothing.
+def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[torch.device, Path]:
+    """Check the output folder against the models that are read, join the ranks, seed, and say what changes nothing.
 
     Returns:
         This rank's device and the output folder.
@@ -25,32 +27,61 @@ def begin(step: str, config: Any, run: RunFlags) -> tuple[torch.device, Path]:
         UserError: the folder cannot be used, or holds a finished run.
     """
     folder = Path(run.folder)
-    if (folder / "result.json").exists() and not run.overwrite_output_dir:
-        raise UserError(
-            f"--output_dir {folder} holds a finished run (result.json); name another folder or add "
-            "--overwrite_output_dir"
-        )
+    if folder.resolve() in [Path(model).resolve() for model in models]:
+        raise UserError(f"--output_dir {folder} is the folder of a model that is read; name another folder")
+    _refuse_full_folder(folder, run)
     quiet_libraries()
     device = dist.init()
     seed_everything(run.seed)
     _check_dtype(run.dtype)
-    problem = dist.broadcast_object(_prepare_folder(folder, config) if dist.is_main() else None)
-    if problem:
-        raise UserError(problem)
     for line in notes(step, config):
         logger().info(f"note: {line}")
     return device, folder
 
 
-def _prepare_folder(folder: Path, config: Any) -> str | None:
-    """Make the output folder and write the configuration into it; the message if that cannot be done."""
+def _refuse_full_folder(folder: Path, run: RunFlags) -> None:
+    if run.overwrite_output_dir or not folder.is_dir():
+        return
+    held = [name for name in ("result.json", "metrics.jsonl", "config.json") if (folder / name).exists()]
+    held += [path.name for path in folder.glob("*.safetensors")]
+    if held:
+        raise UserError(
+            f"--output_dir {folder} holds earlier outputs ({held[0]}); name another folder or add "
+            "--overwrite_output_dir"
+        )
+
+
+def open_outputs(folder: Path, config: Any, run: RunFlags) -> None:
+    """Make the output folder, take away what marks an earlier run, and save the resolved configuration. Collective.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    problem = dist.broadcast_object(_write_start(folder, config, run) if dist.is_main() else None)
+    if problem:
+        raise UserError(problem)
+
+
+def _write_start(folder: Path, config: Any, run: RunFlags) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").unlink(missing_ok=True)
+        for events in (folder / run.tensorboard_path).glob("events.out.tfevents.*"):
+            events.unlink()
         write_config(config, folder)
     except OSError as problem:
         return f"--output_dir {folder}: cannot be written ({problem.strerror})"
     return None
+
+
+@contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """A `UserError` from inside gets the flag's name in front, and a hint where a score head is at fault."""
+    try:
+        yield
+    except UserError as problem:
+        hint = " (are actor and critic swapped?)" if "score.weight" in str(problem) else ""
+        raise UserError(f"{flag} {problem}{hint}") from None
 
 
 def _check_dtype(dtype: str) -> None:

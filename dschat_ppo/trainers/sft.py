@@ -28,7 +28,7 @@ from dschat_ppo.models.loading import (
 )
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.fit import Fit, Objective, fit_ds_config
-from dschat_ppo.trainers.setup import begin
+from dschat_ppo.trainers.setup import begin, open_outputs
 from dschat_ppo.types import to_device
 
 
@@ -62,7 +62,7 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
-    device, output = begin("sft", config, config.run)
+    device, output = begin("sft", config, config.run, [config.fit.model_name_or_path])
     fit, sft = config.fit, config.sft
     folder = model_folder(fit.model_name_or_path, "--model_name_or_path")
     tokenizer = load_tokenizer(folder, "--model_name_or_path")
@@ -79,6 +79,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         fit.eval_fraction,
     )
     announce("load models")
+    open_outputs(output, config, config.run)
     ds_config = fit_ds_config(fit, config.run)
     model = load_causal_lm(folder, config.run.dtype, ds_config, fit.dropout)
     if fit.gradient_checkpointing:
