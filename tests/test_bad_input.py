@@ -70,7 +70,7 @@ CASES = {
         "--critic_model_name_or_path {a}/lm",
         ["--critic_model_name_or_path", "no trained scalar head"],
     ),
-    "output on top of a model": ("sft", "--output_dir {a}/lm --overwrite_output_dir", ["--output_dir", "is read"]),
+    "output on top of a model": ("sft", "--output_dir {a}/lm --overwrite_output_dir", ["--output_dir", "over a model"]),
     "output on top of something": ("sft", "--output_dir {b}/small", ["--output_dir", "earlier outputs"]),
     "limit that cuts every answer": ("sft", "--max_seq_len 2", ["every answer is cut", "2 tokens"]),
     "answers beyond all positions": ("ppo", "--max_answer_seq_len 1000000", ["--max_answer_seq_len", "128 positions"]),

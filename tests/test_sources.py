@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import load_source
+from dschat_ppo.errors import UserError
 from dschat_ppo.tools import toy
+from dschat_ppo.trainers.setup import begin, open_outputs
 
 
 def flags(path):
@@ -39,3 +42,37 @@ def test_another_eos_makes_other_rows_in_spite_of_the_cache(tmp_path):
         tokenizer.eos_token = eos
         ends.append(prepare("sft", tokenizer, flags(path), 64).train[0]["answers"][0][-1])
     assert ends == [1, 2, 1]
+
+
+@pytest.mark.parametrize("truncation", ["left", "drop"])
+def test_evaluation_rows_may_all_be_too_long_but_not_training_rows(tmp_path, truncation):
+    for name, answer in (("train", "b"), ("eval", "b" * 50)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "a", "response": answer}) + "\n")
+    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --truncation {truncation} --data_path"
+    tokenizer = toy.make_tokenizer(["words"])
+    rows = prepare("sft", tokenizer, parse("sft", [*words.split(), str(tmp_path)]).data, 10, eval_fraction=0.1)
+    assert len(rows.train) == 1
+    assert (len(rows.eval) if rows.eval else 0) == (1 if truncation == "left" else 0)
+    with pytest.raises(UserError, match="limit of 10 tokens"):
+        prepare("sft", tokenizer, parse("sft", [*words.split(), str(tmp_path / "eval.jsonl")]).data, 10)
+
+
+def outputs(folder, *words):
+    return parse("sft", ["--model_name_or_path", "m", "--output_dir", str(folder), *words])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_old_tensorboard_files_go_only_where_they_are_of_this_folder(tmp_path, inside):
+    board = tmp_path / ("out/board" if inside else "shared_board")
+    board.mkdir(parents=True)
+    (board / "events.out.tfevents.1").write_text("old")
+    config = outputs(tmp_path / "out", "--tensorboard_path", "board" if inside else str(board))
+    open_outputs(tmp_path / "out", config, config.run)
+    assert (board / "events.out.tfevents.1").exists() is not inside
+
+
+@pytest.mark.parametrize("model", ["out", "out/actor", "out/critic"])
+def test_outputs_are_not_written_over_a_model_that_is_read(tmp_path, model):
+    config = outputs(tmp_path / "out", "--overwrite_output_dir")
+    with pytest.raises(UserError, match="written over a model"):
+        begin("sft", config, config.run, [str(tmp_path / model)])

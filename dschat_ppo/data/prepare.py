@@ -95,12 +95,19 @@ def _fingerprint(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: A
 
 
 def tokenise_rows(
-    rows: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, use: str, limit: int, flags: DataFlags
+    rows: Dataset,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    use: str,
+    limit: int,
+    flags: DataFlags,
+    for_training: bool = True,
 ) -> Dataset:
-    """Token rows of one data set; rows that are left out are counted and logged.
+    """Token rows of one data set; what the length limit did is counted and logged.
 
     Raises:
-        UserError: wrong columns, a bad row (named), or nothing left under the length limit.
+        UserError: wrong columns, a bad row (named); for training also nothing left under the length limit, or every
+            answer cut by it (a few evaluation rows may all be long, and then be none).
     """
     layout = layout_of([column for column in rows.column_names if column != ORIGIN], use, name)
     settings = {"layout": layout, "use": use, "limit": limit, "policy": flags.truncation}
@@ -122,13 +129,13 @@ def tokenise_rows(
     )
     done = Counter(rows["fitted"])
     logger().info(f"data: {name}: {len(rows)} rows; " + ", ".join(f"{count} {what}" for what, count in done.items()))
-    if set(done) == {_CUT_ANSWER}:
+    if for_training and set(done) == {_CUT_ANSWER}:
         raise UserError(f"{name}: every answer is cut by the limit of {limit} tokens; raise it")
     if tokenizer.chat_template and text_prompts:
         logger().info(f"data: {name}: prompts are text and stand as they are; the chat template is not applied")
     if done[_DROPPED]:
         rows = rows.select([i for i, what in enumerate(rows["fitted"]) if what != _DROPPED])
-    if len(rows) == 0:
+    if for_training and len(rows) == 0:
         raise UserError(f"{name}: no row is within the limit of {limit} tokens; raise it, or use --truncation left")
     return rows.remove_columns("fitted")
 
@@ -172,9 +179,10 @@ def prepare(
                 train, evaluation = hold_out(train, eval_fraction, flags.data_split_seed)
             train_parts.append(tokenise_rows(train, spec, tokenizer, use, limit, flags))
             if evaluation is not None:
-                eval_parts.append(tokenise_rows(evaluation, f"{spec} (eval)", tokenizer, use, limit, flags))
+                held_out = tokenise_rows(evaluation, f"{spec} (eval)", tokenizer, use, limit, flags, for_training=False)
+                eval_parts.append(held_out)
         for spec in eval_paths or []:
             source = load_source(spec, "--eval_data_path", flags.data_output_path)
-            eval_parts.append(tokenise_rows(source.train, spec, tokenizer, use, limit, flags))
+            eval_parts.append(tokenise_rows(source.train, spec, tokenizer, use, limit, flags, for_training=False))
     evaluation = datasets.concatenate_datasets(eval_parts) if eval_parts else None
-    return TokenRows(datasets.concatenate_datasets(train_parts), evaluation)
+    return TokenRows(datasets.concatenate_datasets(train_parts), evaluation if evaluation else None)

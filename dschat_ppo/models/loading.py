@@ -114,7 +114,8 @@ def check_length(folder: str, longest: int, flags: str) -> None:
     """Rows of `longest` tokens (set by `flags`) must be within the positions that the model knows.
 
     Raises:
-        UserError: they are not, and positions are learned ones; with rotary positions it is only a warning.
+        UserError: they are not, and positions are learned ones. With rotary positions it is a warning up to
+            `MOST_EXTRAPOLATION` times the positions known, and this error beyond.
     """
     config = load_config(folder, "model").get_text_config()
     known = getattr(config, "max_position_embeddings", None)

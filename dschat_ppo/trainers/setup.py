@@ -24,11 +24,12 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
         This rank's device and the output folder.
 
     Raises:
-        UserError: the folder cannot be used, or holds a finished run.
+        UserError: the folder holds earlier outputs or a model that is read, or the device lacks the number format.
     """
     folder = Path(run.folder)
-    if folder.resolve() in [Path(model).resolve() for model in models]:
-        raise UserError(f"--output_dir {folder} is the folder of a model that is read; name another folder")
+    written = [folder.resolve(), (folder / "actor").resolve(), (folder / "critic").resolve()]
+    if any(Path(model).resolve() in written for model in models):
+        raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
     _refuse_full_folder(folder, run)
     quiet_libraries()
     device = dist.init()
@@ -66,8 +67,10 @@ def _write_start(folder: Path, config: Any, run: RunFlags) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").unlink(missing_ok=True)
-        for events in (folder / run.tensorboard_path).glob("events.out.tfevents.*"):
-            events.unlink()
+        board = folder / run.tensorboard_path
+        if board.resolve().is_relative_to(folder.resolve()):  # a board elsewhere may hold other runs
+            for events in board.glob("events.out.tfevents.*"):
+                events.unlink()
         write_config(config, folder)
     except OSError as problem:
         return f"--output_dir {folder}: cannot be written ({problem.strerror})"
