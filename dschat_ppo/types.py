@@ -7,6 +7,7 @@ Shapes: B rows, P prompt length, R response length. Prompts are left-padded, res
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from enum import IntEnum
 from typing import Any, TypeVar
 
 import torch
@@ -27,13 +28,21 @@ class PromptBatch:
     prompt_mask: Tensor
 
 
+class FinishReason(IntEnum):
+    """Why an answer ended: by EOS, by a stop token or stop string, or cut by the length limit."""
+
+    EOS = 0
+    STOP = 1
+    LENGTH = 2
+
+
 @dataclass(frozen=True)
 class Rollout:
     """Prompts and sampled responses.
 
-    `response_ids` (B, R) int64; `response_mask` (B, R) bool, True up to and including the first EOS;
+    `response_ids` (B, R) int64; `response_mask` (B, R) bool, True up to and including the token that ended the answer;
     `rollout_logprobs` (B, R) fp32, log-probs seen while sampling, under the temperature, before top-k and top-p;
-    `ended` (B,) bool, True where EOS was sampled, False where the length limit cut the answer.
+    `finish_reason` (B,) int8, a `FinishReason`.
     """
 
     prompt_ids: Tensor
@@ -41,7 +50,12 @@ class Rollout:
     response_ids: Tensor
     response_mask: Tensor
     rollout_logprobs: Tensor
-    ended: Tensor
+    finish_reason: Tensor
+
+    @property
+    def ended(self) -> Tensor:
+        """(B,) bool, True where the answer ended by itself, False where the length limit cut it."""
+        return self.finish_reason != FinishReason.LENGTH
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,7 @@ class Experience:
     response_ids: Tensor
     response_mask: Tensor
     rollout_logprobs: Tensor
-    ended: Tensor
+    finish_reason: Tensor
     old_logprobs: Tensor
     ref_logprobs: Tensor
     values: Tensor
@@ -63,6 +77,11 @@ class Experience:
     rewards: Tensor
     advantages: Tensor
     returns: Tensor
+
+    @property
+    def ended(self) -> Tensor:
+        """(B,) bool, True where the answer ended by itself, False where the length limit cut it."""
+        return self.finish_reason != FinishReason.LENGTH
 
 
 def full_sequences(rows: Rollout | Experience) -> tuple[Tensor, Tensor]:
@@ -105,6 +124,11 @@ def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
 
     changes: dict[str, Any] = {f.name: padded(f.name, getattr(rows, f.name)) for f in fields(rows)}
     return replace(rows, **changes)
+
+
+def repeat_rows(rows: Rows, times: int) -> Rows:
+    """Every row `times` times, one after another."""
+    return replace(rows, **{f.name: getattr(rows, f.name).repeat_interleave(times, dim=0) for f in fields(rows)})
 
 
 def concat_rows(parts: list[Rows]) -> Rows:

@@ -31,6 +31,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_world_size() -> int:
+    """Number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def is_main() -> bool:
     """True on rank 0, the one that writes and prints."""
     return rank() == 0

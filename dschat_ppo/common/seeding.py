@@ -32,3 +32,23 @@ def shared_generator(seed: int, *path: int) -> torch.Generator:
     """A CPU stream that is the same on every rank; `path` (epoch, step, ...) separates its uses."""
     mixed = np.random.SeedSequence([seed, *path]).generate_state(1, dtype=np.uint64)[0]
     return torch.Generator().manual_seed(int(mixed >> np.uint64(1)))
+
+
+def splitmix64(state: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele, Lea and Flood 2014): uint64 -> well-mixed uint64, elementwise."""
+    z = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+SPLITMIX_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def row_seeds(first: int, count: int, *path: int) -> torch.Tensor:
+    """Seeds of answers `first .. first + count - 1`, (count,) int64; `path` (run seed, step, ...) separates their uses.
+
+    A seed depends on the answer's number alone, not on the rank that generates it.
+    """
+    base = np.random.SeedSequence(path).generate_state(1, dtype=np.uint64)
+    numbers = np.arange(first + 1, first + count + 1, dtype=np.uint64)
+    return torch.from_numpy(splitmix64(base + numbers * SPLITMIX_STEP).view(np.int64))

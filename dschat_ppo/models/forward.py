@@ -29,9 +29,19 @@ def position_arguments(model: nn.Module, attention_mask: Tensor) -> dict[str, Te
     return {"position_ids": position_ids_of(attention_mask)}
 
 
+def position_arguments_at(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
+    """`position_ids` as given, for models that take them."""
+    return {"position_ids": positions} if _accepts(model, "position_ids") else {}
+
+
 def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
     """Asks for the logits of the last `count` positions only, where the model can."""
     return {"logits_to_keep": count} if _accepts(model, "logits_to_keep") else {}
+
+
+def vocabulary_size(model: Any) -> int:
+    """Width of the logits (the embedding may have more rows than the tokenizer has tokens)."""
+    return int(model.get_output_embeddings().out_features)
 
 
 def unwrap(engine: Any) -> nn.Module:

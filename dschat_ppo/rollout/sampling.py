@@ -4,56 +4,155 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from dschat_ppo.common.seeding import SPLITMIX_STEP, splitmix64
+
+BLOCK = 128  # tokens of one block of the two-level search
+NUCLEUS_GUESS = 1024  # a nucleus is first sought among so many of the likeliest tokens, then among all
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature > 0; top_k 0 = off, 1 = greedy; top_p 1 = off."""
+    """temperature > 0; top_k 0 = off, 1 = greedy; top_p 1 = off; min_p 0 = off; repetition_penalty 1 = off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def changes_distribution(self) -> bool:
+        """True if tokens are drawn from something else than `softmax(logits / temperature)`."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1
 
 
-def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """`-inf` on all but the kept tokens: the `top_k` likeliest, then the smallest set that reaches `top_p`.
+def row_uniforms(seeds: Tensor, count: int) -> Tensor:
+    """Uniform numbers of each row's own stream: the t-th depends on the row's seed and t alone.
+
+    The stream is SplitMix64: the state is the seed plus t times an odd constant.
 
     Args:
-        logits: (B, V) fp32, already divided by the temperature.
-        top_k: 0 keeps all.
-        top_p: 1 keeps all. The likeliest token is always kept. (Holtzman et al. 2020)
+        seeds: (B,) int64, any values.
+        count: numbers per row.
 
     Returns:
-        (B, V) fp32.
+        (B, count) fp32 on the device of `seeds`, in [0, 1), multiples of 2**-24.
     """
-    if 0 < top_k < logits.shape[-1]:
-        threshold = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, float("-inf"))
-    if top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probabilities = ordered.softmax(dim=-1)
-        reached_before = probabilities.cumsum(dim=-1) - probabilities >= top_p
-        drop = torch.zeros_like(reached_before).scatter(-1, order, reached_before)
-        logits = logits.masked_fill(drop, float("-inf"))
-    return logits
+    steps = np.arange(1, count + 1, dtype=np.uint64) * SPLITMIX_STEP
+    z = splitmix64(seeds.cpu().numpy().view(np.uint64)[:, None] + steps[None, :])
+    return torch.from_numpy((z >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)).to(seeds.device)
 
 
-def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits of tokens that stand in the row already, divided (if positive) or multiplied by `penalty`.
+
+    Args:
+        logits: (B, V) fp32.
+        seen: (B, V) bool, True for tokens of the prompt and of the answer so far.
+        penalty: above 1 discourages, below 1 encourages. (Keskar et al. 2019, section 4.1)
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One index per row, with probability proportional to its weight: inverse of the cumulative distribution.
+
+    The search has two levels: the block of `BLOCK` weights in which the cumulated weight passes `uniform * total`,
+    then the place inside it. An index of weight 0 is never drawn.
+
+    Args:
+        weights: (B, V) fp32, at least 0, at least one above 0 in each row.
+        uniforms: (B,) fp32 in [0, 1).
+
+    Returns:
+        (B,) int64.
+    """
+    spare = -weights.shape[1] % BLOCK
+    if spare:
+        weights = torch.nn.functional.pad(weights, (0, spare))
+    blocks = weights.unflatten(1, (-1, BLOCK))
+    ends = blocks.sum(dim=2).cumsum(dim=1)
+    target = (uniforms * ends[:, -1]).unsqueeze(1)
+    block = _first_above(ends, target)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
+    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).cumsum(dim=1)
+    return (block * BLOCK + _first_above(inside, target - before)).squeeze(1)
+
+
+def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
+    """Index (B, 1) of the first entry above `target` (B, 1); rounding may put the target at the very end or past it."""
+    below_end = torch.minimum(target, cumulated[:, -1:] * (1 - 2.0**-23))
+    return (cumulated <= below_end).sum(dim=1, keepdim=True)
+
+
+def _nucleus(ordered: Tensor, top_p: float, total: Tensor) -> Tensor:
+    """Weights in falling order, with 0 where those before already reach `top_p * total`. (Holtzman et al. 2020)"""
+    return torch.where(ordered.cumsum(dim=1) - ordered < top_p * total, ordered, 0.0)
+
+
+def _holds(ordered: Tensor, mass: Tensor) -> bool:
+    """Whether every row's weights sum to at least `mass` (B, 1). Never known while a CUDA graph is captured."""
+    if ordered.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool((ordered.sum(dim=1, keepdim=True) >= mass).all())
+
+
+def _draw_truncated(weights: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
+    """Draw among the `top_k` likeliest, then the smallest set of these that holds `top_p`, in falling order."""
+    size = weights.shape[1]
+    count = min(sampling.top_k or (NUCLEUS_GUESS if sampling.top_p < 1 else size), size)
+    ordered, order = weights.topk(count, dim=1)
+    if sampling.top_p < 1:
+        total = ordered.sum(dim=1, keepdim=True) if sampling.top_k else weights.sum(dim=1, keepdim=True)
+        if count < size and not sampling.top_k and not _holds(ordered, sampling.top_p * total):
+            ordered, order = weights.sort(dim=1, descending=True)
+        ordered = _nucleus(ordered, sampling.top_p, total)
+    return order.gather(1, draw(ordered, uniforms).unsqueeze(1)).squeeze(1)
+
+
+def sample(
+    logits: Tensor,
+    sampling: Sampling,
+    uniforms: Tensor,
+    seen: Tensor | None = None,
+    forbidden: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
     Args:
         logits: (B, V), any floating dtype.
         sampling: how.
-        generator: on the device of `logits`.
+        uniforms: (B,) fp32 in [0, 1), one per row; it alone decides.
+        seen: (B, V) bool, tokens already in the row, where there is a repetition penalty.
+        forbidden: (B, V) bool, tokens that must not come now.
 
     Returns:
-        (tokens (B,) int64, logprobs (B,) fp32 of those tokens under `softmax(logits / temperature)`, the
-        distribution before top-k and top-p, which is the one that training differentiates).
+        (tokens (B,) int64, logprobs (B,) fp32 of those tokens under `softmax(logits / temperature)`: the policy's own
+        distribution, before penalty, prohibition and truncation, which is the one that training differentiates).
     """
-    scaled = logits.float() / sampling.temperature
-    kept = truncate(scaled, sampling.top_k, sampling.top_p)
-    tokens = torch.multinomial(kept.softmax(dim=-1), 1, generator=generator).squeeze(1)
-    logprobs = torch.log_softmax(scaled, dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return tokens, logprobs
+    plain = logits.float()
+    scaled = plain / sampling.temperature if sampling.temperature != 1 else plain
+    top = scaled.amax(dim=1, keepdim=True)
+    weights = (scaled - top).exp_()
+    log_total = weights.sum(dim=1).log_()
+    if sampling.repetition_penalty != 1 or forbidden is not None:
+        steered = plain if seen is None else penalise_repetition(plain, seen, sampling.repetition_penalty)
+        steered = steered if forbidden is None else steered.masked_fill(forbidden, float("-inf"))
+        weights = torch.softmax(steered / sampling.temperature, dim=1)
+    tokens = _choose(weights, sampling, uniforms)
+    chosen = scaled.gather(1, tokens.unsqueeze(1))
+    return tokens, (chosen - top).squeeze(1) - log_total
+
+
+def _choose(weights: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
+    if sampling.top_k == 1:
+        return weights.argmax(dim=1)
+    if sampling.min_p > 0:
+        weights = torch.where(weights >= sampling.min_p * weights.amax(dim=1, keepdim=True), weights, 0.0)
+    if sampling.top_p < 1 or 0 < sampling.top_k < weights.shape[1]:
+        return _draw_truncated(weights, sampling, uniforms)
+    return draw(weights, uniforms)

@@ -1,0 +1,129 @@
+"""The engine for every architecture: left-padded batches through the model's own cache interface and masks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from dschat_ppo.models.forward import last_logits_argument, position_arguments
+from dschat_ppo.rollout.answers import Answers
+from dschat_ppo.rollout.continuous import Agree
+from dschat_ppo.rollout.sampling import Sampling, sample
+
+ROOM = 64  # tokens by which a cache grows
+
+
+class InPlaceLayer(DynamicLayer):
+    """A cache layer that writes into memory with room to spare, where transformers' own copies all of it each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append (n, kv_heads, L, head_dim) keys and values; returns views of all so far."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = (
+                new.new_zeros(*new.shape[:2], 0, new.shape[3]) for new in (key_states, value_states)
+            )
+        first, self.length = self.length, self.length + key_states.shape[2]
+        if self.length > self.keys.shape[2]:
+            spare = (0, 0, 0, self.length + ROOM - self.keys.shape[2])
+            self.keys, self.values = (torch.nn.functional.pad(held, spare) for held in (self.keys, self.values))
+        self.keys[:, :, first : self.length] = key_states
+        self.values[:, :, first : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self.length
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache that grows in place, or transformers' own for models with layers that are no plain attention."""
+    own = DynamicCache(config=model.config)
+    plain = all(isinstance(layer, DynamicLayer) for layer in own.layers)
+    return Cache(layer_class_to_replicate=InPlaceLayer) if plain else own
+
+
+@torch.no_grad()
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of keys and values that one token of one row takes, found by storing one."""
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    held = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+    return max(1, sum(t.nbytes for t in held))
+
+
+class PaddedBatches:
+    """Generates all `answers` in batches of at most `rows`, each until its last row is finished.
+
+    Args: as those of `ContinuousBatching`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, answers: Answers, sampling: Sampling, rows: int, agree: Agree | None = None
+    ):
+        self.model = model
+        self.answers = answers
+        self.sampling = sampling
+        self.rows = rows
+        self.agree: Agree = agree or (lambda number: number)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Until every answer is finished."""
+        order = torch.argsort(self.answers.prompt_length[:-1], descending=True, stable=True)
+        batches = list(order.split(self.rows))
+        for number in range(self.agree(len(batches))):
+            self._batch(batches[number] if number < len(batches) else order[:0])
+
+    def _batch(self, rows: Tensor) -> None:
+        """All tokens of some answers. Without rows: the same forward passes, of the spare answer."""
+        answers = self.answers
+        spare = torch.full((1,), answers.count, device=rows.device)
+        chosen = rows if len(rows) else spare
+        ids, mask = self._left_padded(chosen)
+        cache = new_cache(self.model)
+        working = torch.full_like(chosen, len(rows) > 0, dtype=torch.bool)
+        count = torch.zeros_like(chosen)
+        while self.agree(int(working.any())):
+            logits = self._forward(ids, mask, cache)
+            tokens, logprobs = sample(
+                logits,
+                self.sampling,
+                answers.uniforms[chosen, count.clamp_max(answers.room - 1)],
+                seen=None if answers.seen is None else answers.seen[chosen],
+                forbidden=answers.forbidden(count),
+            )
+            lane = torch.where(working, chosen, spare)
+            finished = answers.put(lane, torch.where(working, count, 0), tokens, logprobs)
+            if answers.stopping.stop_strings:
+                finished |= answers.stopped_by_text(lane, count + 1, working)
+            working = working & ~finished
+            ids, count = tokens.unsqueeze(1), count + 1
+            mask = torch.cat([mask, mask.new_ones(len(chosen), 1)], dim=1)
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+        positions = position_arguments(self.model, mask)
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            **{name: value[:, -ids.shape[1] :] for name, value in positions.items()},
+            **last_logits_argument(self.model, 1),
+        )
+        return output.logits[:, -1]
+
+    def _left_padded(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        length = self.answers.prompt_length[chosen].unsqueeze(1)
+        longest = int(length.max())
+        column = torch.arange(longest, device=chosen.device) - (longest - length)
+        return self.answers.sequence[chosen].gather(1, column.clamp_min(0)), (column >= 0).long()

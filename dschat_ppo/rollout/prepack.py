@@ -1,0 +1,49 @@
+"""Weights laid out once for oneDNN instead of in every product: CPU, bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def can_prepack(model: nn.Module) -> bool:
+    """Whether PyTorch has the operators (they are private ones) and the weights are of their kind."""
+    weight = next(model.parameters())
+    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return bool(known and weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
+
+
+def _packed_forward(weight: Tensor, rows: int) -> Callable[[nn.Linear], Callable[[Tensor], Tensor]]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
+
+    def bind(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        return partial(_linear, packed, module.bias)
+
+    return bind
+
+
+def _linear(packed: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
+
+
+@contextmanager
+def prepacked(model: nn.Module, rows: int) -> Iterator[None]:
+    """Inside, every plain `nn.Linear` multiplies with a packed copy of its weight; it costs the weights' memory again.
+
+    Args:
+        model: whole bfloat16 weights on the CPU; they must not change inside.
+        rows: typical rows of a product, a hint for the layout.
+    """
+    layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]
+    for layer in layers:
+        layer.forward = _packed_forward(layer.weight, rows)(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
