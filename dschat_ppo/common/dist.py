@@ -59,7 +59,14 @@ def init() -> torch.device:
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank())
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
-    return torch.device(accelerator.current_device_name())
+    return device()
+
+
+def device() -> torch.device:
+    """This rank's device, once `init` has run."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
 
 
 def shutdown() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -12,6 +12,10 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from transformers import PreTrainedModel
+
+from dschat_ppo.common import dist
+
+Merge = Callable[[PreTrainedModel], AbstractContextManager[Any]]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -23,22 +27,42 @@ class HybridEngine:
     DeepSpeed hooks, no activation checkpointing, no gradients. Generating then needs no collective, so ranks may
     finish at different times. Leaving it restores training exactly: the same hook objects, the same partitions (the
     gathered copies are dropped, not written back), the same mode.
+
+    Args:
+        engine: the actor's DeepSpeed engine.
+        pinned: gather ZeRO-3 weights once for the whole context. False: they stay partitioned and DeepSpeed's hooks
+            gather each layer when it runs, which saves their memory and costs a collective a layer; every rank must
+            then make the same forward passes, which `agree` is for.
+        merge: entered while weights are whole, to fold adapters into them and to take them out again.
     """
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: Any, pinned: bool = True, merge: Merge = nullcontext):
         self.engine = engine
+        self._merge = merge
+        self._collective = not pinned and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
 
     @property
     def model(self) -> PreTrainedModel:
         """The wrapped model, as training sees it."""
         return self.engine.module
 
+    @property
+    def agree(self) -> Callable[[int], int] | None:
+        """This rank's number -> the largest of all ranks, where forward passes are collective; else None."""
+        return _largest if self._collective else None
+
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """Enter generation; collective on entry and exit only."""
+        """Enter generation; collective on entry and exit (and in each forward pass if not pinned)."""
         model = self.model
         was_training = model.training
-        with self._gathered(), _without_hooks(model), _without_checkpointing(model), torch.no_grad():
+        with ExitStack() as stack:
+            if not self._collective:
+                stack.enter_context(self._gathered())
+                stack.enter_context(_without_hooks(self.engine.module))
+            stack.enter_context(_without_checkpointing(model))
+            stack.enter_context(self._merge(model))
+            stack.enter_context(torch.no_grad())
             model.eval()
             try:
                 yield model
@@ -53,6 +77,10 @@ class HybridEngine:
         missing = [parameter for parameter in partitioned if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         with deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)):
             yield
+
+
+def _largest(number: int) -> int:
+    return int(dist.all_reduce(torch.tensor([number], device=dist.device()), "max"))
 
 
 @contextmanager

@@ -15,14 +15,14 @@ UNFINISHED = -1
 class Answers:
     """Buffers of all A answers (B prompts x G samples), and one spare row for lanes that stand idle.
 
-    `sequence` (A+1, W) int64 holds prompt and answer from column 0; `prompt_length` (A+1,); `length` (A+1,) int64 is
+    `sequence` (A+1, W) int64 holds prompt and answer from column 0; `prompt_length` and `limit` (A+1,); `length` (A+1,) int64 is
     the number of tokens of a finished answer; `reason` (A+1,) int8 is `UNFINISHED` or a `FinishReason`; `logprobs` and
     `uniforms` are (A+1, R); `seen` (A+1, V) bool or None.
     """
 
     def __init__(
-        self, prompts: PromptBatch, seeds: Tensor, samples: int, sampling: Sampling, stopping: Stopping, vocabulary: int,
-        slack: int,
+        self, prompts: PromptBatch, seeds: Tensor, samples: int, sampling: Sampling, stopping: Stopping,
+        vocabulary: int, slack: int, limits: Tensor | None = None,
     ):  # fmt: skip
         device = prompts.prompt_ids.device
         self.prompts = repeat_rows(prompts, samples)
@@ -33,6 +33,9 @@ class Answers:
         self.width = longest + self.room + 1
         self.prompt_length = torch.ones(self.count + 1, dtype=torch.int64, device=device)
         self.prompt_length[:-1] = self.prompts.prompt_mask.sum(dim=1)
+        self.limit = torch.full_like(self.prompt_length, stopping.max_new_tokens)
+        if limits is not None:
+            self.limit[:-1] = limits
         self.sequence = torch.zeros(self.count + 1, self.width, dtype=torch.int64, device=device)
         start = longest - self.prompt_length[:-1].unsqueeze(1)
         columns = (torch.arange(longest, device=device) + start).clamp_max(longest - 1)
@@ -78,7 +81,7 @@ class Answers:
         if self.seen is not None:
             self.seen[answer, tokens] = True
         ended = self.ends[tokens]
-        finished = ended | (count + 1 >= self.stopping.max_new_tokens)
+        finished = ended | (count + 1 >= self.limit[answer])
         reason = torch.where(self.eos[tokens], FinishReason.EOS, FinishReason.STOP)
         reason = torch.where(ended, reason, FinishReason.LENGTH).to(torch.int8)
         new = finished & (self.reason[answer] == UNFINISHED)

@@ -1,7 +1,7 @@
 """Attention for generation: causal over a prefill, or of one new token over the stored rows.
 
-Installed through transformers' attention interface under a name of its own. The name is not in transformers' registry of
-masks, so models build none; which slots are real is known here.
+Installed through transformers' attention interface under a name of its own. The name is not in transformers' registry
+of masks, so models build none; which slots are real is known here.
 """
 
 from __future__ import annotations
@@ -219,13 +219,13 @@ def causal_attention(
         (n, heads, L, d).
     """
     length = query.shape[2]
-    windowed = window is not None and window < length
-    if not windowed and not softcap:
+    reach = length if window is None else min(window, length)
+    if reach == length and not softcap:
         return nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=length > 1, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
     behind = torch.arange(length, device=query.device).unsqueeze(1) - torch.arange(length, device=query.device)
-    seen = (behind >= 0) & (behind < window) if windowed else behind >= 0
+    seen = (behind >= 0) & (behind < reach)
     if not softcap:
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, scale=scale, enable_gqa=query.shape[1] != key.shape[1]

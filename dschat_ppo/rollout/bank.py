@@ -10,6 +10,7 @@ import torch
 from dschat_ppo.rollout.attention import SharedPrefix, Span
 from dschat_ppo.rollout.kv_store import KeyValueStore, repack
 
+FACTS = ("answer", "position", "shared", "prompt")
 GROWTH = 32  # tokens by which a store grows: less copies more often, more attends to empty slots
 
 
@@ -55,7 +56,7 @@ class Bank:
         movers = left + np.flatnonzero(~finished[left:])
         if len(holes):
             self.store.move_rows(movers.tolist(), holes.tolist())
-        for name in ("answer", "position", "shared", "prompt"):
+        for name in FACTS:
             values = getattr(self, name)
             values[holes] = values[movers]
             setattr(self, name, values[:left].copy())
@@ -64,7 +65,7 @@ class Bank:
     def extend(self, answer: np.ndarray, position: np.ndarray) -> None:
         """More rows after the last one."""
         nothing = np.zeros_like(answer)
-        for name, new in (("answer", answer), ("position", position), ("shared", nothing), ("prompt", nothing)):
+        for name, new in zip(FACTS, (answer, position, nothing, nothing), strict=True):
             setattr(self, name, np.concatenate([getattr(self, name), new]))
 
     def span(self, first: int, slots: torch.Tensor) -> Span:
@@ -81,15 +82,12 @@ class Bank:
         grid = np.zeros((store.rows, counts.max()), dtype=np.int64)
         grid[self.prompt, place] = np.arange(len(self))
         cell = self.prompt * grid.shape[1] + place
-        length, grid, cell = (torch.from_numpy(x).to(device) for x in (self.shared, grid, cell))
-        return SharedPrefix(store, length, grid, cell)
+        return SharedPrefix(store, *(torch.from_numpy(facts).to(device) for facts in (self.shared, grid, cell)))
 
 
 def merged(first: Bank, second: Bank) -> Bank:
     """One bank of the rows of two that share no prefix."""
-    facts = {
-        name: np.concatenate([getattr(first, name), getattr(second, name)])
-        for name in ("answer", "position", "shared", "prompt")
-    }
+    answer, position, shared, prompt = (np.concatenate([getattr(first, name), getattr(second, name)]) for name in FACTS)
     capacity = max(rounded_up(int(bank.slot.max()) + 1) for bank in (first, second))
-    return Bank(repack([(first.store, len(first)), (second.store, len(second))], capacity), **facts)
+    store = repack([(first.store, len(first)), (second.store, len(second))], capacity)
+    return Bank(store, answer, position, shared, prompt)

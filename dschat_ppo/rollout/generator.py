@@ -53,8 +53,9 @@ class Generation:
 
 
 def generate(
-    model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, how: Generation, agree: Agree | None = None
-) -> Rollout:
+    model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, how: Generation, agree: Agree | None = None,
+    limits: Tensor | None = None,
+) -> Rollout:  # fmt: skip
     """Sample answers.
 
     Args:
@@ -65,6 +66,7 @@ def generate(
         how: everything else.
         agree: needed where forward passes are collective (ZeRO-3 weights gathered layer by layer): this rank's number
             -> the largest of all ranks. Every rank then makes the same number of passes.
+        limits: (B * samples,) int64, most tokens of each answer, from 1 to `max_new_tokens`; None: `max_new_tokens`.
 
     Returns:
         B * samples rows, the answers of a prompt one after another, as long as the longest answer.
@@ -79,7 +81,7 @@ def generate(
     static = agree is None and not how.stopping.stop_strings and prompts.prompt_ids.is_cuda
     static = static if how.static is None else how.static
     poll = POLL if static else 1
-    answers = Answers(prompts, seeds, how.samples, how.sampling, how.stopping, vocabulary_size(model), poll)
+    answers = Answers(prompts, seeds, how.samples, how.sampling, how.stopping, vocabulary_size(model), poll, limits)
     rows = min(how.rows or rows_for_memory(model, answers.width), answers.count)
     pack = how.prepack and agree is None and can_prepack(model)
     with prepacked(model, rows) if pack else nullcontext():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ class GraphedDecoder:
         self._lanes = Lanes(*torch.zeros(3, store.rows, dtype=torch.int64, device=device))
         self._done = torch.zeros(store.rows, dtype=torch.bool, device=device)
         self._ready: dict[tuple[int, int], Callable[[], None]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def run(self, bank: Bank) -> np.ndarray:
         """`poll` tokens for every row of `bank`; (n,) bool, which rows are finished (some perhaps before the last)."""

@@ -21,23 +21,24 @@ class InPlaceLayer(DynamicLayer):
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
+        self.held: list[Tensor] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append (n, kv_heads, L, head_dim) keys and values; returns views of all so far."""
-        if not self.is_initialized:
+        new = (key_states, value_states)
+        if not self.held:
             self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = (
-                new.new_zeros(*new.shape[:2], 0, new.shape[3]) for new in (key_states, value_states)
-            )
+            self.held = [part[:, :, :0] for part in new]
         first, self.length = self.length, self.length + key_states.shape[2]
-        if self.length > self.keys.shape[2]:
-            spare = (0, 0, 0, self.length + ROOM - self.keys.shape[2])
-            self.keys, self.values = (torch.nn.functional.pad(held, spare) for held in (self.keys, self.values))
-        self.keys[:, :, first : self.length] = key_states
-        self.values[:, :, first : self.length] = value_states
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        if self.length > self.held[0].shape[2]:
+            spare = self.length + ROOM - self.held[0].shape[2]
+            self.held = [torch.nn.functional.pad(part, (0, 0, 0, spare)) for part in self.held]
+        for part, states in zip(self.held, new, strict=True):
+            part[:, :, first : self.length] = states
+        keys, values = (part[:, :, : self.length] for part in self.held)
+        return keys, values
 
     def get_seq_length(self) -> int:
         """Tokens held."""

@@ -41,8 +41,9 @@ class Parity:
 
 
 def choose_engine(model: PreTrainedModel, how: Generation, agree: Agree | None = None) -> Generation:
-    """The same generation by the engine that is right for `model`: continuous batching if it passes the check, else padded
-    batches, with a warning. Each rank comes to the same result.
+    """The same generation by the engine that is right for `model`.
+
+    That is continuous batching if it passes the check, else padded batches, with a warning.
 
     Args:
         model: as lent for generation.

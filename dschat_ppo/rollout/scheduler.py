@@ -117,7 +117,7 @@ class Scheduler:
     def _passes(
         self, store: KeyValueStore, leaders: np.ndarray, source: np.ndarray, first: int = 0
     ) -> Iterator[Prefill]:
-        """Forward passes over the prompts of `leaders`, each of at most `PREFILL_TOKENS` tokens, into rows from `first`."""
+        """Forward passes over the prompts of `leaders`, each within `PREFILL_TOKENS`, into rows from `first` on."""
         order = np.argsort(-self.prompt_length[leaders], kind="stable")
         start = 0
         while start < len(order):
