@@ -69,6 +69,7 @@ class PPOPlan:
     generation_batch: int
     generation_batches: int
     micro_batch: int
+    micro_batch_tokens: int
     accumulation: int
     ppo_epochs: int
     train_epochs: int
@@ -112,8 +113,8 @@ class PPOPlan:
                 f"{self.generation_batch} x {self.generation_batches} = {self.rows_per_rank}",
             ),
             ("rows per PPO step", f"{self.rows_per_rank} x {self.world_size} = {self.rollout_rows}"),
-            ("micro-batch per device", f"{self.micro_batch}"),
-            ("micro-batches per optimizer step", f"{self.accumulation}"),
+            ("micro-batch per device", f"up to {self.micro_batch_tokens} tokens, padding included"),
+            ("rows per optimizer step and device", f"{self.micro_batch} x {self.accumulation}"),
             (
                 "global batch",
                 f"{self.micro_batch} x {self.accumulation} x {self.world_size} = {self.global_batch}",
@@ -142,6 +143,8 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int) -> PPOPlan:
         generation_batch=flags.per_device_generation_batch_size,
         generation_batches=flags.generation_batches,
         micro_batch=flags.per_device_training_batch_size,
+        micro_batch_tokens=flags.micro_batch_tokens
+        or flags.per_device_training_batch_size * (flags.max_prompt_seq_len + flags.max_answer_seq_len),
         accumulation=flags.gradient_accumulation_steps,
         ppo_epochs=flags.ppo_epochs,
         train_epochs=flags.num_train_epochs,

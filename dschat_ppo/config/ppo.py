@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from dschat_ppo.config.schema import (
     SCHEDULERS,
@@ -26,10 +26,18 @@ class PPOFlags:
     critic_model_name_or_path: str = flag("reward model: the critic starts from it, the reward stays it")
 
     per_device_generation_batch_size: int = flag("prompts per device in one generation call", 16)
-    per_device_training_batch_size: int = flag("rows of a PPO micro-batch on one device (also of scoring)", 16)
+    per_device_training_batch_size: int = flag(
+        "rows of a PPO micro-batch on one device, if they are at their longest (see --micro_batch_tokens)",
+        16,
+    )
+    micro_batch_tokens: int = flag(
+        "most tokens of one forward pass of scoring and training, padding included; shorter rows go more to a pass. "
+        "0: --per_device_training_batch_size x (--max_prompt_seq_len + --max_answer_seq_len)",
+        0,
+    )
     generation_batches: int = flag("generation calls collected before the updates", 1)
     ppo_epochs: int = flag("passes over the collected experience", 1)
-    gradient_accumulation_steps: int = flag("micro-batches of one optimizer step", 1)
+    gradient_accumulation_steps: int = flag("micro-batches of one optimizer step, if rows were at their longest", 1)
     num_train_epochs: int = flag("passes over the prompts", 1)
     max_prompt_seq_len: int = flag("most tokens of a prompt (longer ones: see --truncation)", 256)
     max_answer_seq_len: int = flag("most new tokens of an answer", 256)
@@ -38,6 +46,11 @@ class PPOFlags:
     top_p: float = flag("nucleus sampling: smallest set of tokens with this probability; 1 = off", 1.0)
     top_k: int = flag("sample among the k likeliest tokens; 0 = off", 0)
 
+    old_logprobs: Literal["recompute", "rollout"] = flag(
+        "the denominators of the ratios: 'recompute' by a forward pass of the actor, 'rollout' takes those recorded "
+        "while sampling and saves the pass",
+        "recompute",
+    )
     kl_coef: float = flag("weight of the per-token KL penalty (k1) in the reward", 0.1)
     reward_clip: float = flag("model scores are clipped to +- this; 0 = off", 5.0)
     missing_eos_penalty: float = flag("subtracted from the score of an answer cut by the length limit", 0.0)
@@ -111,6 +124,7 @@ class PPOFlags:
             print_answers_interval=self.print_answers_interval,
         )
         require_not_negative(
+            micro_batch_tokens=self.micro_batch_tokens,
             top_k=self.top_k,
             kl_coef=self.kl_coef,
             reward_clip=self.reward_clip,

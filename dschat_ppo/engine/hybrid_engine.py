@@ -13,6 +13,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from transformers import PreTrainedModel
 
+from dschat_ppo.models.policy import PolicyModel
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -31,7 +33,8 @@ class HybridEngine:
     @property
     def model(self) -> PreTrainedModel:
         """The wrapped model, as training sees it."""
-        return self.engine.module
+        module = self.engine.module
+        return module.lm if isinstance(module, PolicyModel) else module
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:

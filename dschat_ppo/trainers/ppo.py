@@ -11,7 +11,6 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
 from dschat_ppo.algorithms.masked import masked_sum
 from dschat_ppo.algorithms.policy_loss import ppo_policy_loss
 from dschat_ppo.algorithms.value_loss import clipped_value_loss
@@ -29,7 +28,7 @@ from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.experience.maker import ExperienceMaker, RewardShaping
 from dschat_ppo.experience.mini_dataset import MiniDataset
-from dschat_ppo.models.forward import response_logits, response_values
+from dschat_ppo.models.forward import response_scores, response_values
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_length,
@@ -43,7 +42,7 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metrics import MetricSums
-from dschat_ppo.monitor.rollout_metrics import experience_metrics, phase_metrics
+from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics, phase_metrics
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.rewards.model import ModelReward
 from dschat_ppo.rollout.generator import generate
@@ -92,9 +91,9 @@ class PPOTrainer:
         shaping = RewardShaping(ppo.kl_coef, ppo.reward_clip, ppo.missing_eos_penalty, ppo.gamma, ppo.gae_lambda)
         self.maker = ExperienceMaker(
             engines.actor, engines.reference, engines.critic, ModelReward(engines.reward), shaping, ppo.temperature,
-            plan.micro_batch,
+            plan.micro_batch_tokens, ppo.old_logprobs == "recompute",
         )  # fmt: skip
-        self.mini_dataset = MiniDataset(plan.micro_batch, plan.accumulation, seed)
+        self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, seed)
         self.clock = PhaseClock()
         self.health = HealthWatch()
 
@@ -111,10 +110,20 @@ class PPOTrainer:
                 experience = self.mini_dataset.collect(self.flags.whiten_advantages)
                 metrics = self.update(experience, step)
                 metrics |= experience_metrics(experience, self.flags.kl_coef)
+                metrics |= self._rollout_drift(experience, metrics)
                 self._report(writer, step, metrics)
                 first = first or metrics
                 bar.update()
         return {f"{k}_before": first[k] for k in RESULT} | {f"{k}_after": metrics[k] for k in RESULT}
+
+    def _rollout_drift(self, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
+        """Rollout against training log-probs: over all tokens, or over the first optimizer step if that is where a
+        training forward meets the recorded ones first."""
+        if self.flags.old_logprobs == "recompute":
+            return drift_metrics(experience)
+        return {
+            f"rollout/logprob_diff_{name}": metrics[f"policy/first_log_ratio_abs_{name}"] for name in ("mean", "max")
+        }
 
     def _my_prompts(self, rows: list[int]) -> list[list[int]]:
         """This rank's row numbers, one list per generation call."""
@@ -151,7 +160,7 @@ class PPOTrainer:
         """
         self.engines.train()
         sums = MetricSums()
-        first_ratio = 0.0
+        first = dict[str, float]()
         rates = {
             "lr/actor": learning_rate(self.engines.actor),
             "lr/critic": learning_rate(self.engines.critic),
@@ -162,17 +171,14 @@ class PPOTrainer:
                 for role, norm in norms.items():
                     sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device))
                 if number == 0:
-                    first_ratio = sums.peek_max("policy/log_ratio_abs_max")
+                    first = sums.reduce()
             tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
             self.clock.count_tokens("train", tokens * self.flags.ppo_epochs / dist.world_size())
         skipped = self.engines.actor.skipped_steps + self.engines.critic.skipped_steps
-        first = dist.all_reduce(torch.tensor(first_ratio, device=self.device), "max")
-        return {
-            **sums.reduce(),
-            **rates,
-            "policy/first_log_ratio_abs_max": float(first),
-            "skipped_steps": skipped,
-        }
+        metrics = {**sums.reduce(), **rates, "skipped_steps": skipped}
+        for name in ("mean", "max"):
+            metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
+        return metrics
 
     def update_once(self, micro_batches: list[Experience], num_tokens: float, sums: MetricSums) -> dict[str, float]:
         """One optimizer step of actor and critic; returns their gradient norms."""
@@ -188,10 +194,9 @@ class PPOTrainer:
     def actor_loss(self, rows: Experience, num_tokens: float, sums: MetricSums) -> Tensor:
         """Clipped surrogate minus the entropy bonus, a part of the optimizer step's loss."""
         mask = rows.response_mask
-        logits = response_logits(self.engines.actor, rows)
-        logprobs = token_logprobs(logits, rows.response_ids, self.flags.temperature)
-        keeps_gradient = self.flags.entropy_coef > 0
-        entropy = token_entropy(logits if keeps_gradient else logits.detach(), self.flags.temperature)
+        logprobs, entropy = response_scores(
+            self.engines.actor, rows, self.flags.temperature, entropy_grad=self.flags.entropy_coef > 0
+        )
         policy = ppo_policy_loss(logprobs, rows.old_logprobs, rows.advantages, mask, self.flags.clip_eps, num_tokens)
         sums.add_sum("policy/loss", policy.loss * num_tokens, mask.sum())
         sums.add_mean("policy/entropy", entropy, mask)
@@ -199,7 +204,9 @@ class PPOTrainer:
         sums.add_mean("policy/clip_fraction", policy.clipped.float(), mask)
         sums.add_mean("policy/approx_kl", rows.old_logprobs - logprobs, mask)
         sums.add_max("policy/ratio_max", policy.ratio, mask)
-        sums.add_max("policy/log_ratio_abs_max", (logprobs - rows.old_logprobs).abs(), mask)
+        log_ratio = (logprobs - rows.old_logprobs).detach().abs()
+        sums.add_mean("policy/log_ratio_abs_mean", log_ratio, mask)
+        sums.add_max("policy/log_ratio_abs_max", log_ratio, mask)
         return policy.loss - self.flags.entropy_coef * masked_sum(entropy, mask) / num_tokens
 
     def critic_loss(self, rows: Experience, num_tokens: float, sums: MetricSums) -> Tensor:
@@ -249,6 +256,11 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.total_updates)
     if ppo.top_p < 1 or ppo.top_k > 0:
         logger().info("note: log-probs, KL and ratios are of the distribution before --top_p and --top_k")
+    if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":
+        logger().info(
+            f"note: in {config.run.dtype} log-probs recorded while sampling differ by about 0.01 from those of the "
+            "training forward, so ratios do not begin at 1 (--old_logprobs rollout)"
+        )
     started = time.perf_counter()
     announce("load models")
     open_outputs(output, config, config.run)

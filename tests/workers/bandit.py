@@ -21,7 +21,18 @@ BEST, SECOND = 42, 17
 
 def main() -> None:
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
-    flags = ("--actor_zero_stage", 3, "--critic_zero_stage", 3, "--max_answer_seq_len", 1, "--kl_coef", 0)
+    flags = (
+        "--actor_zero_stage",
+        3,
+        "--critic_zero_stage",
+        3,
+        "--old_logprobs",
+        "rollout",
+        "--max_answer_seq_len",
+        1,
+        "--kl_coef",
+        0,
+    )
     flags += ("--per_device_generation_batch_size", 128, "--per_device_training_batch_size", 64, "--ppo_epochs", 2)
     flags += (
         "--actor_learning_rate",

@@ -123,7 +123,16 @@ def dropout_noise() -> float:
 
 
 FLAGS = ("--actor_zero_stage", 3, "--critic_zero_stage", 3, "--per_device_generation_batch_size", 4)
-FLAGS += ("--per_device_training_batch_size", 4, "--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01)
+FLAGS += (
+    "--micro_batch_tokens",
+    48,
+    "--per_device_training_batch_size",
+    4,
+    "--actor_learning_rate",
+    0.01,
+    "--critic_learning_rate",
+    0.01,
+)
 
 
 def main() -> None:

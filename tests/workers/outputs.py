@@ -10,7 +10,7 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.launch import leave
-from dschat_ppo.models.forward import last_token_scores, position_arguments
+from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.trainers.ppo import save_models
 from workers.ppo_setup import make_trainer
 
@@ -26,14 +26,12 @@ def main() -> None:
     save_models(trainer.engines, trainer.tokenizer, out)
     trainer.engines.eval()
     ids = torch.tensor([[7, 60, 90, 40, 1], [9, 80, 3, 2, 1]])
-    mask = torch.ones_like(ids)
     with torch.no_grad():
-        logits = trainer.engines.actor(
-            input_ids=ids, attention_mask=mask, **position_arguments(trainer.engines.actor.module, mask)
-        )
-        scores = last_token_scores(trainer.engines.critic, ids, mask)
+        scores = last_token_scores(trainer.engines.critic, ids, torch.tensor([5, 5]))
+        with trainer.engines.hybrid.generating() as model:
+            logits = model(ids).logits
     if dist.is_main():
-        torch.save({"ids": ids, "logits": logits.logits, "scores": scores}, out / "expected.pt")
+        torch.save({"ids": ids, "logits": logits, "scores": scores}, out / "expected.pt")
     dist.shutdown()
     leave(0)
 
