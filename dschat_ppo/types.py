@@ -84,11 +84,33 @@ class Experience:
         return self.finish_reason != FinishReason.LENGTH
 
 
+def row_lengths(rows: Rollout | Experience) -> Tensor:
+    """Real tokens of each row, prompt and response, (B,) int64."""
+    return rows.prompt_mask.sum(dim=1) + rows.response_mask.sum(dim=1)
+
+
 def full_sequences(rows: Rollout | Experience) -> tuple[Tensor, Tensor]:
-    """`(input_ids (B, P+R) int64, attention_mask (B, P+R) int64)` of prompt and response together."""
-    input_ids = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)
-    attention_mask = torch.cat([rows.prompt_mask, rows.response_mask], dim=1).long()
-    return input_ids, attention_mask
+    """Prompt and response of each row as one run from slot 0 on, right-padded, so that a token's slot is its position.
+
+    Returns:
+        `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest of the rows. What stands after a row's length is
+        of no meaning: causal attention lets no real token see it.
+    """
+    prompt_lengths, lengths = rows.prompt_mask.sum(dim=1), row_lengths(rows)
+    joined = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)
+    first = rows.prompt_ids.shape[1] - prompt_lengths
+    slots = torch.arange(int(lengths.max()), device=joined.device)
+    return joined.gather(1, (first.unsqueeze(1) + slots).clamp_max(joined.shape[1] - 1)), lengths
+
+
+def response_slots(rows: Rollout | Experience) -> Tensor:
+    """Slot in `full_sequences` of each response token, (B, R) int64; the last real one of the row where there is none.
+
+    The slot before it is where that token is predicted.
+    """
+    columns = torch.arange(rows.response_ids.shape[1], device=rows.response_ids.device)
+    prompt_lengths = rows.prompt_mask.sum(dim=1, keepdim=True)
+    return torch.minimum(prompt_lengths + columns, row_lengths(rows).unsqueeze(1) - 1)
 
 
 def position_ids_of(attention_mask: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def stored_rollout(assets) -> Path:
         "response_ids": torch.randint(5, 300, (16, 8), generator=generator),
         "response_mask": torch.arange(8) < lengths.unsqueeze(1),
         "rollout_logprobs": torch.zeros(16, 8),
-        "ended": lengths < 8,
+        "finish_reason": torch.where(lengths < 8, 0, 2).to(torch.int8),
     }
     torch.save(rollout, assets / "rollout.pt")
     return assets / "rollout.pt"

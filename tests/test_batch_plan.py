@@ -54,9 +54,15 @@ def test_ppo_plan_by_hand():
     assert (plan.rows_per_rank, plan.rollout_rows, plan.global_batch) == (24, 48, 16)
     assert (plan.updates_per_rollout, plan.ppo_steps, plan.total_updates) == (6, 5, 30)
     table = dict(plan.table())
+    assert table["micro-batch per device"] == "up to 2048 tokens, padding included"  # 4 x (256 + 256)
+    assert table["rows per optimizer step and device"] == "4 x 2"
     assert table["rows per PPO step"] == "24 x 2 = 48"
     assert table["updates per PPO step"] == "48 / 16 x 2 = 6"
     assert table["optimizer steps in all"] == "5 x 6 = 30"
+
+
+def test_the_budget_of_a_micro_batch_can_be_given():
+    assert plan_ppo(ppo_flags(micro_batch_tokens=777), prompts=16, world_size=1).micro_batch_tokens == 777
 
 
 def test_training_batches_may_be_larger_than_generation_batches():

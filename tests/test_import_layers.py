@@ -69,6 +69,6 @@ def test_configuration_imports_no_torch(module):
 
 def test_the_reader_of_imports_sees_some():
     names = {name for _, name in imports_of(Path("trainers/ppo.py"))}
-    assert "dschat_ppo.rollout.generator.generate" in names
+    assert "dschat_ppo.trainers.rollouts.Rollouts" in names
     assert "torch" in names
     assert len(MODULES) > 40

@@ -10,6 +10,7 @@ from conftest import tiny_config
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPTNeoXConfig,
@@ -24,17 +25,20 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import (
+    check_causal_lm,
     check_length,
+    check_sequence_classifier,
     check_vocabulary,
     load_causal_lm,
     load_config,
     load_sequence_classifier,
 )
+from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_head import ScalarModel
 
 IDS = torch.tensor([[5, 9, 17, 4, 1, 0, 0], [8, 30, 2, 7, 60, 9, 1]])
-MASK = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
+LENGTHS = torch.tensor([5, 7])
 
 
 @pytest.fixture
@@ -51,13 +55,13 @@ def said():
 def scores_of(folder, new_head=False):
     model = ScalarModel(load_sequence_classifier(str(folder), "fp32", None, new_head)).eval()
     with torch.no_grad():
-        return last_token_scores(model, IDS, MASK)
+        return last_token_scores(model, IDS, LENGTHS)
 
 
 def expected_scores(model):
     """Row by row without padding, by transformers alone."""
     with torch.no_grad():
-        return torch.cat([model(ids[mask.bool()].unsqueeze(0)).logits[0] for ids, mask in zip(IDS, MASK, strict=True)])
+        return torch.cat([model(ids[:n].unsqueeze(0)).logits[0] for ids, n in zip(IDS, LENGTHS, strict=True)])
 
 
 def test_public_reward_model_scores_as_in_transformers(assets):
@@ -73,13 +77,11 @@ def test_learned_absolute_positions_and_another_architecture(tmp_path):
     torch.testing.assert_close(scores_of(tmp_path), expected_scores(model), rtol=0, atol=1e-5)
 
 
-def test_left_padding_gives_the_same_scores(assets):
-    model = ScalarModel(load_sequence_classifier(str(assets / "reward"), "fp32", None, False)).eval()
-    left_ids, left_mask = IDS.roll(2, dims=1), MASK.roll(2, dims=1)
-    with torch.no_grad():
-        right = last_token_scores(model, IDS, MASK)[:1]
-        left = last_token_scores(model, left_ids, left_mask)[:1]
-    torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
+def test_a_model_that_sees_the_future_is_refused(tmp_path):
+    Gemma3TextConfig(use_bidirectional_attention=True).save_pretrained(tmp_path)
+    for check in (check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)):
+        with pytest.raises(UserError, match="use_bidirectional_attention"):
+            check(str(tmp_path))
 
 
 def write_deepspeed_chat(model, folder, safe):
@@ -185,18 +187,18 @@ def test_model_from_a_deepspeed_chat_checkpoint_is_saved_for_plain_transformers(
 
 def test_tied_weights_survive_saving(assets, tmp_path):
     LlamaForCausalLM(tiny_config(tie_word_embeddings=True)).save_pretrained(tmp_path / "tied")
-    module = load_causal_lm(str(tmp_path / "tied"), "fp32", None)
+    module = PolicyModel(load_causal_lm(str(tmp_path / "tied"), "fp32", None))
     again = saved_and_loaded(module, tmp_path / "new", LlamaForCausalLM, assets)
     assert again.lm_head.weight is again.model.embed_tokens.weight
     with torch.no_grad():
-        torch.testing.assert_close(again(IDS).logits, module.eval()(IDS).logits, rtol=0, atol=0)
+        torch.testing.assert_close(again(IDS).logits, module.lm.eval()(IDS).logits, rtol=0, atol=0)
 
 
 def test_generation_config_that_transformers_refuses_to_save_loses_nothing(assets, tmp_path):
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path / "old")
     settings = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 7]}
     (tmp_path / "old/generation_config.json").write_text(json.dumps(settings))
-    module = load_causal_lm(str(tmp_path / "old"), "fp32", None)
+    module = PolicyModel(load_causal_lm(str(tmp_path / "old"), "fp32", None))
     again = saved_and_loaded(module, tmp_path / "new", LlamaForCausalLM, assets)
     assert again.generation_config.temperature == 0.6
     assert again.generation_config.eos_token_id == [1, 7]

@@ -13,10 +13,12 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from dschat_ppo.common import dist
 from dschat_ppo.experience.maker import ExperienceMaker, RewardShaping, shape_scores
+from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.rewards.model import ModelReward
-from dschat_ppo.types import Rollout
+from dschat_ppo.types import FinishReason, Rollout
 
 VOCABULARY = 32
 PROMPT_LENGTHS = (2, 5, 1, 4, 3)
@@ -36,8 +38,8 @@ GPT2 = GPT2Config(
 def models_of(language_model, classifier, config) -> dict[str, torch.nn.Module]:
     torch.manual_seed(0)
     return {
-        "actor": language_model(config).eval(),
-        "reference": language_model(config).eval(),
+        "actor": PolicyModel(language_model(config)).eval(),
+        "reference": PolicyModel(language_model(config)).eval(),
         "critic": ScalarModel(classifier(config)).eval(),
         "reward": ScalarModel(classifier(config)).eval(),
     }
@@ -70,19 +72,19 @@ def rollout(padding_seed: int = 0) -> Rollout:
         response_ids=ids(response_mask),
         response_mask=response_mask,
         rollout_logprobs=torch.where(response_mask, -1.0, 0.0),
-        ended=torch.tensor([True, False, True, False, True]),
+        finish_reason=torch.tensor([0, 2, 1, 2, 0], dtype=torch.int8),
     )
 
 
-def maker_of(models, shaping=SHAPING, micro_batch=2, reward=None) -> ExperienceMaker:
+def maker_of(models, shaping=SHAPING, budget=20, reward=None, recompute=True) -> ExperienceMaker:
     reward = reward or ModelReward(models["reward"])
     return ExperienceMaker(
-        models["actor"], models["reference"], models["critic"], reward, shaping, TEMPERATURE, micro_batch
+        models["actor"], models["reference"], models["critic"], reward, shaping, TEMPERATURE, budget, recompute
     )
 
 
 def logprobs_alone(model, prompt: torch.Tensor, response: torch.Tensor) -> list[float]:
-    logits = model(input_ids=torch.cat([prompt, response]).unsqueeze(0), use_cache=False).logits[0].double()
+    logits = model.lm(input_ids=torch.cat([prompt, response]).unsqueeze(0), use_cache=False).logits[0].double()
     table = torch.log_softmax(logits / TEMPERATURE, dim=-1)
     return [table[len(prompt) + t - 1, int(token)].item() for t, token in enumerate(response)]
 
@@ -113,10 +115,10 @@ def row_alone(models, rows: Rollout, row: int) -> dict[str, list[float] | float]
             "advantages": advantages, "returns": returns}  # fmt: skip
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 5])
-def test_every_field_matches_the_row_alone(models, micro_batch):
+@pytest.mark.parametrize("budget", [1, 12, 1000])
+def test_every_field_matches_the_row_alone(models, budget):
     rows = rollout()
-    experience = maker_of(models, micro_batch=micro_batch).make(rows)
+    experience = maker_of(models, budget=budget).make(rows)
     for row in range(5):
         for name, expected in row_alone(models, rows, row).items():
             value = getattr(experience, name)[row]
@@ -139,12 +141,13 @@ def test_the_rollout_is_carried_over(models):
     assert torch.equal(experience.response_ids[rows.response_mask], rows.response_ids[rows.response_mask])
     assert torch.equal(experience.prompt_ids[experience.prompt_mask], rows.prompt_ids[rows.prompt_mask])
     assert torch.equal(experience.rollout_logprobs, rows.rollout_logprobs)
-    assert torch.equal(experience.ended, rows.ended)
+    assert torch.equal(experience.finish_reason, rows.finish_reason)
 
 
 def test_empty_answers_keep_their_row(models):
     rows = rollout()
-    empty = replace(rows, response_mask=torch.zeros_like(rows.response_mask), ended=torch.zeros(5, dtype=torch.bool))
+    cut = torch.full((5,), FinishReason.LENGTH, dtype=torch.int8)
+    empty = replace(rows, response_mask=torch.zeros_like(rows.response_mask), finish_reason=cut)
     experience = maker_of(models).make(empty)
     assert experience.scores.shape == (5,)
     assert experience.response_ids.shape[1] >= 1
@@ -195,10 +198,56 @@ def test_scores_are_clipped_then_penalised_where_eos_is_missing(clip, penalty, e
 def test_shaped_scores_go_into_rewards_and_the_models_own_into_scores(models):
     raw = torch.tensor([9.0, 9.0, -9.0, 9.0, 1.0])
     shaping = RewardShaping(kl_coef=0.0, reward_clip=2.0, missing_eos_penalty=0.5, gamma=1.0, gae_lambda=1.0)
-    experience = maker_of(models, shaping, micro_batch=5, reward=lambda rows: raw).make(rollout())
+    of_length = dict(zip(LENGTHS, raw.tolist(), strict=True))
+
+    def reward(rows):
+        return torch.tensor([of_length[n] for n in rows.response_mask.sum(dim=1).tolist()])
+
+    experience = maker_of(models, shaping, budget=20, reward=reward).make(rollout())
     assert torch.equal(experience.scores, raw)
     # Row 1 is empty; rows 1 and 3 lack their EOS.
     assert experience.rewards.sum(dim=1).tolist() == [2.0, 0.0, -2.0, 1.5, 1.0]
+
+
+@pytest.mark.parametrize(("budget", "sizes"), [(1, [1, 1, 1, 1, 1]), (12, [1, 2, 2]), (20, [2, 3]), (50, [5])])
+def test_passes_keep_the_budget_longest_rows_first(models, budget, sizes):
+    # tokens of the rows: 6, 5, 2, 10, 6
+    seen = []
+
+    def reward(rows):
+        seen.append((rows.prompt_mask.sum(1) + rows.response_mask.sum(1)).tolist())
+        return torch.zeros(len(rows.ended))
+
+    maker_of(models, budget=budget, reward=reward).make(rollout())
+    assert [len(part) for part in seen] == sizes
+    assert sum(seen, []) == [10, 6, 6, 5, 2]
+
+
+def test_a_rank_with_fewer_passes_makes_more_and_keeps_its_rows(models, monkeypatch):
+    passes = []
+
+    def reward(rows):
+        passes.append(len(rows.ended))
+        return torch.zeros(len(rows.ended))
+
+    monkeypatch.setattr(dist, "all_reduce", lambda value, op: value + 3)
+    experience = maker_of(models, budget=20, reward=reward).make(rollout())
+    assert passes == [2, 3, 3, 3, 3]
+    assert torch.equal(experience.response_mask, rollout().response_mask)
+
+
+def test_recorded_logprobs_replace_the_actors_pass(models):
+    rows = rollout()
+
+    def forbidden(*_):
+        raise AssertionError("the actor was run")
+
+    experience = maker_of({**models, "actor": forbidden}, recompute=False).make(rows)
+    assert torch.equal(experience.old_logprobs, rows.rollout_logprobs)
+    expected = maker_of(models).make(rows)
+    assert torch.equal(experience.ref_logprobs, expected.ref_logprobs)
+    kl_difference = SHAPING.kl_coef * (experience.old_logprobs - expected.old_logprobs)
+    torch.testing.assert_close(experience.rewards, expected.rewards - kl_difference, rtol=0, atol=1e-6)
 
 
 def test_scoring_leaves_no_gradient(models):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from dschat_ppo.common import dist
 from dschat_ppo.experience.mini_dataset import MiniDataset
 from dschat_ppo.types import Experience
 
@@ -28,7 +29,7 @@ def experience(rows: range) -> Experience:
         response_ids=numbers,
         response_mask=mask,
         rollout_logprobs=value,
-        ended=torch.tensor([row % 2 == 0 for row in rows]),
+        finish_reason=torch.tensor([row % 2 * 2 for row in rows], dtype=torch.int8),
         old_logprobs=value,
         ref_logprobs=value,
         values=value,
@@ -39,9 +40,9 @@ def experience(rows: range) -> Experience:
     )
 
 
-def collected(micro_batch=2, accumulation=1, seed=0, whiten=False) -> tuple[MiniDataset, Experience]:
+def collected(rows_per_update=2, budget=1000, seed=0, whiten=False) -> tuple[MiniDataset, Experience]:
     """Rows 0 to 7, brought in three calls of different widths."""
-    dataset = MiniDataset(micro_batch, accumulation, seed)
+    dataset = MiniDataset(rows_per_update, budget, seed)
     for rows in (range(3), range(3, 4), range(4, 8)):
         dataset.add(experience(rows))
     return dataset, dataset.collect(whiten)
@@ -76,27 +77,79 @@ def test_collect_empties_the_cache():
     assert dataset.collect(whiten=False).scores.tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(("micro_batch", "accumulation"), [(1, 1), (2, 1), (1, 4), (2, 2), (4, 2), (8, 1)])
-def test_every_row_is_served_once_an_epoch(micro_batch, accumulation):
-    dataset, rows = collected(micro_batch, accumulation)
+def tokens_of(row: int) -> int:
+    return row % 3 + 1 + LENGTHS[row]
+
+
+@pytest.mark.parametrize("budget", [1, 5, 9, 14, 1000])
+@pytest.mark.parametrize("rows_per_update", [1, 2, 4, 8])
+def test_every_row_is_served_once_an_epoch_within_the_budget(rows_per_update, budget):
+    dataset, rows = collected(rows_per_update, budget)
     updates = list(dataset.updates(rows, ppo_epochs=3, step=1))
-    per_epoch = 8 // (micro_batch * accumulation)
+    per_epoch = 8 // rows_per_update
     assert len(updates) == 3 * per_epoch
     for epoch in range(3):
         part = updates[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert Counter(served(part)) == Counter(range(8))
     for update in updates:
-        assert [len(part.scores) for part in update.micro_batches] == [micro_batch] * accumulation
+        assert len(served([update])) == rows_per_update
+        for part in update.micro_batches:
+            longest = max(tokens_of(int(score)) for score in part.scores)
+            assert len(part.scores) == 1 or len(part.scores) * longest <= budget
 
 
 def test_rows_stay_whole_in_micro_batches_and_are_cut_to_their_longest():
-    dataset, rows = collected(2)
+    dataset, rows = collected(4, 10)
+    sizes = set()
     for update in dataset.updates(rows, ppo_epochs=2, step=1):
         for part in update.micro_batches:
-            for place in range(2):
+            sizes.add(len(part.scores))
+            for place in range(len(part.scores)):
                 check_row(part, place)
             longest = max(LENGTHS[int(score)] for score in part.scores)
             assert part.response_ids.shape[1] == max(1, longest)
+    assert len(sizes) > 1
+
+
+def updates_of_two_ranks(dataset, rows, monkeypatch) -> list[list]:
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    ranks = []
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        ranks.append(list(dataset.updates(rows, ppo_epochs=2, step=1)))
+    monkeypatch.undo()
+    return ranks
+
+
+@pytest.mark.parametrize("budget", [4, 5, 7, 9, 1000])
+@pytest.mark.parametrize("rows_per_update", [4, 8])
+def test_two_ranks_share_the_update_of_one_and_make_as_many_passes(monkeypatch, rows_per_update, budget):
+    dataset, rows = collected(rows_per_update, budget)
+    ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
+    for first, second, whole in zip(*ranks, dataset.updates(rows, ppo_epochs=2, step=1), strict=True):
+        assert len(first.micro_batches) == len(second.micro_batches)
+        assert first.num_tokens == second.num_tokens == whole.num_tokens
+        parts = first.micro_batches + second.micro_batches
+        counted = Counter()
+        for part in parts:
+            for score, mask in zip(part.scores, part.response_mask, strict=True):
+                counted[int(score)] += int(mask.sum())
+        assert counted == {row: LENGTHS[row] for row in served([whole])}
+
+
+def test_a_rank_with_fewer_micro_batches_fills_up_with_rows_that_count_for_nothing(monkeypatch):
+    # Rows 5, 2, 7, 0 have 8, 7, 5, 4 tokens: rank 0 is dealt 5 and 0, rank 1 is dealt 2 and 7. In 14 tokens, 2 and 7
+    # make one pass, 5 and 0 two.
+    dataset = MiniDataset(4, 14, 0)
+    for row in (0, 2, 5, 7):
+        dataset.add(experience(range(row, row + 1)))
+    rows = dataset.collect(whiten=False)
+    ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
+    sizes = [[part.scores.tolist() for part in rank[0].micro_batches] for rank in ranks]
+    assert sizes == [[[5.0], [0.0]], [[2.0, 7.0], [0.0]]]
+    filler = ranks[1][0].micro_batches[1]
+    assert not filler.response_mask.any()
+    assert ranks[0][0].micro_batches[1].response_mask.any()
 
 
 def test_epochs_and_steps_shuffle_single_rows_differently():
@@ -111,23 +164,23 @@ def test_epochs_and_steps_shuffle_single_rows_differently():
     assert served(dataset.updates(rows, ppo_epochs=1, step=1)) == first
 
 
-def test_order_depends_on_the_seed_and_not_on_the_micro_batch_split():
+def test_rows_of_an_update_depend_on_the_seed_and_not_on_the_budget():
     orders = []
-    for micro_batch, accumulation, seed in ((4, 1, 0), (2, 2, 0), (1, 4, 0), (4, 1, 1)):
-        dataset, rows = collected(micro_batch, accumulation, seed)
-        orders.append(served(dataset.updates(rows, ppo_epochs=2, step=1)))
+    for budget, seed in ((1000, 0), (8, 0), (1, 0), (1000, 1)):
+        dataset, rows = collected(4, budget, seed)
+        orders.append([sorted(served([update])) for update in dataset.updates(rows, ppo_epochs=2, step=1)])
     assert orders[0] == orders[1] == orders[2]
     assert orders[0] != orders[3]
 
 
 def test_num_tokens_counts_the_valid_tokens_of_the_update():
-    dataset, rows = collected(2, 2)
+    dataset, rows = collected(4, 8)
     for update in dataset.updates(rows, ppo_epochs=2, step=1):
         assert update.num_tokens == sum(LENGTHS[row] for row in served([update]))
 
 
 def test_num_tokens_of_empty_answers_can_divide():
-    dataset = MiniDataset(1, 1, 0)
+    dataset = MiniDataset(1, 8, 0)
     dataset.add(experience(range(3, 4)))
     [update] = dataset.updates(dataset.collect(whiten=True), ppo_epochs=1, step=1)
     assert update.num_tokens == 1.0
@@ -146,8 +199,8 @@ def test_whitening_covers_all_valid_tokens_and_touches_advantages_only():
             assert torch.equal(getattr(plain, field.name), getattr(white, field.name)), field.name
 
 
-@pytest.mark.parametrize(("micro_batch", "accumulation"), [(3, 1), (5, 1), (2, 3), (16, 1)])
-def test_rows_that_do_not_fill_the_updates_are_an_error(micro_batch, accumulation):
-    dataset, rows = collected(micro_batch, accumulation)
-    with pytest.raises(ValueError, match=f"8 rows are not a multiple of {micro_batch * accumulation}"):
+@pytest.mark.parametrize("rows_per_update", [3, 5, 6, 16])
+def test_rows_that_do_not_fill_the_updates_are_an_error(rows_per_update):
+    dataset, rows = collected(rows_per_update)
+    with pytest.raises(ValueError, match=f"8 rows are not a multiple of {rows_per_update}"):
         list(dataset.updates(rows, ppo_epochs=1, step=1))

@@ -28,9 +28,23 @@ def test_saved_models_give_the_same_logits_in_plain_transformers(assets, tmp_pat
     assert (tmp_path / "actor/generation_config.json").exists()
 
 
-def test_ppo_finds_the_best_arm_of_a_bandit(assets, tmp_path):
-    succeed(deepspeed(2, "tests/workers/bandit.py", assets, tmp_path / "found"))
-    found = json.loads((tmp_path / "found").read_text())
+@pytest.fixture(scope="module")
+def bandit(assets, tmp_path_factory):
+    """Folder of a run with `--old_logprobs rollout`."""
+    folder = tmp_path_factory.mktemp("bandit")
+    succeed(deepspeed(2, "tests/workers/bandit.py", assets, folder / "found"))
+    return folder
+
+
+def test_ppo_finds_the_best_arm_of_a_bandit(bandit):
+    found = json.loads((bandit / "found").read_text())
     assert found["first"] < 0.2
     assert found["last"] > 0.9
     assert min(found["probability"]) > 0.9
+
+
+def test_recorded_logprobs_are_compared_with_the_first_training_forward(bandit):
+    for line in map(json.loads, (bandit / "metrics.jsonl").read_text().splitlines()):
+        assert 0 < line["rollout/logprob_diff_max"] < 1e-4
+        assert line["rollout/logprob_diff_max"] == line["policy/first_log_ratio_abs_max"]
+        assert 0 < line["rollout/logprob_diff_mean"] < line["rollout/logprob_diff_max"]

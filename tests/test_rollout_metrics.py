@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.monitor.rollout_metrics import experience_metrics
+from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics
 from dschat_ppo.types import Experience
 
 LENGTHS = (4, 1, 0, 3)
@@ -26,7 +26,7 @@ def experience(**changes) -> Experience:
         "response_ids": torch.randint(0, 9, (4, 5), generator=generator),
         "response_mask": mask,
         "rollout_logprobs": per_token(),
-        "ended": torch.tensor([True, True, False, False]),
+        "finish_reason": torch.tensor([0, 1, 2, 2], dtype=torch.int8),
         "old_logprobs": per_token(),
         "ref_logprobs": per_token(),
         "values": per_token(),
@@ -75,7 +75,8 @@ def metrics_by_loop(rows: Experience) -> dict[str, float]:
 
 def test_every_metric_matches_a_loop_over_uneven_rows():
     rows = experience()
-    assert experience_metrics(rows, KL_COEF) == pytest.approx(metrics_by_loop(rows), rel=1e-5, abs=1e-6)
+    found = experience_metrics(rows, KL_COEF) | drift_metrics(rows)
+    assert found == pytest.approx(metrics_by_loop(rows), rel=1e-5, abs=1e-6)
 
 
 def test_ids_in_padding_change_nothing():
@@ -99,7 +100,7 @@ def test_empty_answers_alone_give_finite_numbers():
     zeros = torch.zeros(4, 5)
     names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
     rows = experience(response_mask=torch.zeros(4, 5, dtype=torch.bool), **dict.fromkeys(names, zeros))
-    metrics = experience_metrics(rows, KL_COEF)
+    metrics = experience_metrics(rows, KL_COEF) | drift_metrics(rows)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["answers/length_max"] == 0.0
     assert metrics["answers/distinct_share"] == 0.25

@@ -1,17 +1,19 @@
 """Records of rows: joining, cutting and padding them, to known values."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
 from dschat_ppo.types import (
     Experience,
+    FinishReason,
     PromptBatch,
     Rollout,
     concat_rows,
     full_sequences,
     pad_rows,
     position_ids_of,
+    response_slots,
     select_rows,
     to_device,
 )
@@ -25,7 +27,7 @@ def rollout() -> Rollout:
         response_ids=torch.tensor([[41, 42, 80], [81, 82, 83], [51, 84, 85]]),
         response_mask=torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]]).bool(),
         rollout_logprobs=torch.tensor([[-1.0, -2.0, 0.0], [0.0, 0.0, 0.0], [-3.0, 0.0, 0.0]]),
-        ended=torch.tensor([True, False, False]),
+        finish_reason=torch.tensor([FinishReason.EOS, FinishReason.LENGTH, FinishReason.LENGTH], dtype=torch.int8),
     )
 
 
@@ -52,11 +54,32 @@ def real_tokens(rows) -> list[tuple[list[int], list[int], list[float]]]:
 REAL = [([11], [41, 42], [-1.0, -2.0]), ([21, 22, 23], [], []), ([31, 32], [51], [-3.0])]
 
 
-def test_full_sequences_join_prompt_and_response():
-    ids, mask = full_sequences(rollout())
-    assert ids[0].tolist() == [90, 91, 92, 11, 41, 42, 80]
-    assert mask.tolist() == [[0, 0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0]]
-    assert ids.dtype == mask.dtype == torch.int64
+def test_full_sequences_begin_at_slot_0_and_are_as_long_as_the_longest():
+    ids, lengths = full_sequences(rollout())
+    assert lengths.tolist() == [3, 3, 3]
+    assert ids.tolist() == [[11, 41, 42], [21, 22, 23], [31, 32, 51]]
+    ids, lengths = full_sequences(select_rows(rollout(), torch.tensor([0])))
+    assert ids.tolist() == [[11, 41, 42]]
+    wider = pad_rows(rollout(), 6, 5)
+    assert full_sequences(wider)[0].tolist() == [[11, 41, 42], [21, 22, 23], [31, 32, 51]]
+
+
+def test_full_sequences_of_uneven_rows():
+    rows = replace(rollout(), response_mask=torch.tensor([[1, 0, 0], [1, 1, 1], [0, 0, 0]]).bool())
+    ids, lengths = full_sequences(rows)
+    assert lengths.tolist() == [2, 6, 2]
+    assert ids.shape == (3, 6)
+    assert [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)] == [
+        [11, 41], [21, 22, 23, 81, 82, 83], [31, 32]
+    ]  # fmt: skip
+
+
+def test_response_slots_point_at_the_response_tokens():
+    rows = rollout()
+    ids, _ = full_sequences(rows)
+    slots = response_slots(rows)
+    assert slots.tolist() == [[1, 2, 2], [2, 2, 2], [2, 2, 2]]
+    assert torch.equal(ids.gather(1, slots)[rows.response_mask], rows.response_ids[rows.response_mask])
 
 
 def test_positions_start_at_the_first_real_token():

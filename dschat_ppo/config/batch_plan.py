@@ -68,16 +68,28 @@ class PPOPlan:
     world_size: int
     generation_batch: int
     generation_batches: int
+    samples: int
     micro_batch: int
+    micro_batch_tokens: int
     accumulation: int
     ppo_epochs: int
     train_epochs: int
     stop_step: int
 
     @property
-    def rows_per_rank(self) -> int:
-        """Rows that one rank generates in one PPO step."""
+    def prompts_per_rank(self) -> int:
+        """Prompts that one rank answers in one PPO step."""
         return self.generation_batch * self.generation_batches
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Answers that one rank generates in one PPO step."""
+        return self.prompts_per_rank * self.samples
+
+    @property
+    def rollout_prompts(self) -> int:
+        """Prompts of one PPO step over all ranks."""
+        return self.prompts_per_rank * self.world_size
 
     @property
     def rollout_rows(self) -> int:
@@ -95,7 +107,7 @@ class PPOPlan:
 
     @property
     def ppo_steps(self) -> int:
-        steps = -(-self.prompts * self.train_epochs // self.rollout_rows)
+        steps = -(-self.prompts * self.train_epochs // self.rollout_prompts)
         return min(steps, self.stop_step) if self.stop_step else steps
 
     @property
@@ -108,12 +120,12 @@ class PPOPlan:
             ("prompts", f"{self.prompts}"),
             ("ranks", f"{self.world_size}"),
             (
-                "generated per rank",
-                f"{self.generation_batch} x {self.generation_batches} = {self.rows_per_rank}",
+                "answers per rank",
+                f"{self.generation_batch} x {self.generation_batches} prompts x {self.samples} = {self.rows_per_rank}",
             ),
             ("rows per PPO step", f"{self.rows_per_rank} x {self.world_size} = {self.rollout_rows}"),
-            ("micro-batch per device", f"{self.micro_batch}"),
-            ("micro-batches per optimizer step", f"{self.accumulation}"),
+            ("micro-batch per device", f"up to {self.micro_batch_tokens} tokens, padding included"),
+            ("rows per optimizer step and device", f"{self.micro_batch} x {self.accumulation}"),
             (
                 "global batch",
                 f"{self.micro_batch} x {self.accumulation} x {self.world_size} = {self.global_batch}",
@@ -141,19 +153,23 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int) -> PPOPlan:
         world_size=world_size,
         generation_batch=flags.per_device_generation_batch_size,
         generation_batches=flags.generation_batches,
+        samples=flags.n_samples_per_prompt,
         micro_batch=flags.per_device_training_batch_size,
+        micro_batch_tokens=flags.micro_batch_tokens
+        or flags.per_device_training_batch_size * (flags.max_prompt_seq_len + flags.max_answer_seq_len),
         accumulation=flags.gradient_accumulation_steps,
         ppo_epochs=flags.ppo_epochs,
         train_epochs=flags.num_train_epochs,
         stop_step=flags.test_stop_step,
     )
     per_update = plan.micro_batch * plan.accumulation
+    made, taken = plan.rows_per_rank, per_update
     require(
-        plan.rows_per_rank % per_update == 0,
+        made % taken == 0,
         "the rows of a PPO step are not a whole number of optimizer steps: "
         f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
-        f"= {plan.rows_per_rank} rows per device, but an optimizer step takes --per_device_training_batch_size "
-        f"{plan.micro_batch} x --gradient_accumulation_steps {plan.accumulation} = {per_update}; "
-        f"{plan.rows_per_rank} / {per_update} leaves {plan.rows_per_rank % per_update}",
+        f"x --n_samples_per_prompt {plan.samples} = {made} rows per device, but an optimizer step takes "
+        f"--per_device_training_batch_size {plan.micro_batch} x --gradient_accumulation_steps {plan.accumulation} "
+        f"= {taken}; {made} / {taken} leaves {made % taken}",
     )
     return plan

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from dschat_ppo.config.schema import (
     SCHEDULERS,
     ZERO_STAGES,
     flag,
+    flag_list,
     require,
     require_fraction,
     require_not_negative,
@@ -25,19 +26,51 @@ class PPOFlags:
     actor_model_name_or_path: str = flag("SFT model: the actor starts from it, the reference stays it")
     critic_model_name_or_path: str = flag("reward model: the critic starts from it, the reward stays it")
 
-    per_device_generation_batch_size: int = flag("prompts per device in one generation call", 16)
-    per_device_training_batch_size: int = flag("rows of a PPO micro-batch on one device (also of scoring)", 16)
-    generation_batches: int = flag("generation calls collected before the updates", 1)
+    per_device_generation_batch_size: int = flag(
+        "prompts per device; times --generation_batches, those of one PPO step", 16
+    )
+    per_device_training_batch_size: int = flag(
+        "rows of a PPO micro-batch on one device, if they are at their longest (see --micro_batch_tokens)",
+        16,
+    )
+    micro_batch_tokens: int = flag(
+        "most tokens of one forward pass of scoring and training, padding included; shorter rows go more to a pass. "
+        "0: --per_device_training_batch_size x (--max_prompt_seq_len + --max_answer_seq_len)",
+        0,
+    )
+    generation_batches: int = flag("multiplies --per_device_generation_batch_size", 1)
     ppo_epochs: int = flag("passes over the collected experience", 1)
-    gradient_accumulation_steps: int = flag("micro-batches of one optimizer step", 1)
+    gradient_accumulation_steps: int = flag("micro-batches of one optimizer step, if rows were at their longest", 1)
     num_train_epochs: int = flag("passes over the prompts", 1)
     max_prompt_seq_len: int = flag("most tokens of a prompt (longer ones: see --truncation)", 256)
     max_answer_seq_len: int = flag("most new tokens of an answer", 256)
 
     temperature: float = flag("sampling temperature; scoring uses the same", 1.0)
     top_p: float = flag("nucleus sampling: smallest set of tokens with this probability; 1 = off", 1.0)
-    top_k: int = flag("sample among the k likeliest tokens; 0 = off", 0)
+    top_k: int = flag("sample among the k likeliest tokens; 0 = off, 1 = greedy", 0)
+    min_p: float = flag("sample among tokens at least this likely, in units of the likeliest; 0 = off", 0.0)
+    repetition_penalty: float = flag("above 1 makes tokens that stand in prompt or answer less likely; 1 = off", 1.0)
+    n_samples_per_prompt: int = flag("answers sampled for each prompt", 1)
+    min_answer_seq_len: int = flag("fewest new tokens of an answer: no EOS or stop token comes before", 0)
+    stop_strings: list[str] = flag_list("texts that end an answer (the text itself belongs to it)", list)
+    stop_token_ids: list[int] = flag_list("token ids that end an answer, besides EOS", list)
+    rollout_rows: int = flag("answers at work at a time on one device; 0 = as many as memory allows, up to 256", 0)
+    rollout_engine: Literal["auto", "padded"] = flag(
+        "'auto' generates by continuous batching where a check at the start finds it right for the model; 'padded' "
+        "by batches that wait for their last row",
+        "auto",
+    )
+    prepack_weights: bool = flag("lay weights out for oneDNN while generating (CPU, bf16); costs their memory", True)
+    unpin_actor_parameters: bool = flag(
+        "gather ZeRO-3 parameters layer by layer while generating, instead of all of them once: less memory, slower",
+        False,
+    )
 
+    old_logprobs: Literal["auto", "recompute", "rollout"] = flag(
+        "the denominators of the ratios: 'recompute' by a forward pass of the actor; 'rollout' takes those recorded "
+        "while sampling and saves the pass; 'auto' is 'rollout' in fp32 and 'recompute' in bf16 and fp16",
+        "auto",
+    )
     kl_coef: float = flag("weight of the per-token KL penalty (k1) in the reward", 0.1)
     reward_clip: float = flag("model scores are clipped to +- this; 0 = off", 5.0)
     missing_eos_penalty: float = flag("subtracted from the score of an answer cut by the length limit", 0.0)
@@ -77,7 +110,6 @@ class PPOFlags:
     add_eot_token: bool = flag("kept for old scripts: the tokenizer's EOS ends every answer", False)
     enable_hybrid_engine: bool = flag("kept for old scripts: the hybrid engine is always used", False)
     release_inference_cache: bool = flag("kept for old scripts: the cache is always released after a rollout", False)
-    unpin_actor_parameters: bool = flag("do not keep gathered ZeRO-3 parameters during generation", False)
     inference_tp_size: int = flag("tensor-parallel degree of generation", 1)
     tp_gather_partition_size: int = flag("layers gathered at once for tensor-parallel generation", 8)
     unsupervised_dataset_name: str | None = flag("data set of the PTX loss", None)
@@ -109,9 +141,14 @@ class PPOFlags:
             actor_learning_rate=self.actor_learning_rate,
             critic_learning_rate=self.critic_learning_rate,
             print_answers_interval=self.print_answers_interval,
+            n_samples_per_prompt=self.n_samples_per_prompt,
+            repetition_penalty=self.repetition_penalty,
         )
         require_not_negative(
+            micro_batch_tokens=self.micro_batch_tokens,
             top_k=self.top_k,
+            min_answer_seq_len=self.min_answer_seq_len,
+            rollout_rows=self.rollout_rows,
             kl_coef=self.kl_coef,
             reward_clip=self.reward_clip,
             missing_eos_penalty=self.missing_eos_penalty,
@@ -124,12 +161,18 @@ class PPOFlags:
             max_grad_norm=self.max_grad_norm,
         )
         require_fraction(actor_dropout=self.actor_dropout, critic_dropout=self.critic_dropout)
+        require(0 <= self.min_p < 1, f"--min_p must be at least 0 and below 1, got {self.min_p}")
         for name, value in (("top_p", self.top_p), ("gamma", self.gamma), ("gae_lambda", self.gae_lambda)):
             require(0 <= value <= 1, f"--{name} must lie between 0 and 1, got {value}")
         require(self.top_p > 0, "--top_p must be above 0")
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        require(
+            self.min_answer_seq_len <= self.max_answer_seq_len,
+            f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}",
+        )
+        require(all(self.stop_strings), "--stop_strings must not be empty texts")
         require(
             not self.offload_reference_model or self.actor_zero_stage == 3,
             "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in host memory",

@@ -22,8 +22,8 @@ def flag(help: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def flag_list(help: str, default: Callable[[], list[str]]) -> Any:
-    """A flag that takes one or more strings."""
+def flag_list(help: str, default: Callable[[], list[Any]]) -> Any:
+    """A flag that takes one or more values."""
     return field(default_factory=default, metadata={"help": help})
 
 

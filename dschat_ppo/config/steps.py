@@ -115,7 +115,6 @@ STEPS = {
             "unsupervised_dataset_name": "the PTX loss",
             "unsupervised_dataset_config_name": "the PTX loss",
             "unsup_coef": "the PTX loss",
-            "unpin_actor_parameters": "layer-by-layer generation",
             "inference_tp_size": "tensor-parallel generation",
             "tp_gather_partition_size": "tensor-parallel generation",
             "align_overflow": "aligned fp16 overflow handling",

@@ -16,21 +16,20 @@ from dschat_ppo.types import PromptBatch
 
 @dataclass(frozen=True)
 class SFTBatch:
-    """Right-padded rows: `input_ids` (B, T) int64, `attention_mask` (B, T) int64, and `loss_mask` (B, T) bool, True on
-    tokens that are to be predicted (never on the first token, never on a filler row)."""
+    """Right-padded rows: `input_ids` (B, T) int64, and `loss_mask` (B, T) bool, True on tokens that are to be predicted
+    (never on the first token, never on a filler row)."""
 
     input_ids: Tensor
-    attention_mask: Tensor
     loss_mask: Tensor
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """B pairs as 2B right-padded rows, all chosen answers first: `input_ids` (2B, T) int64, `attention_mask` (2B, T)
+    """B pairs as 2B right-padded rows, all chosen answers first: `input_ids` (2B, T) int64, `lengths` (2B,)
     int64, `pair_mask` (B,) bool (False on filler pairs), `margin` (B,) fp32."""
 
     input_ids: Tensor
-    attention_mask: Tensor
+    lengths: Tensor
     pair_mask: Tensor
     margin: Tensor
 
@@ -53,7 +52,7 @@ def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_pro
     ids, mask = _right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
     starts = torch.tensor([1 if train_on_prompt else len(r["prompt_ids"]) for r in records])
     loss_mask = (torch.arange(ids.shape[1]) >= starts.unsqueeze(1)) & mask.bool() & torch.tensor(real).unsqueeze(1)
-    return SFTBatch(ids, mask, loss_mask)
+    return SFTBatch(ids, loss_mask)
 
 
 def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
@@ -61,7 +60,7 @@ def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBat
     records, real = rows_at(rows, indices)
     sequences = [[*r["prompt_ids"], *r["answers"][side]] for side in (0, 1) for r in records]
     ids, mask = _right_padded(sequences, pad_id)
-    return PairBatch(ids, mask, torch.tensor(real), torch.tensor([r["margin"] for r in records]))
+    return PairBatch(ids, mask.sum(dim=1), torch.tensor(real), torch.tensor([r["margin"] for r in records]))
 
 
 def collate_prompts(rows: Dataset, indices: Sequence[int], pad_id: int) -> PromptBatch:

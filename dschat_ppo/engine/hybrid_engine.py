@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
+from dschat_ppo.models.policy import PolicyModel
 
 Merge = Callable[[PreTrainedModel], AbstractContextManager[Any]]
 
@@ -44,7 +45,8 @@ class HybridEngine:
     @property
     def model(self) -> PreTrainedModel:
         """The wrapped model, as training sees it."""
-        return self.engine.module
+        module = self.engine.module
+        return module.lm if isinstance(module, PolicyModel) else module
 
     @property
     def agree(self) -> Callable[[int], int] | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from dschat_ppo.common.dist import world_size
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
@@ -13,6 +11,7 @@ from dschat_ppo.engine.build import OptimizerSettings, eval_engine, train_engine
 from dschat_ppo.engine.ds_config import eval_config, read_overlay, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.policy import PolicyModel, check_head
 from dschat_ppo.models.scalar_head import ScalarModel
 
 
@@ -28,7 +27,7 @@ class RLHFEngine:
         self._plan = plan
         self._ranks = world_size()
         self.actor = self._build_actor(actor_folder)
-        self.hybrid = HybridEngine(self.actor)
+        self.hybrid = HybridEngine(self.actor, pinned=not config.ppo.unpin_actor_parameters)
         self.reference = self._build_reference(actor_folder)
         self.critic = self._build_critic(critic_folder)
         self.reward = self._build_reward(critic_folder)
@@ -53,16 +52,20 @@ class RLHFEngine:
     def _build_actor(self, folder: str) -> Any:
         ppo = self._config.ppo
         ds_config = self._train_config(ppo.actor_zero_stage)
-        model: PreTrainedModel = load_causal_lm(folder, self._config.run.dtype, ds_config, ppo.actor_dropout or 0.0)
+        model = PolicyModel(load_causal_lm(folder, self._config.run.dtype, ds_config, ppo.actor_dropout or 0.0))
         if ppo.actor_gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable()
         settings = self._optimizer_settings(ppo.actor_learning_rate, ppo.actor_weight_decay)
-        return train_engine(model, ds_config, settings)
+        engine = train_engine(model, ds_config, settings)
+        check_head(engine)
+        return engine
 
     def _build_reference(self, folder: str) -> Any:
         ppo, dtype = self._config.ppo, self._config.run.dtype
         ds_config = eval_config(ppo.actor_zero_stage, dtype, ppo.offload_reference_model, self._ranks)
-        return eval_engine(load_causal_lm(folder, dtype, ds_config), ds_config)
+        # the actor's way, so that the two agree to the last bit before the first update
+        model = PolicyModel(load_causal_lm(folder, dtype, ds_config), self.actor.module.fused)
+        return eval_engine(model, ds_config)
 
     def _build_critic(self, folder: str) -> Any:
         ppo = self._config.ppo

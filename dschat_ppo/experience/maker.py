@@ -11,8 +11,10 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.advantages import gae, token_rewards
 from dschat_ppo.algorithms.kl import kl_k1
+from dschat_ppo.common import dist
+from dschat_ppo.experience.micro_batches import split_by_tokens
 from dschat_ppo.models.forward import response_logprobs, response_values
-from dschat_ppo.types import Experience, Rollout, concat_rows, select_rows
+from dschat_ppo.types import Experience, Rollout, concat_rows, row_lengths, select_rows
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class ExperienceMaker:
         reward: rollout -> scores (B,).
         shaping: constants of the reward.
         temperature: of sampling; log-probs are taken under it.
-        micro_batch: rows of one forward pass.
+        micro_batch_tokens: budget of `split_by_tokens` for one forward pass.
+        recompute: take `old_logprobs` from a forward pass of the actor; False: as recorded while sampling.
     """
 
     def __init__(
@@ -60,7 +63,8 @@ class ExperienceMaker:
         reward: Callable[[Rollout], Tensor],
         shaping: RewardShaping,
         temperature: float,
-        micro_batch: int,
+        micro_batch_tokens: int,
+        recompute: bool = True,
     ):
         self.actor = actor
         self.reference = reference
@@ -68,17 +72,23 @@ class ExperienceMaker:
         self.reward = reward
         self.shaping = shaping
         self.temperature = temperature
-        self.micro_batch = micro_batch
+        self.micro_batch_tokens = micro_batch_tokens
+        self.recompute = recompute
 
     @torch.no_grad()
     def make(self, rollout: Rollout) -> Experience:
-        """Score every row. Collective under ZeRO-3: every rank brings the same number of rows."""
-        index = torch.arange(rollout.response_ids.shape[0], device=rollout.response_ids.device)
-        return concat_rows([self._score(select_rows(rollout, part)) for part in index.split(self.micro_batch)])
+        """Score every row. Collective; ranks with fewer passes score their last micro-batch again."""
+        parts = split_by_tokens(row_lengths(rollout), self.micro_batch_tokens)
+        passes = int(dist.all_reduce(torch.tensor(len(parts), device=rollout.response_ids.device), "max"))
+        padded = parts + (passes - len(parts)) * parts[-1:]
+        scored = [self._score(select_rows(rollout, part)) for part in padded][: len(parts)]
+        return select_rows(concat_rows(scored), torch.argsort(torch.cat(parts)))
 
     def _score(self, rollout: Rollout) -> Experience:
         mask = rollout.response_mask
-        old_logprobs = response_logprobs(self.actor, rollout, self.temperature)
+        old_logprobs = rollout.rollout_logprobs
+        if self.recompute:
+            old_logprobs = response_logprobs(self.actor, rollout, self.temperature)
         ref_logprobs = response_logprobs(self.reference, rollout, self.temperature)
         values = response_values(self.critic, rollout)
         old_logprobs, ref_logprobs, values = (torch.where(mask, x, 0.0) for x in (old_logprobs, ref_logprobs, values))
@@ -97,7 +107,7 @@ class ExperienceMaker:
             response_ids=rollout.response_ids,
             response_mask=mask,
             rollout_logprobs=rollout.rollout_logprobs,
-            ended=rollout.ended,
+            finish_reason=rollout.finish_reason,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
             values=values,

@@ -11,12 +11,13 @@ from torch import Tensor
 from dschat_ppo.algorithms.masked import masked_whiten
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.types import Experience, concat_rows, pad_rows, select_rows
+from dschat_ppo.experience.micro_batches import deal, split_by_tokens
+from dschat_ppo.types import Experience, concat_rows, pad_rows, row_lengths, select_rows
 
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step's experience on this rank.
+    """One optimizer step's experience on this rank: as many micro-batches as on any other rank.
 
     `num_tokens` is the count of valid response tokens over all micro-batches and ranks: the losses' denominator.
     """
@@ -31,11 +32,16 @@ class MiniDataset:
     Every rank holds the rows of all ranks (they are small beside the models), and all shuffle alike. So the rows of an
     optimizer step, its denominator and the moments for whitening do not depend on the number of ranks, and shuffling
     moves single rows between micro-batches and ranks. An update never mixes two PPO steps.
+
+    Args:
+        rows_per_update: rows of one optimizer step over all ranks.
+        micro_batch_tokens: budget of `split_by_tokens`.
+        seed: of the shuffle.
     """
 
-    def __init__(self, micro_batch: int, accumulation: int, seed: int):
-        self._micro_batch = micro_batch
-        self._accumulation = accumulation
+    def __init__(self, rows_per_update: int, micro_batch_tokens: int, seed: int):
+        self._rows_per_update = rows_per_update
+        self._micro_batch_tokens = micro_batch_tokens
         self._seed = seed
         self._parts: list[Experience] = []
 
@@ -57,22 +63,39 @@ class MiniDataset:
     def updates(self, rows: Experience, ppo_epochs: int, step: int) -> Iterator[Update]:
         """Mini-batches of `rows` for `ppo_epochs` passes, shuffled anew in each, this rank's share of each.
 
+        Shuffling settles which rows form an optimizer step; inside it they are sorted by length.
+
         Args:
-            rows: as given by `collect`; a multiple of the global mini-batch.
+            rows: as given by `collect`; a multiple of `rows_per_update`.
             ppo_epochs: passes.
             step: PPO step, part of the shuffle's seed.
         """
         count = rows.response_ids.shape[0]
-        per_rank = self._micro_batch * self._accumulation
-        per_update = per_rank * dist.world_size()
-        if count % per_update:
-            raise ValueError(f"{count} rows are not a multiple of {per_update} rows per update")
+        if count % self._rows_per_update:
+            raise ValueError(f"{count} rows are not a multiple of {self._rows_per_update} rows per update")
         for epoch in range(ppo_epochs):
             order = torch.randperm(count, generator=shared_generator(self._seed, step, epoch))
-            for chosen in order.to(rows.response_ids.device).split(per_update):
-                mine = chosen[dist.rank() * per_rank : (dist.rank() + 1) * per_rank]
-                micro_batches = [select_rows(rows, part) for part in mine.split(self._micro_batch)]
-                yield Update(micro_batches, max(1.0, float(rows.response_mask[chosen].sum())))
+            for chosen in order.to(rows.response_ids.device).split(self._rows_per_update):
+                yield self._update(select_rows(rows, chosen))
+
+    def _update(self, rows: Experience) -> Update:
+        """This rank's share of the rows of one optimizer step.
+
+        Every rank knows the shares of all, so that ranks with fewer micro-batches can fill up without a collective.
+        """
+        lengths = row_lengths(rows)
+        shares = deal(lengths, dist.world_size())
+        splits = [[share[part] for part in split_by_tokens(lengths[share], self._micro_batch_tokens)]
+                  for share in shares]  # fmt: skip
+        micro_batches = [select_rows(rows, part) for part in splits[dist.rank()]]
+        missing = max(len(parts) for parts in splits) - len(micro_batches)
+        return Update(micro_batches + missing * [_filler(rows)], max(1.0, float(rows.response_mask.sum())))
+
+
+def _filler(rows: Experience) -> Experience:
+    """The shortest row without its response: it takes part in collectives and counts for nothing."""
+    shortest = select_rows(rows, row_lengths(rows).argmin().unsqueeze(0))
+    return replace(shortest, response_mask=torch.zeros_like(shortest.response_mask))
 
 
 def gather_rows(rows: Experience) -> Experience:

@@ -143,13 +143,21 @@ def _zero3_loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
         unset_hf_deepspeed_config()
 
 
+def _require_causal(folder: str, config: PretrainedConfig) -> None:
+    """Rows are padded on the right and no mask is given, so a token must not see those after it."""
+    if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
+        raise UserError(f"{folder}: use_bidirectional_attention lets tokens see the future; take a causal model")
+
+
 def check_causal_lm(folder: str) -> None:
     """Compare the checkpoint with the causal language model of its config, without reading the weights.
 
     Raises:
-        UserError: the checkpoint does not hold exactly the model's weights (they are listed).
+        UserError: the model is not causal, or the checkpoint does not hold exactly its weights (they are listed).
     """
-    _check_weights(AutoModelForCausalLM, folder, load_config(folder, "model"), {}, set())
+    config = load_config(folder, "model")
+    _require_causal(folder, config)
+    _check_weights(AutoModelForCausalLM, folder, config, {}, set())
 
 
 def load_causal_lm(
@@ -176,10 +184,11 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
         True if the head is missing, and will be new.
 
     Raises:
-        UserError: missing or unexpected weights (listed), several labels, an architecture without a classifier, or
-            no head where one is needed.
+        UserError: missing or unexpected weights (listed), several labels, an architecture without a classifier or
+            not causal, or no head where one is needed.
     """
     config = load_config(folder, "model")
+    _require_causal(folder, config)
     is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
     if is_classifier and config.num_labels != 1:
         raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")

@@ -37,12 +37,12 @@ def save_model(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pa
     Collective: every rank calls it; rank 0 writes.
 
     Args:
-        engine: DeepSpeed engine around a causal model or a `ScalarModel`.
+        engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`.
         tokenizer: saved beside the weights.
         folder: created if needed.
     """
     module = engine.module
-    model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module
+    model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm
     state = gather_state(model)
     if is_main():
         dtype = next(iter(state.values())).dtype

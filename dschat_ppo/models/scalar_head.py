@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.forward import position_arguments
+from dschat_ppo.models.backbone import backbone_states
 
 
 class ScalarModel(nn.Module):
@@ -32,13 +32,7 @@ class ScalarModel(nn.Module):
         """Recompute activations in the backward pass."""
         self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, T) ids and mask -> (B, T) fp32 values."""
-        backbone = self.classifier.base_model
-        hidden = backbone(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            use_cache=False,
-            **position_arguments(backbone, attention_mask),
-        ).last_hidden_state
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(B, T) right-padded ids -> (B, T) fp32 values, those after a row's end meaningless."""
+        hidden = backbone_states(self.classifier.base_model, input_ids)
         return self.classifier.score(hidden).squeeze(-1).float()

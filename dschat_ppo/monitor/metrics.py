@@ -37,10 +37,6 @@ class MetricSums:
         part = kept.max() if kept.numel() else kept.new_tensor(-math.inf)
         self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
 
-    def peek_max(self, name: str) -> float:
-        """This rank's maximum so far, not reduced."""
-        return float(self._maxima[name])
-
     def reduce(self) -> dict[str, float]:
         """Name -> value over all ranks; 0 for a name under which nothing was counted. Collective."""
         result: dict[str, float] = {}

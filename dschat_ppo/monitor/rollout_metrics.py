@@ -21,7 +21,6 @@ def experience_metrics(rows: Experience, kl_coef: float) -> dict[str, float]:
     mask = rows.response_mask
     k1 = kl_k1(rows.old_logprobs, rows.ref_logprobs)
     k3 = kl_k3(rows.old_logprobs, rows.ref_logprobs)
-    drift = (rows.rollout_logprobs - rows.old_logprobs)[mask].abs()
     score_mean, score_std = moments(rows.scores)
     metrics = {
         "reward/score_mean": score_mean,
@@ -33,12 +32,19 @@ def experience_metrics(rows: Experience, kl_coef: float) -> dict[str, float]:
         "kl/ref_k1": moments(k1[mask])[0],
         "kl/ref_k3": moments(k3[mask])[0],
         "value/explained_variance": explained_variance(rows.values[mask], rows.returns[mask]),
-        "rollout/logprob_diff_mean": moments(drift)[0],
-        "rollout/logprob_diff_max": float(drift.max()) if drift.numel() else 0.0,
     }
     for name, values in (("advantage", rows.advantages), ("return", rows.returns), ("value", rows.values)):
         metrics[f"{name}/mean"], metrics[f"{name}/std"] = moments(values[mask])
     return metrics | _answer_metrics(rows)
+
+
+def drift_metrics(rows: Experience) -> dict[str, float]:
+    """Distance of the log-probs seen while sampling from `old_logprobs` of a training forward, over tokens."""
+    drift = (rows.rollout_logprobs - rows.old_logprobs)[rows.response_mask].abs()
+    return {
+        "rollout/logprob_diff_mean": moments(drift)[0],
+        "rollout/logprob_diff_max": float(drift.max()) if drift.numel() else 0.0,
+    }
 
 
 def _answer_metrics(rows: Experience) -> dict[str, float]:

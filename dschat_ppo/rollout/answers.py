@@ -16,8 +16,8 @@ class Answers:
     """Buffers of all A answers (B prompts x G samples), and one spare row for lanes that stand idle.
 
     `sequence` (A+1, W) int64 holds prompt and answer from column 0; `prompt_length` and `limit` are (A+1,) int64;
-    `length` (A+1,) int64 is the number of tokens of a finished answer; `reason` (A+1,) int8 is `UNFINISHED` or a `FinishReason`; `logprobs` and
-    `uniforms` are (A+1, R); `seen` (A+1, V) bool or None.
+    `length` (A+1,) int64 is the number of tokens of a finished answer; `reason` (A+1,) int8 is `UNFINISHED` or a
+    `FinishReason`; `logprobs` and `uniforms` are (A+1, R); `seen` (A+1, V) bool or None.
     """
 
     def __init__(

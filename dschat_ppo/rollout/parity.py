@@ -16,7 +16,7 @@ from dschat_ppo.rollout.continuous import Agree
 from dschat_ppo.rollout.generator import Engine, Generation, generate
 from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.rollout.stopping import Stopping
-from dschat_ppo.types import PromptBatch, Rollout, full_sequences
+from dschat_ppo.types import PromptBatch, Rollout
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ def check(model: PreTrainedModel, how: Generation, engine: Engine, agree: Agree 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, rollout: Rollout) -> Tensor:
     """Logits before each response token by the model's own forward pass, (B, R, V)."""
-    input_ids, attention_mask = full_sequences(rollout)
+    input_ids = torch.cat([rollout.prompt_ids, rollout.response_ids], dim=1)
+    attention_mask = torch.cat([rollout.prompt_mask, rollout.response_mask], dim=1).long()
     positions = position_arguments(model, attention_mask)
     logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions).logits
     return logits[:, rollout.prompt_ids.shape[1] - 1 : -1]

@@ -26,14 +26,16 @@ from transformers import (
 
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common.logging import quiet_libraries
+from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.data.templates import encode_prompt
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.loading import filler_id
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.rewards.model import ModelReward
-from dschat_ppo.rollout.generator import generate
+from dschat_ppo.rollout.generator import Generation, generate
 from dschat_ppo.rollout.sampling import Sampling
+from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.tools.toy import Question, keeps_rule
 from dschat_ppo.types import Rollout, to_device
 
@@ -65,8 +67,8 @@ def sample_answers(
     """One answer at temperature 1 for each prompt."""
     rows = [{"prompt_ids": encode_prompt(tokenizer, prompt)} for prompt in prompts]
     batch = to_device(collate_prompts(rows, range(len(rows)), filler_id(tokenizer)), device)
-    generator = torch.Generator(device).manual_seed(seed)
-    rollout = generate(model, batch, Sampling(), MAX_NEW_TOKENS, tokenizer.eos_token_id, generator)
+    how = Generation(Sampling(), Stopping(MAX_NEW_TOKENS, (tokenizer.eos_token_id,)))
+    rollout = generate(model, batch, row_seeds(0, len(rows), seed), how)
     texts = [
         str(tokenizer.decode(ids[mask], skip_special_tokens=True))
         for ids, mask in zip(rollout.response_ids, rollout.response_mask, strict=True)

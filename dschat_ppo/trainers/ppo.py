@@ -11,17 +11,15 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
 from dschat_ppo.algorithms.masked import masked_sum
 from dschat_ppo.algorithms.policy_loss import ppo_policy_loss
 from dschat_ppo.algorithms.value_loss import clipped_value_loss
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar, say
 from dschat_ppo.common.phases import PhaseClock, announce
-from dschat_ppo.common.seeding import rank_generator, seed_this_rank
+from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sampler import prompt_stream
 from dschat_ppo.engine.build import learning_rate, optimizer_step
@@ -29,13 +27,12 @@ from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.experience.maker import ExperienceMaker, RewardShaping
 from dschat_ppo.experience.mini_dataset import MiniDataset
-from dschat_ppo.models.forward import response_logits, response_values
+from dschat_ppo.models.forward import response_scores, response_values
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_length,
     check_sequence_classifier,
     check_vocabulary,
-    filler_id,
     load_config,
     load_tokenizer,
     model_folder,
@@ -43,13 +40,12 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metrics import MetricSums
-from dschat_ppo.monitor.rollout_metrics import experience_metrics, phase_metrics
+from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics, phase_metrics
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.rewards.model import ModelReward
-from dschat_ppo.rollout.generator import generate
-from dschat_ppo.rollout.sampling import Sampling
+from dschat_ppo.trainers.rollouts import Rollouts
 from dschat_ppo.trainers.setup import begin, naming, open_outputs, show_plan, tensorboard_folder
-from dschat_ppo.types import Experience, Rollout, to_device
+from dschat_ppo.types import Experience, Rollout
 
 HEADLINE = (
     "reward/score_mean",
@@ -86,51 +82,54 @@ class PPOTrainer:
         self.tokenizer = tokenizer
         self.device = device
         self.seed = seed
-        self.sampling = Sampling(ppo.temperature, ppo.top_p, ppo.top_k)
-        self.generator = rank_generator(seed, device)
+        self.rollouts = Rollouts(ppo, engines.hybrid, prompts, tokenizer, seed, plan.rows_per_rank, device)
+        self.recompute = ppo.old_logprobs == "recompute" or (ppo.old_logprobs == "auto" and config.run.dtype != "fp32")
         seed_this_rank(seed)
         shaping = RewardShaping(ppo.kl_coef, ppo.reward_clip, ppo.missing_eos_penalty, ppo.gamma, ppo.gae_lambda)
         self.maker = ExperienceMaker(
             engines.actor, engines.reference, engines.critic, ModelReward(engines.reward), shaping, ppo.temperature,
-            plan.micro_batch,
+            plan.micro_batch_tokens, self.recompute,
         )  # fmt: skip
-        self.mini_dataset = MiniDataset(plan.micro_batch, plan.accumulation, seed)
+        self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, seed)
         self.clock = PhaseClock()
         self.health = HealthWatch()
 
     def run(self, writer: MetricsWriter) -> dict[str, float]:
         """All PPO steps; returns `RESULT` of the first and of the last step, as `_before` and `_after`."""
         first, metrics = dict[str, float](), dict[str, float]()
-        stream = prompt_stream(len(self.prompts), self.seed, self.plan.rollout_rows, self.plan.ppo_steps)
+        stream = prompt_stream(len(self.prompts), self.seed, self.plan.rollout_prompts, self.plan.ppo_steps)
         with progress_bar("PPO", self.plan.ppo_steps) as bar:
             for step, rows in enumerate(stream, start=1):
-                for indices in self._my_prompts(rows):
-                    rollout = self.rollout(indices)
-                    self.mini_dataset.add(self.score(rollout))
-                    self._print_answers(rollout, step)
+                rollout = self.rollout(self._my_prompts(rows), step)
+                self.mini_dataset.add(self.score(rollout))
+                self._print_answers(rollout, step)
                 experience = self.mini_dataset.collect(self.flags.whiten_advantages)
                 metrics = self.update(experience, step)
                 metrics |= experience_metrics(experience, self.flags.kl_coef)
+                metrics |= self._rollout_drift(experience, metrics)
                 self._report(writer, step, metrics)
                 first = first or metrics
                 bar.update()
         return {f"{k}_before": first[k] for k in RESULT} | {f"{k}_after": metrics[k] for k in RESULT}
 
-    def _my_prompts(self, rows: list[int]) -> list[list[int]]:
-        """This rank's row numbers, one list per generation call."""
-        size, per_rank = self.plan.generation_batch, self.plan.rows_per_rank
-        mine = rows[dist.rank() * per_rank : (dist.rank() + 1) * per_rank]
-        return [mine[i : i + size] for i in range(0, per_rank, size)]
+    def _rollout_drift(self, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
+        """Rollout against training log-probs: over all tokens, or over the first optimizer step if that is where a
+        training forward meets the recorded ones first."""
+        if self.recompute:
+            return drift_metrics(experience)
+        return {
+            f"rollout/logprob_diff_{name}": metrics[f"policy/first_log_ratio_abs_{name}"] for name in ("mean", "max")
+        }
 
-    def rollout(self, indices: list[int]) -> Rollout:
-        """Sample one answer for each prompt."""
-        batch = to_device(collate_prompts(self.prompts, indices, filler_id(self.tokenizer)), self.device)
+    def _my_prompts(self, rows: list[int]) -> list[int]:
+        """This rank's row numbers."""
+        per_rank = self.plan.prompts_per_rank
+        return rows[dist.rank() * per_rank : (dist.rank() + 1) * per_rank]
+
+    def rollout(self, indices: list[int], step: int) -> Rollout:
+        """Sample the answers to each prompt."""
         with self.clock.phase("rollout"):
-            with self.engines.hybrid.generating() as model:
-                rollout = generate(
-                    model, batch, self.sampling, self.flags.max_answer_seq_len, self.tokenizer.eos_token_id,
-                    self.generator,
-                )  # fmt: skip
+            rollout = self.rollouts.make(indices, step)
             self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
         return rollout
 
@@ -151,7 +150,7 @@ class PPOTrainer:
         """
         self.engines.train()
         sums = MetricSums()
-        first_ratio = 0.0
+        first = dict[str, float]()
         rates = {
             "lr/actor": learning_rate(self.engines.actor),
             "lr/critic": learning_rate(self.engines.critic),
@@ -162,17 +161,14 @@ class PPOTrainer:
                 for role, norm in norms.items():
                     sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device))
                 if number == 0:
-                    first_ratio = sums.peek_max("policy/log_ratio_abs_max")
+                    first = sums.reduce()
             tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
             self.clock.count_tokens("train", tokens * self.flags.ppo_epochs / dist.world_size())
         skipped = self.engines.actor.skipped_steps + self.engines.critic.skipped_steps
-        first = dist.all_reduce(torch.tensor(first_ratio, device=self.device), "max")
-        return {
-            **sums.reduce(),
-            **rates,
-            "policy/first_log_ratio_abs_max": float(first),
-            "skipped_steps": skipped,
-        }
+        metrics = {**sums.reduce(), **rates, "skipped_steps": skipped}
+        for name in ("mean", "max"):
+            metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
+        return metrics
 
     def update_once(self, micro_batches: list[Experience], num_tokens: float, sums: MetricSums) -> dict[str, float]:
         """One optimizer step of actor and critic; returns their gradient norms."""
@@ -188,10 +184,9 @@ class PPOTrainer:
     def actor_loss(self, rows: Experience, num_tokens: float, sums: MetricSums) -> Tensor:
         """Clipped surrogate minus the entropy bonus, a part of the optimizer step's loss."""
         mask = rows.response_mask
-        logits = response_logits(self.engines.actor, rows)
-        logprobs = token_logprobs(logits, rows.response_ids, self.flags.temperature)
-        keeps_gradient = self.flags.entropy_coef > 0
-        entropy = token_entropy(logits if keeps_gradient else logits.detach(), self.flags.temperature)
+        logprobs, entropy = response_scores(
+            self.engines.actor, rows, self.flags.temperature, entropy_grad=self.flags.entropy_coef > 0
+        )
         policy = ppo_policy_loss(logprobs, rows.old_logprobs, rows.advantages, mask, self.flags.clip_eps, num_tokens)
         sums.add_sum("policy/loss", policy.loss * num_tokens, mask.sum())
         sums.add_mean("policy/entropy", entropy, mask)
@@ -199,7 +194,9 @@ class PPOTrainer:
         sums.add_mean("policy/clip_fraction", policy.clipped.float(), mask)
         sums.add_mean("policy/approx_kl", rows.old_logprobs - logprobs, mask)
         sums.add_max("policy/ratio_max", policy.ratio, mask)
-        sums.add_max("policy/log_ratio_abs_max", (logprobs - rows.old_logprobs).abs(), mask)
+        log_ratio = (logprobs - rows.old_logprobs).detach().abs()
+        sums.add_mean("policy/log_ratio_abs_mean", log_ratio, mask)
+        sums.add_max("policy/log_ratio_abs_max", log_ratio, mask)
         return policy.loss - self.flags.entropy_coef * masked_sum(entropy, mask) / num_tokens
 
     def critic_loss(self, rows: Experience, num_tokens: float, sums: MetricSums) -> Tensor:
@@ -247,8 +244,11 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     rows = prepare("prompt", tokenizer, config.data, ppo.max_prompt_seq_len).train
     plan = plan_ppo(ppo, len(rows), dist.world_size())
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.total_updates)
-    if ppo.top_p < 1 or ppo.top_k > 0:
-        logger().info("note: log-probs, KL and ratios are of the distribution before --top_p and --top_k")
+    if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":
+        logger().info(
+            f"note: in {config.run.dtype} log-probs recorded while sampling differ by about 0.01 from those of the "
+            "training forward, so ratios do not begin at 1 (--old_logprobs rollout)"
+        )
     started = time.perf_counter()
     announce("load models")
     open_outputs(output, config, config.run)

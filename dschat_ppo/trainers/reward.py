@@ -33,7 +33,7 @@ from dschat_ppo.types import to_device
 
 def reward_loss(engine: Any, batch: PairBatch, num_pairs: Tensor, sums: MetricSums) -> Tensor:
     """Bradley-Terry on the scores at the last real tokens, divided by `num_pairs` of the whole optimizer step."""
-    chosen, rejected = last_token_scores(engine, batch.input_ids, batch.attention_mask).chunk(2)
+    chosen, rejected = last_token_scores(engine, batch.input_ids, batch.lengths).chunk(2)
     real = batch.pair_mask
     loss = bradley_terry_loss(chosen, rejected, real, num_pairs, batch.margin)
     sums.add_sum("loss", loss * num_pairs, real.sum())

@@ -10,13 +10,10 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from dschat_ppo.algorithms.logprobs import token_logprobs
-from dschat_ppo.algorithms.masked import masked_sum
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.data.collators import SFTBatch, collate_sft
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.models.forward import position_arguments, unwrap
 from dschat_ppo.models.loading import (
     check_length,
     check_vocabulary,
@@ -26,6 +23,7 @@ from dschat_ppo.models.loading import (
     load_tokenizer,
     model_folder,
 )
+from dschat_ppo.models.policy import PolicyModel, check_head
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.fit import Fit, Objective, fit_ds_config
 from dschat_ppo.trainers.setup import begin, open_outputs
@@ -34,16 +32,9 @@ from dschat_ppo.types import to_device
 
 def sft_loss(engine: Any, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
     """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole optimizer step."""
-    logits = engine(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        use_cache=False,
-        **position_arguments(unwrap(engine), batch.attention_mask),
-    ).logits
-    negative_logprobs = -token_logprobs(logits[:, :-1], batch.input_ids[:, 1:])
-    mask = batch.loss_mask[:, 1:]
-    sums.add_mean("loss", negative_logprobs, mask)
-    return masked_sum(negative_logprobs, mask) / num_tokens
+    logprobs, _ = engine(batch.input_ids, batch.loss_mask)
+    sums.add_mean("loss", -logprobs.detach())
+    return -logprobs.sum() / num_tokens
 
 
 def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
@@ -81,8 +72,10 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     announce("load models")
     open_outputs(output, config, config.run)
     ds_config = fit_ds_config(fit, config.run)
-    model = load_causal_lm(folder, config.run.dtype, ds_config, fit.dropout)
+    model = PolicyModel(load_causal_lm(folder, config.run.dtype, ds_config, fit.dropout))
     if fit.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable()
     objective = sft_objective(filler_id(tokenizer), sft.train_on_prompt, device)
-    return Fit(model, ds_config, rows, objective, fit, config.run).run(output, tokenizer, "SFT")
+    training = Fit(model, ds_config, rows, objective, fit, config.run)
+    check_head(training.engine)
+    return training.run(output, tokenizer, "SFT")

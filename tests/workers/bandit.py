@@ -21,7 +21,18 @@ BEST, SECOND = 42, 17
 
 def main() -> None:
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
-    flags = ("--actor_zero_stage", 3, "--critic_zero_stage", 3, "--max_answer_seq_len", 1, "--kl_coef", 0)
+    flags = (
+        "--actor_zero_stage",
+        3,
+        "--critic_zero_stage",
+        3,
+        "--old_logprobs",
+        "rollout",
+        "--max_answer_seq_len",
+        1,
+        "--kl_coef",
+        0,
+    )
     flags += ("--per_device_generation_batch_size", 128, "--per_device_training_batch_size", 64, "--ppo_epochs", 2)
     flags += (
         "--actor_learning_rate",
@@ -43,7 +54,7 @@ def main() -> None:
     trainer.maker.reward = reward
     with MetricsWriter(out.parent, None) as writer:
         result = trainer.run(writer)
-    rollout = trainer.rollout([0, 1, 2, 3])
+    rollout = trainer.rollout([0, 1, 2, 3], step=1)
     forced = rollout.response_ids.new_full((4, 1), BEST)
     with torch.no_grad(), trainer.engines.hybrid.generating() as model:
         probability = response_logprobs(model, replace(rollout, response_ids=forced), 1.0).exp()

@@ -14,10 +14,12 @@ from deepspeed.runtime.zero import parameter_offload
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.launch import leave
+from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.rollout.generator import generate
+from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import make_trainer
 
@@ -34,8 +36,9 @@ def hooks(module):
 
 def generate_some(trainer, count: int, max_new_tokens: int):
     batch = collate_prompts(trainer.prompts, range(count), 0)
+    how = replace(trainer.rollouts.how, stopping=Stopping(max_new_tokens, (1,)), rows=4)
     with trainer.engines.hybrid.generating() as model:
-        return generate(model, batch, trainer.sampling, max_new_tokens, 1, trainer.generator)
+        return generate(model, batch, row_seeds(count * dist.rank(), count, 0), how, trainer.engines.hybrid.agree)
 
 
 def toggle_many(trainer) -> dict:
@@ -104,7 +107,7 @@ def updates_after_toggles(assets: Path, toggles: int) -> list[float]:
 def dropout_in_scoring(assets: Path) -> dict:
     """Scores one rollout twice with models that drop half of their attention in training."""
     trainer = make_trainer(assets, *FLAGS, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
-    rollout = trainer.rollout([0, 1, 2, 3])
+    rollout = trainer.rollout([0, 1, 2, 3], step=1)
     first, second = trainer.score(rollout), trainer.score(rollout)
     trainer.engines.train()
     with torch.no_grad():
@@ -123,7 +126,16 @@ def dropout_noise() -> float:
 
 
 FLAGS = ("--actor_zero_stage", 3, "--critic_zero_stage", 3, "--per_device_generation_batch_size", 4)
-FLAGS += ("--per_device_training_batch_size", 4, "--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01)
+FLAGS += (
+    "--micro_batch_tokens",
+    48,
+    "--per_device_training_batch_size",
+    4,
+    "--actor_learning_rate",
+    0.01,
+    "--critic_learning_rate",
+    0.01,
+)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.launch import leave
-from dschat_ppo.models.forward import last_token_scores, position_arguments
+from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.trainers.ppo import save_models
 from workers.ppo_setup import make_trainer
 
@@ -21,19 +21,17 @@ def main() -> None:
     flags += ("--per_device_generation_batch_size", 4, "--per_device_training_batch_size", 4)
     flags += ("--max_answer_seq_len", 6, "--critic_learning_rate", 0.01)
     trainer = make_trainer(assets, *flags)
-    trainer.mini_dataset.add(trainer.score(trainer.rollout([0, 1, 2, 3])))
+    trainer.mini_dataset.add(trainer.score(trainer.rollout([0, 1, 2, 3], step=1)))
     trainer.update(trainer.mini_dataset.collect(whiten=True), step=1)
     save_models(trainer.engines, trainer.tokenizer, out)
     trainer.engines.eval()
     ids = torch.tensor([[7, 60, 90, 40, 1], [9, 80, 3, 2, 1]])
-    mask = torch.ones_like(ids)
     with torch.no_grad():
-        logits = trainer.engines.actor(
-            input_ids=ids, attention_mask=mask, **position_arguments(trainer.engines.actor.module, mask)
-        )
-        scores = last_token_scores(trainer.engines.critic, ids, mask)
+        scores = last_token_scores(trainer.engines.critic, ids, torch.tensor([5, 5]))
+        with trainer.engines.hybrid.generating() as model:
+            logits = model(ids).logits
     if dist.is_main():
-        torch.save({"ids": ids, "logits": logits.logits, "scores": scores}, out / "expected.pt")
+        torch.save({"ids": ids, "logits": logits, "scores": scores}, out / "expected.pt")
     dist.shutdown()
     leave(0)
 

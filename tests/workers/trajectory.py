@@ -19,6 +19,7 @@ from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, load_tokenizer
+from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.fit import Fit, fit_ds_config
@@ -46,10 +47,10 @@ def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device, *mor
     rows = prepare("sft" if step == "sft" else "preference", tokenizer, config.data, 64).train
     ds_config = fit_ds_config(config.fit, config.run)
     if step == "sft":
-        trained = load_causal_lm(str(assets / model), config.run.dtype, ds_config)
+        trained = PolicyModel(load_causal_lm(str(assets / model), config.run.dtype, ds_config))
         objective = sft_objective(0, False, device)
         if config.fit.gradient_checkpointing:
-            trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            trained.gradient_checkpointing_enable()
     else:
         classifier = load_sequence_classifier(str(assets / model), "fp32", ds_config, new_head=False)
         trained, objective = ScalarModel(classifier), reward_objective(0, device)
@@ -75,9 +76,10 @@ def ppo_trajectory(assets: Path, stage: int, micro: int, device, refill_padding:
     words = ["--actor_model_name_or_path", str(assets / "lm"), "--critic_model_name_or_path", str(assets / "reward")]
     words += ["--output_dir", "unused", "--dtype", "fp32", "--actor_zero_stage", str(stage)]
     words += ["--critic_zero_stage", str(stage), "--per_device_training_batch_size", str(micro), *split_flags(micro)]
+    words += ["--micro_batch_tokens", str(micro * 14)]  # `micro` of the longest rows
     words += ["--per_device_generation_batch_size", str(16 // dist.world_size()), "--ppo_epochs", "3"]
     words += ["--num_warmup_steps", "0", "--actor_learning_rate", "0.01", "--critic_learning_rate", "0.01"]
-    words += ["--entropy_coef", "0.01"]
+    words += ["--entropy_coef", "0.01", "--old_logprobs", "recompute"]  # none are recorded in the stored rollout
     config = parse("ppo", words)
     plan = plan_ppo(config.ppo, 40, dist.world_size())
     engines = RLHFEngine(config, plan, str(assets / "lm"), str(assets / "reward"))

@@ -1,0 +1,41 @@
+"""Dividing rows of uneven lengths among ranks and into micro-batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def split_by_tokens(lengths: Tensor, budget: int) -> list[Tensor]:
+    """Row numbers of micro-batches, longest rows first, each micro-batch with `rows x longest <= budget`.
+
+    A row that alone is longer than the budget goes alone.
+
+    Args:
+        lengths: (n,) int64, tokens of each row.
+        budget: most tokens of a micro-batch, padding included.
+
+    Returns:
+        Parts that together hold each of 0 .. n-1 once.
+    """
+    order = torch.argsort(lengths, descending=True, stable=True)
+    parts, start, ordered = [], 0, lengths[order].tolist()
+    while start < len(ordered):
+        size = max(1, budget // max(1, ordered[start]))
+        parts.append(order[start : start + size])
+        start += size
+    return parts
+
+
+def deal(lengths: Tensor, ranks: int) -> list[Tensor]:
+    """Row numbers for each rank: as many rows and nearly as many tokens for one as for another.
+
+    Rows are dealt from the longest to the shortest, forwards and backwards by turns.
+
+    Args:
+        lengths: (n,) int64, tokens of each row; n a multiple of `ranks`.
+        ranks: number of ranks.
+    """
+    rounds = torch.argsort(lengths, descending=True, stable=True).view(-1, ranks)
+    rounds[1::2] = rounds[1::2].flip(1)
+    return list(rounds.unbind(dim=1))

@@ -1,0 +1,47 @@
+"""The one way in which scoring and training run a model's layers."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward takes an argument of this name."""
+    return argument in _forward_arguments(type(model).forward)
+
+
+@lru_cache(maxsize=64)
+def _forward_arguments(forward: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
+
+
+def unwrap(engine: Any) -> nn.Module:
+    """The model inside a DeepSpeed engine, or the model itself."""
+    return engine.module if hasattr(engine, "module") else engine
+
+
+def slot_arguments(model: nn.Module, input_ids: Tensor) -> dict[str, Tensor]:
+    """`position_ids` (1, T) that say that a token's slot is its position, for models that take them."""
+    if not accepts(model, "position_ids"):
+        return {}
+    return {"position_ids": torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)}
+
+
+def backbone_states(backbone: Any, input_ids: Tensor) -> Tensor:
+    """Last hidden states of a causal backbone, (B, T, H), in its dtype.
+
+    No attention mask is given: rows are right-padded, so under causal attention no real token sees padding, and
+    kernels without a mask are faster. States after a row's end are meaningless.
+
+    Args:
+        backbone: the base model of a Hugging Face decoder.
+        input_ids: (B, T) int64, each row from slot 0 on.
+    """
+    return backbone(
+        input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(backbone, input_ids)
+    ).last_hidden_state

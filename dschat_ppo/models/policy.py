@@ -1,0 +1,147 @@
+"""Actor, reference and SFT model: log-probs and entropies of the wanted tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
+from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
+from dschat_ppo.common.dist import all_reduce
+from dschat_ppo.common.logging import logger
+from dschat_ppo.models.backbone import accepts, backbone_states, slot_arguments, unwrap
+
+CHECKED_TOKENS = 32
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that is asked for tokens' log-probs instead of logits.
+
+    The fused way runs the backbone, picks the hidden states from which wanted tokens are predicted, and goes through
+    the vocabulary in blocks. The plain way makes the logits from the first wanted position on; it is for heads that
+    are more than a matrix product with the known scale and soft cap after it.
+
+    Args:
+        lm: causal language model.
+        fused: False for the plain way.
+    """
+
+    def __init__(self, lm: PreTrainedModel, fused: bool = True):
+        super().__init__()
+        self.lm: Any = lm
+        self.fused = fused and type(lm.get_output_embeddings()).forward is nn.Linear.forward
+        self._head = _head_of(lm.config)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The language model's configuration (DeepSpeed and transformers look for it)."""
+        return self.lm.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is (a DeepSpeed engine has the same attribute)."""
+        return self.lm.device
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute activations in the backward pass."""
+        self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def forward(
+        self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs of the wanted tokens, and entropies of the distributions that they are drawn from.
+
+        Args:
+            input_ids: (B, T) int64, right-padded.
+            wanted: (B, T) bool, True on tokens whose log-prob is asked for; the first column is not looked at.
+            temperature: of sampling.
+            entropy_grad: whether gradient goes through the entropies.
+
+        Returns:
+            Two tensors (N) fp32: the N wanted tokens, row after row.
+        """
+        places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
+        if self.fused:
+            states = backbone_states(self.lm.base_model, input_ids)[:, :-1][places]
+            return self._through_head(states, tokens, temperature, entropy_grad)
+        logits = self._logits(input_ids, places)
+        entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
+        return token_logprobs(logits, tokens, temperature), entropy
+
+    def _through_head(
+        self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Calls the head as a module, so that ZeRO-3 gathers its weight, with another function inside."""
+        head = self.lm.get_output_embeddings()
+
+        def scores(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            return fused_token_scores(hidden, head.weight, head.bias, tokens, temperature, self._head, entropy_grad)
+
+        with _forward_of(head, scores):
+            return head(states)
+
+    def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """(N, V) in the model's dtype, by the language model's own forward."""
+        first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
+        count = input_ids.shape[1] - first
+        kept = {"logits_to_keep": count} if accepts(self.lm, "logits_to_keep") else {}
+        logits = self.lm(
+            input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids), **kept
+        ).logits
+        return logits[:, -count:-1][places[:, first:]]
+
+
+def _head_of(config: PretrainedConfig) -> Head:
+    text = config.get_text_config()
+    scale = getattr(text, "logit_scale", None) or 1.0
+    divisor = getattr(text, "logits_scaling", None) or 1.0
+    return Head(scale / divisor, getattr(text, "final_logit_softcapping", None))
+
+
+@contextmanager
+def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calling `module` runs its hooks around `function`."""
+    own = module.__dict__.get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+@torch.no_grad()
+def check_head(engine: Any) -> None:
+    """Compare the fused way with the plain one on a few tokens, and change to the plain one, with a warning, if the
+    architecture's head does something else. Collective: every rank calls it, and all come to the same end.
+
+    Args:
+        engine: DeepSpeed engine around a `PolicyModel`, or the `PolicyModel` itself.
+    """
+    policy: Any = unwrap(engine)
+    was_training = policy.training
+    engine.eval()
+    if policy.fused:
+        size = policy.config.get_text_config().vocab_size
+        ids = torch.linspace(0, size - 1, CHECKED_TOKENS, device=engine.device).long().view(2, -1)
+        fused, plain = (_scores(engine, policy, ids, way) for way in (True, False))
+        difference = all_reduce((fused - plain).abs().mean(dim=1).max(), "max")
+        policy.fused = bool(difference < CHECK_TOLERANCE[policy.lm.dtype])
+    if not policy.fused:
+        logger().warning(
+            f"{type(policy.lm).__name__}: its output head is more than a matrix product with a known scale and soft "
+            "cap; log-probs are taken from whole logits, which costs memory and time"
+        )
+    engine.train(was_training)
+
+
+def _scores(engine: Any, policy: PolicyModel, ids: Tensor, fused: bool) -> Tensor:
+    policy.fused = fused
+    return torch.stack(engine(ids, torch.ones_like(ids, dtype=torch.bool)))

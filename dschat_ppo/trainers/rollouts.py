@@ -1,0 +1,102 @@
+"""Where step 3 gets its answers from."""
+
+from __future__ import annotations
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.config.ppo import PPOFlags
+from dschat_ppo.data.collators import collate_prompts
+from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.models.loading import filler_id
+from dschat_ppo.rollout.generator import Generation, generate
+from dschat_ppo.rollout.parity import choose_engine
+from dschat_ppo.rollout.sampling import Sampling
+from dschat_ppo.rollout.stopping import Stopping
+from dschat_ppo.types import Rollout, to_device
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokenizer's EOS, and with it the others of the model's generation config if that lists several with it.
+
+    Chat models have several (end of turn, end of text); a config that does not know the tokenizer's EOS is not heeded.
+    """
+    listed = model.generation_config.eos_token_id if model.generation_config else None
+    others = listed if isinstance(listed, list) and tokenizer.eos_token_id in listed else []
+    return (tokenizer.eos_token_id, *(number for number in others if number != tokenizer.eos_token_id))
+
+
+def generation_of(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Generation:
+    """The flags' sampling, stopping and rows."""
+
+    def decode(rows: list[list[int]]) -> list[str]:
+        return list(tokenizer.batch_decode(rows))
+
+    stopping = Stopping(
+        flags.max_answer_seq_len,
+        end_ids(tokenizer, model),
+        tuple(flags.stop_token_ids),
+        tuple(flags.stop_strings),
+        flags.min_answer_seq_len,
+        decode if flags.stop_strings else None,
+    )
+    sampling = Sampling(flags.temperature, flags.top_p, flags.top_k, flags.min_p, flags.repetition_penalty)
+    return Generation(
+        sampling,
+        stopping,
+        flags.n_samples_per_prompt,
+        flags.rollout_rows,
+        flags.prepack_weights,
+        engine="padded" if flags.rollout_engine == "padded" else "continuous",
+    )
+
+
+class Rollouts:
+    """Answers of the actor to prompts of this rank.
+
+    Collective to make: the engine of generation is checked on the model.
+
+    Args:
+        flags: of step 3.
+        hybrid: the actor.
+        prompts: token rows.
+        tokenizer: of the actor.
+        seed: of the run.
+        rows_per_rank: answers of one PPO step on one rank.
+        device: of this rank.
+    """
+
+    def __init__(
+        self, flags: PPOFlags, hybrid: HybridEngine, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int,
+        rows_per_rank: int, device: torch.device,
+    ):  # fmt: skip
+        self.hybrid = hybrid
+        self.prompts = prompts
+        self.filler = filler_id(tokenizer)
+        self.seed = seed
+        self.rows_per_rank = rows_per_rank
+        self.device = device
+        how = generation_of(flags, tokenizer, hybrid.model)
+        if len(how.stopping.eos_ids) > 1:
+            logger().info(f"rollout: answers end with any of the model's ends of text, ids {how.stopping.eos_ids}")
+        if how.sampling.changes_distribution or how.stopping.min_new_tokens:
+            logger().info(
+                "note: log-probs, KL and ratios are of the policy before truncation, penalty and minimum length"
+            )
+        with hybrid.generating() as model:
+            self.how = choose_engine(model, how, hybrid.agree)
+
+    def make(self, indices: list[int], step: int) -> Rollout:
+        """Answer the prompts at `indices`, this rank's share of PPO step `step`; collective.
+
+        An answer's seed is made of the run's seed, the step and the answer's number over all ranks, so that it does not
+        matter which rank generates it.
+        """
+        batch = to_device(collate_prompts(self.prompts, indices, self.filler), self.device)
+        seeds = row_seeds(dist.rank() * self.rows_per_rank, len(indices) * self.how.samples, self.seed, step)
+        with self.hybrid.generating() as model:
+            return generate(model, batch, seeds.to(self.device), self.how, self.hybrid.agree)

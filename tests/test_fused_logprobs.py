@@ -1,0 +1,147 @@
+"""Log-probs and entropies straight from hidden states, against autograd through whole logits."""
+
+import pytest
+import torch
+
+from dschat_ppo.algorithms import fused_logprobs
+from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
+from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
+
+N, H, V = 37, 16, 1000
+HEADS = {
+    "plain": Head(),
+    "softcap": Head(softcap=3.0),
+    "scale": Head(scale=0.125),
+    "both": Head(scale=2.0, softcap=5.0),
+}
+
+
+def inputs(dtype=torch.float32, with_bias=False, count=N):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(count, H, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(V, H, generator=generator) / 2).to(dtype).requires_grad_()
+    bias = torch.randn(V, generator=generator).to(dtype).requires_grad_() if with_bias else None
+    return hidden, weight, bias, torch.randint(0, V, (count,), generator=generator)
+
+
+def whole(hidden, weight, bias, tokens, temperature, head):
+    """The same by logits as a whole."""
+    logits = torch.nn.functional.linear(hidden, weight, bias) * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return token_logprobs(logits, tokens, temperature), token_entropy(logits, temperature)
+
+
+def gradients(scores, leaves):
+    """Of a sum of both outputs with uneven weights."""
+    logprobs, entropy = scores
+    weights = torch.linspace(-1, 2, len(logprobs))
+    total = (weights * logprobs).sum() + (weights.flip(0) * entropy).sum()
+    return torch.autograd.grad(total, leaves)
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Blocks so narrow that the vocabulary falls into many, the last of them short."""
+    monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 1)
+    return 4 * N * 300
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_values_and_gradients_are_those_of_whole_logits(narrow, head, temperature, with_bias):
+    hidden, weight, bias, tokens = inputs(with_bias=with_bias)
+    leaves = [hidden, weight] + ([bias] if with_bias else [])
+    expected = whole(hidden, weight, bias, tokens, temperature, head)
+    found = fused_token_scores(hidden, weight, bias, tokens, temperature, head, True, narrow)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for a, b in zip(gradients(found, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block_rows", [1, 7, 300, V, 5 * V])
+def test_the_width_of_a_block_changes_nothing(monkeypatch, block_rows):
+    monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 1)
+    hidden, weight, _, tokens = inputs()
+    found = fused_token_scores(hidden, weight, None, tokens, block_bytes=4 * N * block_rows)
+    for a, b in zip(found, whole(hidden, weight, None, tokens, 1.0, Head()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_gradients_are_finite_differences(monkeypatch, head):
+    monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 1)
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((5, 4), (11, 4), (11,))
+    leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    tokens = torch.tensor([0, 10, 4, 3, 4])
+    assert torch.autograd.gradcheck(lambda *x: fused_token_scores(*x, tokens, 0.8, head, True, 4 * 5 * 4), leaves)
+
+
+def test_entropy_carries_no_gradient_unless_asked_for():
+    hidden, weight, _, tokens = inputs()
+    logprobs, entropy = fused_token_scores(hidden, weight, None, tokens)
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
+    logits = torch.nn.functional.linear(hidden, weight)
+    [expected] = torch.autograd.grad(token_logprobs(logits, tokens).sum(), hidden)
+    [found] = torch.autograd.grad(logprobs.sum(), hidden)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_rows_give_zero_gradients():
+    hidden, weight, bias, tokens = inputs(with_bias=True, count=0)
+    logprobs, entropy = fused_token_scores(hidden, weight, bias, tokens, entropy_grad=True)
+    assert logprobs.shape == entropy.shape == (0,)
+    grads = torch.autograd.grad(logprobs.sum() + entropy.sum(), [hidden, weight, bias])
+    assert [g.shape for g in grads] == [(0, H), (V, H), (V,)]
+    assert all(not g.any() for g in grads)
+
+
+def test_a_frozen_weight_is_left_without_gradient():
+    hidden, weight, _, tokens = inputs()
+    logprobs, _ = fused_token_scores(hidden, weight.detach(), None, tokens)
+    logprobs.sum().backward()
+    assert hidden.grad.abs().max() > 0
+    assert weight.grad is None
+
+
+def test_in_bf16_gradients_are_as_near_to_the_exact_ones_as_the_plain_way(narrow):
+    exact = [x.detach().double().requires_grad_() for x in inputs(torch.bfloat16)[:2]]
+    hidden, weight, _, tokens = inputs(torch.bfloat16)
+    targets = gradients(whole(*exact, None, tokens, 1.0, Head()), exact)
+    plain = gradients(whole(hidden, weight, None, tokens, 1.0, Head()), [hidden, weight])
+    found = gradients(
+        fused_token_scores(hidden, weight, None, tokens, entropy_grad=True, block_bytes=narrow), [hidden, weight]
+    )
+    for target, a, b in zip(targets, found, plain, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a - target).norm() < 1.1 * (b - target).norm()
+
+
+def test_large_logits_stay_finite():
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[3e4], [0.0], [-3e4]])
+    logprobs, entropy = fused_token_scores(hidden.expand(2, 1), weight, None, torch.tensor([0, 2]))
+    assert logprobs.tolist() == [0.0, -6e4]
+    assert entropy.tolist() == [0.0, 0.0]
+
+
+def test_whole_logits_are_never_made():
+    """The largest tensor that either pass makes is a block."""
+    hidden, weight, _, tokens = inputs(count=2000)
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    with Watch():
+        logprobs, _ = fused_token_scores(hidden, weight, None, tokens, block_bytes=2000 * 4 * 256)
+        logprobs.sum().backward()
+    assert len(sizes) > 20
+    assert max(sizes) <= 2000 * 256
