@@ -70,6 +70,27 @@ def test_dropout_is_off_in_rollout_and_scoring(found):
         assert rank["dropout"]["noise_in_training"] > 0.01, "dropout does nothing, so nothing was tested"
 
 
+def test_layer_by_layer_gives_the_same_answers_with_ranks_of_uneven_work(found):
+    for rank, most in zip(found, (2, 9), strict=True):
+        report = rank["layer_by_layer"]
+        assert report["collective"]
+        assert report["engine"] == "continuous"
+        assert report["same_tokens"]
+        assert report["same_tokens_padded"]
+        assert report["difference"] < 1e-4
+        assert report["weights_equal"]
+        assert report["partitioned"] > 0, "nothing was partitioned, so nothing was gathered layer by layer"
+        assert report["longest"] == most
+        assert report["trains"]
+
+
+def test_answers_do_not_depend_on_the_number_of_ranks(found, assets, tmp_path):
+    succeed(deepspeed(1, "tests/workers/hybrid.py", assets, tmp_path / "one"))
+    alone = json.loads((tmp_path / "one").read_text())["answers"]
+    assert found[0]["answers"] == found[1]["answers"] == alone
+    assert alone[0] != alone[1], "two steps with the same answers"
+
+
 def test_ranks_draw_dropout_from_streams_of_their_own(found):
     assert found[0]["dropout_noise"] != found[1]["dropout_noise"]
 

@@ -4,6 +4,7 @@ hybrid.py ASSETS OUT_FILE
 """
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,50 @@ def uneven(trainer, empty: bool) -> dict:
     return {"rows": experience.response_ids.shape[0], "tokens": int(experience.response_mask.sum()), **metrics}
 
 
+def layer_by_layer(assets: Path) -> dict:
+    """Answers of uneven lengths with weights gathered once, and layer by layer."""
+    pinned, unpinned = (make_trainer(assets, *FLAGS, *words) for words in ((), ("--unpin_actor_parameters",)))
+    before = shards(unpinned.engines.actor)
+    tokens = 2 if dist.rank() == 0 else 9  # rank 0 is done long before rank 1
+    expected, found = (generate_some(trainer, 4, tokens) for trainer in (pinned, unpinned))
+    fast = unpinned.rollouts.how
+    unpinned.rollouts.how = replace(fast, engine="padded")
+    by_padded_batches = generate_some(unpinned, 4, tokens)
+    unpinned.rollouts.how = fast
+    return {
+        "engine": fast.engine,
+        "collective": unpinned.engines.hybrid.agree is not None and pinned.engines.hybrid.agree is None,
+        "same_tokens": torch.equal(expected.response_ids, found.response_ids),
+        "same_tokens_padded": torch.equal(expected.response_ids, by_padded_batches.response_ids),
+        "difference": float((expected.rollout_logprobs - found.rollout_logprobs).abs().max()),
+        "weights_equal": all(torch.equal(a, b) for a, b in zip(before, shards(unpinned.engines.actor), strict=True)),
+        "longest": int(found.response_mask.sum(dim=1).max()),
+        "partitioned": sum(p.numel() == 0 for p in unpinned.engines.actor.module.parameters()),
+        "trains": all(math.isfinite(norm) and norm > 0 for norm in update_from_answers(unpinned)),
+    }
+
+
+def update_from_answers(trainer) -> list[float]:
+    """Gradient norms of an update from fresh answers."""
+    trainer.mini_dataset.add(trainer.score(trainer.rollout([0, 1, 2, 3], step=1)))
+    metrics = trainer.update(trainer.mini_dataset.collect(whiten=True), step=1)
+    return [metrics["grad_norm/actor"], metrics["grad_norm/critic"]]
+
+
+def answers_of_two_steps(assets: Path) -> list:
+    """Tokens of all ranks' answers to eight prompts, in order, for two PPO steps."""
+    per_rank = 8 // dist.world_size()
+    trainer = make_trainer(assets, *FLAGS, "--per_device_generation_batch_size", per_rank)
+    mine = list(range(dist.rank() * per_rank, (dist.rank() + 1) * per_rank))
+    answers = []
+    for step in (1, 2):
+        rollout = trainer.rollout(mine, step)
+        ids = torch.where(rollout.response_mask, rollout.response_ids, -1)
+        full = torch.nn.functional.pad(ids, (0, trainer.flags.max_answer_seq_len - ids.shape[1]), value=-1)
+        answers.append(dist.gather_cat(full).tolist())
+    return answers
+
+
 def updates_after_toggles(assets: Path, toggles: int) -> list[float]:
     """Numbers of two updates from one stored rollout, after some toggles, on new engines."""
     trainer = make_trainer(assets, *FLAGS)
@@ -126,20 +171,15 @@ def dropout_noise() -> float:
 
 
 FLAGS = ("--actor_zero_stage", 3, "--critic_zero_stage", 3, "--per_device_generation_batch_size", 4)
-FLAGS += (
-    "--micro_batch_tokens",
-    48,
-    "--per_device_training_batch_size",
-    4,
-    "--actor_learning_rate",
-    0.01,
-    "--critic_learning_rate",
-    0.01,
-)
+FLAGS += ("--micro_batch_tokens", 48, "--per_device_training_batch_size", 4, "--old_logprobs", "recompute")
+FLAGS += ("--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01)
 
 
 def main() -> None:
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
+    if dist.world_size() == 1:
+        out.write_text(json.dumps({"answers": answers_of_two_steps(assets)}))
+        leave(0)
     trainer = make_trainer(assets, *FLAGS)
     found = {
         "dropout_noise": dropout_noise(),
@@ -150,6 +190,8 @@ def main() -> None:
         "without_toggles": updates_after_toggles(assets, 0),
         "with_toggles": updates_after_toggles(assets, 3),
         "dropout": dropout_in_scoring(assets),
+        "layer_by_layer": layer_by_layer(assets),
+        "answers": answers_of_two_steps(assets),
     }
     (out.parent / f"{out.name}.{dist.rank()}").write_text(json.dumps(found))
     dist.shutdown()

@@ -1,0 +1,93 @@
+"""Timing, memory and limits for the benchmarks. Contenders alternate in one run, so a busy minute hits them alike."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from dschat_ppo.common.phases import PhaseClock
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Medians: `wall` seconds with all threads, `cpu` seconds of the process with one thread."""
+
+    wall: float
+    cpu: float
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside, PyTorch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def costs(contenders: Mapping[str, Callable[[], object]], repeats: int, most_threads: int) -> dict[str, Cost]:
+    """Run every contender `repeats` times with one thread and with `most_threads`, by turns; medians."""
+    wall: dict[str, list[float]] = {name: [] for name in contenders}
+    cpu: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, run in contenders.items():
+            with threads(1):
+                start = time.process_time()
+                run()
+                cpu[name].append(time.process_time() - start)
+            with threads(most_threads):
+                start = time.perf_counter()
+                run()
+                wall[name].append(time.perf_counter() - start)
+    return {name: Cost(statistics.median(wall[name]), statistics.median(cpu[name])) for name in contenders}
+
+
+def peak_memory(run: Callable[[], object]) -> float:
+    """Most GiB that a run holds beyond what the process (or the GPU) held before."""
+    gc.collect()
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+    else:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier runs freed, or it would hide this one's
+        before = psutil.Process().memory_info().rss
+    clock = PhaseClock()
+    with clock.phase("run"):
+        run()
+    return clock.peak_gib["run"] - before / 2**30
+
+
+def read_bandwidth(gigabytes: float = 0.5) -> float:
+    """Bytes per second at which memory can be read: the best of five sums over a large tensor."""
+    tensor = torch.ones(int(gigabytes * 1e9 / 4))
+    return tensor.nbytes / _best(tensor.sum)
+
+
+def matmul_rate(width: int) -> float:
+    """Floating point operations per second of a large bf16 product with inner dimension `width`."""
+    left, right = torch.randn(4096, width).bfloat16(), torch.randn(width, 2048).bfloat16()
+    return 2 * 4096 * width * 2048 / _best(lambda: left @ right)
+
+
+def _best(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,159 @@
+"""Generation against Hugging Face `generate`, in one run.
+
+    python benchmarks/rollout.py [--json FILE] [--repeats 5] [--workloads fixed varied group]
+
+Random weights of 31.6 M parameters in bf16, sampling from the whole distribution at temperature 1. Each way is tried
+with 32 and with 128 rows at work; the better of each counts. With a GPU, `--shape qwen2-0.5b` or `llama-7b` runs
+64 rows of 512 + 512 tokens instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Cost, costs, markdown, matmul_rate, peak_memory, read_bandwidth, threads
+from models import Workload, config_of, language_model, workload
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.rollout.generator import Generation, generate
+from dschat_ppo.rollout.sampling import Sampling
+from dschat_ppo.rollout.stopping import Stopping
+from dschat_ppo.types import repeat_rows
+
+ROWS = (32, 128)
+PROMPTS = {"fixed": 128, "varied": 128, "group": 16}
+
+
+class AtLength(StoppingCriteria):
+    """Ends each row of `generate` at its own length."""
+
+    def __init__(self, prompt_length: int, lengths: Tensor):
+        self.total = prompt_length + lengths
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """(n,) bool."""
+        return input_ids.shape[1] >= self.total
+
+
+@torch.no_grad()
+def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
+    """Batches of `rows`, as they come, each until its last row is finished."""
+    batch = repeat_rows(work.prompts, work.samples)
+    sampling = GenerationConfig(
+        do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0, eos_token_id=None,
+        max_new_tokens=int(work.answer_lengths.max()),
+    )  # fmt: skip
+    for part in torch.arange(len(batch.prompt_ids)).split(rows):
+        lengths = work.answer_lengths[part]
+        criteria = StoppingCriteriaList([AtLength(batch.prompt_ids.shape[1], lengths.to(model.device))])
+        model.generate(
+            input_ids=batch.prompt_ids[part].to(model.device),
+            attention_mask=batch.prompt_mask[part].long().to(model.device),
+            generation_config=sampling,
+            stopping_criteria=criteria,
+        )
+
+
+def by_us(model: PreTrainedModel, work: Workload, rows: int) -> None:
+    """Continuous batching, log-probs of the sampled tokens included."""
+    how = Generation(Sampling(), Stopping(int(work.answer_lengths.max())), work.samples, rows)
+    seeds = row_seeds(0, len(work.answer_lengths), 0)
+    rollout = generate(model, work.prompts, seeds, how, limits=work.answer_lengths)
+    assert int(rollout.response_mask.sum()) == work.tokens
+
+
+def limits(model: PreTrainedModel, work: Workload, most_rows: int) -> tuple[float, float]:
+    """Tokens per second if only (memory reads, arithmetic) took time: weights once a step, each key and value once."""
+    config: Any = model.config
+    weights = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size
+    token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * 64
+    prompt = work.prompts.prompt_mask.sum(dim=1).repeat_interleave(work.samples)
+    answer = work.answer_lengths
+    own = (answer * (answer + 1) / 2).sum()
+    shared = (prompt * answer).view(-1, work.samples)
+    kv_bytes = float(own + shared.amax(dim=1).sum()) * token_bytes
+    steps = max(float(answer.max()), work.tokens / most_rows)
+    memory = (steps * 2 * weights + kv_bytes) / read_bandwidth()
+    passed = float(work.prompts.prompt_mask.sum()) + work.tokens
+    return work.tokens / memory, work.tokens / (2 * weights * passed / matmul_rate(config.hidden_size))
+
+
+def better(run: Callable[[PreTrainedModel, Workload, int], None], model: PreTrainedModel, work: Workload) -> int:
+    """The number of rows with which one run takes less time."""
+    seconds = {}
+    for rows in ROWS:
+        start = time.perf_counter()
+        run(model, work, rows)
+        seconds[rows] = time.perf_counter() - start
+    return min(seconds, key=lambda rows: seconds[rows])
+
+
+def compare(name: str, model: PreTrainedModel, repeats: int, cores: int) -> dict[str, Any]:
+    """All numbers of one workload."""
+    work = workload(name, model.config.vocab_size, PROMPTS[name])
+    with threads(cores):
+        rows = {"transformers": better(by_transformers, model, work), "dschat_ppo": better(by_us, model, work)}
+        memory_limit, compute_limit = limits(model, work, max(ROWS))
+    ways = {
+        "transformers": lambda: by_transformers(model, work, rows["transformers"]),
+        "dschat_ppo": lambda: by_us(model, work, rows["dschat_ppo"]),
+    }
+    found: dict[str, Cost] = costs(ways, repeats, cores)
+    plain, ours = found["transformers"], found["dschat_ppo"]
+    return {
+        "ratio_wall": plain.wall / ours.wall,
+        "ratio_cpu": plain.cpu / ours.cpu,
+        "tokens_per_s": work.tokens / ours.wall,
+        "limit_tokens_per_s": memory_limit,
+        "compute_limit_tokens_per_s": compute_limit,
+        "transformers_tokens_per_s": work.tokens / plain.wall,
+        "tokens_per_cpu_s": work.tokens / ours.cpu,
+        "rows": rows,
+        "peak_memory_gib": {name: peak_memory(way) for name, way in ways.items()},
+    }
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The numbers of all workloads, for docs/benchmarks.md."""
+    header = ["workload", "HF generate, tok/s", "ours, tok/s", "ratio (wall)", "ratio (CPU)", "memory limit, tok/s",
+              "arithmetic limit, tok/s", "rows HF / ours", "peak memory HF / ours, GiB"]  # fmt: skip
+    rows = []
+    for name, r in results.items():
+        memory = r["peak_memory_gib"]
+        rows.append([
+            name, f"{r['transformers_tokens_per_s']:.0f}", f"{r['tokens_per_s']:.0f}", f"{r['ratio_wall']:.2f}",
+            f"{r['ratio_cpu']:.2f}", f"{r['limit_tokens_per_s']:.0f}", f"{r['compute_limit_tokens_per_s']:.0f}",
+            f"{r['rows']['transformers']} / {r['rows']['dschat_ppo']}",
+            f"{memory['transformers']:.2f} / {memory['dschat_ppo']:.2f}",
+        ])  # fmt: skip
+    return markdown(header, rows)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file too")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
+    parser.add_argument("--workloads", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
+    arguments = parser.parse_args()
+    model = language_model(config_of())
+    results = {}
+    for name in arguments.workloads:
+        results[name] = compare(name, model, arguments.repeats, len(os.sched_getaffinity(0)))
+        print(name, json.dumps(results[name]), flush=True)
+    print(table(results))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
