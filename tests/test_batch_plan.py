@@ -55,7 +55,7 @@ def test_ppo_plan_by_hand():
     assert (plan.updates_per_rollout, plan.ppo_steps, plan.total_updates) == (6, 5, 30)
     table = dict(plan.table())
     assert table["micro-batch per device"] == "up to 2048 tokens, padding included"  # 4 x (256 + 256)
-    assert table["rows per optimizer step and device"] == "4 x 2"
+    assert table["rows per optimizer step and device"] == "4 x 2 = 8"
     assert table["rows per PPO step"] == "24 x 2 = 48"
     assert table["updates per PPO step"] == "48 / 16 x 2 = 6"
     assert table["optimizer steps in all"] == "5 x 6 = 30"

@@ -288,6 +288,7 @@ def test_required_flags_are_named(step, missing):
         ("ppo", "top_p", "0"),
         ("ppo", "top_p", "1.1"),
         ("ppo", "top_k", "-1"),
+        ("ppo", "micro_batch_tokens", "-1"),
         ("ppo", "gamma", "1.1"),
         ("ppo", "gae_lambda", "-0.1"),
         ("ppo", "clip_eps", "0"),

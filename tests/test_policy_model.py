@@ -8,8 +8,9 @@ import transformers as hf
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.models.forward import response_scores, response_values
-from dschat_ppo.models.policy import PolicyModel, check_head
+from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.startup import choose_ways
 from dschat_ppo.types import Rollout
 
 VOCABULARY = 300
@@ -68,6 +69,20 @@ FAMILIES = {
     "cohere": (hf.CohereConfig(**{**COMMON, "logit_scale": 0.25}), hf.CohereForCausalLM, None),
     "granite": (hf.GraniteConfig(**{**GQA, "logits_scaling": 4.0}), hf.GraniteForCausalLM, None),
 }  # fmt: skip
+PACKED = [
+    "llama",
+    "llama_tied",
+    "mistral_window",
+    "qwen2",
+    "gpt2",
+    "opt",
+    "gpt_neox",
+    "phi",
+    "gemma3",
+    "cohere",
+    "granite",
+]
+WAYS = [(name, way) for name in FAMILIES for way in ("fused", "plain", "packed") if way != "packed" or name in PACKED]
 WITH_CLASSIFIER = [name for name, (_, _, classifier) in FAMILIES.items() if classifier]
 
 
@@ -112,12 +127,11 @@ def scores_alone(lm, rows: Rollout):
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_scores_are_those_of_each_row_alone(name, fused):
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_scores_are_those_of_each_row_alone(name, way):
     lm, rows = model_of(name, 1), rollout()
-    policy = PolicyModel(lm, fused)
-    assert policy.fused is fused
+    policy = PolicyModel(lm, fused=way != "plain", packed=way == "packed")
+    assert policy.fused is (way != "plain")
     with torch.no_grad():
         found = response_scores(policy, rows, TEMPERATURE)
         expected = scores_alone(lm, rows)
@@ -127,8 +141,8 @@ def test_scores_are_those_of_each_row_alone(name, fused):
         assert not a[~rows.response_mask].any()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_are_those_of_rows_alone(name):
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_gradients_are_those_of_rows_alone(name, way):
     lm, rows = model_of(name, 1), rollout()
     weights = torch.linspace(-1, 1, int(rows.response_mask.sum()))
     parameters = dict(lm.named_parameters())
@@ -136,7 +150,7 @@ def test_gradients_are_those_of_rows_alone(name):
     def gradients(logprobs, entropies):
         return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
 
-    found = response_scores(PolicyModel(lm), rows, TEMPERATURE, entropy_grad=True)
+    found = response_scores(PolicyModel(lm, way != "plain", way == "packed"), rows, TEMPERATURE, entropy_grad=True)
     found = gradients(*(part[rows.response_mask] for part in found))
     for key, a, b in zip(parameters, found, gradients(*scores_alone(lm, rows)), strict=True):
         if b is None:
@@ -145,11 +159,11 @@ def test_gradients_are_those_of_rows_alone(name):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", WITH_CLASSIFIER)
-def test_values_are_those_of_each_row_alone(name):
+@pytest.mark.parametrize(("name", "packed"), [(n, p) for n in WITH_CLASSIFIER for p in {False, n in PACKED}])
+def test_values_are_those_of_each_row_alone(name, packed):
     classifier, rows = model_of(name, 2), rollout()
     with torch.no_grad():
-        found = response_values(ScalarModel(classifier), rows)
+        found = response_values(ScalarModel(classifier, packed), rows)
         expected = [
             classifier.score(classifier.base_model(input_ids=ids).last_hidden_state)[0, start - 1 : -1, 0]
             for start, ids in rows_alone(rows)
@@ -190,8 +204,9 @@ def said():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_known_heads_stay_fused_without_a_word(name, dtype, said):
     policy = PolicyModel(model_of(name, 1).to(dtype)).train()
-    check_head(policy)
+    choose_ways(policy)
     assert policy.fused
+    assert policy.packed is (name in PACKED)
     assert policy.training
     assert said == []
 
@@ -212,7 +227,7 @@ def test_unknown_heads_fall_back_loudly(change, dtype, said):
 
     lm.forward = forward
     policy = PolicyModel(lm)
-    check_head(policy)
+    choose_ways(policy)
     assert not policy.fused
     [line] = said
     assert "LlamaForCausalLM" in line
@@ -231,7 +246,7 @@ def test_a_head_that_is_no_linear_layer_goes_the_plain_way(said):
     lm.lm_head.__class__ = Head
     policy = PolicyModel(lm)
     assert not policy.fused
-    check_head(policy)
+    choose_ways(policy)
     assert len(said) == 1
     rows = rollout()
     with torch.no_grad():

@@ -125,7 +125,10 @@ class PPOPlan:
             ),
             ("rows per PPO step", f"{self.rows_per_rank} x {self.world_size} = {self.rollout_rows}"),
             ("micro-batch per device", f"up to {self.micro_batch_tokens} tokens, padding included"),
-            ("rows per optimizer step and device", f"{self.micro_batch} x {self.accumulation}"),
+            (
+                "rows per optimizer step and device",
+                f"{self.micro_batch} x {self.accumulation} = {self.micro_batch * self.accumulation}",
+            ),
             (
                 "global batch",
                 f"{self.micro_batch} x {self.accumulation} x {self.world_size} = {self.global_batch}",

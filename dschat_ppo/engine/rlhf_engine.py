@@ -11,8 +11,9 @@ from dschat_ppo.engine.build import OptimizerSettings, eval_engine, train_engine
 from dschat_ppo.engine.ds_config import eval_config, read_overlay, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
-from dschat_ppo.models.policy import PolicyModel, check_head
+from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.startup import choose_ways
 
 
 class RLHFEngine:
@@ -57,14 +58,15 @@ class RLHFEngine:
             model.gradient_checkpointing_enable()
         settings = self._optimizer_settings(ppo.actor_learning_rate, ppo.actor_weight_decay)
         engine = train_engine(model, ds_config, settings)
-        check_head(engine)
+        choose_ways(engine)
         return engine
 
     def _build_reference(self, folder: str) -> Any:
         ppo, dtype = self._config.ppo, self._config.run.dtype
         ds_config = eval_config(ppo.actor_zero_stage, dtype, ppo.offload_reference_model, self._ranks)
         # the actor's way, so that the two agree to the last bit before the first update
-        model = PolicyModel(load_causal_lm(folder, dtype, ds_config), self.actor.module.fused)
+        actor = self.actor.module
+        model = PolicyModel(load_causal_lm(folder, dtype, ds_config), actor.fused, actor.packed)
         return eval_engine(model, ds_config)
 
     def _build_critic(self, folder: str) -> Any:
@@ -78,12 +80,15 @@ class RLHFEngine:
         if ppo.critic_gradient_checkpointing:
             model.gradient_checkpointing_enable()
         settings = self._optimizer_settings(ppo.critic_learning_rate, ppo.critic_weight_decay)
-        return train_engine(model, ds_config, settings)
+        engine = train_engine(model, ds_config, settings)
+        choose_ways(engine)
+        return engine
 
     def _build_reward(self, folder: str) -> Any:
         ppo, dtype = self._config.ppo, self._config.run.dtype
         ds_config = eval_config(ppo.critic_zero_stage, dtype, ppo.offload_reward_model, self._ranks)
-        return eval_engine(ScalarModel(load_sequence_classifier(folder, dtype, ds_config, new_head=False)), ds_config)
+        classifier = load_sequence_classifier(folder, dtype, ds_config, new_head=False)
+        return eval_engine(ScalarModel(classifier, self.critic.module.packed), ds_config)
 
     def train(self) -> None:
         """Actor and critic to training mode."""

@@ -64,9 +64,8 @@ def response_scores(
 
 def response_values(engine: Any, rows: Rollout | Experience) -> Tensor:
     """The critic's value before each response token, (B, R) fp32. Meaningless outside `response_mask`."""
-    input_ids, _ = full_sequences(rows)
     before = (response_slots(rows) - 1).clamp_min(0)
-    return engine(input_ids).gather(1, before)
+    return engine(*full_sequences(rows)).gather(1, before)
 
 
 def last_token_scores(engine: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -77,4 +76,4 @@ def last_token_scores(engine: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
         input_ids: (B, T) int64, right-padded.
         lengths: (B,) int64, above 0.
     """
-    return engine(input_ids).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+    return engine(input_ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)

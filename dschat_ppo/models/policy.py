@@ -12,12 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
-from dschat_ppo.common.dist import all_reduce
-from dschat_ppo.common.logging import logger
-from dschat_ppo.models.backbone import accepts, backbone_states, slot_arguments, unwrap
-
-CHECKED_TOKENS = 32
-CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+from dschat_ppo.models.backbone import accepts, backbone_states, slot_arguments
+from dschat_ppo.models.packing import CHECKPOINTING, packed_states
 
 
 class PolicyModel(nn.Module):
@@ -30,11 +26,13 @@ class PolicyModel(nn.Module):
     Args:
         lm: causal language model.
         fused: False for the plain way.
+        packed: run rows end to end as one, in the fused way.
     """
 
-    def __init__(self, lm: PreTrainedModel, fused: bool = True):
+    def __init__(self, lm: PreTrainedModel, fused: bool = True, packed: bool = False):
         super().__init__()
         self.lm: Any = lm
+        self.packed = packed
         self.fused = fused and type(lm.get_output_embeddings()).forward is nn.Linear.forward
         self._head = _head_of(lm.config)
 
@@ -44,13 +42,18 @@ class PolicyModel(nn.Module):
         return self.lm.config
 
     @property
+    def backbone(self) -> PreTrainedModel:
+        """The model without its head."""
+        return self.lm.base_model
+
+    @property
     def device(self) -> torch.device:
         """Where the model is (a DeepSpeed engine has the same attribute)."""
         return self.lm.device
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute activations in the backward pass."""
-        self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
 
     def forward(
         self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False
@@ -68,11 +71,18 @@ class PolicyModel(nn.Module):
         """
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
         if self.fused:
-            states = backbone_states(self.lm.base_model, input_ids)[:, :-1][places]
+            states = self._states(input_ids, wanted)[:, :-1][places]
             return self._through_head(states, tokens, temperature, entropy_grad)
         logits = self._logits(input_ids, places)
         entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
         return token_logprobs(logits, tokens, temperature), entropy
+
+    def _states(self, input_ids: Tensor, wanted: Tensor) -> Tensor:
+        if not self.packed:
+            return backbone_states(self.backbone, input_ids)
+        slots = torch.arange(wanted.shape[1], device=wanted.device)
+        lengths = torch.where(wanted, slots, 0).amax(dim=1).clamp_min(1)  # up to where the last token is predicted
+        return packed_states(self.backbone, input_ids, lengths)
 
     def _through_head(
         self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
@@ -115,33 +125,3 @@ def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
         del module.forward
         if own is not None:
             module.forward = own
-
-
-@torch.no_grad()
-def check_head(engine: Any) -> None:
-    """Compare the fused way with the plain one on a few tokens, and change to the plain one, with a warning, if the
-    architecture's head does something else. Collective: every rank calls it, and all come to the same end.
-
-    Args:
-        engine: DeepSpeed engine around a `PolicyModel`, or the `PolicyModel` itself.
-    """
-    policy: Any = unwrap(engine)
-    was_training = policy.training
-    engine.eval()
-    if policy.fused:
-        size = policy.config.get_text_config().vocab_size
-        ids = torch.linspace(0, size - 1, CHECKED_TOKENS, device=engine.device).long().view(2, -1)
-        fused, plain = (_scores(engine, policy, ids, way) for way in (True, False))
-        difference = all_reduce((fused - plain).abs().mean(dim=1).max(), "max")
-        policy.fused = bool(difference < CHECK_TOLERANCE[policy.lm.dtype])
-    if not policy.fused:
-        logger().warning(
-            f"{type(policy.lm).__name__}: its output head is more than a matrix product with a known scale and soft "
-            "cap; log-probs are taken from whole logits, which costs memory and time"
-        )
-    engine.train(was_training)
-
-
-def _scores(engine: Any, policy: PolicyModel, ids: Tensor, fused: bool) -> Tensor:
-    policy.fused = fused
-    return torch.stack(engine(ids, torch.ones_like(ids, dtype=torch.bool)))

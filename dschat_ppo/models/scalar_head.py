@@ -4,35 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import backbone_states
+from dschat_ppo.models.packing import CHECKPOINTING, packed_states
 
 
 class ScalarModel(nn.Module):
     """A one-label sequence classifier whose head is read at every position.
 
-    As a reward model its score is the value at the last real token; as a critic every value counts.
+    As a reward model its score is the value at the last real token; as a critic every value counts. `packed` runs rows
+    end to end as one.
     """
 
-    def __init__(self, classifier: PreTrainedModel):
+    def __init__(self, classifier: PreTrainedModel, packed: bool = False):
         super().__init__()
         if not hasattr(classifier, "score"):
             raise UserError(f"{type(classifier).__name__} has no `score` head; use a decoder-only reward model")
         self.classifier: Any = classifier
+        self.packed = packed
 
     @property
     def config(self) -> PretrainedConfig:
         """The classifier's configuration (DeepSpeed and transformers look for it)."""
         return self.classifier.config
 
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The model without its head."""
+        return self.classifier.base_model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is (a DeepSpeed engine has the same attribute)."""
+        return self.classifier.device
+
     def gradient_checkpointing_enable(self) -> None:
         """Recompute activations in the backward pass."""
-        self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """(B, T) right-padded ids -> (B, T) fp32 values, those after a row's end meaningless."""
-        hidden = backbone_states(self.classifier.base_model, input_ids)
+    def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values, those after a row's end meaningless."""
+        if self.packed:
+            hidden = packed_states(self.backbone, input_ids, lengths)
+        else:
+            hidden = backbone_states(self.backbone, input_ids)
         return self.classifier.score(hidden).squeeze(-1).float()

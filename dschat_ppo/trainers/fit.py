@@ -24,6 +24,7 @@ from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.engine.build import OptimizerSettings, learning_rate, optimizer_step, train_engine
 from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
 from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.startup import choose_ways
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.trainers.setup import show_plan, tensorboard_folder
@@ -91,6 +92,7 @@ class Fit(Generic[Batch]):
             run.adam_epsilon,
         )
         self.engine = train_engine(model, ds_config, settings)
+        choose_ways(self.engine)
         seed_this_rank(run.seed)
 
     def train_step(self, step_indices: list[list[int]]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from dschat_ppo.models.loading import (
     load_tokenizer,
     model_folder,
 )
-from dschat_ppo.models.policy import PolicyModel, check_head
+from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.fit import Fit, Objective, fit_ds_config
 from dschat_ppo.trainers.setup import begin, open_outputs
@@ -76,6 +76,4 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(filler_id(tokenizer), sft.train_on_prompt, device)
-    training = Fit(model, ds_config, rows, objective, fit, config.run)
-    check_head(training.engine)
-    return training.run(output, tokenizer, "SFT")
+    return Fit(model, ds_config, rows, objective, fit, config.run).run(output, tokenizer, "SFT")

@@ -1,0 +1,103 @@
+"""Rows laid end to end as one, so that no time goes into padding: attention looks at each segment by itself.
+
+Attention is registered with transformers under a name of its own, for which transformers builds no mask. It is switched
+on by a context manager; activation checkpointing, which runs layers again in the backward pass, switches it on again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+NAME = "dschat_packed"
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The configuration whose model runs packed now, and the lengths of its segments."""
+
+    config: PretrainedConfig
+    lengths: list[int]
+
+
+_RUNNING: list[_Running] = []
+
+
+@contextmanager
+def segments(config: PretrainedConfig, lengths: list[int]) -> Iterator[None]:
+    """Inside, models of `config` take a single row for segments of these lengths."""
+    before = config._attn_implementation
+    _RUNNING.append(_Running(config, lengths))
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        _RUNNING.pop()
+
+
+def _segment_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    sliding_window: int | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Causal attention inside each segment: (1, heads, T, d) -> (1, T, heads, d). `attention_mask` is None."""
+    outputs, lengths = [], _RUNNING[-1].lengths
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+        band = _band(q.shape[2], sliding_window, q.device)
+        outputs.append(sdpa_attention_forward(module, q, k, v, band, **options)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys a query sees, (1, 1, length, length) bool: itself and the `window - 1` before; None for all before."""
+    if window is None or length <= window:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=device)
+    return seen.tril().triu(1 - window)[None, None]
+
+
+AttentionInterface.register(NAME, _segment_attention)
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether the model's attention can be exchanged, and is plain SDPA now.
+
+    That its other layers keep segments apart must be tried (`try_packing`).
+    """
+    return bool(model._supports_attention_backend) and model.config._attn_implementation == "sdpa"
+
+
+def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
+    """As `backbone_states`, with states of 0 after a row's end; the backbone must take `position_ids`.
+
+    Args:
+        backbone: the base model of a Hugging Face decoder.
+        input_ids: (B, T) int64, right-padded.
+        lengths: (B,) int64, above 0.
+    """
+    slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    real = slots < lengths.unsqueeze(1)
+    with segments(backbone.config, lengths.tolist()):
+        states = backbone(
+            input_ids=input_ids[real].unsqueeze(0), attention_mask=None, use_cache=False,
+            position_ids=slots[real].unsqueeze(0),
+        ).last_hidden_state  # fmt: skip
+    padded = states.new_zeros((*input_ids.shape, states.shape[-1]))
+    return padded.masked_scatter(real.unsqueeze(-1), states)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """`context_fn` of `torch.utils.checkpoint`: what is packed in the forward pass is packed when it is run again."""
+    if not _RUNNING:
+        return nullcontext(), nullcontext()
+    return nullcontext(), segments(_RUNNING[-1].config, _RUNNING[-1].lengths)
+
+
+CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}
