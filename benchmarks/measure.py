@@ -35,6 +35,12 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def wait() -> None:
+    """Until a GPU has done what was asked of it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def costs(contenders: Mapping[str, Callable[[], object]], repeats: int, most_threads: int) -> dict[str, Cost]:
     """Run every contender `repeats` times with one thread and with `most_threads`, by turns; medians."""
     wall: dict[str, list[float]] = {name: [] for name in contenders}
@@ -48,6 +54,7 @@ def costs(contenders: Mapping[str, Callable[[], object]], repeats: int, most_thr
             with threads(most_threads):
                 start = time.perf_counter()
                 run()
+                wait()
                 wall[name].append(time.perf_counter() - start)
     return {name: Cost(statistics.median(wall[name]), statistics.median(cpu[name])) for name in contenders}
 
@@ -66,15 +73,16 @@ def peak_memory(run: Callable[[], object]) -> float:
     return clock.peak_gib["run"] - before / 2**30
 
 
-def read_bandwidth(gigabytes: float = 0.5) -> float:
+def read_bandwidth(device: torch.device) -> float:
     """Bytes per second at which memory can be read: the best of five sums over a large tensor."""
-    tensor = torch.ones(int(gigabytes * 1e9 / 4))
+    tensor = torch.ones(2**27 if device.type == "cpu" else 2**30, device=device)
     return tensor.nbytes / _best(tensor.sum)
 
 
-def matmul_rate(width: int) -> float:
+def matmul_rate(device: torch.device, width: int) -> float:
     """Floating point operations per second of a large bf16 product with inner dimension `width`."""
-    left, right = torch.randn(4096, width).bfloat16(), torch.randn(width, 2048).bfloat16()
+    left = torch.randn(4096, width, device=device).bfloat16()
+    right = torch.randn(width, 2048, device=device).bfloat16()
     return 2 * 4096 * width * 2048 / _best(lambda: left @ right)
 
 
@@ -83,6 +91,7 @@ def _best(run: Callable[[], object]) -> float:
     for _ in range(5):
         start = time.perf_counter()
         run()
+        wait()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 

@@ -7,13 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from dschat_ppo.types import PromptBatch
 
 
 def config_of(vocabulary: int = 8192, layers: int = 8, hidden: int = 512) -> LlamaConfig:
-    """A Llama; the defaults make 31.6 M parameters without the embedding's second copy."""
+    """A Llama; the defaults make 31.6 M parameters."""
     return LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=1376 * hidden // 512, num_hidden_layers=layers,
         num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, max_position_embeddings=2048,
@@ -21,16 +28,32 @@ def config_of(vocabulary: int = 8192, layers: int = 8, hidden: int = 512) -> Lla
     )  # fmt: skip
 
 
-def language_model(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """Random weights, the same each time."""
+_FULL = {"max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+SHAPES: dict[str, PretrainedConfig] = {
+    "llama-32m": config_of(),
+    "qwen2-0.5b": Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True, **_FULL,
+    ),
+    "llama-7b": LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, **_FULL,
+    ),
+}  # fmt: skip
+
+
+def language_model(config: PretrainedConfig, device: str = "cpu") -> PreTrainedModel:
+    """Random bf16 weights, the same each time."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).to(dtype).eval()
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def classifier(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def classifier(config: PretrainedConfig, device: str = "cpu") -> PreTrainedModel:
     """A scalar model of the same size."""
     torch.manual_seed(1)
-    return LlamaForSequenceClassification(config).to(dtype).eval()
+    with torch.device(device):
+        return AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16).eval()
 
 
 @dataclass(frozen=True)
@@ -48,13 +71,15 @@ class Workload:
 
 
 def workload(name: str, vocabulary: int, prompts: int) -> Workload:
-    """The workloads of docs/benchmarks.md: "fixed", "varied" or "group"."""
+    """The workloads of docs/benchmarks.md: "fixed", "varied", "group", or "long" for a GPU."""
     rng = np.random.default_rng(0)
     prompt_lengths, samples = np.full(prompts, 128), 1
     answer_lengths = np.full(prompts, 128)
     if name == "varied":
         prompt_lengths = rng.integers(32, 129, prompts)
         answer_lengths = np.clip(rng.lognormal(np.log(63) - 0.32, 0.8, prompts), 1, 256)
+    if name == "long":
+        prompt_lengths, answer_lengths = np.full(prompts, 512), np.full(prompts, 512)
     if name == "group":
         prompt_lengths, samples = np.full(prompts, 384), 8
         answer_lengths = np.full(prompts * samples, 64)

@@ -1,10 +1,10 @@
 """Generation against Hugging Face `generate`, in one run.
 
-    python benchmarks/rollout.py [--json FILE] [--repeats 5] [--workloads fixed varied group]
+    python benchmarks/rollout.py [--json FILE] [--repeats 5] [--workloads fixed varied group] [--shape llama-32m]
 
 Random weights of 31.6 M parameters in bf16, sampling from the whole distribution at temperature 1. Each way is tried
-with 32 and with 128 rows at work; the better of each counts. With a GPU, `--shape qwen2-0.5b` or `llama-7b` runs
-64 rows of 512 + 512 tokens instead.
+with 32 and with 128 rows at work; the better of each counts. On a GPU, `--shape qwen2-0.5b --workloads long` or
+`--shape llama-7b --workloads long` runs 64 rows of 512 + 512 tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Cost, costs, markdown, matmul_rate, peak_memory, read_bandwidth, threads
-from models import Workload, config_of, language_model, workload
+from measure import Cost, costs, markdown, matmul_rate, peak_memory, read_bandwidth, threads, wait
+from models import SHAPES, Workload, language_model, workload
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
@@ -27,10 +27,10 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.rollout.generator import Generation, generate
 from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.rollout.stopping import Stopping
-from dschat_ppo.types import repeat_rows
+from dschat_ppo.types import repeat_rows, to_device
 
 ROWS = (32, 128)
-PROMPTS = {"fixed": 128, "varied": 128, "group": 16}
+PROMPTS = {"fixed": 128, "varied": 128, "group": 16, "long": 64}
 
 
 class AtLength(StoppingCriteria):
@@ -66,25 +66,30 @@ def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
 def by_us(model: PreTrainedModel, work: Workload, rows: int) -> None:
     """Continuous batching, log-probs of the sampled tokens included."""
     how = Generation(Sampling(), Stopping(int(work.answer_lengths.max())), work.samples, rows)
-    seeds = row_seeds(0, len(work.answer_lengths), 0)
-    rollout = generate(model, work.prompts, seeds, how, limits=work.answer_lengths)
+    device = model.device
+    seeds = row_seeds(0, len(work.answer_lengths), 0).to(device)
+    limits = work.answer_lengths.to(device)
+    rollout = generate(model, to_device(work.prompts, device), seeds, how, limits=limits)
     assert int(rollout.response_mask.sum()) == work.tokens
 
 
 def limits(model: PreTrainedModel, work: Workload, most_rows: int) -> tuple[float, float]:
     """Tokens per second if only (memory reads, arithmetic) took time: weights once a step, each key and value once."""
     config: Any = model.config
-    weights = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size
-    token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * 64
+    weights = sum(p.numel() for p in model.parameters())
+    if not config.tie_word_embeddings:  # of a table of embeddings only few rows are read
+        weights -= config.vocab_size * config.hidden_size
+    head_dim = config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     prompt = work.prompts.prompt_mask.sum(dim=1).repeat_interleave(work.samples)
     answer = work.answer_lengths
     own = (answer * (answer + 1) / 2).sum()
     shared = (prompt * answer).view(-1, work.samples)
     kv_bytes = float(own + shared.amax(dim=1).sum()) * token_bytes
     steps = max(float(answer.max()), work.tokens / most_rows)
-    memory = (steps * 2 * weights + kv_bytes) / read_bandwidth()
+    memory = (steps * 2 * weights + kv_bytes) / read_bandwidth(model.device)
     passed = float(work.prompts.prompt_mask.sum()) + work.tokens
-    return work.tokens / memory, work.tokens / (2 * weights * passed / matmul_rate(config.hidden_size))
+    return work.tokens / memory, work.tokens / (2 * weights * passed / matmul_rate(model.device, config.hidden_size))
 
 
 def better(run: Callable[[PreTrainedModel, Workload, int], None], model: PreTrainedModel, work: Workload) -> int:
@@ -93,6 +98,7 @@ def better(run: Callable[[PreTrainedModel, Workload, int], None], model: PreTrai
     for rows in ROWS:
         start = time.perf_counter()
         run(model, work, rows)
+        wait()
         seconds[rows] = time.perf_counter() - start
     return min(seconds, key=lambda rows: seconds[rows])
 
@@ -143,9 +149,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers to this file too")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
-    parser.add_argument("--workloads", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
+    parser.add_argument("--workloads", nargs="+", default=["fixed", "varied", "group"], choices=list(PROMPTS))
+    parser.add_argument("--shape", default="llama-32m", choices=list(SHAPES), help="of the random model")
     arguments = parser.parse_args()
-    model = language_model(config_of())
+    model = language_model(SHAPES[arguments.shape], "cuda" if torch.cuda.is_available() else "cpu")
     results = {}
     for name in arguments.workloads:
         results[name] = compare(name, model, arguments.repeats, len(os.sched_getaffinity(0)))

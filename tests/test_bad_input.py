@@ -44,7 +44,11 @@ CASES = {
     "batches that do not divide": (
         "ppo",
         "--per_device_generation_batch_size 6 --per_device_training_batch_size 4",
-        ["6 x --generation_batches 1 = 6", "4 x --gradient_accumulation_steps 1 = 4", "leaves 2"],
+        [
+            "6 x --generation_batches 1 x --n_samples_per_prompt 1 = 6",
+            "4 x --gradient_accumulation_steps 1 = 4",
+            "leaves 2",
+        ],
     ),
     "unknown flag": ("sft", "--learning_speed 3", ["--learning_speed", "unknown"]),
     "flag that comes later": ("ppo", "--enable_ema", ["--enable_ema", "not available yet"]),

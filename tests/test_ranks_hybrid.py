@@ -46,6 +46,7 @@ def test_updates_are_bit_equal_with_and_without_generating_in_between(found):
     for rank in found:
         assert len(rank["with_toggles"]) > 10
         assert rank["with_toggles"] == rank["without_toggles"]
+        assert rank["asleep"] == rank["without_toggles"]
 
 
 def test_ranks_that_finish_at_different_lengths_lose_no_row(found):

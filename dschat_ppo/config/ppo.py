@@ -66,6 +66,10 @@ class PPOFlags:
         False,
     )
 
+    sleep_in_rollout: bool = flag(
+        "keep optimizer states and fp32 weights of actor and critic in host memory while generating (ZeRO-3)", False
+    )
+
     old_logprobs: Literal["auto", "recompute", "rollout"] = flag(
         "the denominators of the ratios: 'recompute' by a forward pass of the actor; 'rollout' takes those recorded "
         "while sampling and saves the pass; 'auto' is 'rollout' in fp32 and 'recompute' in bf16 and fp16",
@@ -171,6 +175,11 @@ class PPOFlags:
         require(
             self.min_answer_seq_len <= self.max_answer_seq_len,
             f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}",
+        )
+        require(
+            not self.sleep_in_rollout or (self.actor_zero_stage == self.critic_zero_stage == 3 and not self.offload),
+            "--sleep_in_rollout needs --actor_zero_stage 3 and --critic_zero_stage 3, and no --offload (with which the "
+            "states are in host memory at all times)",
         )
         require(all(self.stop_strings), "--stop_strings must not be empty texts")
         require(

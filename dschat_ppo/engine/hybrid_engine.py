@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from transformers import PreTrainedModel
@@ -35,11 +36,15 @@ class HybridEngine:
             gather each layer when it runs, which saves their memory and costs a collective a layer; every rank must
             then make the same forward passes, which `agree` is for.
         merge: entered while weights are whole, to fold adapters into them and to take them out again.
+        sleeping: ZeRO-3 training engines whose optimizer states and fp32 weights go to host memory meanwhile.
     """
 
-    def __init__(self, engine: Any, pinned: bool = True, merge: Merge = nullcontext):
+    def __init__(
+        self, engine: Any, pinned: bool = True, merge: Merge = nullcontext, sleeping: Sequence[Any] = ()
+    ):  # fmt: skip
         self.engine = engine
         self._merge = merge
+        self._sleeping = sleeping
         self._collective = not pinned and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
 
     @property
@@ -59,6 +64,8 @@ class HybridEngine:
         model = self.model
         was_training = model.training
         with ExitStack() as stack:
+            for engine in self._sleeping:
+                stack.enter_context(_asleep(engine))
             if not self._collective:
                 stack.enter_context(self._gathered())
                 stack.enter_context(_without_hooks(self.engine.module))
@@ -83,6 +90,17 @@ class HybridEngine:
 
 def _largest(number: int) -> int:
     return int(dist.all_reduce(torch.tensor([number], device=dist.device()), "max"))
+
+
+@contextmanager
+def _asleep(engine: Any) -> Iterator[None]:
+    """Inside, what only the optimizer needs is in host memory."""
+    bulk = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]
+    engine.offload_states(include=bulk, pin_memory=torch.cuda.is_available())
+    try:
+        yield
+    finally:
+        engine.reload_states()
 
 
 @contextmanager

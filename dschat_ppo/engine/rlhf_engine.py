@@ -28,9 +28,11 @@ class RLHFEngine:
         self._plan = plan
         self._ranks = world_size()
         self.actor = self._build_actor(actor_folder)
-        self.hybrid = HybridEngine(self.actor, pinned=not config.ppo.unpin_actor_parameters)
         self.reference = self._build_reference(actor_folder)
         self.critic = self._build_critic(critic_folder)
+        ppo = config.ppo
+        sleeping = (self.actor, self.critic) if ppo.sleep_in_rollout else ()
+        self.hybrid = HybridEngine(self.actor, pinned=not ppo.unpin_actor_parameters, sleeping=sleeping)
         self.reward = self._build_reward(critic_folder)
 
     def _train_config(self, stage: int) -> dict[str, Any]:

@@ -74,6 +74,11 @@ def can_pack(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend) and model.config._attn_implementation == "sdpa"
 
 
+def worth_packing(lengths: Tensor) -> bool:
+    """Whether rows differ in length: those that do not have no padding to save."""
+    return bool(lengths.min() < lengths.max())
+
+
 def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
     """As `backbone_states`, with states of 0 after a row's end; the backbone must take `position_ids`.
 

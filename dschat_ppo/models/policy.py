@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
 from dschat_ppo.models.backbone import accepts, backbone_states, slot_arguments
-from dschat_ppo.models.packing import CHECKPOINTING, packed_states
+from dschat_ppo.models.packing import CHECKPOINTING, packed_states, worth_packing
 
 
 class PolicyModel(nn.Module):
@@ -78,11 +78,11 @@ class PolicyModel(nn.Module):
         return token_logprobs(logits, tokens, temperature), entropy
 
     def _states(self, input_ids: Tensor, wanted: Tensor) -> Tensor:
-        if not self.packed:
-            return backbone_states(self.backbone, input_ids)
         slots = torch.arange(wanted.shape[1], device=wanted.device)
         lengths = torch.where(wanted, slots, 0).amax(dim=1).clamp_min(1)  # up to where the last token is predicted
-        return packed_states(self.backbone, input_ids, lengths)
+        if self.packed and worth_packing(lengths):
+            return packed_states(self.backbone, input_ids, lengths)
+        return backbone_states(self.backbone, input_ids)
 
     def _through_head(
         self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import backbone_states
-from dschat_ppo.models.packing import CHECKPOINTING, packed_states
+from dschat_ppo.models.packing import CHECKPOINTING, packed_states, worth_packing
 
 
 class ScalarModel(nn.Module):
@@ -48,7 +48,7 @@ class ScalarModel(nn.Module):
 
     def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values, those after a row's end meaningless."""
-        if self.packed:
+        if self.packed and worth_packing(lengths):
             hidden = packed_states(self.backbone, input_ids, lengths)
         else:
             hidden = backbone_states(self.backbone, input_ids)

@@ -129,9 +129,9 @@ def answers_of_two_steps(assets: Path) -> list:
     return answers
 
 
-def updates_after_toggles(assets: Path, toggles: int) -> list[float]:
+def updates_after_toggles(assets: Path, toggles: int, *words: object) -> list[float]:
     """Numbers of two updates from one stored rollout, after some toggles, on new engines."""
-    trainer = make_trainer(assets, *FLAGS)
+    trainer = make_trainer(assets, *FLAGS, *words)
     for _ in range(toggles):
         generate_some(trainer, 2, 3)
     rollout_fields = torch.load(assets / "rollout.pt", weights_only=True)
@@ -189,6 +189,7 @@ def main() -> None:
         "one_rank_empty": uneven(trainer, empty=True),
         "without_toggles": updates_after_toggles(assets, 0),
         "with_toggles": updates_after_toggles(assets, 3),
+        "asleep": updates_after_toggles(assets, 2, "--sleep_in_rollout"),
         "dropout": dropout_in_scoring(assets),
         "layer_by_layer": layer_by_layer(assets),
         "answers": answers_of_two_steps(assets),

@@ -1,0 +1,128 @@
+"""A whole PPO step against the plain way, in one run.
+
+    python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--compare trl]
+
+32 prompts, one update; 31.6 M parameters for each of actor, critic, reference and reward model, random, in bf16.
+"fixed": 128 + 128 tokens. "varied": prompts of 32 to 128 tokens, answers lognormal with mean 63, at most 256. The plain
+way is in `plain.py`; both ways use the same DeepSpeed engines. Peak memory is compared at a vocabulary of 32768, beyond
+what models and optimizers hold. `--compare trl` measures TRL's PPO and GRPO trainers beside, where TRL is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import plain
+from measure import costs, markdown, peak_memory, threads
+from models import Workload, classifier, config_of, language_model, workload
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.launch import leave
+from dschat_ppo.common.logging import quiet_libraries
+from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.config.batch_plan import plan_ppo
+from dschat_ppo.config.cli import parse
+from dschat_ppo.engine.rlhf_engine import RLHFEngine
+from dschat_ppo.models.loading import load_tokenizer
+from dschat_ppo.rollout.generator import generate
+from dschat_ppo.tools.toy import make_tokenizer
+from dschat_ppo.trainers.ppo import PPOTrainer
+
+BATCH = 32
+WIDE = 32768
+
+
+def make_trainer(folder: Path, vocabulary: int) -> PPOTrainer:
+    """The trainer of step 3 on random models."""
+    config = config_of(vocabulary)
+    tokenizer = make_tokenizer(["a few words to merge"])
+    for name, model in (("lm", language_model(config)), ("reward", classifier(config))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    words = ["--actor_model_name_or_path", folder / "lm", "--critic_model_name_or_path", folder / "reward"]
+    words += ["--data_path", "unused", "--output_dir", "unused", "--num_warmup_steps", 0]
+    words += ["--max_prompt_seq_len", 128, "--max_answer_seq_len", 256]
+    words += ["--per_device_generation_batch_size", BATCH, "--per_device_training_batch_size", BATCH]
+    flags = parse("ppo", [str(word) for word in words])
+    plan = plan_ppo(flags.ppo, BATCH, 1)
+    engines = RLHFEngine(flags, plan, str(folder / "lm"), str(folder / "reward"))
+    return PPOTrainer(flags, plan, engines, None, load_tokenizer(str(folder / "lm"), "lm"), dist.device())
+
+
+def our_step(trainer: PPOTrainer, work: Workload) -> None:
+    """One PPO step as `PPOTrainer.run` makes it, with answers of given lengths."""
+    hybrid = trainer.engines.hybrid
+    with hybrid.generating() as model:
+        rollout = generate(
+            model, work.prompts, row_seeds(0, BATCH, 0), trainer.rollouts.how, limits=work.answer_lengths
+        )
+    trainer.mini_dataset.add(trainer.score(rollout))
+    trainer.update(trainer.mini_dataset.collect(trainer.flags.whiten_advantages), step=1)
+
+
+def ways_of(trainer: PPOTrainer, work: Workload) -> dict[str, Any]:
+    """Contenders."""
+    return {"plain": lambda: plain.step(trainer, work), "dschat_ppo": lambda: our_step(trainer, work)}
+
+
+def compare(trainer: PPOTrainer, name: str, repeats: int, cores: int) -> dict[str, Any]:
+    """All numbers of one workload."""
+    work = workload(name, trainer.engines.actor.module.config.vocab_size, BATCH)
+    found = costs(ways_of(trainer, work), repeats, cores)
+    before, ours = found["plain"], found["dschat_ppo"]
+    return {
+        "ratio_wall": before.wall / ours.wall,
+        "ratio_cpu": before.cpu / ours.cpu,
+        "samples_per_s": BATCH / ours.wall,
+        "plain_samples_per_s": BATCH / before.wall,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The numbers for docs/benchmarks.md."""
+    rows = [
+        [name, f"{r['plain_samples_per_s']:.2f}", f"{r['samples_per_s']:.2f}", f"{r['ratio_wall']:.2f}",
+         f"{r['ratio_cpu']:.2f}"]
+        for name, r in results.items() if isinstance(r, dict) and "samples_per_s" in r
+    ]  # fmt: skip
+    return markdown(["workload", "plain, samples/s", "ours, samples/s", "ratio (wall)", "ratio (CPU)"], rows)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file too")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
+    parser.add_argument("--compare", choices=["trl"], help="measure another trainer beside")
+    arguments = parser.parse_args()
+    quiet_libraries()
+    dist.init()
+    cores, results = len(os.sched_getaffinity(0)), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Path(folder), 8192)
+        for name in ("fixed", "varied"):
+            results[name] = compare(trainer, name, arguments.repeats, cores)
+            print(name, json.dumps(results[name]), flush=True)
+        if arguments.compare:
+            from trl_step import samples_per_second
+
+            results["trl"] = samples_per_second(Path(folder) / "lm", Path(folder) / "reward", cores)
+        wide, work = make_trainer(Path(folder) / "wide", WIDE), workload("fixed", WIDE, BATCH)
+        with threads(cores):
+            peaks = {name: peak_memory(way) for name, way in ways_of(wide, work).items()}
+        results["peak_memory_gib"], results["peak_memory_ratio"] = peaks, peaks["dschat_ppo"] / peaks["plain"]
+    print(table(results))
+    print(json.dumps({name: value for name, value in results.items() if name not in ("fixed", "varied")}))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    dist.shutdown()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
