@@ -14,19 +14,20 @@ LENGTHS = (1, 9, 40, 5, 2, 17, 1, 30)
 NEW_TOKENS = 12
 POSITIONS = 96
 
-_NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None}
+# Tied embeddings make such models repeat their last token, whatever stands before it.
+_COMMON = {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
 _SIZES = {
-    **_NO_SPECIAL, "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    **_COMMON, "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": POSITIONS, "pad_token_id": None, "initializer_range": 0.3,
 }  # fmt: skip
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _OPT = {
-    **_NO_SPECIAL, "vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2,
+    **_COMMON, "vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": POSITIONS, "word_embed_proj_dim": 32, "init_std": 0.3,
     "pad_token_id": 1,
 }  # fmt: skip
 _GPT2 = {
-    **_NO_SPECIAL, "vocab_size": VOCABULARY, "n_positions": POSITIONS, "n_embd": 32, "n_layer": 2, "n_head": 4,
+    **_COMMON, "vocab_size": VOCABULARY, "n_positions": POSITIONS, "n_embd": 32, "n_layer": 2, "n_head": 4,
     "initializer_range": 0.3,
 }  # fmt: skip
 _WINDOW_AND_FULL = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -36,19 +37,19 @@ _GEMMA2 = {
     "final_logit_softcapping": 3.0,
 }  # fmt: skip
 _FALCON = {
-    **_NO_SPECIAL, "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    **_COMMON, "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "pad_token_id": None, "initializer_range": 0.3,
 }  # fmt: skip
 _GPT_NEO = {
-    **_NO_SPECIAL, "vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 5,
+    **_COMMON, "vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 5,
     "attention_types": [[["global", "local"], 1]], "max_position_embeddings": POSITIONS, "initializer_range": 0.3,
 }  # fmt: skip
 _BLOOM = {
-    **_NO_SPECIAL, "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0,
+    **_COMMON, "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0,
     "initializer_range": 0.3,
 }  # fmt: skip
 _MAMBA = {
-    **_NO_SPECIAL, "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4,
+    **_COMMON, "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4,
     "pad_token_id": None,
 }  # fmt: skip
 
