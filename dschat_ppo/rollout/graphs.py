@@ -89,11 +89,10 @@ class GraphedDecoder:
         def eager() -> None:
             self._advance(rows, reach)
 
-        ready: Callable[[], None] = eager
-        if self._done.is_cuda:
-            ready = self._captured(eager)
-        self._ready[rows, reach] = ready
-        return ready
+        if not self._done.is_cuda:
+            return eager  # not kept: it refers to this object
+        self._ready[rows, reach] = self._captured(eager)
+        return self._ready[rows, reach]
 
     def _captured(self, eager: Callable[[], None]) -> Callable[[], None]:
         self._place(None)
