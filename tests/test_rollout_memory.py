@@ -182,7 +182,6 @@ needs_prepack = pytest.mark.skipif(
 )
 
 
-@pytest.mark.xfail(strict=True, reason="the layers before the one that fails stay packed")
 @needs_prepack
 def test_an_error_while_packing_leaves_no_layer_packed(monkeypatch):
     model, original, calls = new_model("llama").bfloat16(), prepack._packed_forward, []
@@ -276,7 +275,6 @@ def test_keys_and_values_are_released_while_others_are_at_work(stores):
     assert max(alive) <= 6
 
 
-@pytest.mark.xfail(strict=True, reason="ContinuousBatching and its GraphedDecoder refer to each other")
 def test_the_fixed_store_is_released_after_the_call(stores):
     run(static=True)
     assert stores
