@@ -204,6 +204,29 @@ def test_first_tokens_follow_the_models_distribution(way):
     assert statistic < freedom + 6 * (2 * freedom) ** 0.5
 
 
+# Lengths
+
+
+@pytest.mark.parametrize("way", [{"rows": 2}, {"rows": 2, "engine": "padded"}, {"rows": 2, "static": True}])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
+def test_prompt_and_answer_may_fill_all_positions(name, way):
+    """39 + 57 tokens in 96 positions: with learned positions there is nothing after them."""
+    rollout = answer(name, prompts_of((39, 3, 20)), torch.arange(3), stopping=Stopping(57), **way)
+    assert rollout.response_mask.all()
+    assert rollout.response_ids.shape == (3, 57)
+
+
+def test_what_stands_in_the_padding_of_a_response_does_not_matter():
+    rollout = answer()
+    noise = torch.randint(0, VOCABULARY, rollout.response_ids.shape, generator=torch.Generator().manual_seed(8))
+    polluted = replace(rollout, response_ids=torch.where(rollout.response_mask, rollout.response_ids, noise))
+    assert not torch.equal(polluted.response_ids, rollout.response_ids)
+    with torch.no_grad():
+        before, after = (response_logprobs(model_of("llama"), rows, 1.0) for rows in (rollout, polluted))
+    mask = rollout.response_mask
+    torch.testing.assert_close(before[mask], after[mask], atol=1e-6, rtol=0)
+
+
 # Limits of single answers
 
 
