@@ -143,7 +143,6 @@ def test_a_mistake_of_continuous_batching_is_found(name, mistake, monkeypatch, c
     assert "does not fit" in warnings_of(caplog)[0]
 
 
-@pytest.mark.xfail(strict=True, reason="the longest prompts of the check wait together with short ones: none is shared")
 def test_the_check_covers_prompts_that_samples_share(monkeypatch):
     """A wrong prefix must not pass."""
     original = attention._prefix_scores
