@@ -75,6 +75,9 @@ class World:
         self.most_active = max(self.most_active, len(now))
         self.scheduler.make_room()
         assert sorted(a for bank in self.scheduler.banks for a in bank.answer.tolist()) == sorted(now)
+        for bank in self.scheduler.banks:
+            steps = [self.clock[answer] for answer in bank.answer.tolist()]
+            assert (bank.position - self.prompt_length[bank.answer] + 1).tolist() == steps
         for _ in range(self.tokens):
             finished = self.decode()
         for answer in [a for a, done in finished.items() if done]:
