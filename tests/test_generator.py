@@ -1,206 +1,287 @@
-"""Generation on tiny models, against transformers' own and against a fresh forward pass."""
+"""Generation as a whole: an answer depends on its prompt, seed and weights only; what ends it; what is refused."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tiny_models import (
+    LENGTHS,
+    VOCABULARY,
+    cut_at,
+    eos_of,
+    model_of,
+    plain_logprobs,
+    prompts_of,
+    tokens_of,
+    transformers_greedy,
+)
+from transformers import GenerationConfig
 
+from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.rollout.generator import generate
+from dschat_ppo.rollout.generator import Generation, generate, rows_for_memory
+from dschat_ppo.rollout.padded import bytes_per_token
 from dschat_ppo.rollout.sampling import Sampling
-from dschat_ppo.types import PromptBatch
+from dschat_ppo.rollout.stopping import Stopping
+from dschat_ppo.types import PromptBatch, Rollout, concat_rows, pad_rows, select_rows
 
-VOCABULARY = 32
-LENGTHS = (7, 1, 4, 5)
-GREEDY = Sampling(top_k=1)
-
-
-def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(2)
-    return LlamaForCausalLM(config).eval()
+COUNT = len(LENGTHS)
+WARM = Sampling(temperature=1.3, top_p=0.95)
+WITH_ENDS = Stopping(14, eos_ids=(5, 9, 30), stop_ids=(7,))
+SEEDS = row_seeds(0, COUNT, 1)
+ENGINES = ("continuous", "padded")
 
 
-def gpt2() -> GPT2LMHeadModel:
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None,
-        initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(2)
-    return GPT2LMHeadModel(config).eval()
+def answer(name: str = "llama", prompts=None, seeds=SEEDS, limits=None, **how) -> Rollout:
+    settings = {"sampling": WARM, "stopping": WITH_ENDS, **how}
+    return generate(model_of(name), prompts or prompts_of(), seeds, Generation(**settings), limits=limits)
 
 
-MODELS = {"llama": llama(), "gpt2": gpt2()}
+def part(prompts: PromptBatch, rows) -> PromptBatch:
+    return select_rows(prompts, torch.tensor(rows))
 
 
-@pytest.fixture(params=list(MODELS))
-def model(request):
-    return MODELS[request.param]
+def assert_same(found: Rollout, expected: Rollout) -> None:
+    """Same tokens and ends, and log-probs up to the rounding of other shapes."""
+    assert tokens_of(found) == tokens_of(expected)
+    assert torch.equal(found.finish_reason, expected.finish_reason)
+    both = concat_rows([found, expected]).rollout_logprobs.chunk(2)
+    torch.testing.assert_close(both[0], both[1], atol=2e-5, rtol=0)
 
 
-def prompts(padding_id: int = 0) -> PromptBatch:
-    """Left-padded prompts of mixed lengths."""
-    ids = torch.randint(0, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(1))
-    mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS).unsqueeze(1)
-    return PromptBatch(torch.where(mask, ids, padding_id), mask)
+# An answer depends on its prompt, its seed and the weights
 
 
-def noise() -> torch.Generator:
-    return torch.Generator().manual_seed(2)
+@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral-window"])
+def name(request):
+    return request.param
 
 
-def greedy_row_by_row(model, count: int) -> list[list[int]]:
-    """Greedy tokens of each prompt alone, without padding and without a cache."""
-    batch, answers = prompts(), []
-    for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True):
-        sequence = ids[mask].unsqueeze(0)
-        for _ in range(count):
-            logits = model(input_ids=sequence, use_cache=False).logits
-            sequence = torch.cat([sequence, logits[:, -1:].argmax(dim=-1)], dim=1)
-        answers.append(sequence[0, -count:].tolist())
-    return answers
+@pytest.fixture(scope="module")
+def expected(name) -> Rollout:
+    """Each answer by a call of its own."""
+    prompts = prompts_of()
+    alone = [answer(name, part(prompts, [row]), SEEDS[row : row + 1]) for row in range(COUNT)]
+    lengths = {len(tokens_of(rollout)[0]) for rollout in alone}
+    assert len(lengths) > 2
+    return concat_rows(alone)
 
 
-def some_eos(model, count: int) -> int:
-    """A token that ends at least one greedy answer early, and not all at the same place."""
-    answers = greedy_row_by_row(model, count)
-    ends = {token: [row.index(token) if token in row else count for row in answers] for row in answers for token in row}
-    return next(token for token, places in ends.items() if len(set(places)) > 1 and max(places) == count)
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 128])
+@pytest.mark.parametrize("way", [{}, {"static": True}, {"engine": "padded"}, {"prepack": False}])
+def test_an_answer_does_not_depend_on_the_rows_at_work_nor_on_the_engine(name, expected, rows, way):
+    found = answer(name, rows=rows, **way)
+    assert_same(found, expected)
+    assert torch.equal(found.prompt_ids, prompts_of().prompt_ids)
+    assert torch.equal(found.prompt_mask, prompts_of().prompt_mask)
 
 
-def test_greedy_tokens_equal_those_of_transformers(model):
-    batch = prompts()
-    with torch.no_grad():
-        expected = model.generate(
-            input_ids=batch.prompt_ids, attention_mask=batch.prompt_mask.long(), do_sample=False, max_new_tokens=10,
-            pad_token_id=0,
-        )  # fmt: skip
-    rollout = generate(model, batch, GREEDY, 10, eos_id=-1, generator=noise())
-    assert torch.equal(rollout.response_ids, expected[:, batch.prompt_ids.shape[1] :])
-    assert rollout.response_mask.all()
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_answer_does_not_depend_on_the_order_of_prompts(name, expected, engine):
+    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(4))
+    found = answer(name, part(prompts_of(), order.tolist()), SEEDS[order], rows=3, engine=engine)
+    assert_same(select_rows(found, order.argsort()), expected)
 
 
-def test_greedy_tokens_equal_those_of_each_prompt_alone(model):
-    rollout = generate(model, prompts(), GREEDY, 10, eos_id=-1, generator=noise())
-    with torch.no_grad():
-        assert rollout.response_ids.tolist() == greedy_row_by_row(model, 10)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_give_what_one_gives(name, expected, engine):
+    """Halves of the prompts, numbered as parts of one whole."""
+    first, second = [0, 1, 2], [3, 4, 5, 6, 7]
+    halves = [
+        answer(name, part(prompts_of(), rows), row_seeds(rows[0], len(rows), 1), rows=2, engine=engine)
+        for rows in (first, second)
+    ]
+    assert_same(concat_rows(halves), expected)
 
 
-def test_mask_holds_every_token_up_to_and_including_eos(model):
-    with torch.no_grad():
-        answers, eos = greedy_row_by_row(model, 10), some_eos(model, 10)
-    rollout = generate(model, prompts(), GREEDY, 10, eos, noise())
-    lengths = [row.index(eos) + 1 if eos in row else 10 for row in answers]
-    assert rollout.response_mask.sum(dim=1).tolist() == lengths
-    assert rollout.ended.tolist() == [eos in row for row in answers]
-    for row, length in enumerate(lengths):
-        assert rollout.response_mask[row].tolist() == [column < length for column in range(10)]
-        assert rollout.response_ids[row, :length].tolist() == answers[row][:length]
-    assert len(set(lengths)) > 1
+@pytest.mark.parametrize(
+    "way", [{"rows": 4}, {"rows": 9}, {"rows": 128}, {"rows": 5, "static": True}, {"engine": "padded"}]
+)
+def test_samples_of_a_prompt_are_the_answers_of_their_seeds(way):
+    """With a prefix that samples share or without, and with prompts given several times instead."""
+    lengths, samples = (40, 34, 3, 33, 12), 4
+    prompts, seeds = prompts_of(lengths), row_seeds(0, 5 * samples, 2)
+    several = part(prompts, torch.arange(5).repeat_interleave(samples).tolist())
+    expected = answer("llama", several, seeds, rows=1)
+    found = answer("llama", prompts, seeds, samples=samples, **way)
+    assert_same(found, expected)
+    assert torch.equal(found.prompt_ids, several.prompt_ids)
+    assert len({tuple(row) for row in tokens_of(found)}) == 20
 
 
-def test_responses_are_as_long_as_the_longest_one(model):
-    with torch.no_grad():
-        answers = greedy_row_by_row(model, 12)
-    row = answers[0]
-    one_prompt = PromptBatch(prompts().prompt_ids[:1], prompts().prompt_mask[:1])
-    rollout = generate(model, one_prompt, GREEDY, 12, eos_id=row[3], generator=noise())
-    assert rollout.response_ids.shape[1] == row.index(row[3]) + 1
-    assert rollout.ended.tolist() == [True]
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_seed_gives_another_answer_and_changes_no_other_row(engine):
+    plain = answer(engine=engine)
+    seeds = SEEDS.clone()
+    seeds[2] += 1
+    other = answer(engine=engine, seeds=seeds)
+    assert [a == b for a, b in zip(tokens_of(plain), tokens_of(other), strict=True)] == [r != 2 for r in range(COUNT)]
 
 
-def test_a_row_that_ends_at_once_has_one_token_and_changes_no_other_row(model):
-    whole = generate(model, prompts(), GREEDY, 8, eos_id=-1, generator=noise())
-    first = whole.response_ids[:, 0].tolist()
-    row = next(i for i, token in enumerate(first) if first.count(token) == 1)
-    rollout = generate(model, prompts(), GREEDY, 8, eos_id=first[row], generator=noise())
-    assert rollout.response_mask[row].long().tolist() == [1] + [0] * (rollout.response_mask.shape[1] - 1)
-    assert rollout.ended[row].item() is True
-    for other in range(len(LENGTHS)):
-        tokens = rollout.response_ids[other][rollout.response_mask[other]]
-        assert tokens.tolist() == whole.response_ids[other, : len(tokens)].tolist()
+@pytest.mark.parametrize("sampling", [Sampling(top_k=1), WARM])
+@pytest.mark.parametrize("way", [{"rows": 3}, {"static": True}, {"engine": "padded"}])
+def test_what_stands_in_padding_changes_nothing(sampling, way):
+    first = answer(prompts=prompts_of(padding_id=0), sampling=sampling, **way)
+    second = answer(prompts=prompts_of(padding_id=9), sampling=sampling, **way)
+    wider = answer(prompts=pad_rows(prompts_of(), max(LENGTHS) + 3, 0), sampling=sampling, **way)
+    assert_same(second, first)
+    assert_same(wider, first)
 
 
-def test_all_rows_ending_at_once_stop_the_generation(model):
-    batch = PromptBatch(prompts().prompt_ids[:1].expand(3, -1), prompts().prompt_mask[:1].expand(3, -1))
-    first = int(generate(model, batch, GREEDY, 1, eos_id=-1, generator=noise()).response_ids[0, 0])
-    rollout = generate(model, batch, GREEDY, 8, eos_id=first, generator=noise())
-    assert rollout.response_ids.tolist() == [[first]] * 3
-    assert rollout.response_mask.tolist() == [[True]] * 3
-    assert rollout.ended.tolist() == [True] * 3
+def test_padding_of_the_prompt_counts_not_as_seen():
+    penal = Sampling(temperature=1.3, repetition_penalty=3.0)
+    for engine in ENGINES:
+        first = answer(prompts=prompts_of(padding_id=0), sampling=penal, engine=engine)
+        second = answer(prompts=prompts_of(padding_id=5), sampling=penal, engine=engine)
+        assert_same(second, first)
 
 
-def test_eos_as_the_last_token_the_limit_allows_counts_as_ended(model):
-    batch = PromptBatch(prompts().prompt_ids[:1], prompts().prompt_mask[:1])
-    row = generate(model, batch, Sampling(3.0), 10, -1, noise()).response_ids[0].tolist()
-    length = next(n for n in range(2, 11) if row[n - 1] not in row[: n - 1])
-    eos = row[length - 1]
-    whole = generate(model, batch, Sampling(3.0), length, eos, noise())
-    assert (whole.ended.tolist(), whole.response_mask.sum().item()) == ([True], length)
-    cut = generate(model, batch, Sampling(3.0), length - 1, eos, noise())
-    assert (cut.ended.tolist(), cut.response_mask.sum().item()) == ([False], length - 1)
+@pytest.mark.parametrize("penalty", [1.5, 0.6])
+@pytest.mark.parametrize("way", [{"rows": 3}, {"rows": 3, "static": True}, {"rows": 3, "engine": "padded"}])
+def test_the_repetition_penalty_is_that_of_transformers(way, penalty):
+    """Tokens of the prompt and of the answer so far; transformers would count padding too, so it gets each alone."""
+    prompts = prompts_of()
+    alone = [part(prompts, [row]) for row in range(COUNT)]
+    expected = [transformers_greedy(model_of("llama"), one, 10, repetition_penalty=penalty)[0] for one in alone]
+    found = answer(sampling=Sampling(top_k=1, repetition_penalty=penalty), stopping=Stopping(10), **way)
+    assert tokens_of(found) == expected
+    assert expected != [transformers_greedy(model_of("llama"), one, 10)[0] for one in alone]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.4, top_p=0.8, top_k=10), GREEDY])
-def test_logprobs_equal_those_of_a_fresh_forward(model, sampling):
-    with torch.no_grad():
-        eos = some_eos(model, 10)
-    rollout = generate(model, prompts(), sampling, 10, eos, noise())
-    with torch.no_grad():
-        fresh = response_logprobs(model, rollout, sampling.temperature)
-    mask = rollout.response_mask
-    torch.testing.assert_close(rollout.rollout_logprobs[mask], fresh[mask], atol=1e-5, rtol=0)
-    assert rollout.rollout_logprobs[~mask].eq(0).all()
-
-
-def test_fresh_logprobs_equal_a_plain_log_softmax_of_each_row_alone(model):
-    rollout = generate(model, prompts(), Sampling(0.7), 6, -1, noise())
-    with torch.no_grad():
-        fresh = response_logprobs(model, rollout, 0.7)
-        for row in range(len(LENGTHS)):
-            prompt = rollout.prompt_ids[row][rollout.prompt_mask[row]]
-            sequence = torch.cat([prompt, rollout.response_ids[row]]).unsqueeze(0)
-            table = torch.log_softmax(model(input_ids=sequence, use_cache=False).logits[0].double() / 0.7, dim=-1)
-            expected = [table[len(prompt) + t - 1, int(rollout.response_ids[row, t])].item() for t in range(6)]
-            assert fresh[row].tolist() == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, top_p=0.9)])
-def test_what_stands_in_padding_changes_nothing(model, sampling):
-    with torch.no_grad():
-        eos = some_eos(model, 10)
-    first = generate(model, prompts(padding_id=0), sampling, 10, eos, noise())
-    second = generate(model, prompts(padding_id=eos), sampling, 10, eos, noise())
-    assert torch.equal(first.response_ids, second.response_ids)
-    assert torch.equal(first.response_mask, second.response_mask)
-    torch.testing.assert_close(first.rollout_logprobs, second.rollout_logprobs, atol=1e-6, rtol=0)
-    random_ids = torch.randint(0, VOCABULARY, first.response_ids.shape, generator=noise())
-    polluted = replace(first, response_ids=torch.where(first.response_mask, first.response_ids, random_ids))
-    with torch.no_grad():
-        before, after = response_logprobs(model, first, 1.0), response_logprobs(model, polluted, 1.0)
-    mask = first.response_mask
-    torch.testing.assert_close(before[mask], after[mask], atol=1e-6, rtol=0)
-
-
-def test_sampled_tokens_are_reproducible_from_the_generator(model):
-    first = generate(model, prompts(), Sampling(), 8, -1, noise())
-    again = generate(model, prompts(), Sampling(), 8, -1, noise())
-    other = generate(model, prompts(), Sampling(), 8, -1, torch.Generator().manual_seed(3))
-    assert torch.equal(first.response_ids, again.response_ids)
-    assert not torch.equal(first.response_ids, other.response_ids)
-
-
-def test_a_generation_config_of_the_model_has_no_say(model):
-    plain = generate(model, prompts(), Sampling(), 8, -1, noise())
-    before = model.generation_config
-    model.generation_config = type(before)(do_sample=False, temperature=0.1, top_k=1, eos_token_id=0, max_new_tokens=1)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_generation_config_of_the_model_has_no_say(engine):
+    model = model_of("llama")
+    plain, before = answer(engine=engine), model.generation_config
+    steering = GenerationConfig(
+        do_sample=False, temperature=0.1, top_k=1, eos_token_id=0, max_new_tokens=1, repetition_penalty=5.0
+    )
+    model.generation_config = steering
     try:
-        steered = generate(model, prompts(), Sampling(), 8, -1, noise())
+        steered = answer(engine=engine)
+        assert model.generation_config is steering
     finally:
         model.generation_config = before
     assert torch.equal(plain.response_ids, steered.response_ids)
+
+
+def test_generation_leaves_the_streams_of_torch_alone():
+    before = torch.get_rng_state()
+    answer()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Log-probs as training computes them
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_logprobs_equal_those_that_training_computes(temperature, engine):
+    rollout = answer(sampling=Sampling(temperature, top_p=0.8, top_k=20), engine=engine, rows=3)
+    with torch.no_grad():
+        fresh = response_logprobs(model_of("llama"), rollout, temperature)
+    plain, mask = plain_logprobs(model_of("llama"), rollout, temperature), rollout.response_mask
+    torch.testing.assert_close(rollout.rollout_logprobs[mask], fresh[mask], atol=1e-5, rtol=0)
+    torch.testing.assert_close(plain[mask], fresh[mask], atol=1e-5, rtol=0)
+    assert rollout.rollout_logprobs[~mask].eq(0).all()
+
+
+@pytest.mark.parametrize("way", [{"rows": 64}, {"rows": 64, "static": True}, {"rows": 64, "engine": "padded"}])
+def test_first_tokens_follow_the_models_distribution(way):
+    """4000 samples of one prompt of 33 tokens against softmax of its logits, by chi-square."""
+    prompts, count = prompts_of((33,)), 4000
+    rollout = answer(
+        prompts=prompts, seeds=row_seeds(0, count, 5), samples=count, sampling=Sampling(1.5), stopping=Stopping(1),
+        **{**way, "rows": 1000},
+    )  # fmt: skip
+    with torch.no_grad():
+        logits = model_of("llama")(prompts.prompt_ids).logits[0, -1].double()
+    expected = count * torch.softmax(logits / 1.5, dim=0)
+    counts = torch.bincount(rollout.response_ids[:, 0], minlength=VOCABULARY)
+    common = expected >= 5
+    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    freedom = int(common.sum())
+    assert freedom > 10
+    assert statistic < freedom + 6 * (2 * freedom) ** 0.5
+
+
+# Lengths
+
+
+@pytest.mark.parametrize("way", [{"rows": 2}, {"rows": 2, "engine": "padded"}, {"rows": 2, "static": True}])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
+def test_prompt_and_answer_may_fill_all_positions(name, way):
+    """39 + 57 tokens in 96 positions: with learned positions there is nothing after them."""
+    rollout = answer(name, prompts_of((39, 3, 20)), torch.arange(3), stopping=Stopping(57), **way)
+    assert rollout.response_mask.all()
+    assert rollout.response_ids.shape == (3, 57)
+
+
+def test_what_stands_in_the_padding_of_a_response_does_not_matter():
+    rollout = answer()
+    noise = torch.randint(0, VOCABULARY, rollout.response_ids.shape, generator=torch.Generator().manual_seed(8))
+    polluted = replace(rollout, response_ids=torch.where(rollout.response_mask, rollout.response_ids, noise))
+    assert not torch.equal(polluted.response_ids, rollout.response_ids)
+    with torch.no_grad():
+        before, after = (response_logprobs(model_of("llama"), rows, 1.0) for rows in (rollout, polluted))
+    mask = rollout.response_mask
+    torch.testing.assert_close(before[mask], after[mask], atol=1e-6, rtol=0)
+
+
+# Limits of single answers
+
+
+@pytest.mark.parametrize("way", [{"rows": 3}, {"rows": 3, "static": True}, {"rows": 3, "engine": "padded"}])
+def test_each_answer_has_a_limit_of_its_own(way):
+    whole = answer(stopping=Stopping(14), **way)
+    limits = torch.tensor([1, 14, 3, 2, 14, 7, 9, 1])
+    cut = answer(stopping=Stopping(14), limits=limits, **way)
+    assert tokens_of(cut) == [row[:n] for row, n in zip(tokens_of(whole), limits.tolist(), strict=True)]
+    assert not cut.ended.any()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_empty_prompt_is_refused(engine):
+    prompts = prompts_of()
+    mask = prompts.prompt_mask.clone()
+    mask[3] = False
+    with pytest.raises(ValueError, match="empty"):
+        answer(prompts=replace(prompts, prompt_mask=mask), engine=engine)
+
+
+@pytest.mark.parametrize(("count", "samples"), [(COUNT - 1, 1), (COUNT + 1, 1), (COUNT, 2), (0, 1)])
+def test_a_wrong_number_of_seeds_is_refused(count, samples):
+    with pytest.raises(ValueError, match="seeds"):
+        answer(seeds=torch.arange(count), samples=samples)
+
+
+# Rows that memory allows
+
+
+def test_bytes_of_a_token_by_hand():
+    """Keys and values of 2 layers, 2 heads of 8 numbers, 4 bytes each; gpt2 has 4 heads."""
+    assert bytes_per_token(model_of("llama")) == 2 * 2 * 2 * 8 * 4
+    assert bytes_per_token(model_of("gpt2")) == 2 * 2 * 4 * 8 * 4
+
+
+def test_rows_follow_the_free_memory(monkeypatch):
+    from dschat_ppo.rollout import generator
+
+    def free(count: int) -> int:
+        monkeypatch.setattr(generator.psutil, "virtual_memory", lambda: type("Memory", (), {"available": count}))
+        return rows_for_memory(model_of("llama"), 100)
+
+    assert free(2 * 256 * 100 * 10) == 10
+    assert free(2 * 256 * 100 * 10 - 1) == 9
+    assert free(1000) == 1
+    assert free(2**50) == generator.MOST_ROWS
+
+
+def test_greedy_answers_are_cut_at_the_first_end():
+    whole = tokens_of(answer(sampling=Sampling(top_k=1), stopping=Stopping(14)))
+    eos = eos_of(whole)
+    for engine in ENGINES:
+        found = answer(sampling=Sampling(top_k=1), stopping=Stopping(14, eos_ids=(eos,)), engine=engine)
+        assert tokens_of(found) == cut_at(whole, (eos,))

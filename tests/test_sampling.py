@@ -1,126 +1,383 @@
-"""Truncation by hand, and draws against the exact distribution."""
-
-import math
+"""Random numbers against published ones, truncation against transformers, draws against the exact distribution."""
 
 import numpy as np
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from dschat_ppo.rollout.sampling import Sampling, sample, truncate
+from dschat_ppo.common.seeding import row_seeds, splitmix64
+from dschat_ppo.rollout.sampling import BLOCK, NUCLEUS_GUESS, Sampling, draw, row_uniforms, sample
 
-DRAWS = 20_000
-# Upper 0.001 % points of chi-square for 1 to 6 degrees of freedom: a right sampler fails once in 100,000 seeds.
-CHI_SQUARE_LIMIT = {1: 19.51, 2: 23.03, 3: 25.90, 4: 28.47, 5: 30.86, 6: 33.11}
-
-
-def logits_of(*probabilities: float) -> torch.Tensor:
-    return torch.tensor([probabilities]).log()
+DRAWS = 40_000
+LAST = 1 - 2.0**-24  # the largest uniform number
 
 
-def kept(logits: torch.Tensor, top_k: int, top_p: float) -> list[list[int]]:
-    return [torch.isfinite(row).nonzero().flatten().tolist() for row in truncate(logits, top_k, top_p)]
+def uniforms(count: int, seed: int = 0) -> torch.Tensor:
+    return row_uniforms(torch.tensor([seed]), count)[0]
 
 
-def exact_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Temperature, then top-k, then the smallest set that reaches top-p, in float64."""
-    weights = np.exp(logits.astype(np.float64) / temperature)
-    order = np.argsort(-weights)
-    if top_k:
-        weights[order[top_k:]] = 0.0
+def even(count: int) -> torch.Tensor:
+    """Evenly spaced numbers in [0, 1)."""
+    return (torch.arange(count) + 0.5) / count
+
+
+# Random numbers
+
+
+def plain_splitmix64(seed: int, count: int) -> list[int]:
+    """Steele, Lea and Flood 2014, in integers of any size."""
+    state, outputs = seed, []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = state
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        outputs.append(z ^ (z >> 31))
+    return outputs
+
+
+PUBLISHED = [  # outputs of the reference implementation (Vigna's splitmix64.c) for the seed 1234567
+    6457827717110365317,
+    3203168211198807973,
+    9817491932198370423,
+    4593380528125082431,
+    16408922859458223821,
+]
+
+
+def test_splitmix64_gives_the_published_numbers():
+    assert plain_splitmix64(1234567, 5) == PUBLISHED
+    states = np.array([(1234567 + t * 0x9E3779B97F4A7C15) % 2**64 for t in range(1, 6)], dtype=np.uint64)
+    assert splitmix64(states).tolist() == PUBLISHED
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1234567, -1, -(2**63), 2**63 - 1])
+def test_row_uniforms_are_the_upper_24_bits_of_splitmix64(seed):
+    expected = [(z >> 40) / 2**24 for z in plain_splitmix64(seed % 2**64, 50)]
+    result = row_uniforms(torch.tensor([seed]), 50)
+    assert result.dtype == torch.float32
+    assert result[0].tolist() == expected
+
+
+def test_row_uniforms_depend_on_the_rows_own_seed_and_the_place_alone():
+    seeds = torch.tensor([5, 6, 7])
+    together = row_uniforms(seeds, 20)
+    for row, seed in enumerate(seeds.tolist()):
+        assert torch.equal(row_uniforms(torch.tensor([seed]), 8)[0], together[row, :8])
+
+
+def test_row_uniforms_are_uniform():
+    values = row_uniforms(row_seeds(0, 200, 1, 2), 500).double().numpy()
+    assert values.min() >= 0
+    assert values.max() < 1
+    counts = np.bincount((values * 100).astype(int).ravel(), minlength=100)
+    check_chi_square(counts, np.full(100, 0.01))
+    halves = ((values * 2**24).astype(np.int64).ravel()[:, None] >> np.arange(24)) & 1
+    assert np.abs(halves.mean(axis=0) - 0.5).max() < 4.5 * 0.5 / np.sqrt(values.size)
+
+
+def test_streams_of_consecutive_answers_are_not_correlated():
+    """Correlations of n pairs have a deviation of 1 / sqrt(n); 5 of these are allowed."""
+    rows, count = 400, 250
+    values = row_uniforms(row_seeds(0, rows, 7), count).double().numpy() - 0.5
+    limit = 5 / np.sqrt(rows * count)
+    for shift in (1, 2, 3, 8):
+        assert abs((values[:-shift] * values[shift:]).mean() * 12) < limit * 1.1
+        assert abs((values[:, :-shift] * values[:, shift:]).mean() * 12) < limit * 1.1
+        assert abs((values[:-shift, :-shift] * values[shift:, shift:]).mean() * 12) < limit * 1.1
+        assert abs((values[shift:, :-shift] * values[:-shift, shift:]).mean() * 12) < limit * 1.1
+    assert len(np.unique(values)) > 0.99 * values.size
+
+
+def test_seeds_depend_on_the_number_of_the_answer_and_the_path():
+    seeds = row_seeds(0, 10, 3, 4)
+    assert torch.equal(row_seeds(4, 6, 3, 4), seeds[4:])
+    assert len({*seeds.tolist(), *row_seeds(0, 10, 3, 5).tolist(), *row_seeds(0, 10, 4, 4).tolist()}) == 30
+
+
+# The inverse of the cumulative distribution
+
+
+def check_chi_square(counts: np.ndarray, probabilities: np.ndarray) -> None:
+    """Fails a right sampler less than once in a million seeds: mean + 6 deviations, and nothing impossible."""
+    assert counts[probabilities == 0].sum() == 0
+    expected = probabilities * counts.sum()
+    common = expected >= 5  # rarer ones are one class
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    freedom = max(1, len(observed) - 1)
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    assert statistic < freedom + 6 * np.sqrt(2 * freedom) + 10
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, 3000])
+def test_draw_is_the_inverse_of_the_cumulative_distribution(size):
+    weights = torch.rand(size, generator=torch.Generator().manual_seed(size)) ** 3
+    weights[::3] = 0.0 if size > 3 else 1.0
+    points = even(2000)
+    exact = weights.double().numpy().cumsum()
+    expected = np.searchsorted(exact, points.double().numpy() * exact[-1], side="right")
+    drawn = draw(weights.expand(2000, -1), points)
+    assert drawn.dtype == torch.int64
+    clear = np.abs(points.double().numpy()[:, None] * exact[-1] - exact).min(axis=1) > 1e-5 * exact[-1]
+    assert clear.mean() > 0.9
+    assert np.array_equal(drawn.numpy()[clear], expected[clear])
+    assert (weights[drawn] > 0).all()
+
+
+def test_draw_by_hand():
+    weights = torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0, 0.0])
+    points = torch.tensor([0.0, 0.1, 0.25, 0.3, 0.74, 0.75, LAST])
+    assert draw(weights.expand(7, -1), points).tolist() == [1, 1, 3, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("point", [0.0, 0.5, LAST])
+@pytest.mark.parametrize("size", [3, BLOCK, 1000])
+def test_the_only_weight_is_drawn_whatever_the_number(size, point):
+    places = torch.tensor([0, size // 2, size - 1])
+    for scale in (1e-20, 1.0, 1e20):
+        weights = torch.zeros(3, size).scatter_(1, places.unsqueeze(1), scale)
+        assert draw(weights, torch.full((3,), point)).tolist() == places.tolist()
+
+
+@pytest.mark.parametrize("size", [5, BLOCK, BLOCK + 1, 2777, 50_257])
+def test_an_index_of_weight_0_is_never_drawn(size):
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.exp(torch.randn(64, size, generator=generator) * 8)
+    weights[torch.rand(64, size, generator=generator) < 0.7] = 0.0
+    weights[:, 1] = 1e-6
+    for points in (torch.zeros(64), torch.full((64,), LAST), torch.full((64,), 2.0**-24), uniforms(64)):
+        drawn = draw(weights, points)
+        assert (weights.gather(1, drawn.unsqueeze(1)) > 0).all()
+
+
+def test_the_first_and_the_last_number_give_the_first_and_the_last_weight():
+    weights = torch.zeros(2, 700)
+    weights[:, [200, 201, 333, 640]] = torch.tensor([0.2, 0.3, 0.1, 0.4])
+    assert draw(weights, torch.tensor([0.0, LAST])).tolist() == [200, 640]
+
+
+# Samplers against the exact distribution
+
+
+def exact_distribution(logits: np.ndarray, sampling: Sampling, seen=(), forbidden=()) -> np.ndarray:
+    """Penalty, prohibition, temperature, min-p, top-k, then the smallest set that reaches top-p, in float64."""
+    logits = logits.astype(np.float64).copy()
+    for token in seen:
+        up = logits[token] <= 0
+        logits[token] *= sampling.repetition_penalty if up else 1 / sampling.repetition_penalty
+    weights = np.exp(logits / sampling.temperature - logits.max() / sampling.temperature)
+    weights[list(forbidden)] = 0.0
+    weights[weights < sampling.min_p * weights.max()] = 0.0
+    order = np.argsort(-weights, kind="stable")
+    if sampling.top_k:
+        weights[order[sampling.top_k :]] = 0.0
     weights /= weights.sum()
-    reached = 0.0
-    for token in order:
-        if reached >= top_p:
-            weights[token] = 0.0
-        reached += weights[token]
+    reached = np.cumsum(weights[order]) - weights[order]
+    weights[order[reached >= sampling.top_p]] = 0.0
     return weights / weights.sum()
 
 
-# Truncation
+def frequencies(logits: torch.Tensor, sampling: Sampling, points: torch.Tensor, **others) -> np.ndarray:
+    tokens = [
+        sample(logits.expand(len(part), -1), sampling, part, **{k: v.expand(len(part), -1) for k, v in others.items()})
+        for part in points.split(2000)
+    ]
+    return np.bincount(torch.cat([part[0] for part in tokens]).numpy(), minlength=len(logits))
+
+
+def mask_of(size: int, tokens) -> torch.Tensor:
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[list(tokens)] = True
+    return mask
+
+
+SAMPLERS = {
+    "plain": Sampling(),
+    "cold": Sampling(temperature=0.5),
+    "hot": Sampling(temperature=2.0),
+    "top-k": Sampling(top_k=5),
+    "top-k beyond the vocabulary": Sampling(top_k=1000),
+    "top-p": Sampling(top_p=0.7),
+    "narrow top-p": Sampling(top_p=0.05),
+    "min-p": Sampling(min_p=0.1),
+    "penalty": Sampling(repetition_penalty=1.7),
+    "encouragement": Sampling(repetition_penalty=0.6),
+    "top-k, top-p": Sampling(top_k=9, top_p=0.8),
+    "temperature, top-p": Sampling(temperature=1.8, top_p=0.8),
+    "temperature, min-p": Sampling(temperature=1.6, min_p=0.2),
+    "min-p, top-p": Sampling(min_p=0.1, top_p=0.8),
+    "all": Sampling(temperature=1.4, top_p=0.9, top_k=12, min_p=0.02, repetition_penalty=1.3),
+}
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+@pytest.mark.parametrize("size", [23, 300])
+def test_draws_follow_the_exact_distribution(name, size):
+    sampling = SAMPLERS[name]
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * 1.5
+    seen, forbidden = [1, 2, 3, int(logits.argmax())], [4, 5]
+    others = {"forbidden": mask_of(size, forbidden)}
+    if sampling.repetition_penalty != 1:
+        others["seen"] = mask_of(size, seen)
+    else:
+        seen = []
+    counts = frequencies(logits, sampling, uniforms(DRAWS, seed=size), **others)
+    check_chi_square(counts, exact_distribution(logits.numpy(), sampling, seen, forbidden))
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_a_nucleus_beyond_the_first_guess_is_found_among_all_tokens(spread):
+    """So flat a distribution has its nucleus in 0.9 of 3000 tokens; a peaked row in the batch keeps its own."""
+    size, sampling = 3000, Sampling(top_p=0.9)
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * spread - torch.arange(size) * 1e-6
+    exact = exact_distribution(logits.numpy(), sampling)
+    assert (exact > 0).sum() > 2 * NUCLEUS_GUESS
+    peaked = logits + 20 * (torch.arange(size) == 77)
+    counts = np.zeros(size)
+    for points in uniforms(17_000).split(500):
+        rows = torch.cat([peaked.unsqueeze(0), logits.expand(len(points), -1)])
+        tokens, _ = sample(rows, sampling, torch.cat([points[:1], points]))
+        assert tokens[0] == 77
+        counts += np.bincount(tokens[1:].numpy(), minlength=size)
+    edge = np.argsort(-exact)[int((exact > 0).sum()) - 3 : int((exact > 0).sum()) + 3]
+    inside = np.delete(np.arange(size), edge)  # rounding decides at the edge
+    assert counts[edge].sum() < 200
+    check_chi_square(counts[inside], exact[inside] / exact[inside].sum())
+
+
+def test_prohibition_moves_the_nucleus():
+    """Of 0.4, 0.3, 0.2, 0.1 without the first: 0.5, 0.33, 0.17; a top-p of 0.6 keeps two of them."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    counts = frequencies(logits, Sampling(top_p=0.6), even(5000), forbidden=mask_of(4, [0]))
+    assert counts.tolist() == [0, 3000, 2000, 0]
 
 
 @pytest.mark.parametrize(
-    ("top_k", "tokens"), [(0, [0, 1, 2, 3]), (1, [2]), (2, [0, 2]), (3, [0, 2, 3]), (9, [0, 1, 2, 3])]
+    ("sampling", "counts"),
+    [
+        (Sampling(top_k=2), [2000, 1500, 0, 0]),
+        (Sampling(top_k=2, top_p=0.5), [3500, 0, 0, 0]),  # the first holds 0.571 of the two
+        (Sampling(top_k=2, top_p=0.6), [2000, 1500, 0, 0]),
+        (Sampling(top_p=0.41), [2000, 1500, 0, 0]),
+        (Sampling(top_p=0.39), [3500, 0, 0, 0]),
+        (Sampling(min_p=0.49), [1556, 1167, 778, 0]),
+        (Sampling(min_p=0.51), [2000, 1500, 0, 0]),
+        (Sampling(temperature=0.5), [1867, 1050, 467, 117]),  # squares: 16, 9, 4, 1 of 30
+        (Sampling(temperature=0.5, top_p=0.5), [3500, 0, 0, 0]),  # after squaring the first holds 0.53
+    ],
 )
-def test_top_k_keeps_the_likeliest(top_k, tokens):
-    assert kept(logits_of(0.3, 0.1, 0.4, 0.2), top_k, 1.0) == [tokens]
+def test_truncation_by_hand(sampling, counts):
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    result = frequencies(logits[[2, 0, 3, 1]], sampling, even(3500))[[1, 3, 0, 2]]
+    assert np.abs(result - counts).max() <= 1
 
 
-@pytest.mark.parametrize(
-    ("top_p", "tokens"),
-    [(1.0, [0, 1, 2, 3]), (0.95, [0, 1, 2, 3]), (0.85, [0, 2, 3]), (0.6, [0, 2]), (0.3, [2]), (0.01, [2])],
-)
-def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, tokens):
-    assert kept(logits_of(0.3, 0.1, 0.4, 0.2), 0, top_p) == [tokens]
+def test_repetition_penalty_by_hand():
+    """Seen: log 4 / 2 = log 2 and log 0.25 * 2 = log 0.0625. Not seen: 1. Of 3.0625 in all."""
+    logits = torch.tensor([4.0, 0.25, 1.0]).log()
+    counts = frequencies(logits, Sampling(repetition_penalty=2.0), even(4900), seen=mask_of(3, [0, 1]))
+    assert counts.tolist() == [3200, 100, 1600]
 
 
-def test_top_p_is_measured_after_top_k():
-    # Among 0.4 and 0.3 alone the first holds 4/7 = 0.57, so 0.6 needs both and 0.5 only one.
-    assert kept(logits_of(0.3, 0.1, 0.4, 0.2), 2, 0.6) == [[0, 2]]
-    assert kept(logits_of(0.3, 0.1, 0.4, 0.2), 2, 0.5) == [[2]]
+# Against transformers
+
+WARPERS = {
+    "top-k": (Sampling(top_k=40), [TopKLogitsWarper(40)]),
+    "top-p": (Sampling(top_p=0.8), [TopPLogitsWarper(0.8)]),
+    "min-p": (Sampling(min_p=0.05), [MinPLogitsWarper(0.05)]),
+    "temperature": (Sampling(temperature=0.7), [TemperatureLogitsWarper(0.7)]),
+    "penalty": (Sampling(repetition_penalty=1.4), [RepetitionPenaltyLogitsProcessor(1.4)]),
+    "top-k, top-p": (Sampling(top_k=30, top_p=0.9), [TopKLogitsWarper(30), TopPLogitsWarper(0.9)]),
+    "all": (
+        Sampling(temperature=1.3, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.2),
+        [
+            RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(1.3), MinPLogitsWarper(0.01),
+            TopKLogitsWarper(50), TopPLogitsWarper(0.9),
+        ],
+    ),
+}  # fmt: skip
 
 
-def test_rows_are_truncated_each_for_itself():
-    logits = torch.cat([logits_of(0.7, 0.1, 0.1, 0.1), logits_of(0.1, 0.1, 0.35, 0.45)])
-    assert kept(logits, 0, 0.6) == [[0], [2, 3]]
-    assert kept(logits, 1, 1.0) == [[0], [3]]
+@pytest.mark.parametrize("name", list(WARPERS))
+def test_support_and_probabilities_are_those_of_transformers(name):
+    """With evenly spaced numbers a token's frequency is its probability, to within one count."""
+    sampling, warpers = WARPERS[name]
+    size, count = 200, 20_000
+    for seed in range(3):
+        logits = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 2
+        prompt = torch.randint(0, size, (1, 30), generator=torch.Generator().manual_seed(seed))
+        expected = LogitsProcessorList(warpers)(prompt, logits.unsqueeze(0)).softmax(dim=1)[0].double().numpy()
+        others = {"seen": mask_of(size, prompt[0].tolist())} if sampling.repetition_penalty != 1 else {}
+        counts = frequencies(logits, sampling, even(count), **others)
+        np.testing.assert_allclose(counts / count, expected, atol=1.5 / count)
+        assert set(counts.nonzero()[0]) >= set((expected > 2 / count).nonzero()[0])
+        assert counts[expected == 0].sum() == 0
 
 
-def test_kept_logits_are_left_as_they_are():
-    logits = logits_of(0.3, 0.1, 0.4, 0.2)
-    result = truncate(logits, 3, 0.85)
-    assert torch.equal(result[0, [0, 2, 3]], logits[0, [0, 2, 3]])
-    assert result[0, 1].item() == -math.inf
-    assert truncate(logits, 0, 1.0) is logits
+# The log-prob
 
 
-# Draws
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.7), (0.7, 4, 0.8), (1.6, 5, 0.9)],
-)
-def test_draws_follow_the_exact_distribution(temperature, top_k, top_p):
-    logits = torch.tensor([1.3, -0.4, 0.2, 2.0, -1.0, 0.9, 0.0])
-    sampling = Sampling(temperature, top_p, top_k)
-    tokens, _ = sample(logits.expand(DRAWS, 7), sampling, torch.Generator().manual_seed(11))
-    counts = np.bincount(tokens.numpy(), minlength=7)
-    expected = DRAWS * exact_distribution(logits.numpy(), temperature, top_k, top_p)
-    possible = expected > 0
-    assert counts[~possible].sum() == 0
-    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
-    assert statistic < CHI_SQUARE_LIMIT[int(possible.sum()) - 1]
-
-
-@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, top_p=0.8, top_k=4), Sampling(0.7, top_k=1)])
+@pytest.mark.parametrize("name", list(SAMPLERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprob_is_that_of_the_temperature_scaled_distribution_before_truncation(sampling, dtype):
-    logits = (torch.randn(6, 9, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    tokens, logprobs = sample(logits, sampling, torch.Generator().manual_seed(1))
+def test_logprob_is_that_of_the_temperature_scaled_distribution_alone(name, dtype):
+    sampling = SAMPLERS[name]
+    logits = (torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    before = logits.clone()
+    seen = torch.rand(6, 300, generator=torch.Generator().manual_seed(1)) < 0.3
+    forbidden = torch.rand(6, 300, generator=torch.Generator().manual_seed(2)) < 0.3
+    tokens, logprobs = sample(logits, sampling, uniforms(6), seen, forbidden)
     scaled = logits.double().numpy() / sampling.temperature
     table = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
-    assert logprobs.dtype == torch.float32
+    assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
     np.testing.assert_allclose(logprobs.numpy(), table[np.arange(6), tokens.numpy()], rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits, before)
+    assert not forbidden.gather(1, tokens.unsqueeze(1)).any()
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_huge_and_infinite_logits(name):
+    sampling, minus = SAMPLERS[name], float("-inf")
+    logits = torch.full((5, 300), minus)
+    logits[0, 7] = 3.0
+    logits[1, 7], logits[1, 8] = 1e30, -1e30
+    logits[2] = 1e4
+    logits[3] = -1e4
+    logits[4, [7, 8]] = torch.tensor([1e4, 1e4 - 100])
+    seen = torch.zeros(5, 300, dtype=torch.bool)
+    for point in (0.0, 0.5, LAST):
+        tokens, logprobs = sample(logits, sampling, torch.full((5,), point), seen)
+        assert tokens[[0, 1, 4]].tolist() == [7, 7, 7]
+        assert logprobs.tolist() == pytest.approx([0, 0, -np.log(300), -np.log(300), 0], abs=1e-5)
+        assert ((tokens >= 0) & (tokens < 300)).all()
 
 
 def test_greedy_takes_the_likeliest_whatever_the_rest_says():
     logits = torch.tensor([[0.1, 0.3, 0.2], [5.0, 4.9, -1.0]])
-    tokens, _ = sample(logits, Sampling(3.0, 0.5, 1), torch.Generator().manual_seed(0))
-    assert tokens.tolist() == [1, 0]
-    assert tokens.dtype == torch.int64
+    for point in (0.0, LAST):
+        tokens, _ = sample(logits, Sampling(3.0, 0.5, 1), torch.full((2,), point))
+        assert tokens.tolist() == [1, 0]
+    forbidden = torch.tensor([[False, True, False], [True, False, False]])
+    assert sample(logits, Sampling(top_k=1), torch.zeros(2), None, forbidden)[0].tolist() == [2, 1]
 
 
-def test_draws_are_reproducible_from_the_generator_alone():
-    logits = torch.zeros(50, 20)
-    first, _ = sample(logits, Sampling(), torch.Generator().manual_seed(4))
-    torch.manual_seed(99)
-    again, _ = sample(logits, Sampling(), torch.Generator().manual_seed(4))
-    other, _ = sample(logits, Sampling(), torch.Generator().manual_seed(5))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+def test_rows_are_truncated_each_for_itself():
+    logits = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.35, 0.45]]).log()
+    for point in even(50):
+        tokens, _ = sample(logits, Sampling(top_p=0.6), point.expand(2))
+        assert tokens.tolist() == [0, 3 if point < 0.45 / 0.8 else 2]
 
 
-def test_rows_are_drawn_independently():
-    tokens, _ = sample(torch.zeros(1000, 2), Sampling(), torch.Generator().manual_seed(4))
-    assert 400 < int(tokens.sum()) < 600
+def test_which_samplings_change_the_distribution():
+    assert not Sampling().changes_distribution
+    assert not Sampling(temperature=0.3).changes_distribution
+    changing = [Sampling(top_p=0.9), Sampling(top_k=1), Sampling(min_p=0.1), Sampling(repetition_penalty=0.9)]
+    assert all(sampling.changes_distribution for sampling in changing)

@@ -69,6 +69,7 @@ class ContinuousBatching:
                         raise
                     self._shrink()
             self.attention.begin([])
+        self.graphed = None  # it refers to this object and to the store: a cycle would keep the memory for a while
 
     def _shrink(self) -> None:
         rows = max(1, self.scheduler.rows // 2)

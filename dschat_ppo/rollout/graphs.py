@@ -79,9 +79,11 @@ class GraphedDecoder:
         lanes = self._lanes.first(rows)
         finished = self._step(lanes, [Span(0, rows, self._store, lanes.slot, reach, None)])
         self._done[:rows] |= finished
+        # A finished lane stands idle until the next look: its next place may be beyond the model's last position.
+        lanes.answer.masked_fill_(finished, self._spare_answer)
         at_work = lanes.answer != self._spare_answer
-        lanes.position.add_(at_work)
-        lanes.slot.add_(at_work)
+        lanes.position.add_(1).mul_(at_work)
+        lanes.slot.add_(1).masked_fill_(~at_work, self._store.capacity - 1)
 
     def _prepare(self, rows: int, reach: int) -> Callable[[], None]:
         """The step for one bucket, captured while all lanes stand idle."""
@@ -89,11 +91,10 @@ class GraphedDecoder:
         def eager() -> None:
             self._advance(rows, reach)
 
-        ready: Callable[[], None] = eager
-        if self._done.is_cuda:
-            ready = self._captured(eager)
-        self._ready[rows, reach] = ready
-        return ready
+        if not self._done.is_cuda:
+            return eager  # not kept: it refers to this object
+        self._ready[rows, reach] = self._captured(eager)
+        return self._ready[rows, reach]
 
     def _captured(self, eager: Callable[[], None]) -> Callable[[], None]:
         self._place(None)

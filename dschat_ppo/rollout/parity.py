@@ -20,7 +20,7 @@ from dschat_ppo.types import PromptBatch, Rollout
 
 _log = logging.getLogger(__name__)
 
-LENGTHS = (1, 9, 40, 5, 2)  # of the prompts that are tried: the shortest, refilling, sharing
+LENGTHS = (1, 9, 40, 5, 36)  # of the prompts that are tried: the shortest, refilling, two that share
 NEW_TOKENS = 6
 TOLERANCE = {torch.float32: 1e-3}  # largest difference between log-probs; half precision: `COARSE`
 COARSE = 0.3

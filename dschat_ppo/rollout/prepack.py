@@ -40,10 +40,10 @@ def prepacked(model: nn.Module, rows: int) -> Iterator[None]:
         rows: typical rows of a product, a hint for the layout.
     """
     layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]
-    for layer in layers:
-        layer.forward = _packed_forward(layer.weight, rows)(layer)
     try:
+        for layer in layers:
+            layer.forward = _packed_forward(layer.weight, rows)(layer)
         yield
     finally:
         for layer in layers:
-            del layer.forward
+            vars(layer).pop("forward", None)  # packing may have failed half-way
