@@ -4,7 +4,7 @@
 
 32 prompts, one update; 31.6 M parameters for each of actor, critic, reference and reward model, random, in bf16.
 "fixed": 128 + 128 tokens. "varied": prompts of 32 to 128 tokens, answers lognormal with mean 63, at most 256. The plain
-way is in `plain.py`; both ways use the same DeepSpeed engines. Peak memory is compared at a vocabulary of 32768, beyond
+way is in `plain.py`; both use the same DeepSpeed engines; ours takes `--old_logprobs rollout`. Peak memory is compared at a vocabulary of 32768, beyond
 what models and optimizers hold. `--compare trl` measures TRL's PPO and GRPO trainers beside, where TRL is installed.
 """
 
@@ -46,7 +46,7 @@ def make_trainer(folder: Path, vocabulary: int) -> PPOTrainer:
         tokenizer.save_pretrained(folder / name)
     words = ["--actor_model_name_or_path", folder / "lm", "--critic_model_name_or_path", folder / "reward"]
     words += ["--data_path", "unused", "--output_dir", "unused", "--num_warmup_steps", 0]
-    words += ["--max_prompt_seq_len", 128, "--max_answer_seq_len", 256]
+    words += ["--max_prompt_seq_len", 128, "--max_answer_seq_len", 256, "--old_logprobs", "rollout"]
     words += ["--per_device_generation_batch_size", BATCH, "--per_device_training_batch_size", BATCH]
     flags = parse("ppo", [str(word) for word in words])
     plan = plan_ppo(flags.ppo, BATCH, 1)
