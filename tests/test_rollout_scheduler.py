@@ -6,7 +6,7 @@ import torch
 
 from dschat_ppo.rollout import scheduler as scheduler_module
 from dschat_ppo.rollout.bank import GROWTH, Bank, merged, rounded_up
-from dschat_ppo.rollout.graphs import reach_bucket, row_bucket
+from dschat_ppo.rollout.graphs import GraphedDecoder, reach_bucket, row_bucket
 from dschat_ppo.rollout.kv_store import KeyValueStore, repack
 from dschat_ppo.rollout.lanes import Lanes
 from dschat_ppo.rollout.scheduler import MOST_BANKS, SMALL_BANK, Scheduler
@@ -226,9 +226,10 @@ def test_prompts_of_very_different_lengths_get_banks_of_their_own():
     scheduler.admit()
     assert [sorted(bank.answer.tolist()) for bank in scheduler.banks] == [list(range(20)), list(range(20, 40))]
     assert [bank.store.capacity for bank in scheduler.banks] == [128, 32]
-    few = Scheduler(lengths[12:28], np.arange(16), rows=40)
-    few.admit()
-    assert len(few.banks) == 1
+    for few in (lengths[12:28], lengths[:25], lengths[15:]):  # less than `SMALL_BANK` on a side
+        scheduler = Scheduler(few, np.arange(len(few)), rows=40)
+        scheduler.admit()
+        assert len(scheduler.banks) == 1
 
 
 def test_small_banks_are_merged_and_never_more_than_a_few_are_left():
@@ -308,6 +309,37 @@ def test_lengths_and_rows_of_buckets():
     assert [rounded_up(n) for n in (0, 1, 32, 33, 64)] == [0, 32, 32, 64, 64]
     assert [row_bucket(n, 12) for n in (1, 2, 3, 4, 5, 8, 9, 12)] == [1, 2, 4, 4, 8, 8, 12, 12]
     assert [reach_bucket(n, 700) for n in (1, 256, 257, 512, 513, 700)] == [256, 256, 512, 512, 700, 700]
+
+
+# Steps at fixed addresses
+
+
+def test_idle_and_finished_lanes_write_where_nobody_reads():
+    """5 rows of 7 at work in a bucket of 7 lanes, 3 tokens at a time; row 1 finishes with its second token."""
+    seen, spare, last = [], 99, 49
+    store = KeyValueStore(7, last + 1)
+
+    def step(lanes, spans):
+        seen.append([fact.tolist() for fact in (lanes.answer, lanes.position, lanes.slot)])
+        (span,) = spans
+        assert (span.first, span.count, span.store, span.prefix) == (0, 7, store, None)
+        assert span.reach == last + 1
+        finished = torch.zeros(7, dtype=torch.bool)
+        finished[1] = len(seen) == 2
+        return finished
+
+    decoder = GraphedDecoder(step, store, spare, 3, torch.device("cpu"))
+    bank = plain_bank([20, 21, 22, 23, 24], position=6)
+    bank.position += np.arange(5)
+    assert decoder.run(bank).tolist() == [False, True, False, False, False]
+    idle = [(spare, 0, last)] * 2
+    for number, facts in enumerate(seen):
+        lanes = list(zip(*facts, strict=True))
+        expected = [(20 + row, 6 + row + number, 6 + row + number) for row in range(5)]
+        if number == 2:
+            expected[1] = idle[0]
+        assert lanes == expected + idle
+    assert len(seen) == 3
 
 
 # The store
