@@ -4,8 +4,9 @@
 
 32 prompts, one update; 31.6 M parameters for each of actor, critic, reference and reward model, random, in bf16.
 "fixed": 128 + 128 tokens. "varied": prompts of 32 to 128 tokens, answers lognormal with mean 63, at most 256. The plain
-way is in `plain.py`; both use the same DeepSpeed engines; ours takes `--old_logprobs rollout`. Peak memory is compared at a vocabulary of 32768, beyond
-what models and optimizers hold. `--compare trl` measures TRL's PPO and GRPO trainers beside, where TRL is installed.
+way is in `plain.py`; both use the same DeepSpeed engines; ours takes `--old_logprobs rollout`. Peak memory is compared
+at a vocabulary of 32768, beyond what models and optimizers hold. `--compare trl` measures TRL's PPO and GRPO trainers
+beside, where TRL is installed.
 """
 
 from __future__ import annotations
