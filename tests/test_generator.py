@@ -19,8 +19,9 @@ from transformers import GenerationConfig
 
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.rollout.generator import Generation, generate, rows_for_memory
-from dschat_ppo.rollout.padded import bytes_per_token
+from dschat_ppo.rollout import memory
+from dschat_ppo.rollout.generator import Generation, generate
+from dschat_ppo.rollout.memory import bytes_per_token, rows_for_memory
 from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.types import PromptBatch, Rollout, concat_rows, pad_rows, select_rows
@@ -267,16 +268,14 @@ def test_bytes_of_a_token_by_hand():
 
 
 def test_rows_follow_the_free_memory(monkeypatch):
-    from dschat_ppo.rollout import generator
-
     def free(count: int) -> int:
-        monkeypatch.setattr(generator.psutil, "virtual_memory", lambda: type("Memory", (), {"available": count}))
+        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": count}))
         return rows_for_memory(model_of("llama"), 100)
 
     assert free(2 * 256 * 100 * 10) == 10
     assert free(2 * 256 * 100 * 10 - 1) == 9
     assert free(1000) == 1
-    assert free(2**50) == generator.MOST_ROWS
+    assert free(2**50) == memory.MOST_ROWS
 
 
 def test_greedy_answers_are_cut_at_the_first_end():

@@ -115,11 +115,7 @@ def test_memory_that_runs_out_on_one_rank_is_an_error_of_all():
         hook.remove()
 
 
-@pytest.mark.xfail(strict=True, reason="a static rank makes several passes at a time, an idle one a single pass")
-def test_static_steps_do_not_put_ranks_out_of_step():
+def test_static_steps_are_refused_where_ranks_keep_in_step():
     how = Generation(Sampling(1.3), Stopping(9, eos_ids=ENDS), rows=3, static=True)
-    try:
-        results = both_ranks(how, RANKS["much and little"])
-    except ValueError:
-        return
-    assert results[0][2] == results[1][2]
+    with pytest.raises(ValueError, match="static"):
+        generate(model_of("llama"), prompts_of(), torch.arange(8), how, lambda number: number)

@@ -89,6 +89,32 @@ def test_a_single_row_that_does_not_fit_is_an_error(way, monkeypatch, caplog):
     assert len(warnings_of(caplog)) == 3  # 8, 4, 2
 
 
+def fail_once_with_rows(monkeypatch, most: int) -> None:
+    """Padded batches of more than `most` rows run out of memory in their third token."""
+    original = padded.PaddedBatches._forward
+
+    def failing(self, ids, mask, cache):
+        if len(ids) > most and mask.shape[1] == 42:
+            raise RuntimeError(MESSAGE)
+        return original(self, ids, mask, cache)
+
+    monkeypatch.setattr(padded.PaddedBatches, "_forward", failing)
+
+
+@pytest.mark.parametrize("most", [1, 3, 5])
+def test_padded_batches_go_on_with_fewer_rows(most, monkeypatch, caplog):
+    expected = run(engine="padded")
+    fail_once_with_rows(monkeypatch, most)
+    assert_same(run(engine="padded"), expected)
+    assert len(warnings_of(caplog)) == {1: 3, 3: 2, 5: 1}[most]
+
+
+def test_a_padded_batch_of_one_row_that_does_not_fit_is_an_error(monkeypatch):
+    fail_once_with_rows(monkeypatch, 0)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        run(engine="padded")
+
+
 def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("shape mismatch")
@@ -283,7 +309,7 @@ def test_the_fixed_store_is_released_after_the_call(stores):
 
 def test_keys_and_values_are_released_after_an_error(stores, monkeypatch):
     fail_at(monkeypatch, "put_token", lambda number, _: number == 9)
-    monkeypatch.setattr(continuous, "_is_out_of_memory", lambda problem: False)
+    monkeypatch.setattr(continuous, "is_out_of_memory", lambda problem: False)
     with pytest.raises(RuntimeError, match="allocate"):
         run()
     assert stores

@@ -3,28 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from tagged_keys import assert_holds, tagged
 
 from dschat_ppo.rollout import scheduler as scheduler_module
-from dschat_ppo.rollout.bank import GROWTH, Bank, merged, rounded_up
+from dschat_ppo.rollout.bank import Bank, merged, rounded_up
 from dschat_ppo.rollout.graphs import GraphedDecoder, reach_bucket, row_bucket
-from dschat_ppo.rollout.kv_store import KeyValueStore, repack
+from dschat_ppo.rollout.kv_store import KeyValueStore
 from dschat_ppo.rollout.lanes import Lanes
 from dschat_ppo.rollout.scheduler import MOST_BANKS, SMALL_BANK, Scheduler
-
-HEADS = 2
-
-
-def tagged(tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n, L) tags -> keys (n, 2, L, 1), which are tag + head / 2, and values (n, 2, L, 3), which are minus that."""
-    keys = (tags.double().unsqueeze(1) + torch.arange(HEADS).view(1, -1, 1) / 2).unsqueeze(3)
-    return keys, -keys.expand(-1, -1, -1, 3)
-
-
-def assert_holds(store: KeyValueStore, row: int, tags: list[int]) -> None:
-    keys, values = tagged(torch.tensor([tags]))
-    for layer in (0, 1):
-        assert torch.equal(store.keys[layer][row, :, : len(tags)], keys[0])
-        assert torch.equal(store.values[layer][row, :, : len(tags)], values[0])
 
 
 class World:
@@ -251,22 +237,6 @@ def test_small_banks_are_merged_and_never_more_than_a_few_are_left():
 # Banks
 
 
-def plain_bank(answers: list[int], position: int = 3, capacity: int = GROWTH) -> Bank:
-    """Rows that hold `position` tokens each, tagged 100 answer + place."""
-    count = len(answers)
-    store = KeyValueStore(count, capacity)
-    rows = torch.arange(count)
-    for layer in (0, 1):
-        store.put_block(layer, rows, rows, *tagged(rows_of(answers, position)))
-    facts = (
-        np.array(answers),
-        np.full(count, position),
-        np.zeros(count, dtype=np.int64),
-        np.zeros(count, dtype=np.int64),
-    )
-    return Bank(store, *facts)
-
-
 def rows_of(answers: list[int], position: int) -> torch.Tensor:
     return torch.tensor(answers).unsqueeze(1) * 100 + torch.arange(position)
 
@@ -340,91 +310,3 @@ def test_idle_and_finished_lanes_write_where_nobody_reads():
             expected[1] = idle[0]
         assert lanes == expected + idle
     assert len(seen) == 3
-
-
-# The store
-
-
-def test_a_store_is_a_table_of_rows_heads_and_slots():
-    """Random writes, moves and changes of size, against a plain dictionary."""
-    rng = np.random.default_rng(3)
-    for _ in range(20):
-        rows, capacity = int(rng.integers(1, 6)), int(rng.integers(3, 9))
-        store, table = KeyValueStore(rows, capacity), {}
-        new_block(rng, store, table, np.arange(rows))
-        for _ in range(25):
-            kind = rng.integers(4)
-            if kind == 0:
-                new_block(rng, store, table, rng.permutation(store.rows)[: rng.integers(1, store.rows + 1)])
-            elif kind == 1:
-                new_token(rng, store, table)
-            elif kind == 2 and store.rows > 1:
-                count = int(rng.integers(1, store.rows // 2 + 1))
-                order = rng.permutation(store.rows)
-                sources, targets = order[:count].tolist(), order[count : 2 * count].tolist()
-                store.move_rows(sources, targets)
-                moved = dict(zip(targets, sources, strict=True))
-                table = {(r, h, s): table[moved.get(r, r), h, s] for r, h, s in table}
-            elif kind == 3:
-                keep, wider = int(rng.integers(1, store.rows + 1)), store.capacity + int(rng.integers(-1, 3))
-                store, capacity = repack([(store, keep)], max(2, wider)), store.capacity
-                table = {
-                    (r, h, s): table[r, h, s] if s < capacity else 0.0
-                    for r in range(keep)
-                    for h in range(HEADS)
-                    for s in range(store.capacity)
-                }
-            assert_is_table(store, table)
-
-
-def new_block(rng, store, table, rows) -> None:
-    length, count = int(rng.integers(1, store.capacity + 1)), int(rng.integers(1, 4))
-    source = rng.integers(0, count, len(rows))
-    tags = torch.from_numpy(rng.integers(1, 10_000, (count, length)))
-    if not table:
-        cells = [(r, h, s) for r in range(store.rows) for h in range(HEADS) for s in range(store.capacity)]
-        table.update(dict.fromkeys(cells, 0.0))
-    for layer in (0, 1):
-        store.put_block(layer, torch.from_numpy(rows), torch.from_numpy(source), *tagged(tags))
-    for row, taken in zip(rows.tolist(), source.tolist(), strict=True):
-        for slot in range(length):
-            for head in range(HEADS):
-                table[row, head, slot] = float(tags[taken, slot]) + head / 2
-
-
-def new_token(rng, store, table) -> None:
-    count = int(rng.integers(1, store.rows + 1))
-    slots = rng.integers(0, store.capacity, count)
-    tags = torch.from_numpy(rng.integers(1, 10_000, (count, 1)))
-    for layer in (0, 1):
-        store.put_token(layer, torch.from_numpy(slots), *tagged(tags))
-    for row, slot in enumerate(slots.tolist()):
-        for head in range(HEADS):
-            table[row, head, slot] = float(tags[row, 0]) + head / 2
-
-
-def assert_is_table(store, table) -> None:
-    assert len(table) == store.rows * HEADS * store.capacity
-    expected = torch.tensor([table[cell] for cell in sorted(table)], dtype=torch.float64)
-    expected = expected.view(store.rows, HEADS, store.capacity, 1)
-    for layer in (0, 1):
-        assert torch.equal(store.keys[layer], expected)
-        assert torch.equal(store.values[layer], -expected.expand(-1, -1, -1, 3))
-
-
-def test_repacking_puts_rows_of_stores_one_after_another():
-    first, second = plain_bank([1, 2, 3], position=4).store, plain_bank([4, 5], position=7, capacity=64).store
-    both = repack([(first, 2), (second, 2)], 40)
-    assert (both.rows, both.capacity) == (4, 40)
-    for row, (answer, length) in enumerate([(1, 4), (2, 4), (4, 7), (5, 7)]):
-        assert_holds(both, row, [answer * 100 + place for place in range(length)])
-        assert both.keys[0][row, :, length:].eq(0).all()
-
-
-def test_a_store_counts_its_bytes_and_begins_with_zeros():
-    store = KeyValueStore(3, 5)
-    assert store.nbytes() == 0
-    here = torch.tensor([0])
-    store.put_token(0, here, torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 6, dtype=torch.bfloat16))
-    assert store.nbytes() == 3 * 5 * 2 * (4 * 4 + 6 * 2)
-    assert store.keys[0].sum() == 8

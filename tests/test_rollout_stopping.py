@@ -229,11 +229,12 @@ def test_only_the_newest_part_of_a_long_answer_is_decoded():
     assert Stopping(4).found_in_text([[1], [2]]) == [False, False]
 
 
-@pytest.mark.xfail(strict=True, reason="steps at fixed addresses look at no text: the string is passed over silently")
-def test_stop_strings_are_not_passed_over_where_static_steps_are_asked_for():
-    stop = text(whole()[1])[6:10]
-    try:
-        rollout = run(WAYS["static"], with_strings(stop))
-    except ValueError:
-        return
-    assert_is(rollout, *expected_of(stop))
+def test_static_steps_are_refused_with_stop_strings():
+    with pytest.raises(ValueError, match="static"):
+        run(WAYS["static"], with_strings("x"))
+
+
+@pytest.mark.parametrize("number", [-1, 48, 10**6])
+def test_an_end_that_is_no_token_is_refused(number):
+    with pytest.raises(ValueError, match=str(number)):
+        run(WAYS["continuous"], Stopping(3, eos_ids=(number,)))

@@ -257,11 +257,13 @@ AttentionInterface.register(NAME, _dispatch)
 def installed(model: PreTrainedModel, attention: RolloutAttention) -> Iterator[None]:
     """Inside, every attention layer of `model` calls `attention`; after it, what was there before."""
     config: Any = model.config
-    before = config._attn_implementation
-    config._attn_implementation = NAME
+    parts = [config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name) is not None)]
+    before = [part._attn_implementation for part in parts]
+    config._attn_implementation = NAME  # reaches the parts too
     _active.append(attention)
     try:
         yield
     finally:
         _active.pop()
-        config._attn_implementation = before
+        for part, implementation in zip(parts, before, strict=True):
+            part._attn_implementation = implementation

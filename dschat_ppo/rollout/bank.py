@@ -19,7 +19,7 @@ def rounded_up(length: int) -> int:
     return -(-length // GROWTH) * GROWTH
 
 
-@dataclass
+@dataclass(eq=False)
 class Bank:
     """Rows 0 .. n-1 of `store` are at work; each fact about them is one entry of a numpy int64 array (n,).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -16,10 +15,9 @@ from dschat_ppo.rollout.bank import Bank
 from dschat_ppo.rollout.graphs import GraphedDecoder
 from dschat_ppo.rollout.kv_store import KeyValueStore
 from dschat_ppo.rollout.lanes import Lanes
+from dschat_ppo.rollout.memory import is_out_of_memory, warn_of_memory
 from dschat_ppo.rollout.sampling import Sampling, sample
 from dschat_ppo.rollout.scheduler import Prefill, Scheduler
-
-_log = logging.getLogger(__name__)
 
 Agree = Callable[[int], int]
 
@@ -64,22 +62,21 @@ class ContinuousBatching:
             while self.agree(int(self.scheduler.work_left())):
                 try:
                     self._round()
+                    continue
                 except RuntimeError as problem:
-                    if self.lockstep or not _is_out_of_memory(problem) or self.scheduler.rows == 1:
+                    if self.lockstep or not is_out_of_memory(problem) or self.scheduler.rows == 1:
                         raise
-                    self._shrink()
+                self._shrink()  # out here nothing holds the tensors of the failed round any more
             self.attention.begin([])
         self.graphed = None  # it refers to this object and to the store: a cycle would keep the memory for a while
 
     def _shrink(self) -> None:
-        rows = max(1, self.scheduler.rows // 2)
-        _log.warning(f"rollout: out of memory with {self.scheduler.rows} rows; going on with {rows}")
+        before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)
         self.attention.begin([])
         self.graphed = None
-        self.answers.restart(self.scheduler.restart(rows))
+        self.answers.restart(self.scheduler.restart(after))
+        warn_of_memory(before, after)
         self.graphed = self._graphed()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     def _round(self) -> None:
         """Fill free rows, then one token for every row."""
@@ -155,8 +152,3 @@ def _spans(banks: list[Bank], lanes: Lanes) -> list[Span]:
         spans.append(bank.span(first, lanes.slot[first : first + len(bank)]))
         first += len(bank)
     return spans
-
-
-def _is_out_of_memory(problem: RuntimeError) -> bool:
-    """CUDA has a class for it; the CPU's allocator has a message."""
-    return isinstance(problem, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(problem)

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dschat_ppo.common.dist import local_world_size
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout.answers import Answers
 from dschat_ppo.rollout.continuous import Agree, ContinuousBatching
 from dschat_ppo.rollout.kv_store import KeyValueStore
-from dschat_ppo.rollout.padded import PaddedBatches, bytes_per_token
+from dschat_ppo.rollout.memory import rows_for_memory
+from dschat_ppo.rollout.padded import PaddedBatches
 from dschat_ppo.rollout.prepack import can_prepack, prepacked
 from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.rollout.scheduler import Scheduler
 from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.types import PromptBatch, Rollout
 
-_log = logging.getLogger(__name__)
-
 Engine = Literal["continuous", "padded"]
 
-MOST_ROWS = 256  # chosen from memory; more make a step longer and no token cheaper
-MEMORY_SHARE = 0.5  # of what is free, for keys and values
 SHARE_FROM = 32  # tokens of a prompt that several answers read from one copy
 POLL = 8  # tokens between two looks at what is finished, where steps are CUDA graphs
 
@@ -72,14 +66,12 @@ def generate(
         B * samples rows, the answers of a prompt one after another, as long as the longest answer.
 
     Raises:
-        ValueError: an empty prompt, or not one seed per answer.
+        ValueError: no prompts, an empty one, not one seed per answer, an end that is no token of the model, or static
+            steps together with `agree` or stop strings, for which every token must be looked at.
     """
-    if not bool(prompts.prompt_mask.any(dim=1).all()):
-        raise ValueError("a prompt is empty")
-    if len(seeds) != len(prompts.prompt_ids) * how.samples:
-        raise ValueError(f"{len(seeds)} seeds for {len(prompts.prompt_ids)} prompts x {how.samples} answers")
-    static = agree is None and not how.stopping.stop_strings and prompts.prompt_ids.is_cuda
-    static = static if how.static is None else how.static
+    _check(model, prompts, seeds, how, agree)
+    every_token = agree is not None or bool(how.stopping.stop_strings)
+    static = prompts.prompt_ids.is_cuda and not every_token if how.static is None else how.static
     poll = POLL if static else 1
     answers = Answers(prompts, seeds, how.samples, how.sampling, how.stopping, vocabulary_size(model), poll, limits)
     rows = min(how.rows or rows_for_memory(model, answers.width), answers.count)
@@ -93,6 +85,18 @@ def generate(
     return answers.rollout()
 
 
+def _check(model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, how: Generation, agree: Agree | None) -> None:
+    count, vocabulary = len(prompts.prompt_ids), vocabulary_size(model)
+    if not count or not bool(prompts.prompt_mask.any(dim=1).all()):
+        raise ValueError("there are no prompts" if not count else "a prompt is empty")
+    if len(seeds) != count * how.samples:
+        raise ValueError(f"{len(seeds)} seeds for {count} prompts x {how.samples} answers")
+    if not all(0 <= number < vocabulary for number in how.stopping.ids):
+        raise ValueError(f"of the ids that end an answer, {how.stopping.ids}, some are not below {vocabulary}")
+    if how.static and (agree is not None or how.stopping.stop_strings):
+        raise ValueError("static steps can neither keep ranks in step nor look for stop strings")
+
+
 def _scheduler(answers: Answers, samples: int, rows: int, static: bool) -> Scheduler:
     prompt = torch.arange(answers.count // samples).repeat_interleave(samples)
     return Scheduler(
@@ -103,17 +107,3 @@ def _scheduler(answers: Answers, samples: int, rows: int, static: bool) -> Sched
         share_from=0 if static else SHARE_FROM,
         fixed=KeyValueStore(rows, answers.width + 1) if static else None,
     )
-
-
-def rows_for_memory(model: PreTrainedModel, length: int) -> int:
-    """How many sequences of `length` tokens have their keys and values in `MEMORY_SHARE` of the free memory."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        free = (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
-    else:
-        free = psutil.virtual_memory().available // local_world_size()
-    return max(1, min(MOST_ROWS, int(MEMORY_SHARE * free / (bytes_per_token(model) * length))))

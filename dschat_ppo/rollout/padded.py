@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from dschat_ppo.models.forward import last_logits_argument, position_arguments
 from dschat_ppo.rollout.answers import Answers
 from dschat_ppo.rollout.continuous import Agree
+from dschat_ppo.rollout.memory import is_out_of_memory, warn_of_memory
 from dschat_ppo.rollout.sampling import Sampling, sample
 
 ROOM = 64  # tokens by which a cache grows
@@ -52,16 +53,6 @@ def new_cache(model: PreTrainedModel) -> Cache:
     return Cache(layer_class_to_replicate=InPlaceLayer) if plain else own
 
 
-@torch.no_grad()
-def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of keys and values that one token of one row takes, found by storing one."""
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    cache = DynamicCache(config=model.config)
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
-    held = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
-    return max(1, sum(t.nbytes for t in held))
-
-
 class PaddedBatches:
     """Generates all `answers` in batches of at most `rows`, each until its last row is finished.
 
@@ -76,14 +67,24 @@ class PaddedBatches:
         self.sampling = sampling
         self.rows = rows
         self.agree: Agree = agree or (lambda number: number)
+        self.lockstep = agree is not None
 
     @torch.no_grad()
     def run(self) -> None:
-        """Until every answer is finished."""
-        order = torch.argsort(self.answers.prompt_length[:-1], descending=True, stable=True)
-        batches = list(order.split(self.rows))
-        for number in range(self.agree(len(batches))):
-            self._batch(batches[number] if number < len(batches) else order[:0])
+        """Until every answer is finished. Out of memory: begins the batch anew, with half the rows."""
+        waiting = torch.argsort(self.answers.prompt_length[:-1], descending=True, stable=True)
+        while self.agree(len(waiting)):
+            batch = waiting[: self.rows]
+            try:
+                self._batch(batch)
+                waiting = waiting[len(batch) :]
+                continue
+            except RuntimeError as problem:
+                if self.lockstep or not is_out_of_memory(problem) or self.rows == 1:
+                    raise
+            self.answers.restart(batch.tolist())
+            before, self.rows = self.rows, max(1, self.rows // 2)
+            warn_of_memory(before, self.rows)
 
     def _batch(self, rows: Tensor) -> None:
         """All tokens of some answers. Without rows: the same forward passes, of the spare answer."""

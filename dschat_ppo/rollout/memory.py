@@ -1,0 +1,50 @@
+"""How many rows fit, and what to do when fewer do."""
+
+from __future__ import annotations
+
+import logging
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from dschat_ppo.common.dist import local_world_size, rank
+
+_log = logging.getLogger(__name__)
+
+MOST_ROWS = 256  # chosen from memory; more make a step longer and no token cheaper
+MEMORY_SHARE = 0.5  # of what is free, for keys and values
+
+
+@torch.no_grad()
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of keys and values that one token of one row takes, found by storing one."""
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    held = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+    return max(1, sum(t.nbytes for t in held))
+
+
+def rows_for_memory(model: PreTrainedModel, length: int) -> int:
+    """How many sequences of `length` tokens have their keys and values in `MEMORY_SHARE` of the free memory."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused
+    else:
+        free = psutil.virtual_memory().available // local_world_size()
+    return max(1, min(MOST_ROWS, int(MEMORY_SHARE * free / (bytes_per_token(model) * length))))
+
+
+def is_out_of_memory(problem: RuntimeError) -> bool:
+    """CUDA has a class for it; the CPU's allocator has a message."""
+    return isinstance(problem, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(problem)
+
+
+def warn_of_memory(before: int, after: int) -> None:
+    """Say that generation goes on with fewer rows."""
+    _log.warning(f"rollout: rank {rank()} is out of memory with {before} rows; going on with {after}")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
