@@ -36,3 +36,7 @@ def plain_bank(answers: list[int], position: int = 3, capacity: int = GROWTH) ->
         np.zeros(count, dtype=np.int64),
     )
     return Bank(store, *facts)
+
+
+def rows_of(answers: list[int], position: int) -> torch.Tensor:
+    return torch.tensor(answers).unsqueeze(1) * 100 + torch.arange(position)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tagged_keys import assert_holds, tagged
+from tagged_keys import assert_holds, plain_bank, tagged
 
 from dschat_ppo.rollout import scheduler as scheduler_module
 from dschat_ppo.rollout.bank import Bank, merged, rounded_up
@@ -235,10 +235,6 @@ def test_small_banks_are_merged_and_never_more_than_a_few_are_left():
 
 
 # Banks
-
-
-def rows_of(answers: list[int], position: int) -> torch.Tensor:
-    return torch.tensor(answers).unsqueeze(1) * 100 + torch.arange(position)
 
 
 @pytest.mark.parametrize("finished", [[0], [3], [0, 1], [2, 3], [0, 3], [1, 2], [0, 1, 2], [0, 2, 3], [0, 1, 2, 3], []])
