@@ -61,6 +61,17 @@ def test_ppo_plan_by_hand():
     assert table["optimizer steps in all"] == "5 x 6 = 30"
 
 
+def test_several_answers_to_a_prompt_multiply_rows_and_not_prompts():
+    # 4 prompts x 3 answers = 12 rows a rank, 24 on two. 20 prompts in ceil(20 / 8) = 3 PPO steps, of 24 / 12 = 2 updates.
+    flags = ppo_flags(
+        per_device_generation_batch_size=4, n_samples_per_prompt=3, per_device_training_batch_size=6
+    )  # fmt: skip
+    plan = plan_ppo(flags, prompts=20, world_size=2)
+    assert (plan.prompts_per_rank, plan.rows_per_rank, plan.rollout_prompts, plan.rollout_rows) == (4, 12, 8, 24)
+    assert (plan.ppo_steps, plan.updates_per_rollout) == (3, 2)
+    assert dict(plan.table())["answers per rank"] == "4 x 1 prompts x 3 = 12"
+
+
 def test_the_budget_of_a_micro_batch_can_be_given():
     assert plan_ppo(ppo_flags(micro_batch_tokens=777), prompts=16, world_size=1).micro_batch_tokens == 777
 

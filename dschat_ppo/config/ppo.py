@@ -181,6 +181,7 @@ class PPOFlags:
             "--sleep_in_rollout needs --actor_zero_stage 3 and --critic_zero_stage 3, and no --offload (with which the "
             "states are in host memory at all times)",
         )
+        require(all(number >= 0 for number in self.stop_token_ids), "--stop_token_ids must not be negative")
         require(all(self.stop_strings), "--stop_strings must not be empty texts")
         require(
             not self.offload_reference_model or self.actor_zero_stage == 3,

@@ -43,7 +43,7 @@ from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics, phase_metrics
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.rewards.model import ModelReward
-from dschat_ppo.trainers.rollouts import Rollouts
+from dschat_ppo.trainers.rollouts import Rollouts, check_stop_ids
 from dschat_ppo.trainers.setup import begin, naming, open_outputs, show_plan, tensorboard_folder
 from dschat_ppo.types import Experience, Rollout
 
@@ -237,6 +237,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     critic_folder = model_folder(ppo.critic_model_name_or_path, "--critic_model_name_or_path")
     tokenizer = load_tokenizer(actor_folder, "--actor_model_name_or_path")
     _check_models(tokenizer, actor_folder, critic_folder)
+    check_stop_ids(ppo.stop_token_ids, tokenizer)
     longest = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
     for folder in (actor_folder, critic_folder):
         check_length(folder, longest, "--max_prompt_seq_len + --max_answer_seq_len")

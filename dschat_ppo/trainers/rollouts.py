@@ -12,6 +12,7 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.ppo import PPOFlags
 from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import filler_id
 from dschat_ppo.rollout.generator import Generation, generate
 from dschat_ppo.rollout.parity import choose_engine
@@ -28,6 +29,17 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple
     listed = model.generation_config.eos_token_id if model.generation_config else None
     others = listed if isinstance(listed, list) and tokenizer.eos_token_id in listed else []
     return (tokenizer.eos_token_id, *(number for number in others if number != tokenizer.eos_token_id))
+
+
+def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """`--stop_token_ids` must be tokens.
+
+    Raises:
+        UserError: one is not.
+    """
+    for number in ids:
+        if number >= len(tokenizer):
+            raise UserError(f"--stop_token_ids {number}: the tokenizer has {len(tokenizer)} tokens, numbered from 0")
 
 
 def generation_of(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Generation:

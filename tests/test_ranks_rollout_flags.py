@@ -1,0 +1,61 @@
+"""Step 3 as a user calls it, on two ranks, with what changes generation."""
+
+import json
+
+import pytest
+from launch import deepspeed, succeed
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+COMMON = "--data_split 0,0,1 --dtype fp32 --actor_zero_stage 3 --critic_zero_stage 3 --num_warmup_steps 0 "
+COMMON += "--per_device_generation_batch_size 4 --n_samples_per_prompt 3 --per_device_training_batch_size 12 "
+COMMON += "--max_prompt_seq_len 64 --max_answer_seq_len 12 --enable_test_mode --test_stop_step 2 "
+
+
+@pytest.fixture(scope="module")
+def step3(assets, tmp_path_factory):
+    """flags -> (metrics of each PPO step, what was said)."""
+
+    def run(name: str, flags: str) -> tuple[list[dict], str]:
+        folder = tmp_path_factory.mktemp(name)
+        words = ["--actor_model_name_or_path", assets / "lm", "--critic_model_name_or_path", assets / "reward"]
+        words += ["--data_path", assets / "prompts.jsonl", "--output_dir", folder, *COMMON.split(), *flags.split()]
+        result = succeed(deepspeed(2, "training/step3_ppo/main.py", *words))
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], result.stdout + result.stderr
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(step3):
+    return step3("plain", "")
+
+
+def test_the_engine_in_use_is_said_and_right(plain):
+    metrics, said = plain
+    assert "continuous batching agrees with LlamaForCausalLM" in said
+    assert len(metrics) == 2
+    for line in metrics:
+        assert line["rollout/logprob_diff_max"] < 1e-4
+        assert line["policy/first_log_ratio_abs_max"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("unpinned", "--unpin_actor_parameters --rollout_rows 5"), ("padded", "--rollout_engine padded --rollout_rows 3")],
+)
+def test_how_answers_are_generated_does_not_change_them(plain, step3, name, flags):
+    for line, expected in zip(step3(name, flags)[0], plain[0], strict=True):
+        for key in ("reward/score_mean", "answers/length_mean", "policy/entropy", "grad_norm/actor", "value/loss"):
+            assert line[key] == pytest.approx(expected[key], rel=2e-3), key
+
+
+def test_truncation_stop_strings_and_a_minimum_length_arrive_at_the_answers(step3):
+    flags = "--sleep_in_rollout --top_p 0.9 --min_p 0.01 --repetition_penalty 1.3 --min_answer_seq_len 2 "
+    metrics, said = step3("steered", flags + "--stop_strings a e i o --stop_token_ids 40 41")
+    assert "before truncation, penalty, minimum length" in said
+    for line in metrics:
+        assert 2 <= line["answers/length_mean"] < 12
+        assert line["answers/ended_share"] > 0.2
+        assert line["rollout/logprob_diff_max"] < 1e-4
