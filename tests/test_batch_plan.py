@@ -62,7 +62,7 @@ def test_ppo_plan_by_hand():
 
 
 def test_several_answers_to_a_prompt_multiply_rows_and_not_prompts():
-    # 4 prompts x 3 answers = 12 rows a rank, 24 on two. 20 prompts in ceil(20 / 8) = 3 PPO steps, of 24 / 12 = 2 updates.
+    # 4 prompts x 3 answers = 12 rows a rank, 24 on two. 20 prompts: ceil(20 / 8) = 3 PPO steps, 24 / 12 = 2 updates.
     flags = ppo_flags(
         per_device_generation_batch_size=4, n_samples_per_prompt=3, per_device_training_batch_size=6
     )  # fmt: skip

@@ -9,7 +9,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from transformers import PreTrainedModel
@@ -94,13 +93,21 @@ def _largest(number: int) -> int:
 
 @contextmanager
 def _asleep(engine: Any) -> Iterator[None]:
-    """Inside, what only the optimizer needs is in host memory."""
-    bulk = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]
-    engine.offload_states(include=bulk, pin_memory=torch.cuda.is_available())
+    """Inside, what only the optimizer needs is in host memory: fp32 weights and optimizer states of this rank's shard.
+
+    DeepSpeed's own `offload_states` knows its CUDA Adam only.
+    """
+    zero = engine.optimizer
+    states = [value for state in zero.optimizer.state.values() for value in state.values()]
+    held = [*zero.fp32_partitioned_groups_flat, *(value for value in states if isinstance(value, torch.Tensor))]
+    homes = [tensor.device for tensor in held]
+    for tensor in held:
+        tensor.data = tensor.data.to("cpu")
     try:
         yield
     finally:
-        engine.reload_states()
+        for tensor, home in zip(held, homes, strict=True):
+            tensor.data = tensor.data.to(home)
 
 
 @contextmanager
