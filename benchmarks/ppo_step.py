@@ -1,11 +1,13 @@
 """A whole PPO step against the plain way, in one run.
 
-    python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--compare trl]
+    python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--old_logprobs rollout] [--compare trl]
 
 32 prompts, one update; 31.6 M parameters for each of actor, critic, reference and reward model, random, in bf16.
 "fixed": 128 + 128 tokens. "varied": prompts of 32 to 128 tokens, answers lognormal with mean 63, at most 256. The plain
-way is in `plain.py`; both use the same DeepSpeed engines; ours takes `--old_logprobs rollout`. Peak memory is compared
-at a vocabulary of 32768, beyond what models and optimizers hold. `--compare trl` measures TRL's PPO and GRPO trainers
+way is in `plain.py`; both use the same DeepSpeed engines. Ours skips the pass for old log-probs, as
+`--old_logprobs rollout` does; `recompute`, the trainer's default in bf16, can be measured too. Peak memory is compared
+at a vocabulary of 32768, beyond what models and optimizers hold; its ratio is ours to the plain way's (less is better),
+the others are the plain way's cost to ours (more is better). `--compare trl` measures TRL's PPO and GRPO trainers
 beside, where TRL is installed.
 """
 
@@ -15,6 +17,7 @@ import argparse
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.models.loading import load_tokenizer
 from dschat_ppo.rollout.generator import generate
+from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.tools.toy import make_tokenizer
 from dschat_ppo.trainers.ppo import PPOTrainer
 
@@ -38,7 +42,7 @@ BATCH = 32
 WIDE = 32768
 
 
-def make_trainer(folder: Path, vocabulary: int) -> PPOTrainer:
+def make_trainer(folder: Path, vocabulary: int, old_logprobs: str) -> PPOTrainer:
     """The trainer of step 3 on random models."""
     config = config_of(vocabulary)
     tokenizer = make_tokenizer(["a few words to merge"])
@@ -47,7 +51,7 @@ def make_trainer(folder: Path, vocabulary: int) -> PPOTrainer:
         tokenizer.save_pretrained(folder / name)
     words = ["--actor_model_name_or_path", folder / "lm", "--critic_model_name_or_path", folder / "reward"]
     words += ["--data_path", "unused", "--output_dir", "unused", "--num_warmup_steps", 0]
-    words += ["--max_prompt_seq_len", 128, "--max_answer_seq_len", 256, "--old_logprobs", "rollout"]
+    words += ["--max_prompt_seq_len", 128, "--max_answer_seq_len", 256, "--old_logprobs", old_logprobs]
     words += ["--per_device_generation_batch_size", BATCH, "--per_device_training_batch_size", BATCH]
     flags = parse("ppo", [str(word) for word in words])
     plan = plan_ppo(flags.ppo, BATCH, 1)
@@ -57,18 +61,20 @@ def make_trainer(folder: Path, vocabulary: int) -> PPOTrainer:
 
 def our_step(trainer: PPOTrainer, work: Workload) -> None:
     """One PPO step as `PPOTrainer.run` makes it, with answers of given lengths."""
-    hybrid = trainer.engines.hybrid
-    with hybrid.generating() as model:
-        rollout = generate(
-            model, work.prompts, row_seeds(0, BATCH, 0), trainer.rollouts.how, limits=work.answer_lengths
-        )
+    how = replace(trainer.rollouts.how, stopping=Stopping(int(work.answer_lengths.max())))
+    with trainer.engines.hybrid.generating() as model:
+        rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), how, limits=work.answer_lengths)
+    assert int(rollout.response_mask.sum()) == work.tokens
     trainer.mini_dataset.add(trainer.score(rollout))
     trainer.update(trainer.mini_dataset.collect(trainer.flags.whiten_advantages), step=1)
 
 
 def ways_of(trainer: PPOTrainer, work: Workload) -> dict[str, Any]:
     """Contenders."""
-    return {"plain": lambda: plain.step(trainer, work), "dschat_ppo": lambda: our_step(trainer, work)}
+    return {
+        "plain": lambda: plain.step(trainer, work),
+        "dschat_ppo": lambda: our_step(trainer, work),
+    }
 
 
 def compare(trainer: PPOTrainer, name: str, repeats: int, cores: int) -> dict[str, Any]:
@@ -82,6 +88,15 @@ def compare(trainer: PPOTrainer, name: str, repeats: int, cores: int) -> dict[st
         "samples_per_s": BATCH / ours.wall,
         "plain_samples_per_s": BATCH / before.wall,
     }
+
+
+def peaks(trainer: PPOTrainer, work: Workload, cores: int) -> dict[str, float]:
+    """Peak GiB of one step of each way, once optimizers have their states."""
+    ways = ways_of(trainer, work)
+    with threads(cores):
+        for run in ways.values():
+            run()
+        return {name: peak_memory(run) for name, run in ways.items()}
 
 
 def table(results: dict[str, Any]) -> str:
@@ -99,13 +114,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers to this file too")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
+    parser.add_argument("--old_logprobs", choices=["rollout", "recompute"], default="rollout", help="of our way")
     parser.add_argument("--compare", choices=["trl"], help="measure another trainer beside")
     arguments = parser.parse_args()
+    if arguments.compare:
+        import trl  # noqa: F401  (fails now if it is not installed, and not after an hour)
     quiet_libraries()
     dist.init()
     cores, results = len(os.sched_getaffinity(0)), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Path(folder), 8192)
+        trainer = make_trainer(Path(folder), 8192, arguments.old_logprobs)
         for name in ("fixed", "varied"):
             results[name] = compare(trainer, name, arguments.repeats, cores)
             print(name, json.dumps(results[name]), flush=True)
@@ -113,10 +131,9 @@ def main() -> None:
             from trl_step import samples_per_second
 
             results["trl"] = samples_per_second(Path(folder) / "lm", Path(folder) / "reward", cores)
-        wide, work = make_trainer(Path(folder) / "wide", WIDE), workload("fixed", WIDE, BATCH)
-        with threads(cores):
-            peaks = {name: peak_memory(way) for name, way in ways_of(wide, work).items()}
-        results["peak_memory_gib"], results["peak_memory_ratio"] = peaks, peaks["dschat_ppo"] / peaks["plain"]
+        wide, work = make_trainer(Path(folder) / "wide", WIDE, arguments.old_logprobs), workload("fixed", WIDE, BATCH)
+        results["peak_memory_gib"] = held = peaks(wide, work, cores)
+        results["peak_memory_ratio"] = held["dschat_ppo"] / held["plain"]
     print(table(results))
     print(json.dumps({name: value for name, value in results.items() if name not in ("fixed", "varied")}))
     if arguments.json:

@@ -29,7 +29,7 @@ from dschat_ppo.types import PromptBatch, Rollout, concat_rows, pad_rows, select
 COUNT = len(LENGTHS)
 WARM = Sampling(temperature=1.3, top_p=0.95)
 WITH_ENDS = Stopping(14, eos_ids=(5, 9, 30), stop_ids=(7,))
-SEEDS = row_seeds(0, COUNT, 1)
+SEEDS = row_seeds(0, COUNT, 3)
 ENGINES = ("continuous", "padded")
 
 
@@ -89,7 +89,7 @@ def test_two_ranks_give_what_one_gives(name, expected, engine):
     """Halves of the prompts, numbered as parts of one whole."""
     first, second = [0, 1, 2], [3, 4, 5, 6, 7]
     halves = [
-        answer(name, part(prompts_of(), rows), row_seeds(rows[0], len(rows), 1), rows=2, engine=engine)
+        answer(name, part(prompts_of(), rows), row_seeds(rows[0], len(rows), 3), rows=2, engine=engine)
         for rows in (first, second)
     ]
     assert_same(concat_rows(halves), expected)
@@ -181,8 +181,8 @@ def test_logprobs_equal_those_that_training_computes(temperature, engine):
     with torch.no_grad():
         fresh = response_logprobs(model_of("llama"), rollout, temperature)
     plain, mask = plain_logprobs(model_of("llama"), rollout, temperature), rollout.response_mask
-    torch.testing.assert_close(rollout.rollout_logprobs[mask], fresh[mask], atol=1e-5, rtol=0)
-    torch.testing.assert_close(plain[mask], fresh[mask], atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollout.rollout_logprobs[mask], fresh[mask], atol=2e-5, rtol=0)
+    torch.testing.assert_close(plain[mask], fresh[mask], atol=2e-5, rtol=0)
     assert rollout.rollout_logprobs[~mask].eq(0).all()
 
 

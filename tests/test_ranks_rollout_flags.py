@@ -54,7 +54,7 @@ def test_how_answers_are_generated_does_not_change_them(plain, step3, name, flag
 def test_truncation_stop_strings_and_a_minimum_length_arrive_at_the_answers(step3):
     flags = "--sleep_in_rollout --top_p 0.9 --min_p 0.01 --repetition_penalty 1.3 --min_answer_seq_len 2 "
     metrics, said = step3("steered", flags + "--stop_strings a e i o --stop_token_ids 40 41")
-    assert "before truncation, penalty, minimum length" in said
+    assert "before truncation, penalty and minimum length" in said
     for line in metrics:
         assert 2 <= line["answers/length_mean"] < 12
         assert line["answers/ended_share"] > 0.2

@@ -39,6 +39,13 @@ def test_other_models_get_padded_batches_and_a_warning(name, caplog):
     assert "padded" in warning
 
 
+@pytest.mark.parametrize(("name", "word"), [("phimoe", "mask alone"), ("phi3-longrope", "longest row")])
+def test_what_short_prompts_would_not_show_is_found_in_the_configuration(name, word, caplog):
+    """Phimoe's window is in its mask only, and longer than every prompt of the check."""
+    assert choose_engine(model_of(name), HOW).engine == "padded"
+    assert word in warnings_of(caplog)[0]
+
+
 def test_sinks_are_named_in_the_warning(caplog):
     choose_engine(model_of("gpt-oss"), HOW)
     assert "sinks" in warnings_of(caplog)[0]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tagged_keys import assert_holds, plain_bank, tagged
+from tagged_keys import HEADS, assert_holds, plain_bank, tagged
 
 from dschat_ppo.rollout import scheduler as scheduler_module
 from dschat_ppo.rollout.bank import Bank, merged, rounded_up
@@ -101,7 +101,7 @@ class World:
             position = slots + torch.from_numpy(bank.shared)
             tags = -(torch.from_numpy(bank.answer) * 1000 + position).unsqueeze(1)
             for layer in (0, 1):
-                bank.store.put_token(layer, slots, *tagged(tags))
+                bank.store.put_token(layer, bank.store.lines(slots, HEADS), *tagged(tags))
             first += len(bank)
         assert len(lanes.answer) == first == len(self.clock)
         self.clock = {answer: count + 1 for answer, count in self.clock.items()}

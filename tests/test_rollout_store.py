@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from tagged_keys import HEADS, assert_holds, plain_bank, tagged
 
-from dschat_ppo.rollout.kv_store import KeyValueStore, repack
+from dschat_ppo.rollout.kv_store import KeyValueStore, repack, unshared
 
 
 def test_a_store_is_a_table_of_rows_heads_and_slots():
@@ -59,7 +59,7 @@ def new_token(rng, store, table) -> None:
     slots = rng.integers(0, store.capacity, count)
     tags = torch.from_numpy(rng.integers(1, 10_000, (count, 1)))
     for layer in (0, 1):
-        store.put_token(layer, torch.from_numpy(slots), *tagged(tags))
+        store.put_token(layer, store.lines(torch.from_numpy(slots), HEADS), *tagged(tags))
     for row, slot in enumerate(slots.tolist()):
         for head in range(HEADS):
             table[row, head, slot] = float(tags[row, 0]) + head / 2
@@ -83,10 +83,23 @@ def test_repacking_puts_rows_of_stores_one_after_another():
         assert both.keys[0][row, :, length:].eq(0).all()
 
 
-def test_a_store_counts_its_bytes_and_begins_with_zeros():
+def test_a_store_begins_with_zeros_and_knows_where_a_token_of_each_head_goes():
     store = KeyValueStore(3, 5)
-    assert store.nbytes() == 0
-    here = torch.tensor([0])
-    store.put_token(0, here, torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 6, dtype=torch.bfloat16))
-    assert store.nbytes() == 3 * 5 * 2 * (4 * 4 + 6 * 2)
-    assert store.keys[0].sum() == 8
+    lines = store.lines(torch.tensor([4, 0]), 2)
+    assert lines.tolist() == [4, 9, 10, 15]  # rows of 2 heads of 5 slots
+    keys = torch.arange(1.0, 17.0).view(2, 2, 1, 4)
+    store.put_token(0, lines, keys, keys.bfloat16())
+    assert store.keys[0].shape == (3, 2, 5, 4)
+    assert store.values[0].dtype == torch.bfloat16
+    assert torch.equal(store.keys[0][0, :, 4], keys[0, :, 0])
+    assert torch.equal(store.keys[0][1, :, 0], keys[1, :, 0])
+    assert store.keys[0].sum() == keys.sum(), "what nobody wrote is not 0"
+
+
+def test_unsharing_puts_each_rows_part_of_the_prefix_before_its_own_tokens():
+    own, prefix = plain_bank([5, 6, 7], position=2).store, plain_bank([1, 2], position=9).store
+    whole = unshared(own, prefix, [1, 0, 1], [9, 4, 3])
+    assert whole.rows == 3
+    for row, (answer, source, length) in enumerate(((5, 2, 9), (6, 1, 4), (7, 2, 3))):
+        expected = [source * 100 + place for place in range(length)] + [answer * 100, answer * 100 + 1]
+        assert_holds(whole, row, expected)

@@ -79,20 +79,20 @@ def test_the_first_and_the_last_number_give_the_first_and_the_last_weight():
 
 
 def exact_distribution(logits: np.ndarray, sampling: Sampling, seen=(), forbidden=()) -> np.ndarray:
-    """Penalty, prohibition, temperature, min-p, top-k, then the smallest set that reaches top-p, in float64."""
+    """Penalty, prohibition, temperature, top-k, the smallest set that reaches top-p, then min-p, in float64."""
     logits = logits.astype(np.float64).copy()
     for token in seen:
         up = logits[token] <= 0
         logits[token] *= sampling.repetition_penalty if up else 1 / sampling.repetition_penalty
     weights = np.exp(logits / sampling.temperature - logits.max() / sampling.temperature)
     weights[list(forbidden)] = 0.0
-    weights[weights < sampling.min_p * weights.max()] = 0.0
     order = np.argsort(-weights, kind="stable")
     if sampling.top_k:
         weights[order[sampling.top_k :]] = 0.0
     weights /= weights.sum()
     reached = np.cumsum(weights[order]) - weights[order]
     weights[order[reached >= sampling.top_p]] = 0.0
+    weights[weights < sampling.min_p * weights.max()] = 0.0
     return weights / weights.sum()
 
 
@@ -283,7 +283,16 @@ def test_rows_are_truncated_each_for_itself():
     logits = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.35, 0.45]]).log()
     for point in even(50):
         tokens, _ = sample(logits, Sampling(top_p=0.6), point.expand(2))
-        assert tokens.tolist() == [0, 3 if point < 0.45 / 0.8 else 2]
+        assert tokens.tolist() == [0, 2 if point < 0.35 / 0.8 else 3]
+
+
+def test_a_nucleus_does_not_hang_on_the_order_of_equal_weights_nor_on_other_rows():
+    logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()  # many are equal
+    points = even(200)
+    alone = sample(logits.expand(200, -1), Sampling(top_p=0.3), points)[0]
+    flat = torch.zeros(1, 3000).bfloat16()  # its nucleus is beyond the first guess
+    beside = [sample(torch.cat([logits, flat]), Sampling(top_p=0.3), point.expand(2))[0][0] for point in points]
+    assert alone.tolist() == torch.stack(beside).tolist()
 
 
 def test_which_samplings_change_the_distribution():

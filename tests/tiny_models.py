@@ -53,10 +53,17 @@ _MAMBA = {
     "pad_token_id": None,
 }  # fmt: skip
 
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32, "factor": 3.0,
+    "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+}  # fmt: skip
+
 # name -> (model class, config class, settings)
 KINDS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
+    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", {**_GROUPED, "sliding_window": 60, "num_local_experts": 4}),
+    "phi3-longrope": ("Phi3ForCausalLM", "Phi3Config", {**_GROUPED, "rope_parameters": _LONGROPE}),
     "qwen2-window": ("Qwen2ForCausalLM", "Qwen2Config", {**_GROUPED, **_QWEN_WINDOW}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_GROUPED, "head_dim": 8}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": None}),

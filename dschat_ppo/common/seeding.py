@@ -30,7 +30,7 @@ def rank_generator(seed: int, device: torch.device | str) -> torch.Generator:
 
 def shared_generator(seed: int, *path: int) -> torch.Generator:
     """A CPU stream that is the same on every rank; `path` (epoch, step, ...) separates its uses."""
-    mixed = np.random.SeedSequence([seed, *path]).generate_state(1, dtype=np.uint64)[0]
+    mixed = np.random.SeedSequence([len(path), seed, *path]).generate_state(1, dtype=np.uint64)[0]
     return torch.Generator().manual_seed(int(mixed >> np.uint64(1)))
 
 
@@ -49,6 +49,6 @@ def row_seeds(first: int, count: int, *path: int) -> torch.Tensor:
 
     A seed depends on the answer's number alone, not on the rank that generates it.
     """
-    base = np.random.SeedSequence(path).generate_state(1, dtype=np.uint64)
+    base = np.random.SeedSequence([len(path), *path]).generate_state(1, dtype=np.uint64)
     numbers = np.arange(first + 1, first + count + 1, dtype=np.uint64)
     return torch.from_numpy(splitmix64(base + numbers * SPLITMIX_STEP).view(np.int64))

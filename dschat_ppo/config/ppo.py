@@ -60,6 +60,7 @@ class PPOFlags:
         "by batches that wait for their last row",
         "auto",
     )
+    rollout_graphs: bool = flag("on a GPU, replay decode steps as CUDA graphs", True)
     prepack_weights: bool = flag("lay weights out for oneDNN while generating (CPU, bf16); costs their memory", True)
     unpin_actor_parameters: bool = flag(
         "gather ZeRO-3 parameters layer by layer while generating, instead of all of them once: less memory, slower",

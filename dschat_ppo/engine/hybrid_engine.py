@@ -35,6 +35,7 @@ class HybridEngine:
             gather each layer when it runs, which saves their memory and costs a collective a layer; every rank must
             then make the same forward passes, which `agree` is for.
         merge: entered while weights are whole, to fold adapters into them and to take them out again.
+            Not with `pinned` False.
         sleeping: ZeRO-3 training engines whose optimizer states and fp32 weights go to host memory meanwhile.
     """
 
@@ -45,6 +46,8 @@ class HybridEngine:
         self._merge = merge
         self._sleeping = sleeping
         self._collective = not pinned and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
+        if self._collective and merge is not nullcontext:
+            raise ValueError("adapters cannot be merged into weights that are gathered layer by layer")
 
     @property
     def model(self) -> PreTrainedModel:

@@ -33,7 +33,7 @@ def shape_scores(scores: Tensor, ended: Tensor, shaping: RewardShaping) -> Tenso
 
     Args:
         scores: (B,) fp32 from the reward source.
-        ended: (B,) bool, True where the answer ended with EOS.
+        ended: (B,) bool, False where the length limit cut the answer.
         shaping: constants.
 
     Returns:

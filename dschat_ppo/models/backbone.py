@@ -25,6 +25,24 @@ def unwrap(engine: Any) -> nn.Module:
     return engine.module if hasattr(engine, "module") else engine
 
 
+def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
+    """Whether the model limits how far back a token sees by its mask alone, which attention without a mask cannot know.
+
+    Args:
+        config: of the model.
+        received: the `sliding_window` that each layer's attention was called with.
+    """
+    text = config.get_text_config()
+    if getattr(text, "attention_chunk_size", None) is not None:
+        return True
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None:
+        known = set(kinds) <= {"full_attention", "sliding_attention"}
+        told = all((kinds[layer] == "sliding_attention") == (window is not None) for layer, window in received.items())
+        return not (known and told)
+    return getattr(text, "sliding_window", None) is not None and all(window is None for window in received.values())
+
+
 def slot_arguments(model: nn.Module, input_ids: Tensor) -> dict[str, Tensor]:
     """`position_ids` (1, T) that say that a token's slot is its position, for models that take them."""
     if not accepts(model, "position_ids"):

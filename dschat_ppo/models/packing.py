@@ -28,6 +28,7 @@ class _Running:
 
 
 _RUNNING: list[_Running] = []
+_WINDOWS: list[dict[int, int | None]] = []
 
 
 @contextmanager
@@ -43,12 +44,24 @@ def segments(config: PretrainedConfig, lengths: list[int]) -> Iterator[None]:
         _RUNNING.pop()
 
 
+@contextmanager
+def recorded_windows() -> Iterator[dict[int, int | None]]:
+    """Collects which sliding window each layer's attention is called with, inside."""
+    _WINDOWS.append({})
+    try:
+        yield _WINDOWS[-1]
+    finally:
+        _WINDOWS.pop()
+
+
 def _segment_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     sliding_window: int | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention inside each segment: (1, heads, T, d) -> (1, T, heads, d). `attention_mask` is None."""
     outputs, lengths = [], _RUNNING[-1].lengths
+    if _WINDOWS:
+        _WINDOWS[-1][module.layer_idx] = sliding_window
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         band = _band(q.shape[2], sliding_window, q.device)
         outputs.append(sdpa_attention_forward(module, q, k, v, band, **options)[0])

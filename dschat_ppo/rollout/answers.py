@@ -17,7 +17,8 @@ class Answers:
 
     `sequence` (A+1, W) int64 holds prompt and answer from column 0; `prompt_length` and `limit` are (A+1,) int64;
     `length` (A+1,) int64 is the number of tokens of a finished answer; `reason` (A+1,) int8 is `UNFINISHED` or a
-    `FinishReason`; `logprobs` and `uniforms` are (A+1, R); `seen` (A+1, V) bool or None.
+    `FinishReason`; `logprobs` and `uniforms` are (A+1, `room`); `seen` is (A+1, V) bool or None; `ends` and `eos` are
+    (V,) bool, the tokens that end an answer.
     """
 
     def __init__(
@@ -50,13 +51,17 @@ class Answers:
         self.eos = torch.zeros_like(self.ends)
         self.eos[list(stopping.eos_ids)] = True
         self._not_by_itself = torch.tensor([UNFINISHED, FinishReason.LENGTH], dtype=torch.int8, device=device)
-        self.seen = self._prompt_tokens(vocabulary) if sampling.repetition_penalty != 1 else None
+        self.seen: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(self.count + 1, vocabulary, dtype=torch.bool, device=device)
+            self._see_prompts(torch.arange(self.count, device=device))
 
-    def _prompt_tokens(self, vocabulary: int) -> Tensor:
-        ids = torch.where(self.prompts.prompt_mask, self.prompts.prompt_ids, vocabulary)
-        seen = torch.zeros(self.count + 1, vocabulary + 1, dtype=torch.bool, device=ids.device)
-        seen[:-1].scatter_(1, ids, True)
-        return seen[:, :vocabulary]
+    def _see_prompts(self, answers: Tensor) -> None:
+        """Mark the tokens of the prompts, and no others, as seen in some answers."""
+        if self.seen is not None:
+            for number in answers.tolist():
+                self.seen[number] = False
+                self.seen[number, self.prompts.prompt_ids[number][self.prompts.prompt_mask[number]]] = True
 
     def forbidden(self, count: Tensor) -> Tensor | None:
         """(n, V) bool, the ends that must not come yet in answers of `count` (n,) tokens; None without a minimum."""
@@ -98,10 +103,12 @@ class Answers:
         Returns:
             (n,) bool, True where a stop string is found.
         """
-        starts = self.prompt_length[answer].tolist()
-        rows = self.sequence[answer].tolist()
-        ids = [row[start : start + n] for row, start, n in zip(rows, starts, count.tolist(), strict=True)]
-        found = torch.tensor(self.stopping.found_in_text(ids), device=answer.device) & working
+        reach = min(self.stopping.reach, self.room)
+        first = self.prompt_length[answer] + count - reach
+        columns = first.unsqueeze(1) + torch.arange(reach, device=answer.device)
+        last = self.sequence[answer].gather(1, columns.clamp_min(0)).tolist()
+        tails = [ids[max(0, reach - n) :] for ids, n in zip(last, count.tolist(), strict=True)]
+        found = torch.tensor(self.stopping.found_in_text(tails), device=answer.device) & working
         new = found & torch.isin(self.reason[answer], self._not_by_itself)
         self.reason[answer] = torch.where(new, FinishReason.STOP, self.reason[answer]).to(torch.int8)
         self.length[answer] = torch.where(new, count, self.length[answer])
@@ -110,9 +117,7 @@ class Answers:
     def restart(self, answers: list[int]) -> None:
         """Forget what was generated for some answers."""
         self.reason[answers] = UNFINISHED
-        if self.seen is not None:
-            fresh = self._prompt_tokens(self.seen.shape[1])
-            self.seen[answers] = fresh[answers]
+        self._see_prompts(torch.tensor(answers))
 
     def rollout(self) -> Rollout:
         """The finished answers, as long as the longest one."""

@@ -6,6 +6,7 @@ of masks, so models build none; which slots are real is known here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,16 +83,20 @@ class RolloutCache(Cache):
 
 
 class RolloutAttention:
-    """The attention function. `work` says what the next forward pass is: a `Block` to prefill, or decode `Span`s."""
+    """The attention function. `work` says what the next forward pass is: a `Block` to prefill, or decode `Span`s;
+    `windows` which sliding window each layer has asked for."""
 
     def __init__(self) -> None:
         self.work: Block | list[Span] = []
+        self.windows: dict[int, int | None] = {}
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._lines: dict[tuple[int, int], Tensor] = {}
 
     def begin(self, work: Block | list[Span]) -> None:
         """Announce the next forward pass."""
         self.work = work
         self._masks = {}
+        self._lines = {}
 
     def __call__(
         self,
@@ -116,6 +121,7 @@ class RolloutAttention:
         """
         _refuse_unknown(module, attention_mask, others)
         layer: Any = module.layer_idx
+        self.windows[layer] = sliding_window
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         if isinstance(self.work, Block):
             self.work.store.put_block(layer, self.work.rows, self.work.source, key, value)
@@ -123,9 +129,14 @@ class RolloutAttention:
         parts = []
         for number, span in enumerate(self.work):
             mine = slice(span.first, span.first + span.count)
-            span.store.put_token(layer, span.slots, key[mine], value[mine])
+            span.store.put_token(layer, self._lines_of(number, span, key.shape[1]), key[mine], value[mine])
             parts.append(self._attend(number, span, layer, query[mine], scale, sliding_window, softcap))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(1), None
+
+    def _lines_of(self, number: int, span: Span, heads: int) -> Tensor:
+        if (number, heads) not in self._lines:
+            self._lines[number, heads] = span.store.lines(span.slots, heads)
+        return self._lines[number, heads]
 
     def _attend(
         self,
@@ -145,6 +156,7 @@ class RolloutAttention:
         count, heads, _, width = query.shape
         keys = span.store.keys[layer][:count, :, : span.reach]
         values = span.store.values[layer][:count, :, : span.reach]
+        query, scale = _scaled(query, scale)
         folded = query.reshape(count * keys.shape[1], -1, width)
         scores = torch.bmm(folded, keys.flatten(0, 1).transpose(1, 2)).view(count, heads, -1)
         if span.prefix is not None:
@@ -180,6 +192,15 @@ class RolloutAttention:
                 torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float("-inf")).unsqueeze(1)
             )
         return self._masks[key]
+
+
+def _scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The query times the power of two nearest to `scale`, which is exact, and what is left of `scale`.
+
+    So products in half precision stay in range.
+    """
+    power = 2.0 ** round(math.log2(scale))
+    return query * power, scale / power
 
 
 def _prefix_scores(prefix: SharedPrefix, layer: int, query: Tensor) -> Tensor:
@@ -230,6 +251,7 @@ def causal_attention(
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
+    query, scale = _scaled(query, scale)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)).float() * scale

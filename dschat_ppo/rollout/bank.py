@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dschat_ppo.rollout.attention import SharedPrefix, Span
-from dschat_ppo.rollout.kv_store import KeyValueStore, repack
+from dschat_ppo.rollout.kv_store import KeyValueStore, repack, unshared
 
 FACTS = ("answer", "position", "shared", "prompt")
 GROWTH = 32  # tokens by which a store grows: less copies more often, more attends to empty slots
@@ -48,6 +48,13 @@ class Bank:
         needed = int(self.slot.max()) + 1
         if needed > self.store.capacity:
             self.store = repack([(self.store, len(self))], rounded_up(needed))
+
+    def unshare(self) -> None:
+        """Give each row its part of the prefix, so that the bank can be merged with others."""
+        if self.prefix is not None:
+            self.store = unshared(self.store, self.prefix, self.prompt.tolist(), self.shared.tolist())
+            self.prefix, self._view = None, None
+            self.shared, self.prompt = np.zeros_like(self.shared), np.zeros_like(self.prompt)
 
     def retire(self, finished: np.ndarray) -> None:
         """Drop rows where `finished` (n,) is True; the last rows that go on move into the holes."""

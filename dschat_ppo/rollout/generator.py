@@ -24,6 +24,7 @@ from dschat_ppo.types import PromptBatch, Rollout
 
 Engine = Literal["continuous", "padded"]
 
+TYPICAL_ROWS = 32  # of a product with packed weights, a hint for their layout
 SHARE_FROM = 32  # tokens of a prompt that several answers read from one copy
 POLL = 8  # tokens between two looks at what is finished, where steps are CUDA graphs
 
@@ -66,17 +67,17 @@ def generate(
         B * samples rows, the answers of a prompt one after another, as long as the longest answer.
 
     Raises:
-        ValueError: no prompts, an empty one, not one seed per answer, an end that is no token of the model, or static
-            steps together with `agree` or stop strings, for which every token must be looked at.
+        ValueError: no prompts, an empty one, not one seed or limit in range per answer, an end that is no token of the
+            model, or static steps together with `agree` or stop strings, for which every token must be looked at.
     """
-    _check(model, prompts, seeds, how, agree)
+    _check(model, prompts, seeds, how, agree, limits)
     every_token = agree is not None or bool(how.stopping.stop_strings)
     static = prompts.prompt_ids.is_cuda and not every_token if how.static is None else how.static
     poll = POLL if static else 1
     answers = Answers(prompts, seeds, how.samples, how.sampling, how.stopping, vocabulary_size(model), poll, limits)
-    rows = min(how.rows or rows_for_memory(model, answers.width), answers.count)
     pack = how.prepack and agree is None and can_prepack(model)
-    with prepacked(model, rows) if pack else nullcontext():
+    with prepacked(model, TYPICAL_ROWS) if pack else nullcontext():
+        rows = min(how.rows or rows_for_memory(model, answers.width), answers.count)
         if how.engine == "padded":
             PaddedBatches(model, answers, how.sampling, rows, agree).run()
         else:
@@ -85,12 +86,18 @@ def generate(
     return answers.rollout()
 
 
-def _check(model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, how: Generation, agree: Agree | None) -> None:
+def _check(
+    model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, how: Generation, agree: Agree | None,
+    limits: Tensor | None,
+) -> None:  # fmt: skip
     count, vocabulary = len(prompts.prompt_ids), vocabulary_size(model)
     if not count or not bool(prompts.prompt_mask.any(dim=1).all()):
         raise ValueError("there are no prompts" if not count else "a prompt is empty")
     if len(seeds) != count * how.samples:
         raise ValueError(f"{len(seeds)} seeds for {count} prompts x {how.samples} answers")
+    most = how.stopping.max_new_tokens
+    if limits is not None and (limits.shape != seeds.shape or not bool(((limits > 0) & (limits <= most)).all())):
+        raise ValueError(f"limits are not {len(seeds)} numbers from 1 to {most}")
     if not all(0 <= number < vocabulary for number in how.stopping.ids):
         raise ValueError(f"of the ids that end an answer, {how.stopping.ids}, some are not below {vocabulary}")
     if how.static and (agree is not None or how.stopping.stop_strings):

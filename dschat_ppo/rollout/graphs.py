@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ from dschat_ppo.rollout.attention import Span
 from dschat_ppo.rollout.bank import Bank
 from dschat_ppo.rollout.kv_store import KeyValueStore
 from dschat_ppo.rollout.lanes import Lanes
+from dschat_ppo.rollout.memory import is_out_of_memory
+
+_log = logging.getLogger(__name__)
 
 REACH = 256  # lengths of one bucket
 Step = Callable[[Lanes, list[Span]], Tensor]
@@ -93,7 +97,13 @@ class GraphedDecoder:
 
         if not self._done.is_cuda:
             return eager  # not kept: it refers to this object
-        self._ready[rows, reach] = self._captured(eager)
+        try:
+            self._ready[rows, reach] = self._captured(eager)
+        except RuntimeError as problem:
+            if is_out_of_memory(problem):
+                raise
+            _log.warning(f"rollout: a CUDA graph of this model cannot be captured ({problem}); steps are slower")
+            self._ready[rows, reach] = eager
         return self._ready[rows, reach]
 
     def _captured(self, eager: Callable[[], None]) -> Callable[[], None]:

@@ -40,39 +40,68 @@ class KeyValueStore:
         for held, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
             held[rows, :, :length] = new[source]
 
-    def put_token(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def lines(self, slots: Tensor, heads: int) -> Tensor:
+        """Where `put_token` writes: slot `slots[r]` of each head of row r, (n * heads,) int64, row after row."""
+        return torch.arange(len(slots) * heads, device=slots.device) * self.capacity + slots.repeat_interleave(heads)
+
+    def put_token(self, layer: int, lines: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write one token of each of the first n rows.
 
         Args:
             layer: layer number.
-            slots: (n,) int64, slot of each row's token.
+            lines: as `lines` gives them for the slots of the rows.
             keys, values: (n, kv_heads, 1, head_dim).
         """
-        count, heads = keys.shape[:2]
-        lines = torch.arange(count * heads, device=slots.device) * self.capacity + slots.repeat_interleave(heads)
         for held, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
-            held.view(-1, held.shape[3]).index_copy_(0, lines, new.reshape(count * heads, -1))
+            held.view(-1, held.shape[3]).index_copy_(0, lines, new.reshape(len(lines), -1))
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole rows over others."""
-        for held in (*self.keys.values(), *self.values.values()):
-            held[list(targets)] = held[list(sources)]
-
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(t.nbytes for t in (*self.keys.values(), *self.values.values()))
+        held = [*self.keys.values(), *self.values.values()]
+        if held:
+            places = torch.tensor([list(sources), list(targets)], device=held[0].device)
+            for tensor in held:
+                tensor[places[1]] = tensor[places[0]]
 
 
 def repack(parts: Sequence[tuple[KeyValueStore, int]], capacity: int) -> KeyValueStore:
-    """A new store of the first n rows of each `(store, n)`, one after another, with another capacity."""
+    """A new store of the first n rows of each `(store, n)`, one after another, with another capacity.
+
+    The old stores are emptied layer by layer, so that memory holds one layer twice and not all of them.
+    """
     packed = KeyValueStore(sum(count for _, count in parts), capacity)
     for name in ("keys", "values"):
-        for layer, like in getattr(parts[0][0], name).items():
+        for layer in list(getattr(parts[0][0], name)):
+            olds = [(getattr(store, name).pop(layer), count) for store, count in parts]
+            like = olds[0][0]
             new = like.new_zeros(packed.rows, like.shape[1], capacity, like.shape[3])
             first = 0
-            for store, count in parts:
-                length = min(store.capacity, capacity)
-                new[first : first + count, :, :length] = getattr(store, name)[layer][:count, :, :length]
+            for old, count in olds:
+                length = min(old.shape[2], capacity)
+                new[first : first + count, :, :length] = old[:count, :, :length]
                 first += count
             getattr(packed, name)[layer] = new
     return packed
+
+
+def unshared(
+    store: KeyValueStore, prefix: KeyValueStore, prompt: Sequence[int], shared: Sequence[int]
+) -> KeyValueStore:
+    """A new store in which each of n rows holds its part of the prefix itself, and its own tokens after it.
+
+    Args:
+        store: own tokens, in its first n rows.
+        prefix: one row per prompt.
+        prompt: row of `prefix` for each row. shared: how many tokens of it the row takes.
+    """
+    whole = KeyValueStore(len(prompt), max(shared) + store.capacity)
+    for name in ("keys", "values"):
+        for layer, held in getattr(prefix, name).items():
+            new = held.new_zeros(whole.rows, held.shape[1], whole.capacity, held.shape[3])
+            own = getattr(store, name).get(layer)  # None before the first own token
+            for row, (source, length) in enumerate(zip(prompt, shared, strict=True)):
+                new[row, :, :length] = held[source, :, :length]
+                if own is not None:
+                    new[row, :, length : length + store.capacity] = own[row]
+            getattr(whole, name)[layer] = new
+    return whole

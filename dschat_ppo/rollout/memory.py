@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from dschat_ppo.common.dist import local_world_size, rank
+from dschat_ppo.common.dist import is_main, local_world_size, rank
+from dschat_ppo.common.logging import say
 
 _log = logging.getLogger(__name__)
 
@@ -38,13 +39,19 @@ def rows_for_memory(model: PreTrainedModel, length: int) -> int:
     return max(1, min(MOST_ROWS, int(MEMORY_SHARE * free / (bytes_per_token(model) * length))))
 
 
+_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
 def is_out_of_memory(problem: RuntimeError) -> bool:
-    """CUDA has a class for it; the CPU's allocator has a message."""
-    return isinstance(problem, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(problem)
+    """PyTorch's CUDA allocator has a class for it; the CPU's allocator and CUDA itself have messages."""
+    return isinstance(problem, torch.OutOfMemoryError) or any(message in str(problem) for message in _MESSAGES)
 
 
 def warn_of_memory(before: int, after: int) -> None:
-    """Say that generation goes on with fewer rows."""
-    _log.warning(f"rollout: rank {rank()} is out of memory with {before} rows; going on with {after}")
+    """Say, on whatever rank it is, that generation goes on with fewer rows."""
+    line = f"rollout: rank {rank()} is out of memory with {before} rows; going on with {after}"
+    _log.warning(line)
+    if not is_main():
+        say(line)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

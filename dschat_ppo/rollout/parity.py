@@ -10,10 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_ppo.algorithms.logprobs import token_logprobs
-from dschat_ppo.models.forward import position_arguments, vocabulary_size
-from dschat_ppo.rollout.attention import UnsupportedAttentionError
+from dschat_ppo.common.dist import all_reduce
+from dschat_ppo.models.backbone import hidden_window
+from dschat_ppo.models.forward import position_arguments, position_arguments_at, vocabulary_size
+from dschat_ppo.rollout.attention import Block, RolloutAttention, RolloutCache, UnsupportedAttentionError, installed
 from dschat_ppo.rollout.continuous import Agree
 from dschat_ppo.rollout.generator import Engine, Generation, generate
+from dschat_ppo.rollout.kv_store import KeyValueStore
 from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.types import PromptBatch, Rollout
@@ -69,21 +72,45 @@ def choose_engine(model: PreTrainedModel, how: Generation, agree: Agree | None =
 
 def check(model: PreTrainedModel, how: Generation, engine: Engine, agree: Agree | None = None) -> Parity:
     """Greedy tokens of a few random prompts by `engine`, against one forward pass without a cache over the results."""
-    if engine == "continuous" and not model._supports_attention_backend:
-        return Parity(0.0, 0.0, "its attention cannot be replaced")
+    if engine == "continuous" and (problem := _hindrance(model)):
+        return Parity(0.0, 0.0, problem)
     device, vocabulary = next(model.parameters()).device, vocabulary_size(model)
     ids = torch.randint(0, vocabulary, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS).unsqueeze(1)
     prompts = PromptBatch(ids.to(device), mask.to(device))
-    greedy = replace(how, sampling=Sampling(top_k=1), stopping=Stopping(NEW_TOKENS), samples=2, rows=4, engine=engine)
-    try:
-        rollout = generate(model, prompts, torch.arange(2 * len(LENGTHS)), greedy, agree)
-    except UnsupportedAttentionError as problem:
-        return Parity(0.0, 0.0, str(problem))
+    watched = bool(how.stopping.stop_strings)  # then steps are not static: the check tries the steps that will be made
+    greedy = replace(
+        how, sampling=Sampling(top_k=1), stopping=Stopping(NEW_TOKENS), samples=2, rows=4, engine=engine,
+        static=False if watched else how.static,
+    )  # fmt: skip
+    rollout = generate(model, prompts, torch.arange(2 * len(LENGTHS)), greedy, agree)
     logits = plain_logits(model, rollout)
     logprobs = token_logprobs(logits, rollout.response_ids)
     best = token_logprobs(logits, logits.argmax(dim=-1))
-    return Parity(float((logprobs - rollout.rollout_logprobs).abs().max()), float((best - logprobs).max()))
+    found = torch.stack([(logprobs - rollout.rollout_logprobs).abs().max(), (best - logprobs).max()])
+    difference, shortfall = all_reduce(found, "max").tolist()  # the ranks must come to one verdict
+    return Parity(difference, shortfall)
+
+
+@torch.no_grad()
+def _hindrance(model: PreTrainedModel) -> str:
+    """What the architecture has that short prompts would not show; "" if nothing."""
+    if not model._supports_attention_backend:
+        return "its attention cannot be replaced"
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
+    if kinds & {"dynamic", "longrope"}:
+        return "its rotary positions depend on the longest row of a batch"
+    attention, here = RolloutAttention(), torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    attention.begin(Block(KeyValueStore(1, 1), here[0], here[0]))
+    try:
+        with installed(model, attention):
+            model(input_ids=here, past_key_values=RolloutCache(), use_cache=True, **position_arguments_at(model, here))
+    except UnsupportedAttentionError as problem:
+        return str(problem)
+    if hidden_window(model.config, attention.windows):
+        return "it limits how far back a token sees by its mask alone"
+    return ""
 
 
 @torch.no_grad()

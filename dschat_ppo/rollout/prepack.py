@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 
 def can_prepack(model: nn.Module) -> bool:
-    """Whether PyTorch has the operators (they are private ones) and the weights are of their kind."""
+    """Whether PyTorch has the operators (private ones), the processor can, and the weights are of their kind."""
     weight = next(model.parameters())
-    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return bool(known and weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    able = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(able and weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
 
 
 def _packed_forward(weight: Tensor, rows: int) -> Callable[[nn.Linear], Callable[[Tensor], Tensor]]:
@@ -39,7 +41,7 @@ def prepacked(model: nn.Module, rows: int) -> Iterator[None]:
         model: whole bfloat16 weights on the CPU; they must not change inside.
         rows: typical rows of a product, a hint for the layout.
     """
-    layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]
+    layers: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
     try:
         for layer in layers:
             layer.forward = _packed_forward(layer.weight, rows)(layer)

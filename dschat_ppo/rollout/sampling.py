@@ -75,23 +75,34 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     if spare:
         weights = torch.nn.functional.pad(weights, (0, spare))
     blocks = weights.unflatten(1, (-1, BLOCK))
-    ends = blocks.sum(dim=2).cumsum(dim=1)
+    sums = blocks.sum(dim=2)
+    ends = sums.cumsum(dim=1)
     target = (uniforms * ends[:, -1]).unsqueeze(1)
-    block = _first_above(ends, target)
+    block = _first_above(sums, ends, target)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
-    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).cumsum(dim=1)
-    return (block * BLOCK + _first_above(inside, target - before)).squeeze(1)
+    chosen = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1)
+    return (block * BLOCK + _first_above(chosen, chosen.cumsum(dim=1), target - before)).squeeze(1)
 
 
-def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
-    """Index (B, 1) of the first entry above `target` (B, 1); rounding may put the target at the very end or past it."""
-    below_end = torch.minimum(target, cumulated[:, -1:] * (1 - 2.0**-23))
-    return (cumulated <= below_end).sum(dim=1, keepdim=True)
+def _first_above(weights: Tensor, cumulated: Tensor, target: Tensor) -> Tensor:
+    """Index (B, 1) of the first entry with a weight above 0 whose cumulated weight is above `target` (B, 1).
+
+    Rounding may put the target at the very end or past it, and a parallel sum need not rise where a weight does.
+    """
+    real = weights > 0
+    end = torch.where(real, cumulated, 0.0).amax(dim=1, keepdim=True)
+    below_end = torch.minimum(target, end * (1 - 2.0**-23))
+    return ((cumulated > below_end) & real).to(torch.uint8).argmax(dim=1, keepdim=True)
 
 
-def _nucleus(ordered: Tensor, top_p: float, total: Tensor) -> Tensor:
-    """Weights in falling order, with 0 where those before already reach `top_p * total`. (Holtzman et al. 2020)"""
-    return torch.where(ordered.cumsum(dim=1) - ordered < top_p * total, ordered, 0.0)
+def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
+    """The least weight (B, 1) of the smallest set of likeliest tokens that holds `top_p`. (Holtzman et al. 2020)"""
+    mass = top_p * weights.sum(dim=1, keepdim=True)
+    ordered = weights.topk(min(NUCLEUS_GUESS, weights.shape[1]), dim=1).values
+    if not _holds(ordered, mass):
+        ordered = weights.sort(dim=1, descending=True).values
+    inside = ordered.cumsum(dim=1) - ordered < mass
+    return torch.where(inside, ordered, float("inf")).amin(dim=1, keepdim=True)
 
 
 def _holds(ordered: Tensor, mass: Tensor) -> bool:
@@ -101,17 +112,19 @@ def _holds(ordered: Tensor, mass: Tensor) -> bool:
     return bool((ordered.sum(dim=1, keepdim=True) >= mass).all())
 
 
-def _draw_truncated(weights: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
-    """Draw among the `top_k` likeliest, then the smallest set of these that holds `top_p`, in falling order."""
-    size = weights.shape[1]
-    count = min(sampling.top_k or (NUCLEUS_GUESS if sampling.top_p < 1 else size), size)
-    ordered, order = weights.topk(count, dim=1)
+def _truncated(weights: Tensor, sampling: Sampling) -> Tensor:
+    """Weights with 0 for all but the `top_k` likeliest, of these the nucleus, of these what `min_p` leaves.
+
+    What is kept hangs on weights alone, so it is the same whatever order ties are sorted in.
+    """
+    if 0 < sampling.top_k < weights.shape[1]:
+        floor = weights.topk(sampling.top_k, dim=1).values[:, -1:]
+        weights = torch.where(weights >= floor, weights, 0.0)
     if sampling.top_p < 1:
-        total = ordered.sum(dim=1, keepdim=True) if sampling.top_k else weights.sum(dim=1, keepdim=True)
-        if count < size and not sampling.top_k and not _holds(ordered, sampling.top_p * total):
-            ordered, order = weights.sort(dim=1, descending=True)
-        ordered = _nucleus(ordered, sampling.top_p, total)
-    return order.gather(1, draw(ordered, uniforms).unsqueeze(1)).squeeze(1)
+        weights = torch.where(weights >= _nucleus_floor(weights, sampling.top_p), weights, 0.0)
+    if sampling.min_p > 0:
+        weights = torch.where(weights >= sampling.min_p * weights.amax(dim=1, keepdim=True), weights, 0.0)
+    return weights
 
 
 def sample(
@@ -143,16 +156,6 @@ def sample(
         steered = plain if seen is None else penalise_repetition(plain, seen, sampling.repetition_penalty)
         steered = steered if forbidden is None else steered.masked_fill(forbidden, float("-inf"))
         weights = torch.softmax(steered / sampling.temperature, dim=1)
-    tokens = _choose(weights, sampling, uniforms)
+    tokens = weights.argmax(dim=1) if sampling.top_k == 1 else draw(_truncated(weights, sampling), uniforms)
     chosen = scaled.gather(1, tokens.unsqueeze(1))
     return tokens, (chosen - top).squeeze(1) - log_total
-
-
-def _choose(weights: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
-    if sampling.top_k == 1:
-        return weights.argmax(dim=1)
-    if sampling.min_p > 0:
-        weights = torch.where(weights >= sampling.min_p * weights.amax(dim=1, keepdim=True), weights, 0.0)
-    if sampling.top_p < 1 or 0 < sampling.top_k < weights.shape[1]:
-        return _draw_truncated(weights, sampling, uniforms)
-    return draw(weights, uniforms)

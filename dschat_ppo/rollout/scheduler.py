@@ -133,6 +133,9 @@ class Scheduler:
         """Merge small banks and grow stores, so that the next step can write."""
         if self.fixed is not None:
             return
+        for bank in self.banks:
+            if len(bank) <= SMALL_BANK // 2 and len(self.banks) > 1:
+                bank.unshare()
         plain = sorted((bank for bank in self.banks if bank.prefix is None), key=len)
         while len(plain) > 1 and (len(plain) > MOST_BANKS or len(plain[0]) + len(plain[1]) <= SMALL_BANK):
             new = merged(plain[0], plain[1])

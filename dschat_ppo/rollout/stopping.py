@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 Decode = Callable[[list[list[int]]], list[str]]
 
-TAIL = 8  # tokens looked at beyond as many as the longest stop string has characters
+TAIL = 8  # tokens looked at beyond those, for tokens that are no text by themselves
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,17 @@ class Stopping:
         """All tokens that end an answer."""
         return (*self.eos_ids, *self.stop_ids)
 
-    def found_in_text(self, answers: Sequence[list[int]]) -> list[bool]:
+    @property
+    def reach(self) -> int:
+        """How many of an answer's last tokens can take part in a stop string: at most one for each of its bytes."""
+        return max((len(text.encode()) for text in self.stop_strings), default=0) + TAIL
+
+    def found_in_text(self, tails: list[list[int]]) -> list[bool]:
         """Whether the newest token of each answer completed a stop string.
 
         Args:
-            answers: ids of each answer so far.
+            tails: the last `reach` ids of each answer, or all of a shorter one.
         """
-        if self.decode is None or not answers:
-            return [False] * len(answers)
-        reach = max(len(text) for text in self.stop_strings) + TAIL
-        texts = self.decode([ids[-reach:] for ids in answers])
-        return [any(stop in text for stop in self.stop_strings) for text in texts]
+        if self.decode is None or not tails:
+            return [False] * len(tails)
+        return [any(stop in text for stop in self.stop_strings) for text in self.decode(tails)]

@@ -63,6 +63,7 @@ def generation_of(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: Pr
         flags.n_samples_per_prompt,
         flags.rollout_rows,
         flags.prepack_weights,
+        static=None if flags.rollout_graphs else False,
         engine="padded" if flags.rollout_engine == "padded" else "continuous",
     )
 
