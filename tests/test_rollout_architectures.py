@@ -115,7 +115,7 @@ def check_logprobs(name: str, sampling: Sampling, lengths=LENGTHS, samples: int 
     stopping = Stopping(NEW_TOKENS, eos_ids=(5, 9, 22), stop_ids=(7, 33))
     how = Generation(sampling, stopping, samples=samples, **others)
     model = model_of(name)
-    rollout = generate(model, prompts_of(lengths), torch.arange(100, 100 + samples * len(lengths)), how)
+    rollout = generate(model, prompts_of(lengths), torch.arange(300, 300 + samples * len(lengths)), how)
     expected = plain_logprobs(model, rollout, sampling.temperature)
     torch.testing.assert_close(rollout.rollout_logprobs, expected, atol=2e-5, rtol=0)
     assert cut_at(tokens_of(rollout), stopping.ids) == tokens_of(rollout)

@@ -90,7 +90,7 @@ KINDS = {
     "mamba": ("MambaForCausalLM", "MambaConfig", _MAMBA),
 }  # fmt: skip
 PADDED_ONLY = ("gptj", "bloom", "falcon", "gpt-neo")
-UNFIT = ("gpt-oss", "mamba")
+UNFIT = ("gpt-oss", "mamba", "phimoe", "phi3-longrope")
 CONTINUOUS = tuple(name for name in KINDS if name not in (*PADDED_ONLY, *UNFIT))
 
 
