@@ -112,7 +112,7 @@ def test_logprobs_with_prompts_shared_by_samples_equal_those_of_a_plain_forward_
 
 
 def check_logprobs(name: str, sampling: Sampling, lengths=LENGTHS, samples: int = 1, **others) -> None:
-    stopping = Stopping(NEW_TOKENS, eos_ids=(5, 9, 22), stop_ids=(7, 33))
+    stopping = Stopping(NEW_TOKENS, eos_ids=(5, 9, 22), stop_ids=(7, 33, 40))
     how = Generation(sampling, stopping, samples=samples, **others)
     model = model_of(name)
     rollout = generate(model, prompts_of(lengths), torch.arange(300, 300 + samples * len(lengths)), how)
