@@ -30,7 +30,7 @@ def rank_generator(seed: int, device: torch.device | str) -> torch.Generator:
 
 def shared_generator(seed: int, *path: int) -> torch.Generator:
     """A CPU stream that is the same on every rank; `path` (epoch, step, ...) separates its uses."""
-    mixed = np.random.SeedSequence([len(path), seed, *path]).generate_state(1, dtype=np.uint64)[0]
+    mixed = np.random.SeedSequence([seed, *path]).generate_state(1, dtype=np.uint64)[0]
     return torch.Generator().manual_seed(int(mixed >> np.uint64(1)))
 
 
