@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -110,3 +111,25 @@ def test_hooks_checkpointing_and_gradients_are_off_only_while_generating():
     assert calls == ["hook"]
     assert model[0].gradient_checkpointing is True
     assert model.training
+
+
+def test_adapters_are_merged_while_generating_and_taken_out_again():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    before = model[0].weight.detach().clone()
+
+    @contextmanager
+    def merge(lent):
+        lent[0].weight.data += 1
+        yield
+        lent[0].weight.data -= 1
+
+    with HybridEngine(SimpleNamespace(module=model), merge=merge).generating() as lent:
+        assert torch.equal(lent[0].weight, before + 1)
+    torch.testing.assert_close(model[0].weight, before)
+
+
+def test_adapters_cannot_be_merged_into_weights_that_are_never_whole():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].weight.ds_id = 0
+    with pytest.raises(ValueError, match="merged"):
+        HybridEngine(SimpleNamespace(module=model), pinned=False, merge=lambda _: None)
