@@ -66,7 +66,6 @@ class PPOFlags:
         "gather ZeRO-3 parameters layer by layer while generating, instead of all of them once: less memory, slower",
         False,
     )
-
     sleep_in_rollout: bool = flag(
         "keep optimizer states and fp32 weights of actor and critic in host memory while generating (ZeRO-3)", False
     )
