@@ -47,6 +47,10 @@ def test_what_short_prompts_would_not_show_is_found_in_the_configuration(name, w
     assert not found.holds(1.0)
 
 
+def test_a_model_with_few_positions_is_checked_within_them():
+    assert choose_engine(new_model("gpt2", n_positions=20), HOW) == HOW
+
+
 def test_sinks_are_named_in_the_warning(caplog):
     choose_engine(model_of("gpt-oss"), HOW)
     assert "sinks" in warnings_of(caplog)[0]

@@ -76,8 +76,11 @@ def check(model: PreTrainedModel, how: Generation, engine: Engine, agree: Agree 
         return Parity(0.0, 0.0, problem)
     device, vocabulary = next(model.parameters()).device, vocabulary_size(model)
     ids = torch.randint(0, vocabulary, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS).unsqueeze(1)
-    prompts = PromptBatch(ids.to(device), mask.to(device))
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max(LENGTHS) + NEW_TOKENS
+    lengths = torch.tensor(LENGTHS).clamp_max(max(1, known - NEW_TOKENS)).unsqueeze(1)
+    mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - lengths
+    longest = int(lengths.max())
+    prompts = PromptBatch(ids[:, -longest:].to(device), mask[:, -longest:].to(device))
     watched = bool(how.stopping.stop_strings)  # then steps are not static: the check tries the steps that will be made
     greedy = replace(
         how, sampling=Sampling(top_k=1), stopping=Stopping(NEW_TOKENS), samples=2, rows=4, engine=engine,
