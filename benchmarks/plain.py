@@ -60,7 +60,7 @@ def _positions(mask: Tensor) -> Tensor:
 
 def step(trainer: PPOTrainer, work: Workload) -> None:
     """One PPO step: rollout, scoring, one update of actor and critic."""
-    engines, flags = trainer.engines, trainer.flags
+    engines, flags = trainer.engines, trainer.config.algorithm
     with engines.hybrid.generating() as model:
         ids = answers(model, work)
     prompt, answer = work.prompts.prompt_ids.shape[1], ids.shape[1] - work.prompts.prompt_ids.shape[1]

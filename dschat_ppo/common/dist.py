@@ -107,6 +107,15 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's picklable `value`, in rank order, on every rank."""
+    if not torch_dist.is_initialized() or world_size() == 1:
+        return [value]
+    box: list[Any] = [None] * world_size()
+    torch_dist.all_gather_object(box, value)
+    return box
+
+
 @contextmanager
 def main_rank_of_node_first() -> Iterator[None]:
     """The block runs on each machine's first rank, then on its others, which find its files.

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dschat_ppo.config.algorithm import AlgorithmFlags
 from dschat_ppo.config.ppo import PPOFlags
-from dschat_ppo.config.schema import DataFlags, FitFlags, RunFlags, flag, flag_list
+from dschat_ppo.config.rewards import RewardSourceFlags
+from dschat_ppo.config.schema import DataFlags, FitFlags, RunFlags, flag, flag_list, require
+from dschat_ppo.config.validation import ValidationFlags
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,87 @@ class PPOConfig:
     """Everything step 3 was asked to do."""
 
     ppo: PPOFlags
+    algorithm: AlgorithmFlags
+    rewards: RewardSourceFlags
+    validation: ValidationFlags
     data: DataFlags
     run: RunFlags
+
+    def __post_init__(self) -> None:
+        ppo, algorithm = self.ppo, self.algorithm
+        estimator = algorithm.advantage_estimator
+        several = ppo.n_samples_per_prompt > 1
+        require(
+            several or not algorithm.compares_answers,
+            f"--advantage_estimator {estimator} compares the answers to one prompt: set --n_samples_per_prompt to 2 or "
+            "more",
+        )
+        require(
+            several or not algorithm.dynamic_sampling,
+            "--dynamic_sampling compares the answers to one prompt: set --n_samples_per_prompt to 2 or more",
+        )
+        require(
+            ppo.old_logprobs != "rollout" or not algorithm.needs_training_logprobs,
+            "--old_logprobs rollout leaves out the forward pass that --importance_correction, --high_entropy_share and "
+            "--kl_estimator full need; use recompute or auto",
+        )
+        require(
+            algorithm.overlong_buffer <= ppo.max_answer_seq_len,
+            f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len {ppo.max_answer_seq_len}",
+        )
+        require(
+            algorithm.has_reference or not ppo.offload_reference_model,
+            "--offload_reference_model: there is no reference, since --kl_coef and --kl_loss_coef are 0",
+        )
+        self._check_rewards()
+
+    def _check_rewards(self) -> None:
+        ppo, rewards = self.ppo, self.rewards
+        learned = rewards.use_reward_model
+        require(
+            learned or rewards.reward_function or rewards.remote_reward_url is not None,
+            "there is no reward: give --reward_function or --remote_reward_url, or let --use_reward_model be True",
+        )
+        require(
+            not learned or self.reward_folder is not None,
+            "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
+            "--use_reward_model False and give --reward_function or --remote_reward_url)",
+        )
+        require(
+            learned or self.algorithm.normalize_rewards != "model",
+            "--normalize_rewards model is for the learned reward, but --use_reward_model is False",
+        )
+        require(
+            learned or not ppo.offload_reward_model,
+            "--offload_reward_model: there is no reward model, since --use_reward_model is False",
+        )
+
+    @property
+    def reward_folder(self) -> str | None:
+        """Where the learned reward comes from; None where there is none."""
+        if not self.rewards.use_reward_model:
+            return None
+        return self.rewards.reward_model_name_or_path or self.ppo.critic_model_name_or_path
+
+    @property
+    def critic_folder(self) -> str | None:
+        """Where the critic starts from; None where there is none. Without a reward model of its own it starts from the
+        reward model that is named, or from the actor's weights with a new head."""
+        if not self.algorithm.has_critic:
+            return None
+        return self.ppo.critic_model_name_or_path or self.reward_folder or self.ppo.actor_model_name_or_path
+
+    @property
+    def critic_may_have_new_head(self) -> bool:
+        """Whether the critic may start without a trained score head: where nothing learned the reward before it."""
+        return not self.rewards.use_reward_model
+
+    @property
+    def recompute_old_logprobs(self) -> bool:
+        """Whether old log-probs come from a forward pass of the actor; else as recorded while sampling."""
+        if self.ppo.old_logprobs == "auto":
+            return self.run.dtype != "fp32" or self.algorithm.needs_training_logprobs
+        return self.ppo.old_logprobs == "recompute"
 
 
 @dataclass(frozen=True)
@@ -112,9 +194,6 @@ STEPS = {
             "only_optimize_lora": "LoRA",
             "enable_ema": "the EMA copy of the actor",
             "enable_mixed_precision_lora": "mixed-precision LoRA",
-            "unsupervised_dataset_name": "the PTX loss",
-            "unsupervised_dataset_config_name": "the PTX loss",
-            "unsup_coef": "the PTX loss",
             "inference_tp_size": "tensor-parallel generation",
             "tp_gather_partition_size": "tensor-parallel generation",
             "align_overflow": "aligned fp16 overflow handling",
