@@ -25,6 +25,12 @@ setup(
         "tensorboard==2.21.0",
     ],
     extras_require={
-        "test": ["pytest==9.2.0", "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML==6.0.12.20261113"],
+        "test": [
+            "pytest==9.2.0",
+            "ruff==0.17.5",
+            "mypy==2.4.1",
+            "types-PyYAML==6.0.12.20261113",
+            "hypothesis==6.170.15",
+        ],
     },
 )
