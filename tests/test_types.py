@@ -33,7 +33,7 @@ def rollout() -> Rollout:
 
 def experience(rows: Rollout) -> Experience:
     per_token = {name: rows.rollout_logprobs * (i + 2) for i, name in enumerate(
-        ("old_logprobs", "ref_logprobs", "kl", "values", "rewards", "advantages", "returns", "loss_weights")
+        ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns", "kl", "loss_weights")
     )}  # fmt: skip
     own = {f.name: getattr(rows, f.name) for f in fields(rows)}
     return Experience(
