@@ -77,7 +77,7 @@ def rollout(padding_seed: int = 0) -> Rollout:
 
 
 def maker_of(models, shaping=SHAPING, budget=20, reward=None, recompute=True) -> ExperienceMaker:
-    reward = reward or ModelReward(models["reward"])
+    reward = reward or ModelReward(models["reward"]).scores
     return ExperienceMaker(
         models["actor"], models["reference"], models["critic"], reward, shaping, TEMPERATURE, budget, recompute
     )

@@ -86,8 +86,9 @@ class PPOTrainer:
         self.recompute = ppo.old_logprobs == "recompute" or (ppo.old_logprobs == "auto" and config.run.dtype != "fp32")
         seed_this_rank(seed)
         shaping = RewardShaping(ppo.kl_coef, ppo.reward_clip, ppo.missing_eos_penalty, ppo.gamma, ppo.gae_lambda)
+        reward = ModelReward(engines.reward).scores
         self.maker = ExperienceMaker(
-            engines.actor, engines.reference, engines.critic, ModelReward(engines.reward), shaping, ppo.temperature,
+            engines.actor, engines.reference, engines.critic, reward, shaping, ppo.temperature,
             plan.micro_batch_tokens, self.recompute,
         )  # fmt: skip
         self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, seed)
