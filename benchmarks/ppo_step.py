@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import plain
-from measure import costs, markdown, peak_memory, threads
 from datasets import Dataset
+from measure import costs, markdown, peak_memory, threads
 from models import Workload, classifier, config_of, language_model, workload
 
 from dschat_ppo.common import dist

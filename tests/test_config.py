@@ -133,7 +133,7 @@ NOT_YET = {
     "ppo": (
         "actor_lora_dim", "actor_lora_module_name", "actor_lora_learning_rate", "critic_lora_dim",
         "critic_lora_module_name", "critic_lora_learning_rate", "only_optimize_lora", "enable_ema",
-        "enable_mixed_precision_lora", "unsupervised_dataset_name", "unsupervised_dataset_config_name", "unsup_coef",
+        "enable_mixed_precision_lora",
         "inference_tp_size", "tp_gather_partition_size", "align_overflow",
     ),
 }  # fmt: skip

@@ -25,7 +25,9 @@ def test_distributions_are_those_of_each_row_alone(name):
     with torch.no_grad():
         logprobs, entropy, table = PolicyModel(lm)(ids, wanted, TEMPERATURE, distributions=True)
         expected = [
-            torch.log_softmax(lm(input_ids=ids[i : i + 1, :length], use_cache=False).logits[0].double() / TEMPERATURE, -1)
+            torch.log_softmax(
+                lm(input_ids=ids[i : i + 1, :length], use_cache=False).logits[0].double() / TEMPERATURE, -1
+            )
             for i, length in enumerate((6, 4))
         ]
         parts = torch.cat([expected[0][2:5], expected[1][1:3]])

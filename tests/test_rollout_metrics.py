@@ -102,7 +102,10 @@ def test_ids_in_padding_change_nothing():
 
 def test_distinct_answers_by_hand():
     # Rows of 4, 1, 0 and 3 tokens that all begin alike are four answers.
-    assert experience_metrics(experience(response_ids=torch.full((4, 5), 3)), KL_COEF, SOURCES)["answers/distinct_share"] == 1.0
+    assert (
+        experience_metrics(experience(response_ids=torch.full((4, 5), 3)), KL_COEF, SOURCES)["answers/distinct_share"]
+        == 1.0
+    )
     same = experience(
         response_ids=torch.tensor([[1, 2, 8, 8, 8], [1, 2, 9, 9, 9], [1, 2, 7, 7, 7], [1, 3, 7, 7, 7]]),
         response_mask=torch.tensor([[True, True, False, False, False]]).expand(4, 5),
@@ -112,7 +115,17 @@ def test_distinct_answers_by_hand():
 
 def test_empty_answers_alone_give_finite_numbers():
     zeros = torch.zeros(4, 5)
-    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns", "kl", "loss_weights")
+    names = (
+        "rollout_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+        "values",
+        "rewards",
+        "advantages",
+        "returns",
+        "kl",
+        "loss_weights",
+    )
     rows = experience(response_mask=torch.zeros(4, 5, dtype=torch.bool), **dict.fromkeys(names, zeros))
     metrics = experience_metrics(rows, KL_COEF, SOURCES) | drift_metrics(rows)
     assert all(math.isfinite(value) for value in metrics.values())

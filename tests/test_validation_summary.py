@@ -26,7 +26,9 @@ def answered(index, answers, scores, lengths, ended, kl=None) -> Answered:
 
 def test_summary_by_hand():
     rows = [
-        answered(0, ["a", "b", "b", "c"], [0.0, 1.0, 1.0, 0.0], [1, 2, 2, 5], [True, True, False, True], [0.0, 0.1, 0.1, 0.3]),
+        answered(
+            0, ["a", "b", "b", "c"], [0.0, 1.0, 1.0, 0.0], [1, 2, 2, 5], [True, True, False, True], [0.0, 0.1, 0.1, 0.3]
+        ),
         answered(1, ["x", "x", "y", "y"], [0.0, 0.0, 1.0, 1.0], [3, 3, 3, 1], [True] * 4, [0.0] * 4),
     ]  # fmt: skip
     found = summary(rows, pass_score=1.0)

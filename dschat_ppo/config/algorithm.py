@@ -71,7 +71,7 @@ class AlgorithmFlags:
         "KL in the reward: estimated from the sampled tokens, or 'full' over the vocabulary", "k1"
     )
     kl_target: float | None = flag("adapt --kl_coef to keep this KL (nats a token)", None)
-    kl_horizon: float = flag("answers over which --kl_coef adapts", 10_000.0)
+    kl_horizon: int = flag("answers over which --kl_coef adapts", 10_000)
     kl_loss_coef: float = flag("weight of the KL to the reference as a loss", 0.0)
     kl_loss_estimator: KL_FORM = flag("KL as a loss", "k3")
     kl_straight_through: bool = flag(

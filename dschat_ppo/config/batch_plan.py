@@ -180,8 +180,8 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
     )
     require(
         warmup_rollouts < plan.ppo_steps,
-        f"--critic_warmup_rollouts {warmup_rollouts} is not below the {plan.ppo_steps} PPO steps of this run: the actor "
-        "would never be trained",
+        f"--critic_warmup_rollouts {warmup_rollouts} is not below the {plan.ppo_steps} PPO steps of this run: the "
+        "actor would never be trained",
     )
     per_update = plan.micro_batch * plan.accumulation
     made, taken = plan.rows_per_rank, per_update

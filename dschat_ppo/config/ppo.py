@@ -26,8 +26,8 @@ class PPOFlags:
     actor_model_name_or_path: str = flag("SFT model: the actor starts from it, the reference stays it")
     critic_model_name_or_path: str | None = flag(
         "reward model: the critic starts from it, the reward stays it (unless --reward_model_name_or_path names "
-        "another). Not needed where there is neither a critic nor a learned reward; where there is no learned reward, a "
-        "model without a score head gets a new one",
+        "another). Not needed where there is neither a critic nor a learned reward; without a learned reward a model "
+        "without a score head gets a new one",
         None,
     )
 
@@ -170,11 +170,6 @@ class PPOFlags:
             not self.sleep_in_rollout or (self.actor_zero_stage == self.critic_zero_stage == 3 and not self.offload),
             "--sleep_in_rollout needs --actor_zero_stage 3 and --critic_zero_stage 3, and no --offload (with which the "
             "states are in host memory at all times)",
-        )
-        require(
-            self.unsupervised_dataset_name is not None
-            or (self.unsup_coef == 27.8 and self.unsupervised_dataset_config_name is None),
-            "--unsup_coef and --unsupervised_dataset_config_name are for --unsupervised_dataset_name, which is not given",
         )
         require(all(number >= 0 for number in self.stop_token_ids), "--stop_token_ids must not be negative")
         require(all(self.stop_strings), "--stop_strings must not be empty texts")

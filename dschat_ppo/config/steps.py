@@ -96,10 +96,6 @@ class PPOConfig:
         ppo, rewards = self.ppo, self.rewards
         learned = rewards.use_reward_model
         require(
-            learned or rewards.reward_function or rewards.remote_reward_url is not None,
-            "there is no reward: give --reward_function or --remote_reward_url, or let --use_reward_model be True",
-        )
-        require(
             not learned or self.reward_folder is not None,
             "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
             "--use_reward_model False and give --reward_function or --remote_reward_url)",

@@ -24,7 +24,7 @@ class ValidationFlags:
     eval_max_prompts: int = flag("most held-out prompts, the first of the data; 0 = all", 0)
     eval_pass_score: float = flag("an answer passes if its score is at least this", 1.0)
     eval_reward_function: str | None = flag(
-        "the true score: a function as for --reward_function, used for evaluation alone; not given: the training reward",
+        "the true score: a function as for --reward_function, for evaluation alone; not given: the training reward",
         None,
     )
     save_best: bool = flag("keep the models of the best evaluation in `best/` inside --output_dir", True)

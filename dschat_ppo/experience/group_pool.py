@@ -12,8 +12,8 @@ from dschat_ppo.types import ScoredRollout, concat_rows, select_rows
 class GroupPool:
     """Collects the rows of a PPO step from several rounds of sampling.
 
-    Every rank holds the rows of all ranks, so every rank comes to the same decisions. Accepted rows beyond what the step
-    needs wait for the next one.
+    Every rank holds the rows of all ranks, so every rank comes to the same decisions. Accepted rows beyond what the
+    step needs wait for the next one.
 
     Args:
         rows_needed: rows of a PPO step over all ranks, whole groups.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.advantages import token_rewards
+from dschat_ppo.algorithms.advantages import AdvantageInputs, token_rewards
 from dschat_ppo.algorithms.controllers import AdaptiveKL, FixedCoefficient
 from dschat_ppo.algorithms.correction import (
     clip_cov_tokens,
@@ -17,13 +17,13 @@ from dschat_ppo.algorithms.correction import (
     kl_cov_tokens,
     token_covariances,
 )
-from dschat_ppo.algorithms.estimators import ESTIMATORS, AdvantageInputs
+from dschat_ppo.algorithms.estimators import ESTIMATORS
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.masked import masked_sum, masked_whiten
 from dschat_ppo.algorithms.scores import RunningScale, clip_scores, missing_eos, overlong_penalty
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.algorithm import AlgorithmFlags
-from dschat_ppo.types import Experience, ScoredRollout, tensors_of
+from dschat_ppo.types import Experience, ScoredRollout
 
 SELECTION = 3  # separates the stream of `selected` from others of the same seed and step
 
@@ -58,9 +58,9 @@ class Shaping:
         loss_mask = rows.response_mask
         if self.flags.mask_truncated_answers:
             loss_mask = loss_mask & rows.ended.unsqueeze(1)
+        made: dict[str, Any] = {field.name: getattr(rows, field.name) for field in fields(rows)}
         experience = Experience(
-            **{**dict.fromkeys(("entropies", "ref_logprobs", "kl", "values", "baselines")), **tensors_of(rows)},
-            rewards=rewards, advantages=advantages, returns=returns, loss_mask=loss_mask,
+            **made, rewards=rewards, advantages=advantages, returns=returns, loss_mask=loss_mask,
             loss_weights=self._weights(rows, loss_mask), selected=None,
         )  # fmt: skip
         self._adapt(rows)

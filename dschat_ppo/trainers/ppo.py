@@ -59,7 +59,8 @@ class PPOTrainer:
 
     def __init__(
         self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, prompts: Dataset,
-        tokenizer: PreTrainedTokenizerBase, rewards: RewardMixture, device: torch.device, texts: TextBatches | None = None,
+        tokenizer: PreTrainedTokenizerBase, rewards: RewardMixture, device: torch.device,
+        texts: TextBatches | None = None,
     ):  # fmt: skip
         ppo, algorithm, seed = config.ppo, config.algorithm, config.run.seed
         self.config = config
@@ -193,7 +194,8 @@ class PPOTrainer:
                 return ptx_coef * ptx_loss(self.engines.actor, rows, text_tokens, sums)
             return self.actor_loss(rows, part, entropy_coef, sums)
 
-        return optimizer_step(self.engines.actor, [*part.micro_batches, *texts], loss_of)
+        batches: list[Experience | SFTBatch] = [*part.micro_batches, *texts]
+        return optimizer_step(self.engines.actor, batches, loss_of)
 
     def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
         metrics |= phase_metrics(self.clock, self.device)

@@ -33,7 +33,11 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.rewards.build import build_sources, check_sources
+from dschat_ppo.rewards.functions import FunctionReward, parse_function
 from dschat_ppo.rewards.mixture import RewardMixture
+from dschat_ppo.rewards.model import ForeignModelReward, ModelReward
+from dschat_ppo.rewards.request import RewardSource
+from dschat_ppo.rewards.standardised import StandardisedReward, saved_statistics
 from dschat_ppo.trainers.judge import Judge
 from dschat_ppo.trainers.ppo import PPOTrainer
 from dschat_ppo.trainers.ptx import TextBatches
@@ -42,6 +46,7 @@ from dschat_ppo.trainers.setup import begin, naming, open_outputs, show_plan, te
 from dschat_ppo.trainers.validation import Validation
 
 ACTOR, CRITIC, REWARD = "--actor_model_name_or_path", "--critic_model_name_or_path", "--reward_model_name_or_path"
+LIMITS = "--max_prompt_seq_len + --max_answer_seq_len"
 
 
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
@@ -51,6 +56,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     device, output = begin("ppo", config, config.run, [str(name) for name in models])
     read_overlay(config.run.deepspeed_config)
     check_sources(config.rewards)
+    if config.validation.eval_reward_function:
+        parse_function(config.validation.eval_reward_function)
     folders = _model_folders(config)
     tokenizer = load_tokenizer(folders.actor, ACTOR)
     _check_models(config, folders, tokenizer)
@@ -102,14 +109,49 @@ def _check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTraine
     check_vocabulary(tokenizer, load_config(folders.actor, ACTOR), ACTOR, folders.actor)
     with naming(ACTOR):
         check_causal_lm(folders.actor)
-    others = {CRITIC: folders.critic, REWARD: folders.reward}
-    for flag, folder in others.items():
-        if folder is not None and folder != folders.actor:
-            check_vocabulary(tokenizer, load_config(folder, flag), flag, folder, other=True)
-            with naming(flag):
-                check_sequence_classifier(folder, new_head=flag == CRITIC and config.critic_may_have_new_head)
-    for used in {folders.actor, folders.critic, folders.reward} - {None}:
-        check_length(str(used), longest, "--max_prompt_seq_len + --max_answer_seq_len")
+    if folders.critic is not None and folders.critic != folders.actor:
+        _check_classifier(CRITIC, folders.critic, config.critic_may_have_new_head)
+        check_vocabulary(tokenizer, load_config(folders.critic, CRITIC), CRITIC, folders.critic, other=True)
+    if folders.reward is not None:
+        _check_classifier(REWARD, folders.reward, new_head=False)
+        reward_config = load_config(folders.reward, REWARD)
+        if config.algorithm.normalize_rewards == "model":
+            saved_statistics(reward_config, folders.reward)
+        if _reward_tokenizer(folders.reward, tokenizer) is None:
+            check_vocabulary(tokenizer, reward_config, REWARD, folders.reward)
+            check_length(folders.reward, longest, LIMITS)
+    for folder in {folders.actor, folders.critic} - {None}:
+        check_length(str(folder), longest, LIMITS)
+
+
+def _check_classifier(flag: str, folder: str, new_head: bool) -> None:
+    with naming(flag):
+        check_sequence_classifier(folder, new_head=new_head)
+
+
+def _reward_tokenizer(folder: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """The reward model's tokenizer where it differs from the actor's; else None."""
+    own = load_tokenizer(folder, REWARD)
+    return None if own.get_vocab() == tokenizer.get_vocab() else own
+
+
+def learned_reward(
+    config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
+) -> RewardSource | None:
+    """The reward model as a source of reward, or None where there is none."""
+    folder = config.reward_folder
+    if engines.reward is None or folder is None:
+        return None
+    model_config = load_config(model_folder(folder, REWARD), REWARD)
+    own = _reward_tokenizer(model_folder(folder, REWARD), tokenizer)
+    source: RewardSource = ModelReward(engines.reward, batch_tokens)
+    if own is not None:
+        length = config.rewards.reward_model_max_length or model_config.get_text_config().max_position_embeddings
+        logger().info(f"the reward model has a tokenizer of its own: answers are encoded anew, up to {length} tokens")
+        source = ForeignModelReward(engines.reward, own, length, dist.device(), batch_tokens)
+    if config.algorithm.normalize_rewards == "model":
+        source = StandardisedReward(source, *saved_statistics(model_config, folder))
+    return source
 
 
 def _texts(
@@ -134,7 +176,7 @@ def _validation(
     rows = rows.select(range(min(flags.eval_max_prompts or len(rows), len(rows))))
     mixture = training.judge.mixture
     if flags.eval_reward_function:
-        mixture = RewardMixture([(function_source(flags.eval_reward_function, config.rewards), 1.0)])
+        mixture = RewardMixture([(_true_score(config), 1.0)])
     maker = None
     if engines.reference is not None:
         maker = ExperienceMaker(engines.actor, engines.reference, None, training.maker.how)
@@ -143,6 +185,13 @@ def _validation(
         save_models(engines, tokenizer, output / "best")
 
     return Validation(flags, training.rollouts, Judge(mixture, rows, tokenizer), maker, output, keep)
+
+
+def _true_score(config: PPOConfig) -> FunctionReward:
+    """The function of `--eval_reward_function`."""
+    rewards = config.rewards
+    spec = parse_function(config.validation.eval_reward_function or "")
+    return FunctionReward(spec, rewards.reward_workers, rewards.reward_timeout, rewards.reward_default)
 
 
 def _say_notes(config: PPOConfig) -> None:

@@ -22,7 +22,7 @@ from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.types import Rollout, select_rows
-from workers.ppo_setup import make_trainer
+from workers.ppo_setup import experience_of, make_trainer
 
 TOGGLES, SETTLED = 200, 20
 
