@@ -256,7 +256,7 @@ def test_a_process_of_its_own_ends_in_good_order(assets):
     command = [sys.executable, "-m", "dschat_ppo.tools.serve_reward", "--model", str(assets / "reward"), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     with subprocess.Popen([*command, "--dtype", "fp32"], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        line = process.stdout.readline()
+        line = next(line for line in process.stdout if line.startswith("serving "))
         url = line.split(" at ")[1].strip()
         status, answer = ask(url.removesuffix("/get_reward"), TEXTS)
         process.send_signal(signal.SIGTERM)
