@@ -58,7 +58,7 @@ def kl_full(log_p: Tensor, log_q: Tensor) -> Tensor:
     """
     impossible = log_p.exp() == 0
     log_p, log_q = (x.masked_fill(impossible, 0.0) for x in (log_p, log_q))
-    return (log_p.exp() * (log_p - log_q)).masked_fill(impossible, 0.0).sum(dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
 
 def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
