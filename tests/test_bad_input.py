@@ -83,6 +83,12 @@ CASES = {
         "--actor_model_name_or_path {a}/reward --critic_model_name_or_path {a}/lm",
         ["--actor_model_name_or_path", "score.weight", "swapped"],
     ),
+    "flag of another objective": (
+        "reward",
+        "--objective dpo --center_rewards_coef 0.1",
+        ["--center_rewards_coef", "--objective dpo", "--objective reward"],
+    ),
+    "pairs that are missing": ("reward", "--objective dpo --data_path {a}/sft.jsonl", ["prompt/chosen/rejected"]),
     "slip of the pen": ("sft", "--learning_rat 3", ["did you mean --learning_rate?"]),
     "unknown setting in YAML": ("sft", "--config {b}/bad.yaml", ["bad.yaml", "'learning_speed'"]),
 }

@@ -203,6 +203,21 @@ def test_saved_reward_model_has_in_plain_transformers_the_margin_that_was_report
     assert sum(margins) / len(margins) == pytest.approx(reported, abs=1e-5)
 
 
+def test_saved_reward_model_knows_the_spread_of_its_own_scores(assets, out):
+    model = AutoModelForSequenceClassification.from_pretrained(out / "reward")
+    with torch.no_grad():
+        scores = [
+            float(model(torch.tensor([row["prompt_ids"] + answer])).logits)
+            for row in held_out_rows(assets, "preference", "pairs", "0,1,0")
+            for answer in row["answers"]
+        ]
+    mean = sum(scores) / len(scores)
+    assert model.config.reward_mean == pytest.approx(mean, abs=1e-5)
+    assert model.config.reward_std == pytest.approx(math.sqrt(sum((s - mean) ** 2 for s in scores) / len(scores)))
+    result = json.loads((out / "reward/result.json").read_text())
+    assert (result["reward_mean"], result["reward_std"]) == (model.config.reward_mean, model.config.reward_std)
+
+
 def test_non_finite_loss_stops_before_the_update(assets, tmp_path):
     words = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
     words += f" --output_dir {tmp_path}/sft --learning_rate 1e30 --max_grad_norm 0 --num_train_epochs 3"

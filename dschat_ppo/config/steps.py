@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from dschat_ppo.config.algorithm import AlgorithmFlags
 from dschat_ppo.config.ppo import PPOFlags
+from dschat_ppo.config.preference import RewardFlags
 from dschat_ppo.config.rewards import RewardSourceFlags
 from dschat_ppo.config.schema import DataFlags, FitFlags, RunFlags, flag, flag_list, require
 from dschat_ppo.config.validation import ValidationFlags
@@ -22,15 +23,6 @@ class SFTFlags:
     train_on_prompt: bool = flag("let prompt tokens count in the loss too (default: response tokens only)", False)
     eot_token: str = flag("kept for old scripts: the tokenizer's EOS ends every answer", "<|endoftext|>")
     print_loss: bool = flag("print the loss of every step (a line is printed each step in any case)", False)
-
-
-@dataclass(frozen=True)
-class RewardFlags:
-    """Flags of step 2 alone."""
-
-    _argument_group_name: ClassVar[str] = "reward model"
-
-    num_padding_at_beginning: int = flag("kept for old scripts: the score position comes from the mask", 1)
 
 
 @dataclass(frozen=True)
@@ -157,6 +149,7 @@ _RUN_NOTES = {
 }
 _EOT_NOTE = "the tokenizer's EOS is the one terminator, in every step"
 _PADDING_NOTE = "the score position comes from the attention mask"
+_PRINT_NOTE = "a line with the loss is printed at every step"
 _LORA = {
     "lora_dim": "LoRA",
     "only_optimize_lora": "LoRA",
@@ -173,14 +166,20 @@ STEPS = {
             **_RUN_NOTES,
             "add_eot_token": _EOT_NOTE,
             "eot_token": _EOT_NOTE,
-            "print_loss": "a line with the loss is printed at every step",
+            "print_loss": _PRINT_NOTE,
         },
     ),
     "reward": Step(
         config=RewardConfig,
         defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
         not_yet=_LORA,
-        notes={**_RUN_NOTES, "add_eot_token": _EOT_NOTE, "num_padding_at_beginning": _PADDING_NOTE},
+        notes={
+            **_RUN_NOTES,
+            "add_eot_token": _EOT_NOTE,
+            "num_padding_at_beginning": _PADDING_NOTE,
+            "offload_reference_model": "no reference model is kept: its log-probs are computed once, before training",
+            "print_loss": _PRINT_NOTE,
+        },
     ),
     "ppo": Step(
         config=PPOConfig,

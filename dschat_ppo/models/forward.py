@@ -79,6 +79,21 @@ def response_scores(
     )
 
 
+def answer_logprobs(engine: Any, input_ids: Tensor, answer_mask: Tensor) -> Tensor:
+    """Log-prob of each row's whole answer: the sum over its tokens, (B,) fp64, with gradient if gradients are on.
+
+    fp64, because training looks at small differences of such sums.
+
+    Args:
+        engine: DeepSpeed engine around a `PolicyModel`, or a `PolicyModel`.
+        input_ids: (B, T) int64, right-padded.
+        answer_mask: (B, T) bool, False in the first column; a row without a True token has the sum 0.
+    """
+    logprobs, _ = engine(input_ids, answer_mask)
+    empty = torch.zeros(answer_mask.shape, dtype=torch.float64, device=input_ids.device)
+    return empty.masked_scatter(answer_mask, logprobs.double()).sum(dim=1)
+
+
 def response_values(engine: Any, rows: Rollout) -> Tensor:
     """The critic's value before each response token, (B, R) fp32. Meaningless outside `response_mask`."""
     before = (response_slots(rows) - 1).clamp_min(0)

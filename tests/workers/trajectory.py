@@ -52,7 +52,7 @@ def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device, *mor
             trained.gradient_checkpointing_enable()
     else:
         classifier = load_sequence_classifier(str(assets / model), "fp32", ds_config, new_head=False)
-        trained, objective = ScalarModel(classifier), reward_objective(0, device)
+        trained, objective = ScalarModel(classifier), reward_objective(0, device, config)
     fit = Fit(trained, ds_config, TokenRows(rows, None), objective, config.fit, config.run)
     order = [index for epoch in range(3) for index in epoch_order(len(rows), 7, epoch)]
     taken = optimizer_steps(order, micro, fit.plan.accumulation, dist.world_size(), dist.rank())
