@@ -53,15 +53,22 @@ class Collector:
         self.maker = ExperienceMaker(engines.actor, engines.reference, engines.critic, how)
 
     def collect(self, step: int) -> tuple[ScoredRollout, dict[str, float]]:
-        """The rows of one PPO step, of all ranks, and metrics of dynamic sampling. Collective."""
+        """The rows of one PPO step, of all ranks, and metrics of their collection. Collective."""
         if self.pool is None:
-            return self._round(self.plan.prompts_per_rank, step, 0), {}
+            rows, metrics = self._round(self.plan.prompts_per_rank, step, 0), dict[str, float]()
+        else:
+            rows, metrics = self._sample_dynamically(self.pool, step)
+        faults = torch.tensor(self.judge.mixture.take_faults(), device=rows.scores.device)
+        return rows, {**metrics, "reward/function_faults": float(dist.all_reduce(faults))}
+
+    def _sample_dynamically(self, pool: GroupPool, step: int) -> tuple[ScoredRollout, dict[str, float]]:
+        """Rounds until the pool has enough groups whose scores differ, or the rounds are used up."""
         rounds = 0
-        while self.pool.missing and rounds < self.rounds:
-            self.pool.add(self._round(self._prompts_to_try(self.pool), step, rounds))
+        while pool.missing and rounds < self.rounds:
+            pool.add(self._round(self._prompts_to_try(pool), step, rounds))
             rounds += 1
-        metrics = {"dynamic_sampling/rounds": float(rounds), "dynamic_sampling/kept_share": self.pool.kept_share}
-        rows, filled = self.pool.take()
+        metrics = {"dynamic_sampling/rounds": float(rounds), "dynamic_sampling/kept_share": pool.kept_share}
+        rows, filled = pool.take()
         if filled:
             logger().warning(
                 f"dynamic sampling: {rounds} rounds gave too few prompts whose answers differ in score; {filled} rows "

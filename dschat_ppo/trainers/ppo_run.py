@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     trainer = PPOTrainer(config, plan, engines, rows.train, tokenizer, rewards, device, texts)
     if rows.eval is not None:
         trainer.validation = _validation(config, trainer, rows.eval, tokenizer, output)
-    with MetricsWriter(output, tensorboard_folder(config.run)) as writer:
+    with MetricsWriter(output, tensorboard_folder(config.run)) as writer, closing(rewards):
         result: dict[str, Any] = dict(trainer.run(writer))
     announce("save models")
     save_models(engines, tokenizer, output)
