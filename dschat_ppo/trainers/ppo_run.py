@@ -68,7 +68,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         "prompt", tokenizer, config.data, ppo.max_prompt_seq_len, eval_paths=config.validation.eval_data_path
     )
     plan = plan_ppo(ppo, len(rows.train), dist.world_size(), config.algorithm.critic_warmup_rollouts)
-    texts = _texts(config, plan, tokenizer, device)
+    texts = plain_texts(config, plan, tokenizer, device)
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)
     _say_notes(config)
     started = time.perf_counter()
@@ -155,7 +155,7 @@ def learned_reward(
     return source
 
 
-def _texts(
+def plain_texts(
     config: PPOConfig, plan: PPOPlan, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> TextBatches | None:
     """Plain text for the PTX loss, in blocks as long as the longest row."""

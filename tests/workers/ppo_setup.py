@@ -16,7 +16,7 @@ from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.loading import load_tokenizer
 from dschat_ppo.rewards.build import build_sources
 from dschat_ppo.trainers.ppo import PPOTrainer
-from dschat_ppo.trainers.ppo_run import learned_reward
+from dschat_ppo.trainers.ppo_run import learned_reward, plain_texts
 from dschat_ppo.types import Experience, Rollout
 
 
@@ -42,7 +42,8 @@ def trainer_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPO
     engines = RLHFEngine(config, plan, folders)
     tokenizer = load_tokenizer(folders.actor, "model")
     rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
-    return PPOTrainer(config, plan, engines, prompts, tokenizer, rewards, device)
+    texts = plain_texts(config, plan, tokenizer, device)
+    return PPOTrainer(config, plan, engines, prompts, tokenizer, rewards, device, texts)
 
 
 def experience_of(trainer: PPOTrainer, rollout: Rollout, indices: list[int] | None = None) -> Experience:
