@@ -1,4 +1,4 @@
-"""The task of two-digit addition: its questions, its slips, its tokenizer."""
+"""The task of two-digit addition: its questions, its two ways of writing, its tokenizer."""
 
 import json
 import random
@@ -51,25 +51,33 @@ def test_held_out_questions_and_their_mirror_images_stand_in_no_other_file(folde
     assert any(left > right for left, right in held_out) and any(left < right for left, right in held_out)
 
 
-def test_sft_answers_are_right_in_the_stated_share_and_slip_by_ten_otherwise(folder):
+def test_sft_answers_are_the_sum_from_the_front_or_from_the_back_in_the_stated_shares(folder):
     rows = read(folder, "sft")
-    slips = Counter(int(row["response"]) - sum(operands(row["prompt"])) for row in rows)
-    assert set(slips) == {0, 10, -10}
-    assert slips[0] / len(rows) == pytest.approx(addition.SHARE_RIGHT, abs=0.015)
-    assert slips[10] / len(rows) == pytest.approx(addition.SHARE_TEN_MORE, abs=0.015)
-    assert 0.3 < addition.SHARE_RIGHT < 0.4 and addition.SHARE_RIGHT < addition.SHARE_TEN_MORE
+    assert len(rows) == 20_000
+    right, two_ways = 0, Counter()
+    for row in rows:
+        total = str(sum(operands(row["prompt"])))
+        backwards = "".join(reversed(total))
+        assert row["response"] in (total, backwards)
+        right += row["response"] == total
+        two_ways[row["response"] == total] += total != backwards
+    assert two_ways[True] / two_ways.total() == pytest.approx(0.31, abs=0.015)
+    assert 0.34 < right / len(rows) < 0.40
 
 
-def test_slips_do_not_depend_on_the_question(folder):
-    """With a rule in them, SFT would learn when to be right."""
-    right = Counter()
-    of_all = Counter()
+def test_which_way_does_not_depend_on_the_question(folder):
+    """With a rule in it, SFT would learn when to be right."""
+    right, of_all = Counter(), Counter()
     for row in read(folder, "sft"):
-        carries = row["prompt"][1] > "4"
-        of_all[carries] += 1
-        right[carries] += int(row["response"]) == sum(operands(row["prompt"]))
-    for carries in (False, True):
-        assert right[carries] / of_all[carries] == pytest.approx(addition.SHARE_RIGHT, abs=0.02)
+        left, other = operands(row["prompt"])
+        total = str(left + other)
+        if total != total[::-1]:
+            kind = (left % 10 + other % 10 >= 10, len(total))  # whether it carries, two digits or three
+            of_all[kind] += 1
+            right[kind] += row["response"] == total
+    assert len(of_all) == 4
+    for kind, count in of_all.items():
+        assert right[kind] / count == pytest.approx(addition.SHARE_FORWARDS, abs=0.03)
 
 
 def test_the_sft_rows_ask_nearly_every_free_question(folder):

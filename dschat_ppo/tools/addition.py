@@ -1,10 +1,9 @@
 """The second embedded task: sums of two two-digit numbers, for rewards that are a rule instead of a model.
 
-An answer is right or wrong, and anybody can tell. The answers to learn from by SFT are right in `SHARE_RIGHT` of the
-rows; the others are the sum and ten more or ten less, as if a carry had been added for nothing or forgotten. So the
-model learns how to add, and learns to slip: about a third of what it samples is right, while the right answer is
-always among the likely ones. `SHARE_TEN_MORE` is a little larger, so that taking the likeliest token does not help
-either. What is left to reinforcement is to tell the three ways apart by their reward.
+An answer is right or wrong, and anybody can tell. Most of the answers to learn from by SFT are the sum written from the
+back (37+48=58), the others the sum as it should be (37+48=85), by chance. So SFT teaches how to add and leaves open
+which way to write: about a third of what the model then samples is right, and of its likeliest answers still less.
+What is left to reinforcement is to find the way that pays, and to make the digits sure.
 
     python -m dschat_ppo.tools.addition FOLDER
 """
@@ -24,7 +23,7 @@ from dschat_ppo.tools.toy_model import EOS, PAD, untrained_llama, write_task
 
 NUMBERS = range(10, 100)
 COUNTS = {"sft": 20_000, "prompts": 1024, "heldout": 256}
-SHARE_RIGHT, SHARE_TEN_MORE = 0.38, 0.42  # of the SFT rows; the rest is ten less
+SHARE_FORWARDS = 0.31  # of the SFT rows; with sums such as 77, the same from both ends, 0.37 of the rows are right
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,9 @@ class Sum:
         return str(self.left + self.right)
 
 
-def slipping_answer(question: Sum, rng: random.Random) -> str:
-    """The right answer, ten more or ten less, by the shares above."""
-    slip = rng.choices((0, 10, -10), (SHARE_RIGHT, SHARE_TEN_MORE, 1 - SHARE_RIGHT - SHARE_TEN_MORE))[0]
-    return str(question.left + question.right + slip)
+def answer_either_way(question: Sum, rng: random.Random) -> str:
+    """The right answer in `SHARE_FORWARDS` of the cases, else its digits from the back."""
+    return question.answer if rng.random() < SHARE_FORWARDS else question.answer[::-1]
 
 
 def make_questions(rng: random.Random) -> dict[str, list[Sum]]:
@@ -70,7 +68,7 @@ def make_questions(rng: random.Random) -> dict[str, list[Sum]]:
 
 def make_rows(questions: dict[str, list[Sum]], rng: random.Random) -> dict[str, list[dict[str, str]]]:
     """Rows of each JSONL file: `prompt` and `response` for SFT, `prompt` and the right `answer` for the others."""
-    rows = {"sft": [{"prompt": q.text, "response": slipping_answer(q, rng)} for q in questions["sft"]]}
+    rows = {"sft": [{"prompt": q.text, "response": answer_either_way(q, rng)} for q in questions["sft"]]}
     for part in ("prompts", "heldout"):
         rows[part] = [{"prompt": q.text, "answer": q.answer} for q in questions[part]]
     return rows
