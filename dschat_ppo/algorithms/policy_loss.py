@@ -136,7 +136,7 @@ def gmpo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     low, high = -settings.clip_eps_low, settings.clip_eps_high
     bounded = torch.where(row_advantage > 0, log_ratio.clamp_max(high), log_ratio.clamp_min(low))
     ratio = zero_outside(row_means(bounded, terms.mask).unsqueeze(1).expand_as(bounded), terms.mask).exp()
-    clipped = (bounded != log_ratio) & (row_advantage != 0) & terms.mask
+    clipped = (bounded != log_ratio) & (row_advantage != 0)
     return TokenLosses(zero_outside(-row_advantage * ratio, terms.mask), ratio.detach(), clipped)
 
 
@@ -222,7 +222,7 @@ def _unclipped(losses: Tensor, ratio: Tensor) -> TokenLosses:
 def _selected(terms: PolicyTerms) -> Tensor:
     if terms.selected is None:
         raise ValueError("clip_cov and kl_cov need `selected`, the tokens to treat")
-    return terms.selected & terms.mask
+    return terms.selected
 
 
 def _difference(terms: PolicyTerms) -> Tensor:
