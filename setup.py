@@ -27,6 +27,7 @@ setup(
     ],
     extras_require={
         "math": ["math-verify==0.9.0"],
+        "plot": ["matplotlib==3.11.2"],
         "test": [
             "pytest==9.2.0",
             "ruff==0.17.5",

@@ -96,5 +96,6 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
     for name, (most_seconds, most_gib), count in zip(names, largest, total, strict=True):
         metrics[f"seconds/{name}"] = most_seconds
         metrics[f"peak_memory_gib/{name}"] = most_gib
-        metrics[f"tokens_per_second/{name}"] = count / max(most_seconds, 1e-9)
+        if count:
+            metrics[f"tokens_per_second/{name}"] = count / max(most_seconds, 1e-9)
     return metrics

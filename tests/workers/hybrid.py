@@ -36,7 +36,7 @@ def hooks(module):
 
 
 def generate_some(trainer, count: int, max_new_tokens: int):
-    batch = collate_prompts(trainer.prompts, range(count), 0)
+    batch = collate_prompts(trainer.collector.rollouts.prompts, range(count), 0)
     how = replace(trainer.collector.rollouts.how, stopping=Stopping(max_new_tokens, (1,)), rows=4)
     with trainer.engines.hybrid.generating() as model:
         return generate(model, batch, row_seeds(count * dist.rank(), count, 0), how, trainer.engines.hybrid.agree)
@@ -150,8 +150,9 @@ def updates_after_toggles(assets: Path, toggles: int, *words: object) -> list[fl
 def dropout_in_scoring(assets: Path) -> dict:
     """Scores one rollout twice with models that drop half of their attention in training."""
     trainer = make_trainer(assets, *FLAGS, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
-    rollout = trainer.rollout([0, 1, 2, 3], step=1)
-    first, second = trainer.score(rollout), trainer.score(rollout)
+    prompts = [0, 1, 2, 3]
+    rollout = trainer.collector.rollout(prompts, step=1)
+    first, second = (trainer.collector.score(rollout, prompts, 0, step=1) for _ in range(2))
     trainer.engines.train()
     with torch.no_grad():
         noisy = [response_logprobs(trainer.engines.actor, rollout, 1.0) for _ in range(2)]

@@ -13,20 +13,7 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
 fi
 
 if [ ! -e "$out/sft/result.json" ]; then
-    deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/training/step1_sft/main.py" \
-        --model_name_or_path "$out/toy/model" \
-        --data_path "$out/toy/data/sft.jsonl" \
-        --data_split 1,0,0 \
-        --eval_fraction 0.01 \
-        --max_seq_len 10 \
-        --per_device_train_batch_size "$(per_rank 128)" \
-        --per_device_eval_batch_size 128 \
-        --learning_rate 2e-3 \
-        --num_train_epochs 3 \
-        --num_warmup_steps 20 \
-        --zero_stage 3 \
-        --dtype bf16 \
-        --output_dir "$out/sft"
+    bash "$top/training_scripts/toy/run_sft_addition.sh" "$out/toy" "$out/sft" --overwrite_output_dir
 fi
 
 deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/training/step3_ppo/main.py" \
