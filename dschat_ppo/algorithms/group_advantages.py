@@ -79,8 +79,7 @@ def leave_one_out(group: GroupScores) -> Tensor:
 
 def length_weighted(group: GroupScores) -> Tensor:
     """(B,) `S - sum(length S) / sum(length)` over the group (OPO, Hao et al. 2025)."""
-    tokens = _spread_sum(group.lengths, group.index).clamp_min(1)
-    baseline = _spread_sum(group.lengths * group.behind, group.index) / tokens
+    baseline = _spread_sum(group.lengths * group.behind, group.index) / _spread_sum(group.lengths, group.index)
     return torch.where(group.counted, group.behind - baseline, 0.0)
 
 
