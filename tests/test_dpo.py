@@ -14,6 +14,7 @@ from transformers import LlamaForSequenceClassification as LlamaClassifier
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import FILLER
+from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_head import ScalarModel
@@ -91,6 +92,21 @@ def test_rows_are_scored_in_their_order_and_without_fillers():
     assert found.tolist() == [[0, 3], [1, 1], [2, 2], [3, 4], [4, 1]]
     assert [len(indices) for indices in seen] == [2, 2, 1]
     assert engine.training
+
+
+def test_logprobs_of_long_answers_are_summed_in_fp64():
+    token_logprobs = torch.linspace(-9.0, -1e-3, 5000)
+
+    def engine(_ids, _mask):
+        return token_logprobs, None
+
+    mask = torch.arange(3001) > torch.tensor([[500], [500], [5000]])
+    found = answer_logprobs(engine, torch.zeros(mask.shape, dtype=torch.int64), mask)
+    assert mask.sum(dim=1).tolist() == [2500, 2500, 0]
+    for row in (0, 1):
+        expected = math.fsum(token_logprobs[row * 2500 : (row + 1) * 2500].tolist())
+        assert found[row].item() == pytest.approx(expected, rel=1e-13)
+    assert found[2].item() == 0.0
 
 
 def test_reference_logprobs_are_those_of_each_whole_answer_alone(rows, reference):
@@ -263,6 +279,7 @@ def test_a_policy_has_no_dropout_unless_asked_for(tmp_path):
     assert dropout("--objective", "dpo") == 0.0
     assert dropout("--objective", "ipo", "--dropout", "0.2") == 0.2
     assert dropout() == 0.3
+    assert dropout("--dropout", "0.1") == 0.1
 
 
 def test_the_objective_says_what_is_trained(assets):

@@ -53,8 +53,8 @@ def trajectory(assets: Path, task: str, stage: int, micro: int, device) -> dict:
     words += ["--per_device_train_batch_size", str(micro), "--gradient_accumulation_steps", str(accumulation)]
     words += ["--per_device_eval_batch_size", str(micro + 1), *TASKS[task]]
     config = parse("reward", words)
-    # 10 rows: the third step of an epoch is short, so that there are filler pairs
-    rows = prepare("preference", load_tokenizer(model, "model"), config.data, 64).train.select(range(10))
+    # 11 rows: the third step of an epoch is short, and two ranks do not divide them, so that there are filler pairs
+    rows = prepare("preference", load_tokenizer(model, "model"), config.data, 64).train.select(range(11))
     ds_config = fit_ds_config(config.fit, config.run)
     objective = (reward_objective if task == "reward" else dpo_objective)(0, device, config)
     trained = load_trained_model(model, config, ds_config)
