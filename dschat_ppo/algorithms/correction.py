@@ -135,9 +135,8 @@ def clip_cov_tokens(
         (B, R) bool, False outside the mask.
     """
     candidates = (mask & (covariances > low) & (covariances < high)).nonzero()
-    count = min(len(candidates), _number_of(mask, share))
     order = torch.randperm(len(candidates), generator=generator, device=generator.device).to(mask.device)
-    rows, columns = candidates[order[:count]].unbind(dim=1)
+    rows, columns = candidates[order[: _number_of(mask, share)]].unbind(dim=1)
     chosen = torch.zeros_like(mask)
     chosen[rows, columns] = True
     return chosen
