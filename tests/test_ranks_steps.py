@@ -137,8 +137,8 @@ def test_a_run_is_reproducible_from_its_seed(out):
 def test_batch_table_and_answers_of_both_ranks_are_printed(out):
     log = (out / "ppo.log").read_text()
     assert "16 / 8 x 2 = 4" in log  # updates per PPO step: rows / global batch x epochs
-    assert "[rank 0, step 1]" in log
-    assert "[rank 1, step 1]" in log
+    assert "[rank 0, step 1, score " in log
+    assert "[rank 1, step 1, score " in log
     answers = {rank: [line.split("->")[1] for line in log.splitlines() if f"[rank {rank}," in line] for rank in (0, 1)}
     assert answers[0] != answers[1]
 
