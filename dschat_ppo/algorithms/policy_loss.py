@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.masked import masked_sum, row_means, zero_outside
+from dschat_ppo.algorithms.masked import row_means, zero_outside
 
 LARGEST_LOG_RATIO = 20.0  # exp(20) is 5e8: far beyond every clip, and still finite when squared in fp32
 
@@ -169,38 +169,6 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTerms, PolicyLossSettings], TokenLosses
 }
 
 SEQUENCE_LOSSES = {"gspo", "gmpo", "sapo"}  # their papers aggregate by seq_mean_token_mean
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """`loss` scalar with gradient; `ratio` (B, R) fp32 and `clipped` (B, R) bool, detached, for metrics."""
-
-    loss: Tensor
-    ratio: Tensor
-    clipped: Tensor
-
-
-def ppo_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    clip_eps: float,
-    num_tokens: Tensor | float,
-) -> PolicyLoss:
-    """`sum max(-A rho, -A clip(rho, 1-eps, 1+eps)) / num_tokens` (Schulman et al. 2017, eq. 7).
-
-    Args:
-        logprobs: (B, R) fp32 of the policy in training, with gradient.
-        old_logprobs: (B, R) fp32 of the policy that sampled.
-        advantages: (B, R) fp32.
-        response_mask: (B, R) bool.
-        clip_eps: epsilon.
-        num_tokens: valid tokens of the whole optimizer step, over all micro-batches and ranks.
-    """
-    terms = PolicyTerms(logprobs, old_logprobs, advantages, response_mask)
-    tokens = ppo(terms, PolicyLossSettings(clip_eps_low=clip_eps, clip_eps_high=clip_eps))
-    return PolicyLoss(masked_sum(tokens.losses, response_mask) / num_tokens, tokens.ratio, tokens.clipped)
 
 
 def _clipped_surrogate(ratio: Tensor, terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
