@@ -93,12 +93,12 @@ class PPOTrainer:
             writer.write(0, evaluated)
         with progress_bar("PPO", self.plan.ppo_steps) as bar:
             for step in range(1, self.plan.ppo_steps + 1):
-                kl_coef = self.shaping.kl_coef.value
+                kl_coef = self.shaping.kl_coef.value  # of this step: it adapts once the rows are seen
                 rows, metrics = self.collector.collect(step)
                 experience = self.shaping.experience(rows, step)
                 metrics |= self.update(experience, step)
                 metrics |= experience_metrics(experience, kl_coef, self.collector.judge.mixture.names)
-                metrics |= self._rollout_drift(experience, metrics)
+                metrics |= {"coef/kl": kl_coef, **self._rollout_drift(experience, metrics)}
                 metrics |= self.validate(step)
                 self._report(writer, step, metrics)
                 first = first or {**metrics, **evaluated}
@@ -107,7 +107,7 @@ class PPOTrainer:
 
     def _result(self, first: dict[str, float], last: dict[str, float]) -> dict[str, float]:
         """What `result.json` says of the first and of the last step, and of the evaluations."""
-        shown = [name for name in last if name in RESULT or name.startswith("eval/")]
+        shown = [name for name in last if name in first and (name in RESULT or name.startswith("eval/"))]
         result = {f"{name}_before": first[name] for name in shown} | {f"{name}_after": last[name] for name in shown}
         if self.validation is not None and self.validation.best is not None:
             score, step = self.validation.best
@@ -167,7 +167,6 @@ class PPOTrainer:
         used = {role: engine for role, engine in engines.items() if engine is not None}
         metrics = {f"lr/{role}": learning_rate(engine) for role, engine in used.items()}
         return metrics | {
-            "coef/kl": self.shaping.kl_coef.value,
             "coef/entropy": self.entropy_coef.value,
             "skipped_steps": float(sum(engine.skipped_steps for engine in used.values())),
         }

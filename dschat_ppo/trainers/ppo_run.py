@@ -79,6 +79,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     trainer = PPOTrainer(config, plan, engines, rows.train, tokenizer, rewards, device, texts)
     if rows.eval is not None:
         trainer.validation = _validation(config, trainer, rows.eval, tokenizer, output)
+    announce("train")
     with MetricsWriter(output, tensorboard_folder(config.run)) as writer, closing(rewards):
         result: dict[str, Any] = dict(trainer.run(writer))
     announce("save models")
