@@ -72,6 +72,32 @@ def test_a_finished_run_is_kept_and_others_are_made_anew(tmp_path, calls, monkey
     assert not (output.parent / "rule_rate.json").exists()
 
 
+def test_models_are_made_once_each_from_the_one_before(tmp_path, monkeypatch):
+    made = tmp_path / "preference/made"
+    seen = []
+
+    def call(command, log):
+        seen.append((log.name, [str(word).removeprefix(f"{made}/") for word in command][2:]))
+        return 1.0
+
+    monkeypatch.setattr(learning, "call", call)
+    assert learning.prepare("preference", tmp_path) == made
+    assert [(name, words[-2:] if name == "toy.log" else words[:-1]) for name, words in seen] == [
+        ("toy.log", ["dschat_ppo.tools.toy", "toy"]),
+        ("sft.log", ["toy", "sft"]),
+        ("reward.log", ["toy", "sft", "reward"]),
+    ]
+    for done in ("toy/model/model.safetensors", "sft/result.json"):
+        (made / done).parent.mkdir(parents=True)
+        (made / done).touch()
+    seen.clear()
+    learning.prepare("preference", tmp_path)
+    assert [name for name, _ in seen] == ["reward.log"]
+    seen.clear()
+    learning.prepare("addition", tmp_path)
+    assert [name for name, _ in seen] == ["toy.log", "sft.log"]
+
+
 def test_budgets_are_alike_and_only_critics_cost_more(tmp_path):
     for task in ("addition", "preference"):
         budgets = set()
