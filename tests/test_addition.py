@@ -48,6 +48,7 @@ def test_held_out_questions_and_their_mirror_images_stand_in_no_other_file(folde
         asked = {operands(row["prompt"]) for row in read(folder, name)}
         assert not held_out & asked
         assert not held_out & {(right, left) for left, right in asked}
+    assert not {pair for pair in held_out if pair[0] != pair[1]} & {(right, left) for left, right in held_out}
     assert any(left > right for left, right in held_out) and any(left < right for left, right in held_out)
 
 
@@ -82,6 +83,8 @@ def test_which_way_does_not_depend_on_the_question(folder):
 
 def test_the_sft_rows_ask_nearly_every_free_question(folder):
     asked = Counter(row["prompt"] for row in read(folder, "sft"))
+    numbers = {number for prompt in asked for number in operands(prompt)}
+    assert numbers == set(range(10, 100))
     assert len(asked) > 6500  # of 8100, about 500 held out; 20,000 draws miss 7 %
 
 
