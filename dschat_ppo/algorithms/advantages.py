@@ -25,6 +25,8 @@ class AdvantageInputs:
         lam: lambda in [0, 1], for gae.
         normalise_std: divide by the group's standard deviation, in grpo and grpo_pass_at_k.
         epsilon: added to that standard deviation.
+        scores: (B,) fp32, the rows' scores before the KL penalty, whose standard deviation it is; None: the sums of
+            `rewards`.
     """
 
     rewards: Tensor
@@ -36,6 +38,7 @@ class AdvantageInputs:
     lam: float
     normalise_std: bool = True
     epsilon: float = 1e-6
+    scores: Tensor | None = None
 
 
 def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: float) -> Tensor:

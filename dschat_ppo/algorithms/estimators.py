@@ -32,10 +32,9 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`group_advantages.standardised` on every token of the row, or `centred` without `normalise_std`."""
-    scores = group.group_scores(inputs)
-    rows = group.standardised(scores, inputs.epsilon) if inputs.normalise_std else group.centred(scores)
-    return _on_every_token(rows, inputs)
+    """`(S - mean) / (std + epsilon)` on every token of the row (GRPO, Shao et al. 2024), std as in
+    `group_advantages.divisor`; without `normalise_std` as dr_grpo."""
+    return _on_every_token(_standardised(group.centred(group.group_scores(inputs)), inputs), inputs)
 
 
 def dr_grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -59,9 +58,12 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def grpo_pass_at_k(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`group_advantages.lead_of_the_best` on every token of the row."""
-    epsilon = inputs.epsilon if inputs.normalise_std else None
-    return _on_every_token(group.lead_of_the_best(group.group_scores(inputs), epsilon), inputs)
+    """`group_advantages.lead_of_the_best`, over `group_advantages.divisor`, on every token of the row."""
+    return _on_every_token(_standardised(group.lead_of_the_best(group.group_scores(inputs)), inputs), inputs)
+
+
+def _standardised(rows: Tensor, inputs: AdvantageInputs) -> Tensor:
+    return rows / group.divisor(inputs) if inputs.normalise_std else rows
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

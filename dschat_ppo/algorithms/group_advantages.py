@@ -41,8 +41,20 @@ class GroupScores:
 
 def group_scores(inputs: AdvantageInputs) -> GroupScores:
     """Sums of the token rewards of each row, put into groups."""
+    return _grouped(zero_outside(inputs.rewards, inputs.response_mask).double().sum(dim=1), inputs)
+
+
+def divisor(inputs: AdvantageInputs) -> Tensor:
+    """(B,) what group estimators standardise by: `std + epsilon` of the scores before the KL penalty; 1 for groups whose
+    scores are all equal. Otherwise the noise of the KL, alone in such a group, would be blown up to the size of a score.
+    """
+    group = group_scores(inputs) if inputs.scores is None else _grouped(inputs.scores.double(), inputs)
+    deviation = standard_deviation(group)
+    return torch.where(deviation > 0, deviation + inputs.epsilon, 1.0)
+
+
+def _grouped(scores: Tensor, inputs: AdvantageInputs) -> GroupScores:
     mask = inputs.response_mask
-    scores = zero_outside(inputs.rewards, mask).double().sum(dim=1)
     index = torch.unique(inputs.groups, return_inverse=True)[1]
     counted = mask.any(dim=1)
     sizes = _spread_sum(counted.double(), index)
@@ -65,11 +77,6 @@ def standard_deviation(group: GroupScores) -> Tensor:
 def centred(group: GroupScores) -> Tensor:
     """(B,) `S - mean` (Dr. GRPO, Liu et al. 2025)."""
     return torch.where(group.counted, group.behind - mean_behind(group), 0.0)
-
-
-def standardised(group: GroupScores, epsilon: float) -> Tensor:
-    """(B,) `(S - mean) / (std + epsilon)` with the unbiased standard deviation (GRPO, Shao et al. 2024)."""
-    return centred(group) / (standard_deviation(group) + epsilon)
 
 
 def leave_one_out(group: GroupScores) -> Tensor:
@@ -99,21 +106,16 @@ def rescaled_to_informative(group: GroupScores) -> Tensor:
     return alpha * centred(group)
 
 
-def lead_of_the_best(group: GroupScores, epsilon: float | None) -> Tensor:
+def lead_of_the_best(group: GroupScores) -> Tensor:
     """(B,) for a group's best answer its lead over the second, 0 for the others and for ties at the top.
 
     That is the group's best score minus the best without this row: leave-one-out for the maximum (Tang et al. 2025,
     "Optimizing language models for inference time objectives using reinforcement learning").
-
-    Args:
-        group: the scores.
-        epsilon: divide by (std + epsilon); None for no division.
     """
     is_best = group.counted & (group.behind == 0)
     others = torch.where(group.counted & ~is_best, group.behind, -torch.inf)
     alone = (_spread_sum(is_best.double(), group.index) == 1) & (group.sizes > 1)
-    lead = torch.where(is_best & alone, -_spread_max(others, group.index), 0.0)
-    return lead if epsilon is None else lead / (standard_deviation(group) + epsilon)
+    return torch.where(is_best & alone, -_spread_max(others, group.index), 0.0)
 
 
 def _spread_sum(values: Tensor, index: Tensor) -> Tensor:

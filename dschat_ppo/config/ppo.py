@@ -166,11 +166,6 @@ class PPOFlags:
             self.min_answer_seq_len <= self.max_answer_seq_len,
             f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}",
         )
-        require(
-            not self.sleep_in_rollout or (self.actor_zero_stage == self.critic_zero_stage == 3 and not self.offload),
-            "--sleep_in_rollout needs --actor_zero_stage 3 and --critic_zero_stage 3, and no --offload (with which the "
-            "states are in host memory at all times)",
-        )
         require(all(number >= 0 for number in self.stop_token_ids), "--stop_token_ids must not be negative")
         require(all(self.stop_strings), "--stop_strings must not be empty texts")
         require(
@@ -180,10 +175,6 @@ class PPOFlags:
         require(
             not self.offload_reward_model or self.critic_zero_stage == 3,
             "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps parameters in host memory",
-        )
-        require(
-            not self.offload or min(self.actor_zero_stage, self.critic_zero_stage) > 0,
-            "--offload needs --actor_zero_stage and --critic_zero_stage 1, 2 or 3: stage 0 keeps all on the device",
         )
         require(
             self.enable_test_mode == (self.test_stop_step > 0),

@@ -83,6 +83,22 @@ class PPOConfig:
             "--offload_reference_model: there is no reference, since --kl_coef and --kl_loss_coef are 0",
         )
         self._check_rewards()
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        ppo = self.ppo
+        stages = {"--actor_zero_stage": ppo.actor_zero_stage}
+        if self.algorithm.has_critic:
+            stages["--critic_zero_stage"] = ppo.critic_zero_stage
+        require(
+            not ppo.sleep_in_rollout or (set(stages.values()) == {3} and not ppo.offload),
+            f"--sleep_in_rollout needs {' 3 and '.join(stages)} 3, and no --offload (with which the states are in host "
+            "memory at all times)",
+        )
+        require(
+            not ppo.offload or min(stages.values()) > 0,
+            f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps all on the device",
+        )
 
     def _check_rewards(self) -> None:
         ppo, rewards = self.ppo, self.rewards

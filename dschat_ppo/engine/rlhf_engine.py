@@ -44,7 +44,7 @@ class RLHFEngine:
         ppo = config.ppo
         sleeping = self._trained() if ppo.sleep_in_rollout else []
         self.hybrid = HybridEngine(self.actor, pinned=not ppo.unpin_actor_parameters, sleeping=sleeping)
-        self.reward = self._build_reward(folders.reward) if folders.reward else None
+        self.reward = self._build_reward(folders.reward, folders.critic) if folders.reward else None
 
     def _trained(self) -> list[Any]:
         return [engine for engine in (self.actor, self.critic) if engine is not None]
@@ -104,12 +104,12 @@ class RLHFEngine:
         choose_ways(engine)
         return engine
 
-    def _build_reward(self, folder: str) -> Any:
+    def _build_reward(self, folder: str, critic_folder: str | None) -> Any:
         ppo, dtype = self._config.ppo, self._config.run.dtype
         ds_config = eval_config(ppo.critic_zero_stage, dtype, ppo.offload_reward_model, self._ranks)
         model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, new_head=False))
         engine = eval_engine(model, ds_config)
-        if self.critic is None or folder != self._config.critic_folder:
+        if self.critic is None or folder != critic_folder:
             choose_ways(engine)
         else:
             model.packed = self.critic.module.packed

@@ -51,8 +51,10 @@ class Shaping:
 
     def experience(self, rows: ScoredRollout, step: int) -> Experience:
         """Rewards, advantages and masks of the rows; then the coefficient of KL is adapted, for the next step."""
-        rewards = self._rewards(rows)
-        advantages, returns = ESTIMATORS[self.flags.advantage_estimator](self._inputs(rows, rewards))
+        scores = self._final_scores(rows)
+        kl = torch.zeros_like(rows.old_logprobs) if rows.kl is None else rows.kl
+        rewards = token_rewards(scores, kl, rows.response_mask, self.kl_coef.value)
+        advantages, returns = ESTIMATORS[self.flags.advantage_estimator](self._inputs(rows, rewards, scores))
         if self.flags.whitens:
             advantages = masked_whiten(advantages, rows.response_mask)
         loss_mask = rows.response_mask
@@ -63,15 +65,16 @@ class Shaping:
             **made, rewards=rewards, advantages=advantages, returns=returns, loss_mask=loss_mask,
             loss_weights=self._weights(rows, loss_mask), selected=None,
         )  # fmt: skip
-        self._adapt(rows)
+        if step > self.flags.critic_warmup_rollouts:  # before, the policy stays where it was
+            self._adapt(rows)
         return replace(experience, selected=self._selected(experience, step))
 
-    def _inputs(self, rows: ScoredRollout, rewards: Tensor) -> AdvantageInputs:
+    def _inputs(self, rows: ScoredRollout, rewards: Tensor, scores: Tensor) -> AdvantageInputs:
         flags = self.flags
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
         return AdvantageInputs(
             rewards, rows.values, rows.response_mask, rows.groups, baselines, flags.gamma, flags.gae_lambda,
-            flags.normalize_group_std,
+            flags.normalize_group_std, scores=scores,
         )  # fmt: skip
 
     def shaped(self, scores: Tensor) -> Tensor:
@@ -80,8 +83,8 @@ class Shaping:
             scores = self.running.scale(scores)
         return clip_scores(scores, self.flags.reward_clip)
 
-    def _rewards(self, rows: ScoredRollout) -> Tensor:
-        """(B, R) rewards of all tokens."""
+    def _final_scores(self, rows: ScoredRollout) -> Tensor:
+        """(B,) scores after scaling, clipping and penalties."""
         flags = self.flags
         if flags.normalize_rewards == "running":
             self.running.update(rows.scores)
@@ -89,8 +92,7 @@ class Shaping:
         if flags.overlong_buffer:
             lengths = rows.response_mask.sum(dim=1)
             scores = scores + overlong_penalty(lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty)
-        kl = torch.zeros_like(rows.old_logprobs) if rows.kl is None else rows.kl
-        return token_rewards(scores, kl, rows.response_mask, self.kl_coef.value)
+        return scores
 
     def _weights(self, rows: ScoredRollout, mask: Tensor) -> Tensor:
         """Factors of the token losses, (B, R) fp32."""

@@ -112,6 +112,7 @@ class PolicyModel(nn.Module):
         if router:
             kept["output_router_logits"] = True
             mask = (wanted.flip(1).cumsum(dim=1).flip(1) > 0).long()  # the router's loss is over real tokens
+            mask[:, 0] = 1  # over none at all it would be 0/0
         output = self.lm(
             input_ids=input_ids, attention_mask=mask, use_cache=False, **slot_arguments(self.lm, input_ids), **kept
         )

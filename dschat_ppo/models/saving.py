@@ -33,7 +33,7 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_model(
-    engine: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path, described: Mapping[str, float] | None = None
+    engine: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path, described: Mapping[str, float | None] | None = None
 ) -> None:
     """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
 
@@ -43,7 +43,7 @@ def save_model(
         engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`.
         tokenizer: saved beside the weights.
         folder: created if needed.
-        described: numbers about the model that stand in its config under these names.
+        described: numbers about the model that stand in its config under these names; None takes one out.
     """
     module = engine.module
     model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm
@@ -51,7 +51,11 @@ def save_model(
     if is_main():
         dtype = next(iter(state.values())).dtype
         model.config.dtype = dtype
-        model.config.update(dict(described or {}))
+        for name, value in (described or {}).items():
+            if value is not None:
+                setattr(model.config, name, value)
+            elif hasattr(model.config, name):
+                delattr(model.config, name)
         if isinstance(module, ScalarModel):
             _describe_padding(model, tokenizer)
         else:

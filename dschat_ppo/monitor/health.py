@@ -36,8 +36,8 @@ def trend_warnings(past: list[Metrics], now: Metrics) -> list[str]:
         found.append("entropy fell to less than a third: the policy is collapsing")
     if now["answers/ended_share"] < mean["answers/ended_share"] - 0.3:
         found.append("far fewer answers end by EOS: raise --missing_eos_penalty or --max_answer_seq_len")
-    climbing = [name for name in ("answers/length_mean", "kl/ref_k1") if name in mean]
-    rising = all(now[name] > 1.5 * past[0][name] > 0 for name in climbing)
+    climbing = ("answers/length_mean", "kl/ref_k1")
+    rising = all(name in mean and now[name] > 1.5 * past[0][name] > 0 for name in climbing)
     if rising and now["reward/score_mean"] > past[0]["reward/score_mean"]:
         found.append("score, length and KL all climb: the policy may be exploiting the reward")
     explained = [step.get("value/explained_variance", 1.0) for step in [*past, now]]

@@ -10,7 +10,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.request import RewardRequest, RewardSource
 from dschat_ppo.types import Rollout
 
-NAMES = ("reward_mean", "reward_std")  # in the model's config, written by step 2
+STATISTICS = ("reward_mean", "reward_std")  # in the model's config, written by step 2
 
 
 class StandardisedReward:
@@ -46,10 +46,10 @@ def saved_statistics(config: Any, folder: str) -> tuple[float, float]:
     Raises:
         UserError: the model has none, or a standard deviation of 0.
     """
-    mean, std = (config.to_dict().get(name) for name in NAMES)
+    mean, std = (config.to_dict().get(name) for name in STATISTICS)
     if mean is None or std is None or not std > 0:
         raise UserError(
-            f"--normalize_rewards model: {folder}/config.json has no {' and '.join(NAMES)} above 0; train the reward "
+            f"--normalize_rewards model: {folder}/config.json has no {' and '.join(STATISTICS)} above 0; train the reward "
             "model with step 2, or use --normalize_rewards running"
         )
     return float(mean), float(std)

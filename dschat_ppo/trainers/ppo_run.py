@@ -20,6 +20,7 @@ from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
+from dschat_ppo.errors import UserError
 from dschat_ppo.experience.maker import ExperienceMaker
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -38,7 +39,7 @@ from dschat_ppo.rewards.functions import FunctionReward, parse_function
 from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.rewards.model import ForeignModelReward, ModelReward
 from dschat_ppo.rewards.request import RewardSource
-from dschat_ppo.rewards.standardised import StandardisedReward, saved_statistics
+from dschat_ppo.rewards.standardised import STATISTICS, StandardisedReward, saved_statistics
 from dschat_ppo.trainers.judge import Judge
 from dschat_ppo.trainers.ppo import PPOTrainer
 from dschat_ppo.trainers.ptx import TextBatches
@@ -58,7 +59,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     read_overlay(config.run.deepspeed_config)
     check_sources(config.rewards)
     if config.validation.eval_reward_function:
-        parse_function(config.validation.eval_reward_function)
+        _true_score(config).close()  # whether it can be used, before models are loaded
     folders = _model_folders(config)
     tokenizer = load_tokenizer(folders.actor, ACTOR)
     _check_models(config, folders, tokenizer)
@@ -67,6 +68,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     rows = prepare(
         "prompt", tokenizer, config.data, ppo.max_prompt_seq_len, eval_paths=config.validation.eval_data_path
     )
+    if config.validation.eval_data_path and rows.eval is None:
+        raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it, or --truncation left")
     plan = plan_ppo(ppo, len(rows.train), dist.world_size(), config.algorithm.critic_warmup_rollouts)
     texts = plain_texts(config, plan, tokenizer, device)
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)
@@ -111,8 +114,11 @@ def _check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTraine
     check_vocabulary(tokenizer, load_config(folders.actor, ACTOR), ACTOR, folders.actor)
     with naming(ACTOR):
         check_causal_lm(folders.actor)
-    if folders.critic is not None and folders.critic != folders.actor:
+    if config.algorithm.router_loss_coef > 0 and "output_router_logits" not in load_config(folders.actor, ACTOR).to_dict():
+        raise UserError(f"--router_loss_coef: {folders.actor} is no mixture of experts that can give its router's loss")
+    if folders.critic is not None:
         _check_classifier(CRITIC, folders.critic, config.critic_may_have_new_head)
+    if folders.critic is not None and folders.critic != folders.actor:
         check_vocabulary(tokenizer, load_config(folders.critic, CRITIC), CRITIC, folders.critic, other=True)
     if folders.reward is not None:
         _check_classifier(REWARD, folders.reward, new_head=False)
@@ -122,6 +128,8 @@ def _check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTraine
         if _reward_tokenizer(folders.reward, tokenizer) is None:
             check_vocabulary(tokenizer, reward_config, REWARD, folders.reward)
             check_length(folders.reward, longest, LIMITS)
+        else:
+            check_length(folders.reward, _foreign_length(config, folders.reward), "--reward_model_max_length")
     for folder in {folders.actor, folders.critic} - {None}:
         check_length(str(folder), longest, LIMITS)
 
@@ -137,6 +145,16 @@ def _reward_tokenizer(folder: str, tokenizer: PreTrainedTokenizerBase) -> PreTra
     return None if own.get_vocab() == tokenizer.get_vocab() else own
 
 
+def _foreign_length(config: PPOConfig, folder: str) -> int:
+    """Most tokens of a row of a reward model with a tokenizer of its own."""
+    text = load_config(folder, REWARD).get_text_config().to_dict()
+    length = config.rewards.reward_model_max_length or text.get("max_position_embeddings")
+    if length is None:
+        raise UserError(f"{REWARD} {folder}: its config does not say how many positions it knows; give "
+                        "--reward_model_max_length")  # fmt: skip
+    return int(length)
+
+
 def learned_reward(
     config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
 ) -> RewardSource | None:
@@ -148,7 +166,7 @@ def learned_reward(
     own = _reward_tokenizer(model_folder(folder, REWARD), tokenizer)
     source: RewardSource = ModelReward(engines.reward, batch_tokens)
     if own is not None:
-        length = config.rewards.reward_model_max_length or model_config.get_text_config().max_position_embeddings
+        length = _foreign_length(config, model_folder(folder, REWARD))
         logger().info(f"the reward model has a tokenizer of its own: answers are encoded anew, up to {length} tokens")
         source = ForeignModelReward(engines.reward, own, length, dist.device(), batch_tokens)
     if config.algorithm.normalize_rewards == "model":
@@ -167,7 +185,8 @@ def plain_texts(
     blocks: Dataset = text_blocks(
         ppo.unsupervised_dataset_name, ppo.unsupervised_dataset_config_name, tokenizer, length, config.data
     )
-    return TextBatches(blocks, plan.global_batch, plan.micro_batch, config.run.seed, filler_id(tokenizer), device)
+    rows = max(1, min(plan.micro_batch, plan.micro_batch_tokens // length))
+    return TextBatches(blocks, plan.global_batch, rows, config.run.seed, filler_id(tokenizer), device)
 
 
 def _validation(
@@ -208,4 +227,5 @@ def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output:
     """Write the actor, and the critic if there is one, as Hugging Face folders. Collective."""
     save_model(engines.actor, tokenizer, output / "actor")
     if engines.critic is not None:
-        save_model(engines.critic, tokenizer, output / "critic")
+        # the spread of the reward model's scores, which it may have started from, is none of its values'
+        save_model(engines.critic, tokenizer, output / "critic", dict.fromkeys(STATISTICS))

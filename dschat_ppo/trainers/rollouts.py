@@ -22,7 +22,9 @@ from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.types import Rollout, to_device
 
-GREEDY = Sampling(top_k=1)
+def greedily(how: Generation) -> Generation:
+    """The same with the likeliest token each time; log-probs stay those under the temperature."""
+    return replace(how, sampling=replace(how.sampling, top_k=1))
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
@@ -110,7 +112,7 @@ class Rollouts:
 
         `greedy` gives one greedy answer to each prompt.
         """
-        how = replace(self.how, sampling=GREEDY, samples=1) if greedy else self.how
+        how = replace(greedily(self.how), samples=1) if greedy else self.how
         path = (self.seed, step, number) if number else (self.seed, step)
         return self.answer(self.prompts, indices, how, dist.rank() * len(indices) * how.samples, *path)
 

@@ -21,7 +21,7 @@ from dschat_ppo.config.validation import ValidationFlags
 from dschat_ppo.data.sampler import FILLER, optimizer_steps
 from dschat_ppo.experience.maker import ExperienceMaker
 from dschat_ppo.trainers.judge import Judge
-from dschat_ppo.trainers.rollouts import GREEDY, Rollouts
+from dschat_ppo.trainers.rollouts import Rollouts, greedily
 
 STREAM = 5  # separates the seeds of these answers from those of training
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
@@ -104,8 +104,8 @@ class Validation:
         self.maker = maker
         self.folder = folder
         self.keep = keep
-        sampling = GREEDY if flags.eval_greedy else rollouts.how.sampling
-        self.how = replace(rollouts.how, sampling=sampling, samples=flags.eval_samples)
+        how = greedily(rollouts.how) if flags.eval_greedy else rollouts.how
+        self.how = replace(how, samples=flags.eval_samples)
         self.best: tuple[float, int] | None = None
 
     @property
@@ -122,6 +122,8 @@ class Validation:
         """Metrics; writes the answers, and keeps the models if they are trained and the best so far. Collective."""
         rows = self._answer_all()
         metrics = summary(rows, self.flags.eval_pass_score)
+        faults = torch.tensor(self.judge.mixture.take_faults(), device=self.rollouts.device)
+        metrics["eval/function_faults"] = float(dist.all_reduce(faults))
         if dist.is_main():
             path = self.folder / "eval" / f"step_{step:06d}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +144,7 @@ class Validation:
 
     def _answer(self, indices: list[int], number: int, real: list[bool]) -> list[Answered]:
         first = dist.rank() * len(indices) * self.how.samples
-        rollout = self.rollouts.answer(self.prompts, indices, self.how, first, self.rollouts.seed, number, STREAM)
+        rollout = self.rollouts.answer(self.prompts, indices, self.how, first, self.rollouts.seed, number, STREAM, 0)
         request = self.judge.request(rollout, indices)
         found = self.judge.score(request, rollout)
         kl = None
