@@ -87,6 +87,16 @@ def test_a_module_of_the_current_folder(tmp_path, monkeypatch):
     reward.close()
 
 
+def test_a_file_may_import_its_neighbours_and_hold_dataclasses(tmp_path):
+    (tmp_path / "neighbour.py").write_text("SCORE = 2.5\n")
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom neighbour import SCORE\n"
+    text += "@dataclass\nclass Row:\n    score: float = SCORE\ndef f(response):\n    return Row().score\n"
+    (tmp_path / "with_neighbour.py").write_text(text)
+    reward = FunctionReward(parse_function(f"{tmp_path}/with_neighbour.py:f"), 1, 10.0, 0.0)
+    assert reward(REQUEST, None).tolist() == [2.5] * 5
+    reward.close()
+
+
 def test_a_setting_goes_before_a_column():
     request = RewardRequest([""], ["xx"], [{"factor": 7.0, "count": 5}])
     assert ask("scaled", request, settings=(("factor", "3"),))[0] == [3 * 5 * 2]
