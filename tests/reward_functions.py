@@ -108,7 +108,7 @@ def wrong_length(responses):
 
 
 def no_list(responses):
-    return {"a": 1} if responses[0] == "dictionary" else 3.0
+    return dict.fromkeys(range(len(responses)), 1.0) if responses[0] == "dictionary" else 3.0
 
 
 def leaves_a_process(response):

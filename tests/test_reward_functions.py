@@ -13,7 +13,7 @@ import torch
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import functions, pool
 from dschat_ppo.rewards.functions import FunctionReward, FunctionSpec, parse_function
-from dschat_ppo.rewards.pool import CallError, Target, WorkerPool
+from dschat_ppo.rewards.pool import CallError, Target, Worker, WorkerPool
 from dschat_ppo.rewards.request import RewardRequest
 
 HERE = Path(__file__).parent
@@ -77,6 +77,40 @@ def test_a_module_of_the_search_path(monkeypatch):
 def test_settings_have_the_types_of_the_defaults():
     settings = (("factor", "2.5"), ("sign", "False"), ("word", "an"), ("count", "3"))
     assert ask("scaled", of_responses("banana", "an", "x"), settings=settings)[0] == [-15, -7.5, 0]
+
+
+def test_a_module_of_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("def half(response):\n    return len(response) / 2\n")
+    monkeypatch.chdir(tmp_path)
+    reward = FunctionReward(parse_function("only_here:half"), 1, 10.0, 0.0)
+    assert reward(REQUEST, None).tolist() == [1.5, 1, 0, 3, 0.5]
+    reward.close()
+
+
+def test_a_file_may_import_its_neighbours_and_hold_dataclasses(tmp_path):
+    (tmp_path / "neighbour.py").write_text("SCORE = 2.5\n")
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom neighbour import SCORE\n"
+    text += "@dataclass\nclass Row:\n    score: float = SCORE\ndef f(response):\n    return Row().score\n"
+    (tmp_path / "with_neighbour.py").write_text(text)
+    reward = FunctionReward(parse_function(f"{tmp_path}/with_neighbour.py:f"), 1, 10.0, 0.0)
+    assert reward(REQUEST, None).tolist() == [2.5] * 5
+    reward.close()
+
+
+def test_a_setting_goes_before_a_column():
+    request = RewardRequest([""], ["xx"], [{"factor": 7.0, "count": 5}])
+    assert ask("scaled", request, settings=(("factor", "3"),))[0] == [3 * 5 * 2]
+
+
+def test_a_worker_that_could_not_be_started_is_started_by_the_next_call(tmp_path):
+    file = tmp_path / "mended.py"
+    file.write_text("1 / 0")
+    worker = Worker(Target(str(file), "f"))
+    with pytest.raises(CallError, match="ZeroDivisionError"):
+        worker.call({}, 5.0)
+    file.write_text("def f():\n    return [4]\n")
+    assert worker.call({}, 5.0) == [4]
+    worker.stop()
 
 
 def test_a_module_is_imported_once_for_each_worker():

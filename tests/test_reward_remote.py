@@ -158,6 +158,20 @@ def test_a_refusal_is_not_repeated(serve, status):
     assert len(service.asked) == 1
 
 
+def elsewhere(handler):
+    handler.send_response(307)
+    handler.send_header("Location", "/other")
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
+
+
+def test_a_redirection_is_not_followed(serve):
+    service = serve(elsewhere, ok(1, 2, 3))
+    with pytest.raises(RewardServiceError, match="status 307"):
+        ask(service.url)
+    assert len(service.asked) == 1
+
+
 GARBAGE = {
     b"hello": "not JSON", b"": "not JSON", b"[1, 2, 3]": "no list 'rewards'", b'{"reward": [1, 2, 3]}': "no list",
     b'{"rewards": 3}': "no list", b'{"rewards": [1, 2]}': "2 rewards for 3 rows",

@@ -121,6 +121,13 @@ def test_limits(address):
     assert send(f"{address}/get_reward", b" " * (10 * MOST_BYTES))[0] == 413
 
 
+def test_a_client_hears_the_refusal_of_a_large_body():
+    with RewardServer(("127.0.0.1", 0), lambda texts: [], 2_000_000, 10) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        assert send(f"http://127.0.0.1:{server.server_port}/get_reward", b" " * 25_000_000)[0] == 413
+        server.shutdown()
+
+
 def raw(address: str, data: bytes) -> bytes:
     """What the server says to bytes after which the client sends no more."""
     host, port = address.removeprefix("http://").split(":")
@@ -204,6 +211,14 @@ def test_a_failure_is_that_of_one_client():
     batcher.close()
 
 
+def test_after_a_failure_the_others_stay_together():
+    score = Slow()
+    batcher = Batcher(score, 4)
+    assert several(batcher, score, [["a"], ["bad"], ["bb"], ["ccc"]])[2:] == [[2], [3]]
+    assert score.batches == [["a"], ["bad", "bb", "ccc"], ["bb", "ccc"]]
+    batcher.close()
+
+
 def test_too_many_wait():
     score = Slow()
     batcher = Batcher(score, 2)
@@ -267,8 +282,15 @@ def test_a_process_of_its_own_ends_in_good_order(assets):
     assert "all requests answered" in rest
 
 
-def test_a_request_at_work_is_answered_before_the_end():
-    score = Slow()
+def test_a_request_at_work_is_answered_before_the_end(monkeypatch):
+    score, sent, answer_now = Slow(), [], serve_reward.Handler._answer
+
+    def answer_late(handler, status, content):
+        time.sleep(0.3)
+        answer_now(handler, status, content)
+        sent.append(status)
+
+    monkeypatch.setattr(serve_reward.Handler, "_answer", answer_late)
     with ThreadPoolExecutor(1) as threads:
         with RewardServer(("127.0.0.1", 0), score, 1000, 10) as server:
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -277,6 +299,7 @@ def test_a_request_at_work_is_answered_before_the_end():
                 time.sleep(0.01)
             threading.Timer(0.2, score.leave.set).start()
             server.shutdown()
+        assert sent == [200]
         assert answer.result(10) == (200, {"rewards": [4.0]})
 
 

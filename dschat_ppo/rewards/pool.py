@@ -146,8 +146,6 @@ class Worker:
             self._wait(number, select.POLLOUT, deadline, late)
             try:
                 view = view[os.write(number, view) :]
-            except BlockingIOError:
-                continue
             except BrokenPipeError:
                 self._give_up(_DIED)
 

@@ -64,7 +64,7 @@ def _watch(parent: int, child: int) -> NoReturn:
     while not hang_up.poll(_LOOK_MILLISECONDS) and os.getppid() == parent:
         if os.waitpid(child, os.WNOHANG)[0]:
             os._exit(0)
-    os.killpg(0, signal.SIGKILL)
+    os.killpg(os.getpid(), signal.SIGKILL)  # the group is this process's own
     os._exit(1)
 
 
