@@ -69,6 +69,14 @@ def test_the_routers_loss_is_over_real_tokens_alone():
     assert loss.item() == pytest.approx(other.item(), rel=1e-6)
 
 
+def test_a_row_without_response_has_a_finite_router_loss():
+    lm = new_model("mixtral")
+    ids, wanted = rows()
+    logprobs, _, loss = PolicyModel(lm)(ids, torch.zeros_like(wanted), 1.0, router=True)
+    assert logprobs.numel() == 0
+    assert torch.isfinite(loss)
+
+
 def test_the_routers_loss_comes_after_the_distributions():
     lm = new_model("mixtral")
     ids, wanted = rows()

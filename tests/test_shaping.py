@@ -106,6 +106,29 @@ def test_group_estimators_compare_scores_with_the_kl_inside_and_are_not_whitened
         assert found.advantages[i, :length].tolist() == pytest.approx([expected] * length, abs=1e-5)
 
 
+def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
+    rows = scored(scores=torch.tensor([2.0, 2.0, 1.0, 1.0, 3.0, -1.0]))
+    found = shaping(advantage_estimator="grpo", reward_clip=0.0).experience(rows, step=1)
+    totals = rewards_by_loop(rows, rows.scores.tolist(), 0.1).sum(axis=1)
+    centred = [totals[0] - totals[:2].mean(), totals[1] - totals[:2].mean(), 0.0, 0.0]
+    centred += [totals[4] - totals[4:].mean(), totals[5] - totals[4:].mean()]
+    spread = np.std([3.0, -1.0], ddof=1)
+    expected = [*centred[:4], *(value / (spread + 1e-6) for value in centred[4:])]
+    assert 0 < abs(centred[0]) < 0.1
+    for i, length in enumerate(LENGTHS):
+        assert found.advantages[i, :length].tolist() == pytest.approx([expected[i]] * length, abs=1e-5)
+
+
+def test_the_kl_coefficient_waits_for_the_critic():
+    rows = scored()
+    maker = shaping(kl_target=0.01, critic_warmup_rollouts=2)
+    values = []
+    for step in (1, 2, 3):
+        maker.experience(rows, step)
+        values.append(maker.kl_coef.value)
+    assert values[0] == values[1] == 0.1 != values[2]
+
+
 def test_remax_takes_off_the_shaped_score_of_the_greedy_answer():
     rows = scored(baselines=torch.tensor([9.0, 9.0, 0.0, 0.0, 1.0, 1.0]))
     found = shaping(advantage_estimator="remax", kl_coef=0.0).experience(rows, step=1)

@@ -45,8 +45,9 @@ def group_scores(inputs: AdvantageInputs) -> GroupScores:
 
 
 def divisor(inputs: AdvantageInputs) -> Tensor:
-    """(B,) what group estimators standardise by: `std + epsilon` of the scores before the KL penalty; 1 for groups whose
-    scores are all equal. Otherwise the noise of the KL, alone in such a group, would be blown up to the size of a score.
+    """(B,) what group estimators standardise by: `std + epsilon` of the scores before the KL penalty.
+
+    1 for groups whose scores are all equal: else the noise of the KL, alone there, would be blown up to a score's size.
     """
     group = group_scores(inputs) if inputs.scores is None else _grouped(inputs.scores.double(), inputs)
     deviation = standard_deviation(group)

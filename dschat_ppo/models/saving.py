@@ -33,7 +33,10 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_model(
-    engine: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path, described: Mapping[str, float | None] | None = None
+    engine: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    described: Mapping[str, float | None] | None = None,
 ) -> None:
     """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
 

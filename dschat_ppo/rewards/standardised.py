@@ -49,7 +49,7 @@ def saved_statistics(config: Any, folder: str) -> tuple[float, float]:
     mean, std = (config.to_dict().get(name) for name in STATISTICS)
     if mean is None or std is None or not std > 0:
         raise UserError(
-            f"--normalize_rewards model: {folder}/config.json has no {' and '.join(STATISTICS)} above 0; train the reward "
-            "model with step 2, or use --normalize_rewards running"
+            f"--normalize_rewards model: {folder}/config.json has no {' and '.join(STATISTICS)} above 0; train the "
+            "reward model with step 2, or use --normalize_rewards running"
         )
     return float(mean), float(std)

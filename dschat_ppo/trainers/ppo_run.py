@@ -114,7 +114,10 @@ def _check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTraine
     check_vocabulary(tokenizer, load_config(folders.actor, ACTOR), ACTOR, folders.actor)
     with naming(ACTOR):
         check_causal_lm(folders.actor)
-    if config.algorithm.router_loss_coef > 0 and "output_router_logits" not in load_config(folders.actor, ACTOR).to_dict():
+    if (
+        config.algorithm.router_loss_coef > 0
+        and "output_router_logits" not in load_config(folders.actor, ACTOR).to_dict()
+    ):
         raise UserError(f"--router_loss_coef: {folders.actor} is no mixture of experts that can give its router's loss")
     if folders.critic is not None:
         _check_classifier(CRITIC, folders.critic, config.critic_may_have_new_head)

@@ -22,6 +22,7 @@ from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.types import Rollout, to_device
 
+
 def greedily(how: Generation) -> Generation:
     """The same with the likeliest token each time; log-probs stay those under the temperature."""
     return replace(how, sampling=replace(how.sampling, top_k=1))

@@ -68,8 +68,10 @@ def _write_start(folder: Path, config: Any, run: RunFlags) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").unlink(missing_ok=True)
-        for earlier in ("best", "eval"):
-            shutil.rmtree(folder / earlier, ignore_errors=True)
+        for answers in (folder / "eval").glob("step_*.jsonl"):
+            answers.unlink()
+        for role in ("actor", "critic"):
+            shutil.rmtree(folder / "best" / role, ignore_errors=True)
         board = folder / run.tensorboard_path
         if board.resolve().is_relative_to(folder.resolve()):  # a board elsewhere may hold other runs
             for events in board.glob("events.out.tfevents.*"):
