@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from dschat_ppo.config.schema import flag, require, require_not_negative, require_positive
@@ -19,6 +19,8 @@ WITHIN_A_GROUP = (
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_at_k",
 )  # fmt: skip
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+DISCOUNTED = (*WHITENED, "remax")
+STANDARDISED = ("grpo", "grpo_pass_at_k")
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
 
@@ -150,33 +152,59 @@ class AlgorithmFlags:
         require(self.importance_cap > 1, f"--importance_cap must be above 1, got {self.importance_cap}")
         self._check_effects()
 
+    def _uses(self) -> dict[str, tuple[bool, str]]:
+        """Option -> (whether it has an effect under the others, what it is for)."""
+        loss, estimator = self.policy_loss, self.advantage_estimator
+        covariance = loss in ("clip_cov", "kl_cov")
+        kl_loss, correction = self.kl_loss_coef > 0, self.importance_correction != "none"
+        return {
+            "clip_eps": (loss in CLIPPED_LOSSES, f"--policy_loss {' or '.join(CLIPPED_LOSSES)}"),
+            "clip_eps_low": (loss in CLIPPED_LOSSES, f"--policy_loss {' or '.join(CLIPPED_LOSSES)}"),
+            "clip_eps_high": (loss in CLIPPED_LOSSES, f"--policy_loss {' or '.join(CLIPPED_LOSSES)}"),
+            "dual_clip": (loss in ("ppo", "clip_cov", "gspo"), "--policy_loss ppo, clip_cov or gspo"),
+            "sapo_tau_positive": (loss == "sapo", "--policy_loss sapo"),
+            "sapo_tau_negative": (loss == "sapo", "--policy_loss sapo"),
+            "covariance_share": (covariance, "--policy_loss clip_cov or kl_cov"),
+            "clip_cov_low": (loss == "clip_cov", "--policy_loss clip_cov"),
+            "clip_cov_high": (loss == "clip_cov", "--policy_loss clip_cov"),
+            "kl_cov_coef": (loss == "kl_cov", "--policy_loss kl_cov"),
+            "critic_warmup_rollouts": (estimator == "gae", "--advantage_estimator gae"),
+            "gae_lambda": (estimator == "gae", "--advantage_estimator gae"),
+            "value_clip_eps": (estimator == "gae", "--advantage_estimator gae"),
+            "gamma": (estimator in DISCOUNTED, f"--advantage_estimator {' or '.join(DISCOUNTED)}"),
+            "whiten_advantages": (estimator in WHITENED, f"--advantage_estimator {' or '.join(WHITENED)}"),
+            "normalize_group_std": (estimator in STANDARDISED, f"--advantage_estimator {' or '.join(STANDARDISED)}"),
+            "entropy_delta": (self.entropy_target is not None, "--entropy_target"),
+            "entropy_coef_max": (self.entropy_target is not None, "--entropy_target"),
+            "kl_target": (self.kl_coef > 0, "a --kl_coef above 0, from which it starts"),
+            "kl_horizon": (self.kl_target is not None, "--kl_target"),
+            "kl_loss_estimator": (kl_loss, "--kl_loss_coef above 0"),
+            "kl_straight_through": (
+                kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs"),
+                "a KL loss k1, k3 or abs",
+            ),
+            "kl_estimator": (self.kl_coef > 0, "--kl_coef above 0"),
+            "importance_mode": (correction, "--importance_correction"),
+            "importance_cap": (correction, "--importance_correction"),
+            "overlong_penalty": (self.overlong_buffer > 0, "--overlong_buffer"),
+            "dynamic_sampling_rounds": (self.dynamic_sampling, "--dynamic_sampling"),
+        }
+
     def _check_effects(self) -> None:
         """An option without effect under the others is an error."""
-        loss, estimator = self.policy_loss, self.advantage_estimator
-        has_bounds = self.clip_eps_low is not None or self.clip_eps_high is not None
-        has_bounds = has_bounds or self.clip_eps != 0.2
-        require(not has_bounds or loss in CLIPPED_LOSSES, f"--policy_loss {loss} has no clipping: leave --clip_eps out")
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, (used, purpose) in self._uses().items():
+            value = vars(self)[name]
+            require(
+                used or value == defaults[name], f"--{name} {value} has no effect: it is for {purpose}; leave it out"
+            )
         require(
             (self.clip_eps_low or self.clip_eps) < 1, "the lower clip, --clip_eps_low or --clip_eps, must be below 1"
         )
+        require(self.clip_cov_low < self.clip_cov_high, "--clip_cov_low must be below --clip_cov_high")
         require(
-            self.dual_clip == 0 or loss in ("ppo", "clip_cov", "gspo"),
-            f"--policy_loss {loss} does not take --dual_clip",
-        )
-        critic_only = self.critic_warmup_rollouts == 0 and self.gae_lambda == 0.95 and self.value_clip_eps == 0.2
-        require(
-            estimator == "gae" or critic_only,
-            f"--advantage_estimator {estimator} has no critic: leave --critic_warmup_rollouts, --gae_lambda and "
-            "--value_clip_eps out",
-        )
-        require(
-            self.normalize_group_std or estimator in ("grpo", "grpo_pass_at_k"),
-            f"--advantage_estimator {estimator} does not divide by the group's standard deviation: leave "
-            "--normalize_group_std out",
-        )
-        require(
-            self.kl_target is None or self.kl_coef > 0,
-            "--kl_target adapts --kl_coef, which must be above 0 to start from",
+            self.entropy_target is None or self.entropy_coef <= self.entropy_coef_max,
+            f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max {self.entropy_coef_max}",
         )
 
     @property
