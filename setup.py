@@ -22,9 +22,20 @@ setup(
         "transformers==5.23.0",
         "accelerate==1.15.0",
         "datasets==5.2.0",
+        "requests==2.34.2",
         "tensorboard==2.21.0",
     ],
     extras_require={
-        "test": ["pytest==9.2.0", "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML==6.0.12.20261113"],
+        "math": ["math-verify==0.9.0"],
+        "plot": ["matplotlib==3.11.2"],
+        "test": [
+            "pytest==9.2.0",
+            "ruff==0.17.5",
+            "mypy==2.4.1",
+            "types-PyYAML==6.0.12.20261113",
+            "hypothesis==6.170.15",
+            "types-requests==2.33.0.20261030",
+            "math-verify==0.9.0",
+        ],
     },
 )

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from dschat_ppo.algorithms.advantages import gae, token_rewards
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.masked import masked_whiten
-from dschat_ppo.algorithms.policy_loss import ppo_policy_loss
+from dschat_ppo.algorithms.policy_loss import PolicyLossSettings, PolicyTerms, ppo
 from dschat_ppo.algorithms.value_loss import clipped_value_loss
 from dschat_ppo.engine.build import optimizer_step
 from dschat_ppo.trainers.ppo import PPOTrainer
@@ -60,7 +60,7 @@ def _positions(mask: Tensor) -> Tensor:
 
 def step(trainer: PPOTrainer, work: Workload) -> None:
     """One PPO step: rollout, scoring, one update of actor and critic."""
-    engines, flags = trainer.engines, trainer.flags
+    engines, flags = trainer.engines, trainer.config.algorithm
     with engines.hybrid.generating() as model:
         ids = answers(model, work)
     prompt, answer = work.prompts.prompt_ids.shape[1], ids.shape[1] - work.prompts.prompt_ids.shape[1]
@@ -81,7 +81,8 @@ def step(trainer: PPOTrainer, work: Workload) -> None:
 
     def actor_loss(_: int) -> Tensor:
         logprobs = token_logprobs(actor, ids, mask, answer)
-        return ppo_policy_loss(logprobs, old, advantages, response_mask, flags.clip_eps, count).loss
+        terms = PolicyTerms(logprobs, old, advantages, response_mask)
+        return ppo(terms, PolicyLossSettings()).losses.sum() / count
 
     def critic_loss(_: int) -> Tensor:
         now = values_of(critic, ids, mask)[:, prompt - 1 : -1]

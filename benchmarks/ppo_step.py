@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import plain
+from datasets import Dataset
 from measure import costs, markdown, peak_memory, threads
 from models import Workload, classifier, config_of, language_model, workload
 
@@ -32,12 +33,14 @@ from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
-from dschat_ppo.engine.rlhf_engine import RLHFEngine
+from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.loading import load_tokenizer
+from dschat_ppo.rewards.build import build_sources
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.tools.toy import make_tokenizer
 from dschat_ppo.trainers.ppo import PPOTrainer
+from dschat_ppo.trainers.ppo_run import learned_reward
 
 BATCH = 32
 WIDE = 32768
@@ -58,18 +61,21 @@ def make_trainer(folder: Path, vocabulary: int, old_logprobs: str) -> PPOTrainer
     words += ["--micro_batch_tokens", TOKENS]
     flags = parse("ppo", [str(word) for word in words])
     plan = plan_ppo(flags.ppo, BATCH, 1)
-    engines = RLHFEngine(flags, plan, str(folder / "lm"), str(folder / "reward"))
-    return PPOTrainer(flags, plan, engines, None, load_tokenizer(str(folder / "lm"), "lm"), dist.device())
+    engines = RLHFEngine(flags, plan, ModelFolders(*(str(folder / name) for name in ("lm", "reward", "reward"))))
+    tokenizer = load_tokenizer(str(folder / "lm"), "lm")
+    rewards = build_sources(flags.rewards, learned_reward(flags, engines, tokenizer, plan.micro_batch_tokens))
+    prompts = Dataset.from_dict({"row": ["{}"] * BATCH})
+    return PPOTrainer(flags, plan, engines, prompts, tokenizer, rewards, dist.device())
 
 
 def our_step(trainer: PPOTrainer, work: Workload) -> None:
     """One PPO step as `PPOTrainer.run` makes it, with answers of given lengths."""
-    how = replace(trainer.rollouts.how, stopping=Stopping(int(work.answer_lengths.max())))
+    how = replace(trainer.collector.rollouts.how, stopping=Stopping(int(work.answer_lengths.max())))
     with trainer.engines.hybrid.generating() as model:
         rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), how, limits=work.answer_lengths)
     assert int(rollout.response_mask.sum()) == work.tokens
-    trainer.mini_dataset.add(trainer.score(rollout))
-    trainer.update(trainer.mini_dataset.collect(trainer.flags.whiten_advantages), step=1)
+    trainer.mini_dataset.add(trainer.collector.score(rollout, list(range(BATCH)), 0, step=1))
+    trainer.update(trainer.shaping.experience(trainer.mini_dataset.collect(), step=1), step=1)
 
 
 def ways_of(trainer: PPOTrainer, work: Workload) -> dict[str, Any]:

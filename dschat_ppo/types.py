@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Rows = TypeVar("Rows", "PromptBatch", "Rollout", "Experience")
+Rows = TypeVar("Rows", "PromptBatch", "Rollout", "ScoredRollout", "Experience")
 
 Record = TypeVar("Record")
 
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
+PER_ROW = ("finish_reason", "source_scores", "scores", "baselines", "groups")
 
 
 @dataclass(frozen=True)
@@ -59,37 +60,51 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Experience:
-    """A scored rollout. All of `old_logprobs`, `ref_logprobs`, `values`, `rewards`, `advantages`, `returns` are (B, R)
-    fp32, aligned to response tokens, 0 outside `response_mask`; `scores` (B,) fp32 are the reward model's own.
+class ScoredRollout(Rollout):
+    """A rollout with what the models say of it. (B, R) tensors are fp32, aligned to response tokens, 0 outside
+    `response_mask`; None stands for what the run does not ask for.
+
+    `old_logprobs` (B, R) of the policy that is about to be trained; `entropies` (B, R) of its distributions;
+    `ref_logprobs` (B, R) of the reference; `kl` (B, R), the estimate of KL to the reference that the reward is
+    penalised by; `values` (B, R); `source_scores` (B, K) fp32 of each source of reward; `scores` (B,) fp32, their
+    mixture; `baselines` (B,) fp32, the score of the greedy answer to the same prompt; `groups` (B,) int64, the number
+    of the row's prompt in the run.
     """
 
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    response_ids: Tensor
-    response_mask: Tensor
-    rollout_logprobs: Tensor
-    finish_reason: Tensor
     old_logprobs: Tensor
-    ref_logprobs: Tensor
-    values: Tensor
+    entropies: Tensor | None
+    ref_logprobs: Tensor | None
+    kl: Tensor | None
+    values: Tensor | None
+    source_scores: Tensor
     scores: Tensor
+    baselines: Tensor | None
+    groups: Tensor
+
+
+@dataclass(frozen=True)
+class Experience(ScoredRollout):
+    """Scored answers ready for the updates. All (B, R) fp32 and 0 outside `response_mask` unless said otherwise.
+
+    `rewards` per token; `advantages`; `returns`, the critic's targets; `loss_mask` (B, R) bool, True on the response
+    tokens that the policy's loss counts; `loss_weights`, factors of their losses; `selected` (B, R) bool, the tokens
+    that `clip_cov` and `kl_cov` act on, or None.
+    """
+
     rewards: Tensor
     advantages: Tensor
     returns: Tensor
-
-    @property
-    def ended(self) -> Tensor:
-        """(B,) bool, True where the answer ended by itself, False where the length limit cut it."""
-        return self.finish_reason != FinishReason.LENGTH
+    loss_mask: Tensor
+    loss_weights: Tensor
+    selected: Tensor | None
 
 
-def row_lengths(rows: Rollout | Experience) -> Tensor:
+def row_lengths(rows: Rollout) -> Tensor:
     """Real tokens of each row, prompt and response, (B,) int64."""
     return rows.prompt_mask.sum(dim=1) + rows.response_mask.sum(dim=1)
 
 
-def full_sequences(rows: Rollout | Experience) -> tuple[Tensor, Tensor]:
+def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
     """Prompt and response of each row as one run from slot 0 on, right-padded, so that a token's slot is its position.
 
     Returns:
@@ -103,7 +118,7 @@ def full_sequences(rows: Rollout | Experience) -> tuple[Tensor, Tensor]:
     return joined.gather(1, (first.unsqueeze(1) + slots).clamp_max(joined.shape[1] - 1)), lengths
 
 
-def response_slots(rows: Rollout | Experience) -> Tensor:
+def response_slots(rows: Rollout) -> Tensor:
     """Slot in `full_sequences` of each response token, (B, R) int64; the last real one of the row where there is none.
 
     The slot before it is where that token is predicted.
@@ -118,14 +133,20 @@ def position_ids_of(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(dim=1) - 1).clamp_min(0)
 
 
+def tensors_of(rows: Any) -> dict[str, Tensor]:
+    """Field name -> tensor of a record, without the fields that are None."""
+    values = {f.name: getattr(rows, f.name) for f in fields(rows)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def select_rows(rows: Rows, index: Tensor) -> Rows:
     """The rows at `index` (n,) int64, cut to the longest prompt and response among them."""
-    chosen = {f.name: getattr(rows, f.name)[index] for f in fields(rows)}
+    chosen = {name: value[index] for name, value in tensors_of(rows).items()}
     prompt_length = int(chosen["prompt_mask"].sum(dim=1).max())
     chosen |= {name: _last_columns(chosen[name], prompt_length) for name in LEFT_PADDED}
     if "response_mask" in chosen:
         response_length = max(1, int(chosen["response_mask"].sum(dim=1).max()))
-        responses = [name for name, value in chosen.items() if value.dim() == 2 and name not in LEFT_PADDED]
+        responses = [name for name in chosen if name not in (*LEFT_PADDED, *PER_ROW)]
         chosen |= {name: chosen[name][:, :response_length] for name in responses}
     return replace(rows, **chosen)
 
@@ -138,31 +159,29 @@ def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
     """The same rows with padding columns up to the given lengths: prompts grow leftwards, responses rightwards."""
 
     def padded(name: str, value: Tensor) -> Tensor:
-        if value.dim() == 1:
+        if name in PER_ROW:
             return value
         if name in LEFT_PADDED:
             return torch.nn.functional.pad(value, (prompt_length - value.shape[1], 0))
         return torch.nn.functional.pad(value, (0, response_length - value.shape[1]))
 
-    changes: dict[str, Any] = {f.name: padded(f.name, getattr(rows, f.name)) for f in fields(rows)}
-    return replace(rows, **changes)
+    return replace(rows, **{name: padded(name, value) for name, value in tensors_of(rows).items()})
 
 
 def repeat_rows(rows: Rows, times: int) -> Rows:
     """Every row `times` times, one after another."""
-    return replace(rows, **{f.name: getattr(rows, f.name).repeat_interleave(times, dim=0) for f in fields(rows)})
+    return replace(rows, **{name: v.repeat_interleave(times, dim=0) for name, v in tensors_of(rows).items()})
 
 
 def concat_rows(parts: list[Rows]) -> Rows:
-    """Rows of all parts, in order, padded to common lengths."""
+    """Rows of all parts, in order, padded to common lengths. What is None in one part is None in all."""
     prompt_length = max(part.prompt_ids.shape[1] for part in parts)
-    response_length = max(part.response_ids.shape[1] if not isinstance(part, PromptBatch) else 0 for part in parts)
-    padded = [pad_rows(part, prompt_length, response_length) for part in parts]
-    names = [f.name for f in fields(parts[0])]
-    return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in padded]) for name in names})
+    response_length = max(part.response_ids.shape[1] if isinstance(part, Rollout) else 0 for part in parts)
+    padded = [tensors_of(pad_rows(part, prompt_length, response_length)) for part in parts]
+    return replace(parts[0], **{name: torch.cat([part[name] for part in padded]) for name in padded[0]})
 
 
 def to_device(record: Record, device: torch.device | str) -> Record:
     """The same record (a dataclass of tensors) on `device`."""
-    moved: dict[str, Any] = {f.name: getattr(record, f.name).to(device) for f in fields(record)}  # type: ignore[arg-type]
+    moved: dict[str, Any] = {name: value.to(device) for name, value in tensors_of(record).items()}
     return replace(record, **moved)  # type: ignore[type-var]

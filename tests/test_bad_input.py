@@ -39,6 +39,18 @@ CASES = {
         ["vocabulary of 100"],
     ),
     "reward model of another tokenizer": ("ppo", "--critic_model_name_or_path {b}/other", ["tokenizer differs"]),
+    "router loss of a dense model": ("ppo", "--router_loss_coef 0.1", ["--router_loss_coef", "no mixture of experts"]),
+    "statistics that the reward model lacks": ("ppo", "--normalize_rewards model", ["reward_mean", "step 2"]),
+    "true score that is no function": (
+        "ppo",
+        "--eval_data_path {a}/prompts.jsonl --eval_reward_function x.py:f",
+        ["x.py"],
+    ),
+    "held-out prompts that are all too long": (
+        "ppo",
+        "--eval_data_path {a}/prompts.jsonl --data_path {b}/short.jsonl --max_prompt_seq_len 1",
+        ["--eval_data_path", "--max_prompt_seq_len"],
+    ),
     "ZeRO stage 5": ("sft", "--zero_stage 5", ["--zero_stage", "5", "0, 1, 2, 3"]),
     "actor ZeRO stage 5": ("ppo", "--actor_zero_stage 5", ["--actor_zero_stage", "5"]),
     "batches that do not divide": (
@@ -83,6 +95,12 @@ CASES = {
         "--actor_model_name_or_path {a}/reward --critic_model_name_or_path {a}/lm",
         ["--actor_model_name_or_path", "score.weight", "swapped"],
     ),
+    "flag of another objective": (
+        "reward",
+        "--objective dpo --center_rewards_coef 0.1",
+        ["--center_rewards_coef", "--objective dpo", "--objective reward"],
+    ),
+    "pairs that are missing": ("reward", "--objective dpo --data_path {a}/sft.jsonl", ["prompt/chosen/rejected"]),
     "slip of the pen": ("sft", "--learning_rat 3", ["did you mean --learning_rate?"]),
     "unknown setting in YAML": ("sft", "--config {b}/bad.yaml", ["bad.yaml", "'learning_speed'"]),
 }
@@ -115,6 +133,7 @@ def bad(assets, tmp_path_factory):
     (folder / "broken.jsonl").write_text(f"{good}\n{{prompt\n")
     (folder / "finished").mkdir()
     (folder / "finished/result.json").write_text("{}")
+    (folder / "short.jsonl").write_text('{"prompt": "a"}\n' * 64)
     (folder / "ds.json").write_text('{"train_batch_size": 4}')
     (folder / "auto.json").write_text('{"gradient_clipping": "auto"}')
     (folder / "bad.yaml").write_text("learning_speed: 3\n")

@@ -3,7 +3,15 @@
 import torch
 from datasets import Dataset
 
-from dschat_ppo.data.collators import collate_pairs, collate_prompts, collate_sft, rows_at
+from dschat_ppo.data.collators import (
+    collate_answers,
+    collate_pairs,
+    collate_preferences,
+    collate_prompts,
+    collate_sft,
+    rows_at,
+    with_reference,
+)
 from dschat_ppo.data.sampler import FILLER
 
 PAD = 99
@@ -80,6 +88,46 @@ def test_filler_pairs_are_masked():
     batch = collate_pairs(pair_rows(), [1, FILLER], PAD)
     assert batch.pair_mask.tolist() == [True, False]
     assert batch.input_ids.shape[0] == 4
+
+
+def test_answers_are_told_from_prompts_by_length():
+    batch = collate_answers(pair_rows(), [0, 1], PAD)
+    assert batch.input_ids.tolist() == collate_pairs(pair_rows(), [0, 1], PAD).input_ids.tolist()
+    assert batch.answer_mask.long().tolist() == [
+        [0, 0, 1, 1, 0, 0],
+        [0, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 1, 1],
+        [0, 1, 0, 0, 0, 0],
+    ]
+    assert batch.pair_mask.tolist() == [True, True]
+
+
+def test_answers_that_begin_alike_count_whole():
+    rows = Dataset.from_list([{"prompt_ids": [1], "answers": [[5, 6, 0], [5, 7, 0]], "margin": 0.0}])
+    assert collate_answers(rows, [0], PAD).answer_mask.long().tolist() == [[0, 1, 1, 1], [0, 1, 1, 1]]
+
+
+def test_filler_pairs_have_no_answer():
+    batch = collate_answers(pair_rows(), [FILLER, 1], 0)
+    assert batch.pair_mask.tolist() == [False, True]
+    assert batch.answer_mask.sum(dim=1).tolist() == [0, 2, 0, 1]
+
+
+def test_reference_logprobs_go_with_their_answers():
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -1 / 3]], dtype=torch.float64)
+    rows = with_reference(pair_rows(), logprobs)
+    batch = collate_preferences(rows, [1, 0, FILLER], PAD)
+    assert batch.ref_logprobs.tolist() == [-3.0, -1.0, -1.0, -1 / 3, -2.0, -2.0]
+    assert batch.ref_logprobs.dtype == torch.float64
+    plain = collate_answers(pair_rows(), [1, 0, FILLER], PAD)
+    for name in ("input_ids", "answer_mask", "pair_mask"):
+        assert torch.equal(getattr(batch, name), getattr(plain, name))
+
+
+def test_reference_logprobs_stay_with_their_rows_when_rows_are_a_selection():
+    rows = with_reference(pair_rows().select([1]), torch.tensor([[-5.0, -6.0]]))
+    assert rows[0]["prompt_ids"] == [7]
+    assert collate_preferences(rows, [0], PAD).ref_logprobs.tolist() == [-5.0, -6.0]
 
 
 def test_prompts_are_left_padded():

@@ -63,6 +63,11 @@ DEEPSPEED_CHAT = {
         "eval_interval": (0, ["50"]),
         "eval_iters": (100, ["10"]),
         "tensorboard_path": ("step2_tensorboard", ["board"]),
+        # of its separate DPO step, whose learning rate was 1e-3 by default; here it is that of the reward model
+        "beta": (0.1, ["0.3", "--objective", "dpo"]),
+        "label_smoothing": (0.0, ["0.1", "--objective", "cdpo"]),
+        "offload_reference_model": (False, []),
+        "print_loss": (False, []),
     },
     "ppo": {
         **SHARED,
@@ -133,13 +138,16 @@ NOT_YET = {
     "ppo": (
         "actor_lora_dim", "actor_lora_module_name", "actor_lora_learning_rate", "critic_lora_dim",
         "critic_lora_module_name", "critic_lora_learning_rate", "only_optimize_lora", "enable_ema",
-        "enable_mixed_precision_lora", "unsupervised_dataset_name", "unsupervised_dataset_config_name", "unsup_coef",
+        "enable_mixed_precision_lora",
         "inference_tp_size", "tp_gather_partition_size", "align_overflow",
     ),
 }  # fmt: skip
 NOTED = {
     "sft": ("compute_fp32_loss", "deepspeed", "add_eot_token", "eot_token", "print_loss"),
-    "reward": ("compute_fp32_loss", "deepspeed", "add_eot_token", "num_padding_at_beginning"),
+    "reward": (
+        "compute_fp32_loss", "deepspeed", "add_eot_token", "num_padding_at_beginning", "offload_reference_model",
+        "print_loss",
+    ),
     "ppo": (
         "compute_fp32_loss", "deepspeed", "add_eot_token", "num_padding_at_beginning", "enable_hybrid_engine",
         "release_inference_cache",
@@ -158,9 +166,9 @@ def words_for(step: str, name: str) -> list[str]:
 # DeepSpeed-Chat's flags
 
 
-@pytest.mark.parametrize(("step", "count"), [("sft", 32 + 2), ("reward", 32 + 2), ("ppo", 60 + 2)])
+@pytest.mark.parametrize(("step", "count"), [("sft", 32 + 2), ("reward", 32 + 4 + 2), ("ppo", 60 + 2)])
 def test_the_table_above_is_complete(step, count):
-    # Its main.py count plus --deepspeed and --deepspeed_config.
+    # Its main.py count (step 2: and what only its DPO has) plus --deepspeed and --deepspeed_config.
     assert len(DEEPSPEED_CHAT[step]) == count
 
 
@@ -284,6 +292,15 @@ def test_required_flags_are_named(step, missing):
         ("sft", "data_split_seed", "-1"),
         ("sft", "preprocessing_num_workers", "0"),
         ("reward", "max_seq_len", "-5"),
+        ("reward", "objective", "kto"),
+        ("reward", "center_rewards_coef", "-0.1"),
+        ("reward", "center_rewards_coef", "nan"),
+        ("reward", "beta", "0"),
+        ("reward", "beta", "-0.1"),
+        ("reward", "beta", "inf"),
+        ("reward", "label_smoothing", "-0.1"),
+        ("reward", "nll_coef", "0"),
+        ("reward", "nll_coef", "-1"),
         ("ppo", "temperature", "0"),
         ("ppo", "top_p", "0"),
         ("ppo", "top_p", "1.1"),
@@ -346,6 +363,51 @@ def test_values_out_of_range_are_refused_by_name(step, name, value):
 def test_flags_without_effect_under_the_others_are_refused(words, named):
     with pytest.raises(UserError, match=named):
         read("ppo", *words)
+
+
+DIRECT = ["dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll"]
+SMOOTHED = ["cdpo", "robust_dpo"]
+
+
+def objective_words(objective: str) -> list[str]:
+    """Words under which the objective is complete."""
+    return ["--objective", objective, *(["--label_smoothing", "0.1"] if objective in SMOOTHED else [])]
+
+
+@pytest.mark.parametrize(
+    ("words", "known_to"),
+    [
+        (["--no_use_margin"], ["reward"]),
+        (["--center_rewards_coef", "0.01"], ["reward"]),
+        (["--beta", "0.3"], DIRECT),
+        (["--label_smoothing", "0.2"], SMOOTHED),
+        (["--nll_coef", "1.0"], ["dpo_nll"]),
+    ],
+)
+@pytest.mark.parametrize("objective", ["reward", *DIRECT])
+def test_flags_of_other_objectives_are_refused(objective, words, known_to):
+    name = words[0].replace("--no_", "--")
+    given = [*objective_words(objective), *words]
+    if objective in known_to:
+        assert read("reward", *given)["objective"] == objective
+        return
+    with pytest.raises(UserError, match=f"{name} .*no effect under --objective {objective}.*{known_to[0]}"):
+        read("reward", *given)
+
+
+@pytest.mark.parametrize("objective", SMOOTHED)
+@pytest.mark.parametrize("share", ["0", "0.5", "0.9"])
+def test_wrongly_labelled_pairs_are_fewer_than_half_and_more_than_none(objective, share):
+    with pytest.raises(UserError, match=f"--label_smoothing .*0.5.*{objective}"):
+        read("reward", "--objective", objective, "--label_smoothing", share)
+
+
+def test_a_reward_model_is_trained_unless_asked_otherwise():
+    values = read("reward")
+    assert values["objective"] == "reward"
+    assert values["use_margin"] is True
+    assert values["center_rewards_coef"] == 0.0
+    assert values["nll_coef"] == 0.2
 
 
 @pytest.mark.parametrize("step", ["sft", "reward"])

@@ -1,6 +1,7 @@
 """Scoring a rollout with tiny models, against a computation row by row without padding."""
 
-from dataclasses import fields, replace
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,17 +15,20 @@ from transformers import (
 )
 
 from dschat_ppo.common import dist
-from dschat_ppo.experience.maker import ExperienceMaker, RewardShaping, shape_scores
+from dschat_ppo.experience import maker
+from dschat_ppo.experience.maker import ExperienceMaker, Scoring
+from dschat_ppo.models.forward import response_values
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
-from dschat_ppo.rewards.model import ModelReward
-from dschat_ppo.types import FinishReason, Rollout
+from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, row_lengths, tensors_of
 
 VOCABULARY = 32
 PROMPT_LENGTHS = (2, 5, 1, 4, 3)
 LENGTHS = (4, 0, 1, 6, 3)
 TEMPERATURE = 0.8
-SHAPING = RewardShaping(kl_coef=0.2, reward_clip=0.0, missing_eos_penalty=0.0, gamma=0.9, gae_lambda=0.8)
+SOURCES = torch.tensor([[1.0, -2.0], [0.5, 3.0], [4.0, 0.0], [-1.0, 1.0], [2.0, 2.0]])
+SCORES = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+GROUPS = torch.tensor([7, 7, 8, 9, 9])
 LLAMA = LlamaConfig(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, num_labels=1, pad_token_id=None,
@@ -41,7 +45,6 @@ def models_of(language_model, classifier, config) -> dict[str, torch.nn.Module]:
         "actor": PolicyModel(language_model(config)).eval(),
         "reference": PolicyModel(language_model(config)).eval(),
         "critic": ScalarModel(classifier(config)).eval(),
-        "reward": ScalarModel(classifier(config)).eval(),
     }
 
 
@@ -76,17 +79,16 @@ def rollout(padding_seed: int = 0) -> Rollout:
     )
 
 
-def maker_of(models, shaping=SHAPING, budget=20, reward=None, recompute=True) -> ExperienceMaker:
-    reward = reward or ModelReward(models["reward"])
-    return ExperienceMaker(
-        models["actor"], models["reference"], models["critic"], reward, shaping, TEMPERATURE, budget, recompute
-    )
+def scored(models, rows: Rollout, budget=20, recompute=True, kl="k1", **changes) -> ScoredRollout:
+    """The rows with scores of their own number."""
+    roles = {name: models[name] for name in ("actor", "reference", "critic")} | changes
+    maker = ExperienceMaker(**roles, how=Scoring(TEMPERATURE, budget, recompute, kl))
+    return maker.make(rows, SOURCES, SCORES, GROUPS)
 
 
-def logprobs_alone(model, prompt: torch.Tensor, response: torch.Tensor) -> list[float]:
+def tables_alone(model, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
     logits = model.lm(input_ids=torch.cat([prompt, response]).unsqueeze(0), use_cache=False).logits[0].double()
-    table = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-    return [table[len(prompt) + t - 1, int(token)].item() for t, token in enumerate(response)]
+    return torch.log_softmax(logits / TEMPERATURE, dim=-1)[len(prompt) - 1 : len(prompt) - 1 + len(response)]
 
 
 def values_alone(model: ScalarModel, sequence: torch.Tensor) -> list[float]:
@@ -95,145 +97,122 @@ def values_alone(model: ScalarModel, sequence: torch.Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def row_alone(models, rows: Rollout, row: int) -> dict[str, list[float] | float]:
-    """All fields of one row from its real tokens alone, in plain Python."""
+def row_alone(models, rows: Rollout, row: int) -> dict[str, list[float]]:
+    """All per-token fields of one row from its real tokens alone, in plain Python."""
     prompt, response = rows.prompt_ids[row][rows.prompt_mask[row]], rows.response_ids[row][rows.response_mask[row]]
-    sequence, length = torch.cat([prompt, response]), len(response)
-    old, ref = (logprobs_alone(models[name], prompt, response) for name in ("actor", "reference"))
-    values = values_alone(models["critic"], sequence)[len(prompt) - 1 : len(prompt) - 1 + length]
-    score = values_alone(models["reward"], sequence)[-1]
-    rewards = [-SHAPING.kl_coef * (a - b) for a, b in zip(old, ref, strict=True)]
-    if length:
-        rewards[-1] += score
-    advantages, following = [0.0] * length, 0.0
-    for t in reversed(range(length)):
-        next_value = values[t + 1] if t + 1 < length else 0.0
-        following = rewards[t] + SHAPING.gamma * next_value - values[t] + SHAPING.gamma * SHAPING.gae_lambda * following
-        advantages[t] = following
-    returns = [a + v for a, v in zip(advantages, values, strict=True)]
-    return {"old_logprobs": old, "ref_logprobs": ref, "values": values, "scores": score, "rewards": rewards,
-            "advantages": advantages, "returns": returns}  # fmt: skip
+    tables = {name: tables_alone(models[name], prompt, response) for name in ("actor", "reference")}
+    old, ref = ([t[int(token)].item() for t, token in zip(tables[name], response, strict=True)]
+                for name in ("actor", "reference"))  # fmt: skip
+    values = values_alone(models["critic"], torch.cat([prompt, response]))
+    return {
+        "old_logprobs": old,
+        "ref_logprobs": ref,
+        "entropies": [-sum(math.exp(x) * x for x in table.tolist()) for table in tables["actor"]],
+        "values": values[len(prompt) - 1 : len(prompt) - 1 + len(response)],
+        "k1": [a - b for a, b in zip(old, ref, strict=True)],
+        "k2": [(a - b) ** 2 / 2 for a, b in zip(old, ref, strict=True)],
+        "full": [
+            sum(math.exp(p) * (p - q) for p, q in zip(a.tolist(), b.tolist(), strict=True))
+            for a, b in zip(tables["actor"], tables["reference"], strict=True)
+        ],
+    }
 
 
 @pytest.mark.parametrize("budget", [1, 12, 1000])
-def test_every_field_matches_the_row_alone(models, budget):
+@pytest.mark.parametrize("kl", ["k1", "k2", "full"])
+def test_every_field_matches_the_row_alone(models, budget, kl):
     rows = rollout()
-    experience = maker_of(models, budget=budget).make(rows)
+    found = scored(models, rows, budget=budget, kl=kl)
     for row in range(5):
-        for name, expected in row_alone(models, rows, row).items():
-            value = getattr(experience, name)[row]
-            real = value.item() if name == "scores" else value[experience.response_mask[row]].tolist()
-            assert real == pytest.approx(expected, abs=2e-5), (name, row)
+        expected = row_alone(models, rows, row)
+        expected["kl"] = expected[kl]
+        for name in ("old_logprobs", "ref_logprobs", "entropies", "values", "kl"):
+            real = getattr(found, name)[row][found.response_mask[row]].tolist()
+            assert real == pytest.approx(expected[name], abs=3e-5), (name, row)
 
 
-def test_nothing_stands_outside_the_mask(models):
-    experience = maker_of(models).make(rollout())
-    outside = ~experience.response_mask
-    for name in ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns"):
-        assert getattr(experience, name)[outside].abs().max().item() == 0.0, name
-        assert getattr(experience, name).dtype == torch.float32, name
+@pytest.mark.parametrize("budget", [1, 12, 1000])
+def test_scores_and_groups_stay_with_their_rows(models, budget):
+    found = scored(models, rollout(), budget=budget)
+    assert torch.equal(found.source_scores, SOURCES)
+    assert torch.equal(found.scores, SCORES)
+    assert torch.equal(found.groups, GROUPS)
+    assert found.baselines is None
+
+
+@pytest.mark.parametrize("kl", ["k1", "full"])
+def test_nothing_stands_outside_the_mask(models, kl):
+    found = scored(models, rollout(), kl=kl)
+    outside = ~found.response_mask
+    for name in ("old_logprobs", "entropies", "ref_logprobs", "values", "kl"):
+        assert getattr(found, name)[outside].abs().max().item() == 0.0, name
+        assert getattr(found, name).dtype == torch.float32, name
 
 
 def test_the_rollout_is_carried_over(models):
     rows = rollout()
-    experience = maker_of(models).make(rows)
-    assert torch.equal(experience.response_mask, rows.response_mask)
-    assert torch.equal(experience.response_ids[rows.response_mask], rows.response_ids[rows.response_mask])
-    assert torch.equal(experience.prompt_ids[experience.prompt_mask], rows.prompt_ids[rows.prompt_mask])
-    assert torch.equal(experience.rollout_logprobs, rows.rollout_logprobs)
-    assert torch.equal(experience.finish_reason, rows.finish_reason)
+    found = scored(models, rows)
+    assert torch.equal(found.response_mask, rows.response_mask)
+    assert torch.equal(found.response_ids[rows.response_mask], rows.response_ids[rows.response_mask])
+    assert torch.equal(found.prompt_ids[found.prompt_mask], rows.prompt_ids[rows.prompt_mask])
+    assert torch.equal(found.rollout_logprobs, rows.rollout_logprobs)
+    assert torch.equal(found.finish_reason, rows.finish_reason)
 
 
 def test_empty_answers_keep_their_row(models):
     rows = rollout()
     cut = torch.full((5,), FinishReason.LENGTH, dtype=torch.int8)
     empty = replace(rows, response_mask=torch.zeros_like(rows.response_mask), finish_reason=cut)
-    experience = maker_of(models).make(empty)
-    assert experience.scores.shape == (5,)
-    assert experience.response_ids.shape[1] >= 1
-    assert not experience.response_mask.any()
-    assert experience.rewards.abs().max().item() == experience.returns.abs().max().item() == 0.0
-    with torch.no_grad():
-        expected = [values_alone(models["reward"], rows.prompt_ids[row][rows.prompt_mask[row]])[-1] for row in range(5)]
-    assert experience.scores.tolist() == pytest.approx(expected, abs=2e-5)
+    found = scored(models, empty)
+    assert found.scores.shape == (5,)
+    assert found.response_ids.shape[1] >= 1
+    assert not found.response_mask.any()
+    assert found.old_logprobs.abs().max().item() == found.values.abs().max().item() == 0.0
 
 
 def test_random_ids_in_padding_change_nothing(models):
     first, second = rollout(padding_seed=0), rollout(padding_seed=1)
     assert not torch.equal(first.response_ids, second.response_ids)
-    before, after = maker_of(models).make(first), maker_of(models).make(second)
-    for field in fields(before):
-        if field.name not in ("prompt_ids", "response_ids"):
-            torch.testing.assert_close(
-                getattr(before, field.name), getattr(after, field.name), atol=1e-6, rtol=0, msg=field.name
-            )
+    before, after = tensors_of(scored(models, first)), tensors_of(scored(models, second))
+    for name, value in before.items():
+        if name not in ("prompt_ids", "response_ids"):
+            torch.testing.assert_close(value, after[name], atol=1e-6, rtol=0, msg=name)
 
 
-def test_a_policy_equal_to_its_reference_pays_no_kl(models):
-    same = {**models, "reference": models["actor"]}
-    experience = maker_of(same).make(rollout())
-    last = torch.tensor(LENGTHS) - 1
-    for row in range(5):
-        expected = [0.0] * 6
-        if LENGTHS[row]:
-            expected[int(last[row])] = experience.scores[row].item()
-        assert experience.rewards[row].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("clip", "penalty", "expected"),
-    [
-        (0.0, 0.0, [7.0, -9.0, 0.5, 3.0]),
-        (2.0, 0.0, [2.0, -2.0, 0.5, 2.0]),
-        (0.0, 1.5, [7.0, -10.5, 0.5, 1.5]),
-        (2.0, 1.5, [2.0, -3.5, 0.5, 0.5]),  # the penalty comes after the clipping
-    ],
-)
-def test_scores_are_clipped_then_penalised_where_eos_is_missing(clip, penalty, expected):
-    shaping = replace(SHAPING, reward_clip=clip, missing_eos_penalty=penalty)
-    ended = torch.tensor([True, False, True, False])
-    assert shape_scores(torch.tensor([7.0, -9.0, 0.5, 3.0]), ended, shaping).tolist() == expected
-
-
-def test_shaped_scores_go_into_rewards_and_the_models_own_into_scores(models):
-    raw = torch.tensor([9.0, 9.0, -9.0, 9.0, 1.0])
-    shaping = RewardShaping(kl_coef=0.0, reward_clip=2.0, missing_eos_penalty=0.5, gamma=1.0, gae_lambda=1.0)
-    of_length = dict(zip(LENGTHS, raw.tolist(), strict=True))
-
-    def reward(rows):
-        return torch.tensor([of_length[n] for n in rows.response_mask.sum(dim=1).tolist()])
-
-    experience = maker_of(models, shaping, budget=20, reward=reward).make(rollout())
-    assert torch.equal(experience.scores, raw)
-    # Row 1 is empty; rows 1 and 3 lack their EOS.
-    assert experience.rewards.sum(dim=1).tolist() == [2.0, 0.0, -2.0, 1.5, 1.0]
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "abs", "full"])
+def test_a_policy_equal_to_its_reference_has_no_kl(models, kl):
+    found = scored({**models, "reference": models["actor"]}, rollout(), kl=kl)
+    assert found.kl.abs().max().item() < 1e-6
 
 
 @pytest.mark.parametrize(("budget", "sizes"), [(1, [1, 1, 1, 1, 1]), (12, [1, 2, 2]), (20, [2, 3]), (50, [5])])
-def test_passes_keep_the_budget_longest_rows_first(models, budget, sizes):
+def test_passes_keep_the_budget_longest_rows_first(models, budget, sizes, monkeypatch):
     # tokens of the rows: 6, 5, 2, 10, 6
-    seen = []
-
-    def reward(rows):
-        seen.append((rows.prompt_mask.sum(1) + rows.response_mask.sum(1)).tolist())
-        return torch.zeros(len(rows.ended))
-
-    maker_of(models, budget=budget, reward=reward).make(rollout())
+    seen = watched_passes(monkeypatch)
+    scored(models, rollout(), budget=budget)
     assert [len(part) for part in seen] == sizes
     assert sum(seen, []) == [10, 6, 6, 5, 2]
 
 
+def watched_passes(monkeypatch) -> list[list[int]]:
+    """Tokens of the rows of each pass that is made from now on."""
+    seen: list[list[int]] = []
+
+    def watched(engine, rows):
+        seen.append(row_lengths(rows).tolist())
+        return response_values(engine, rows)
+
+    monkeypatch.setattr(maker, "response_values", watched)
+    return seen
+
+
 def test_a_rank_with_fewer_passes_makes_more_and_keeps_its_rows(models, monkeypatch):
-    passes = []
-
-    def reward(rows):
-        passes.append(len(rows.ended))
-        return torch.zeros(len(rows.ended))
-
+    seen = watched_passes(monkeypatch)
     monkeypatch.setattr(dist, "all_reduce", lambda value, op: value + 3)
-    experience = maker_of(models, budget=20, reward=reward).make(rollout())
-    assert passes == [2, 3, 3, 3, 3]
-    assert torch.equal(experience.response_mask, rollout().response_mask)
+    found = scored(models, rollout(), budget=20)
+    assert [len(part) for part in seen] == [2, 3, 3, 3, 3]
+    assert torch.equal(found.response_mask, rollout().response_mask)
+    assert torch.equal(found.scores, SCORES)
 
 
 def test_recorded_logprobs_replace_the_actors_pass(models):
@@ -242,14 +221,20 @@ def test_recorded_logprobs_replace_the_actors_pass(models):
     def forbidden(*_):
         raise AssertionError("the actor was run")
 
-    experience = maker_of({**models, "actor": forbidden}, recompute=False).make(rows)
-    assert torch.equal(experience.old_logprobs, rows.rollout_logprobs)
-    expected = maker_of(models).make(rows)
-    assert torch.equal(experience.ref_logprobs, expected.ref_logprobs)
-    kl_difference = SHAPING.kl_coef * (experience.old_logprobs - expected.old_logprobs)
-    torch.testing.assert_close(experience.rewards, expected.rewards - kl_difference, rtol=0, atol=1e-6)
+    found = scored({**models, "actor": forbidden}, rows, recompute=False)
+    assert torch.equal(found.old_logprobs, rows.rollout_logprobs)
+    assert found.entropies is None
+    expected = scored(models, rows)
+    assert torch.equal(found.ref_logprobs, expected.ref_logprobs)
+    torch.testing.assert_close(found.kl - expected.kl, found.old_logprobs - expected.old_logprobs, rtol=0, atol=1e-6)
+
+
+def test_roles_that_are_not_there_leave_their_fields_out(models):
+    found = scored(models, rollout(), reference=None, critic=None)
+    assert found.ref_logprobs is None and found.kl is None and found.values is None
+    expected = scored(models, rollout())
+    assert torch.equal(found.old_logprobs, expected.old_logprobs)
 
 
 def test_scoring_leaves_no_gradient(models):
-    experience = maker_of(models).make(rollout())
-    assert not any(getattr(experience, field.name).requires_grad for field in fields(experience))
+    assert not any(value.requires_grad for value in tensors_of(scored(models, rollout())).values())

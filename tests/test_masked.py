@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from dschat_ppo.algorithms.masked import masked_sum, masked_whiten
+from dschat_ppo.algorithms.masked import masked_sum, masked_whiten, row_means, zero_outside
 
 
 def uneven_mask() -> torch.Tensor:
@@ -65,3 +65,17 @@ def test_whitening_ignores_what_stands_outside_the_mask():
 def test_whitening_equal_tokens_or_none_gives_zeros():
     assert masked_whiten(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool)).abs().max().item() == 0.0
     assert masked_whiten(torch.randn(2, 3), torch.zeros(2, 3, dtype=torch.bool)).abs().max().item() == 0.0
+
+
+def test_zero_outside_cuts_values_and_gradient():
+    values = torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]], requires_grad=True)
+    kept = zero_outside(values, torch.tensor([[True, False], [False, True]]))
+    (kept**2).sum().backward()
+    assert kept.tolist() == [[1.0, 0.0], [0.0, 2.0]]
+    assert values.grad.tolist() == [[2.0, 0.0], [0.0, 4.0]]
+
+
+def test_row_means_by_hand():
+    values = torch.tensor([[1.0, 2.0, float("nan")], [5.0, 5.0, 5.0], [4.0, float("inf"), 9.0]])
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, False, True]])
+    assert row_means(values, mask).tolist() == [1.5, 0.0, 6.5]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dschat_ppo.experience.micro_batches import deal, split_by_tokens
+from dschat_ppo.models.micro_batches import deal, split_by_tokens
 
 
 def test_a_split_by_hand():

@@ -1,17 +1,18 @@
 """Serving experience in mini-batches, in one process."""
 
 from collections import Counter
-from dataclasses import fields
 
-import numpy as np
 import pytest
 import torch
 
+from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.experience.mini_dataset import MiniDataset
 from dschat_ppo.types import Experience
 
 LENGTHS = (3, 1, 4, 0, 2, 5, 1, 3)
+CUT = 4  # a row that trains no policy
+LONGEST = 9
 
 
 def experience(rows: range) -> Experience:
@@ -32,20 +33,28 @@ def experience(rows: range) -> Experience:
         finish_reason=torch.tensor([row % 2 * 2 for row in rows], dtype=torch.int8),
         old_logprobs=value,
         ref_logprobs=value,
+        entropies=value,
+        kl=None,
         values=value,
+        source_scores=torch.tensor([[float(row), 0.0] for row in rows]),
         scores=torch.tensor([float(row) for row in rows]),
+        baselines=torch.tensor([float(row) for row in rows]),
+        groups=torch.tensor(list(rows)),
         rewards=value,
         advantages=value,
         returns=value,
+        loss_mask=mask & (torch.tensor(list(rows)) != CUT).unsqueeze(1),
+        loss_weights=value,
+        selected=None,
     )
 
 
-def collected(rows_per_update=2, budget=1000, seed=0, whiten=False) -> tuple[MiniDataset, Experience]:
+def collected(rows_per_update=2, budget=1000, seed=0) -> tuple[MiniDataset, Experience]:
     """Rows 0 to 7, brought in three calls of different widths."""
-    dataset = MiniDataset(rows_per_update, budget, seed)
+    dataset = MiniDataset(rows_per_update, budget, LONGEST, seed)
     for rows in (range(3), range(3, 4), range(4, 8)):
         dataset.add(experience(rows))
-    return dataset, dataset.collect(whiten)
+    return dataset, dataset.collect()
 
 
 def served(updates) -> list[int]:
@@ -74,7 +83,7 @@ def test_collect_keeps_all_rows_in_order():
 def test_collect_empties_the_cache():
     dataset, _ = collected()
     dataset.add(experience(range(2)))
-    assert dataset.collect(whiten=False).scores.tolist() == [0.0, 1.0]
+    assert dataset.collect().scores.tolist() == [0.0, 1.0]
 
 
 def tokens_of(row: int) -> int:
@@ -128,7 +137,9 @@ def test_two_ranks_share_the_update_of_one_and_make_as_many_passes(monkeypatch, 
     ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
     for first, second, whole in zip(*ranks, dataset.updates(rows, ppo_epochs=2, step=1), strict=True):
         assert len(first.micro_batches) == len(second.micro_batches)
-        assert first.num_tokens == second.num_tokens == whole.num_tokens
+        assert first.over == second.over == whole.over
+        assert first.value_tokens == second.value_tokens == whole.value_tokens
+        assert first.share == second.share == 1 / (2 * len(first.micro_batches))
         parts = first.micro_batches + second.micro_batches
         counted = Counter()
         for part in parts:
@@ -140,15 +151,16 @@ def test_two_ranks_share_the_update_of_one_and_make_as_many_passes(monkeypatch, 
 def test_a_rank_with_fewer_micro_batches_fills_up_with_rows_that_count_for_nothing(monkeypatch):
     # Rows 5, 2, 7, 0 have 8, 7, 5, 4 tokens: rank 0 is dealt 5 and 0, rank 1 is dealt 2 and 7. In 14 tokens, 2 and 7
     # make one pass, 5 and 0 two.
-    dataset = MiniDataset(4, 14, 0)
+    dataset = MiniDataset(4, 14, LONGEST, 0)
     for row in (0, 2, 5, 7):
         dataset.add(experience(range(row, row + 1)))
-    rows = dataset.collect(whiten=False)
+    rows = dataset.collect()
     ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
     sizes = [[part.scores.tolist() for part in rank[0].micro_batches] for rank in ranks]
     assert sizes == [[[5.0], [0.0]], [[2.0, 7.0], [0.0]]]
     filler = ranks[1][0].micro_batches[1]
     assert not filler.response_mask.any()
+    assert not filler.loss_mask.any()
     assert ranks[0][0].micro_batches[1].response_mask.any()
 
 
@@ -173,30 +185,22 @@ def test_rows_of_an_update_depend_on_the_seed_and_not_on_the_budget():
     assert orders[0] != orders[3]
 
 
-def test_num_tokens_counts_the_valid_tokens_of_the_update():
+def test_denominators_count_the_whole_update():
     dataset, rows = collected(4, 8)
     for update in dataset.updates(rows, ppo_epochs=2, step=1):
-        assert update.num_tokens == sum(LENGTHS[row] for row in served([update]))
+        counted = [row for row in served([update]) if row != CUT and LENGTHS[row]]
+        assert update.value_tokens == sum(LENGTHS[row] for row in served([update]))
+        assert update.over == Denominators(sum(LENGTHS[row] for row in counted), len(counted), 4 * LONGEST)
+        assert update.share == 1 / len(update.micro_batches)
 
 
-def test_num_tokens_of_empty_answers_can_divide():
-    dataset = MiniDataset(1, 8, 0)
+def test_denominators_of_empty_answers_can_divide():
+    dataset = MiniDataset(1, 8, LONGEST, 0)
     dataset.add(experience(range(3, 4)))
-    [update] = dataset.updates(dataset.collect(whiten=True), ppo_epochs=1, step=1)
-    assert update.num_tokens == 1.0
+    [update] = dataset.updates(dataset.collect(), ppo_epochs=1, step=1)
+    assert update.over == Denominators(1.0, 1.0, LONGEST)
+    assert update.value_tokens == 1.0
     assert update.micro_batches[0].advantages.tolist() == [[0.0]]
-
-
-def test_whitening_covers_all_valid_tokens_and_touches_advantages_only():
-    _, plain = collected()
-    _, white = collected(whiten=True)
-    mask = plain.response_mask.numpy()
-    kept = plain.advantages.numpy().astype(np.float64)[mask]
-    np.testing.assert_allclose(white.advantages.numpy()[mask], (kept - kept.mean()) / kept.std(), rtol=1e-4, atol=1e-5)
-    assert not white.advantages.numpy()[~mask].any()
-    for field in fields(plain):
-        if field.name != "advantages":
-            assert torch.equal(getattr(plain, field.name), getattr(white, field.name)), field.name
 
 
 @pytest.mark.parametrize("rows_per_update", [3, 5, 6, 16])

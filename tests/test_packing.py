@@ -59,8 +59,7 @@ def test_checkpointed_layers_are_packed_again_in_the_backward_pass(name):
                 block.attn.attn_dropout.p = 0.0
         if checkpointing:
             policy.gradient_checkpointing_enable()
-        logprobs, _ = response_scores(policy, rollout(), 1.0)
-        logprobs.sum().backward()
+        response_scores(policy, rollout(), 1.0).logprobs.sum().backward()
         gradients.append({key: p.grad for key, p in policy.named_parameters() if p.grad is not None})
         assert policy.config._attn_implementation == "sdpa"
     assert gradients[0].keys() == gradients[1].keys()

@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.models.forward import response_scores, response_values
+from dschat_ppo.models.forward import response_logprobs, response_scores, response_values
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.models.startup import choose_ways
@@ -117,6 +117,10 @@ def rows_alone(rows: Rollout):
         yield int(p_mask.sum()), torch.cat([prompt[p_mask], response[r_mask]]).unsqueeze(0)
 
 
+def both(scores) -> tuple[torch.Tensor, torch.Tensor]:
+    return scores.logprobs, scores.entropy
+
+
 def scores_alone(lm, rows: Rollout):
     """Log-probs and entropies, (total response tokens), row by row without padding."""
     logprobs, entropies = [], []
@@ -133,7 +137,7 @@ def test_scores_are_those_of_each_row_alone(name, way):
     policy = PolicyModel(lm, fused=way != "plain", packed=way == "packed")
     assert policy.fused is (way != "plain")
     with torch.no_grad():
-        found = response_scores(policy, rows, TEMPERATURE)
+        found = both(response_scores(policy, rows, TEMPERATURE))
         expected = scores_alone(lm, rows)
     assert expected[0].std() > 0.3, "all tokens are alike, so nothing was tested"
     for a, b in zip(found, expected, strict=True):
@@ -150,7 +154,8 @@ def test_gradients_are_those_of_rows_alone(name, way):
     def gradients(logprobs, entropies):
         return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
 
-    found = response_scores(PolicyModel(lm, way != "plain", way == "packed"), rows, TEMPERATURE, entropy_grad=True)
+    policy = PolicyModel(lm, way != "plain", way == "packed")
+    found = both(response_scores(policy, rows, TEMPERATURE, entropy_grad=True))
     found = gradients(*(part[rows.response_mask] for part in found))
     for key, a, b in zip(parameters, found, gradients(*scores_alone(lm, rows)), strict=True):
         if b is None:
@@ -176,7 +181,7 @@ def test_ids_in_padding_change_nothing(name):
     policy, (one, other) = PolicyModel(model_of(name, 1)), (rollout(0), rollout(7))
     assert not torch.equal(one.response_ids, other.response_ids)
     with torch.no_grad():
-        pairs = zip(response_scores(policy, one, 1.0), response_scores(policy, other, 1.0), strict=True)
+        pairs = zip(both(response_scores(policy, one, 1.0)), both(response_scores(policy, other, 1.0)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -185,7 +190,7 @@ def test_rows_without_a_response_give_zero_gradients():
     rows = Rollout(*[rows.prompt_ids, rows.prompt_mask, rows.response_ids, torch.zeros_like(rows.response_mask)],
                    rows.rollout_logprobs, rows.finish_reason)  # fmt: skip
     policy = PolicyModel(model_of("llama", 1))
-    logprobs, entropy = response_scores(policy, rows, 1.0, entropy_grad=True)
+    logprobs, entropy = both(response_scores(policy, rows, 1.0, entropy_grad=True))
     (logprobs.sum() + entropy.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
@@ -233,8 +238,8 @@ def test_unknown_heads_fall_back_loudly(change, dtype, said):
     assert "LlamaForCausalLM" in line
     rows = rollout()
     with torch.no_grad():
-        found, _ = response_scores(policy, rows, 1.0)
-    assert not torch.equal(found, response_scores(PolicyModel(model_of("llama", 1).to(dtype)), rows, 1.0)[0])
+        found = response_logprobs(policy, rows, 1.0)
+    assert not torch.equal(found, response_logprobs(PolicyModel(model_of("llama", 1).to(dtype)), rows, 1.0))
 
 
 def test_a_head_that_is_no_linear_layer_goes_the_plain_way(said):
@@ -250,7 +255,7 @@ def test_a_head_that_is_no_linear_layer_goes_the_plain_way(said):
     assert len(said) == 1
     rows = rollout()
     with torch.no_grad():
-        found, _ = response_scores(policy, rows, TEMPERATURE)
+        found = response_logprobs(policy, rows, TEMPERATURE)
         torch.testing.assert_close(found[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)
 
 
@@ -268,5 +273,5 @@ def test_hooks_of_the_head_run_around_the_fused_function():
 def test_a_causal_model_alone_is_scored_too():
     lm, rows = model_of("llama", 1), rollout()
     with torch.no_grad():
-        found, _ = response_scores(lm, rows, TEMPERATURE)
+        found = response_logprobs(lm, rows, TEMPERATURE)
         torch.testing.assert_close(found[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)

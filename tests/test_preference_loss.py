@@ -1,4 +1,4 @@
-"""Bradley-Terry on pairs, against numpy."""
+"""Bradley-Terry and centring of scores, against numpy."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.algorithms.preference_loss import bradley_terry_loss
+from dschat_ppo.algorithms.preference_loss import bradley_terry_loss, reward_centering_loss
 
 CHOSEN = torch.tensor([1.0, -0.5, 3.0, 0.2, 7.0])
 REJECTED = torch.tensor([0.0, 0.5, 3.0, -2.0, 9.0])
@@ -67,3 +67,34 @@ def test_micro_batches_add_up_to_the_whole():
         total += part.item()
     assert total == pytest.approx(loss.item(), rel=1e-6)
     torch.testing.assert_close(parts.grad, whole.grad)
+
+
+def test_logexp_of_others_is_the_same_loss():
+    ours = bradley_terry_loss(CHOSEN, REJECTED, REAL, 4, MARGIN).item()
+    logexp = np.log(1 + np.exp((REJECTED - CHOSEN + MARGIN).numpy().astype(np.float64)))
+    assert ours == pytest.approx(logexp[REAL.numpy()].sum() / 4, rel=1e-5)
+
+
+def test_centering_by_hand_without_the_filler_pair():
+    # Sums of scores: 1, 0, 6, -1.8 (and 16 of the filler).
+    loss = reward_centering_loss(CHOSEN, REJECTED, REAL, num_pairs=8)
+    assert loss.item() == pytest.approx((1 + 0 + 36 + 3.24) / 8)
+
+
+def test_centering_gradient_goes_to_both_scores():
+    chosen, rejected = CHOSEN.clone().requires_grad_(), REJECTED.clone().requires_grad_()
+    reward_centering_loss(chosen, rejected, REAL, num_pairs=4).backward()
+    expected = [2 * total / 4 for total in (1.0, 0.0, 6.0, -1.8)] + [0.0]
+    assert chosen.grad.tolist() == pytest.approx(expected)
+    assert rejected.grad.tolist() == pytest.approx(expected)
+
+
+def test_what_stands_in_filler_pairs_does_not_leak():
+    chosen = torch.tensor([1.0, math.nan], requires_grad=True)
+    real = torch.tensor([True, False])
+    for loss in (bradley_terry_loss, reward_centering_loss):
+        chosen.grad = None
+        value = loss(chosen, torch.zeros(2), real, 1)
+        value.backward()
+        assert math.isfinite(value.item())
+        assert math.isfinite(chosen.grad[0].item())

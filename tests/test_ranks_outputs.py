@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from launch import ROOT, deepspeed, run, succeed
@@ -41,6 +42,16 @@ def test_ppo_finds_the_best_arm_of_a_bandit(bandit):
     assert found["first"] < 0.2
     assert found["last"] > 0.9
     assert min(found["probability"]) > 0.9
+
+
+def test_a_killed_run_leaves_no_shared_memory(assets, tmp_path):
+    """The worker dies by SIGKILL in the middle; 66 MiB a rank would be held for ever by files in /dev/shm."""
+    out = tmp_path / "names"
+    assert deepspeed(2, "tests/workers/killed.py", out).returncode != 0
+    made = json.loads(out.read_text())
+    assert made["ranks"] == 2
+    assert made["sum"] == 3.0
+    assert not [name for name in made["expected"] if Path(name).exists()]
 
 
 def test_recorded_logprobs_are_compared_with_the_first_training_forward(bandit):

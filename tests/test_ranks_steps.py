@@ -137,8 +137,8 @@ def test_a_run_is_reproducible_from_its_seed(out):
 def test_batch_table_and_answers_of_both_ranks_are_printed(out):
     log = (out / "ppo.log").read_text()
     assert "16 / 8 x 2 = 4" in log  # updates per PPO step: rows / global batch x epochs
-    assert "[rank 0, step 1]" in log
-    assert "[rank 1, step 1]" in log
+    assert "[rank 0, step 1, score " in log
+    assert "[rank 1, step 1, score " in log
     answers = {rank: [line.split("->")[1] for line in log.splitlines() if f"[rank {rank}," in line] for rank in (0, 1)}
     assert answers[0] != answers[1]
 
@@ -201,6 +201,21 @@ def test_saved_reward_model_has_in_plain_transformers_the_margin_that_was_report
         margins.append(chosen - rejected)
     reported = json.loads((out / "reward/result.json").read_text())["eval_margin_after"]
     assert sum(margins) / len(margins) == pytest.approx(reported, abs=1e-5)
+
+
+def test_saved_reward_model_knows_the_spread_of_its_own_scores(assets, out):
+    model = AutoModelForSequenceClassification.from_pretrained(out / "reward")
+    with torch.no_grad():
+        scores = [
+            float(model(torch.tensor([row["prompt_ids"] + answer])).logits)
+            for row in held_out_rows(assets, "preference", "pairs", "0,1,0")
+            for answer in row["answers"]
+        ]
+    mean = sum(scores) / len(scores)
+    assert model.config.reward_mean == pytest.approx(mean, abs=1e-5)
+    assert model.config.reward_std == pytest.approx(math.sqrt(sum((s - mean) ** 2 for s in scores) / len(scores)))
+    result = json.loads((out / "reward/result.json").read_text())
+    assert (result["reward_mean"], result["reward_std"]) == (model.config.reward_mean, model.config.reward_std)
 
 
 def test_non_finite_loss_stops_before_the_update(assets, tmp_path):

@@ -11,6 +11,7 @@ from dschat_ppo.types import Experience
 
 LENGTHS = (4, 1, 0, 3)
 KL_COEF = 0.3
+SOURCES = ("model", "rule")
 
 
 def experience(**changes) -> Experience:
@@ -29,7 +30,15 @@ def experience(**changes) -> Experience:
         "finish_reason": torch.tensor([0, 1, 2, 2], dtype=torch.int8),
         "old_logprobs": per_token(),
         "ref_logprobs": per_token(),
+        "entropies": None,
+        "kl": per_token(),
         "values": per_token(),
+        "source_scores": torch.tensor([[1.0, 2.0], [0.0, 4.0], [0.5, 0.0], [0.5, -2.0]]),
+        "baselines": None,
+        "groups": torch.tensor([3, 3, 5, 5]),
+        "loss_mask": mask & torch.tensor([True, True, True, False]).unsqueeze(1),
+        "loss_weights": per_token(),
+        "selected": None,
         "scores": torch.tensor([0.5, -1.0, 2.0, 0.0]),
         "rewards": per_token(),
         "advantages": per_token(),
@@ -55,7 +64,12 @@ def metrics_by_loop(rows: Experience) -> dict[str, float]:
         "reward/score_std": np.std(scores),
         "reward/score_min": -1.0,
         "reward/score_max": 2.0,
-        "reward/kl_penalty": KL_COEF * sum(difference) / 4,
+        "reward/kl_penalty": KL_COEF * sum(numbers("kl")) / 4,
+        "reward/model_mean": 0.5,
+        "reward/rule_mean": 1.0,
+        "reward/equal_groups_share": 0.0,
+        "policy/counted_share": 5 / 8,  # the last row of three tokens does not count
+        "policy/loss_weight_mean": np.mean(numbers("loss_weights")),
         "reward/total_mean": sum(numbers("rewards")) / 4,
         "kl/ref_k1": np.mean(difference),
         "kl/ref_k3": np.mean([math.exp(-d) - 1 + d for d in difference]),
@@ -75,7 +89,7 @@ def metrics_by_loop(rows: Experience) -> dict[str, float]:
 
 def test_every_metric_matches_a_loop_over_uneven_rows():
     rows = experience()
-    found = experience_metrics(rows, KL_COEF) | drift_metrics(rows)
+    found = experience_metrics(rows, KL_COEF, SOURCES) | drift_metrics(rows)
     assert found == pytest.approx(metrics_by_loop(rows), rel=1e-5, abs=1e-6)
 
 
@@ -83,24 +97,54 @@ def test_ids_in_padding_change_nothing():
     rows = experience()
     noise = torch.randint(0, 9, rows.response_ids.shape, generator=torch.Generator().manual_seed(7))
     polluted = experience(response_ids=torch.where(rows.response_mask, rows.response_ids, noise))
-    assert experience_metrics(polluted, KL_COEF) == experience_metrics(rows, KL_COEF)
+    assert experience_metrics(polluted, KL_COEF, SOURCES) == experience_metrics(rows, KL_COEF, SOURCES)
 
 
 def test_distinct_answers_by_hand():
     # Rows of 4, 1, 0 and 3 tokens that all begin alike are four answers.
-    assert experience_metrics(experience(response_ids=torch.full((4, 5), 3)), KL_COEF)["answers/distinct_share"] == 1.0
+    assert (
+        experience_metrics(experience(response_ids=torch.full((4, 5), 3)), KL_COEF, SOURCES)["answers/distinct_share"]
+        == 1.0
+    )
     same = experience(
         response_ids=torch.tensor([[1, 2, 8, 8, 8], [1, 2, 9, 9, 9], [1, 2, 7, 7, 7], [1, 3, 7, 7, 7]]),
         response_mask=torch.tensor([[True, True, False, False, False]]).expand(4, 5),
     )
-    assert experience_metrics(same, KL_COEF)["answers/distinct_share"] == 0.5
+    assert experience_metrics(same, KL_COEF, SOURCES)["answers/distinct_share"] == 0.5
 
 
 def test_empty_answers_alone_give_finite_numbers():
     zeros = torch.zeros(4, 5)
-    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+    names = (
+        "rollout_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+        "values",
+        "rewards",
+        "advantages",
+        "returns",
+        "kl",
+        "loss_weights",
+    )
     rows = experience(response_mask=torch.zeros(4, 5, dtype=torch.bool), **dict.fromkeys(names, zeros))
-    metrics = experience_metrics(rows, KL_COEF) | drift_metrics(rows)
+    metrics = experience_metrics(rows, KL_COEF, SOURCES) | drift_metrics(rows)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["answers/length_max"] == 0.0
     assert metrics["answers/distinct_share"] == 0.25
+
+
+def test_a_run_without_critic_and_reference_lacks_their_metrics():
+    rows = experience(values=None, ref_logprobs=None, kl=None, groups=torch.arange(4))
+    found = experience_metrics(rows, 0.0, ("model",))
+    whole = experience_metrics(experience(), KL_COEF, SOURCES)
+    lacking = {name for name in whole if name not in found}
+    assert lacking == {
+        "kl/ref_k1", "kl/ref_k3", "reward/kl_penalty", "value/explained_variance", "value/mean", "value/std",
+        "reward/model_mean", "reward/rule_mean", "reward/equal_groups_share",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("groups", "share"), [([1, 1, 2, 2], 0.5), ([1, 2, 1, 2], 0.0), ([4, 4, 4, 4], 0.0)])
+def test_groups_whose_scores_are_equal_are_counted(groups, share):
+    rows = experience(scores=torch.tensor([1.0, 1.0, 2.0, 3.0]), groups=torch.tensor(groups))
+    assert experience_metrics(rows, KL_COEF, SOURCES)["reward/equal_groups_share"] == share

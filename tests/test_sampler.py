@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from dschat_ppo.data.sampler import FILLER, epoch_order, optimizer_steps, prompt_stream
+from dschat_ppo.data.sampler import FILLER, RowStream, epoch_order, optimizer_steps
 
 
 def rows_by_step(order, micro_batch, accumulation, world_size) -> list[Counter]:
@@ -73,28 +73,26 @@ def test_no_rows_no_steps():
     assert list(optimizer_steps([], 2, 2, 2, 0)) == []
 
 
-def test_prompt_stream_loses_and_repeats_nothing_across_epochs():
-    # 7 rows, 4 a step, 7 steps: 28 = 4 epochs exactly.
-    steps = list(prompt_stream(7, seed=2, rows_per_step=4, steps=7))
-    assert [len(step) for step in steps] == [4] * 7
-    stream = [row for step in steps for row in step]
+def test_row_stream_loses_and_repeats_nothing_across_epochs():
+    stream = RowStream(7, seed=2)
+    rows = [row for _ in range(7) for row in stream.take(4)]  # 28 = 4 epochs exactly
     for epoch in range(4):
-        assert sorted(stream[7 * epoch : 7 * epoch + 7]) == list(range(7))
+        assert sorted(rows[7 * epoch : 7 * epoch + 7]) == list(range(7))
+    assert stream.taken == 28
 
 
-def test_prompt_stream_shuffles_epochs_differently():
-    first, second = prompt_stream(20, seed=2, rows_per_step=20, steps=2)
-    assert first != second
+def test_row_stream_shuffles_epochs_differently():
+    stream = RowStream(20, seed=2)
+    assert stream.take(20) != stream.take(20)
 
 
-def test_prompt_stream_of_steps_longer_than_an_epoch():
-    [step] = prompt_stream(3, seed=0, rows_per_step=8, steps=1)
-    assert len(step) == 8
-    assert sorted(step[:3]) == sorted(step[3:6]) == [0, 1, 2]
-    assert len(set(step[6:])) == 2
+def test_row_stream_gives_more_rows_than_an_epoch_has():
+    rows = RowStream(3, seed=0).take(8)
+    assert len(rows) == 8
+    assert sorted(rows[:3]) == sorted(rows[3:6]) == [0, 1, 2]
+    assert len(set(rows[6:])) == 2
 
 
-def test_prompt_stream_is_the_same_order_for_every_step_size():
-    small = [row for step in prompt_stream(10, 5, 2, 10) for row in step]
-    large = [row for step in prompt_stream(10, 5, 5, 4) for row in step]
-    assert small == large
+def test_row_stream_is_the_same_order_however_many_are_taken():
+    small, large = RowStream(10, 5), RowStream(10, 5)
+    assert [row for count in (1, 2, 7, 3, 7) for row in small.take(count)] == large.take(20)

@@ -33,10 +33,14 @@ def rollout() -> Rollout:
 
 def experience(rows: Rollout) -> Experience:
     per_token = {name: rows.rollout_logprobs * (i + 2) for i, name in enumerate(
-        ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+        ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns", "kl", "loss_weights")
     )}  # fmt: skip
     own = {f.name: getattr(rows, f.name) for f in fields(rows)}
-    return Experience(**own, **per_token, scores=torch.tensor([0.1, 0.2, 0.3]))
+    return Experience(
+        **own, **per_token, entropies=None, baselines=None, selected=None, loss_mask=rows.response_mask,
+        scores=torch.tensor([0.1, 0.2, 0.3]), groups=torch.tensor([4, 4, 6]),
+        source_scores=torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
+    )  # fmt: skip
 
 
 def real_tokens(rows) -> list[tuple[list[int], list[int], list[float]]]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.algorithms.value_loss import clipped_value_loss
+from dschat_ppo.algorithms.value_loss import clipped_value_loss, value_losses
 
 LENGTHS = (5, 3, 0, 1)
 
@@ -123,3 +123,31 @@ def test_an_empty_batch_has_loss_zero_and_gradient_zero():
     loss.backward()
     assert loss.item() == 0.0
     assert values.grad.abs().max().item() == 0.0
+
+
+@pytest.mark.parametrize("clip_eps", [0.0, 0.2])
+def test_losses_of_tokens_match_a_loop_over_single_tokens(clip_eps):
+    new, old, returns = random_inputs()
+    mask = ragged_mask()
+    inputs = (x.masked_fill(~mask, float("nan")) for x in (new, old, returns))
+    losses, clipped = value_losses(*inputs, mask, clip_eps)
+    for row in range(4):
+        for column in range(5):
+            cell = np.array([[mask[row, column]]])
+            arrays = (x[row : row + 1, column : column + 1].numpy() for x in (new, old, returns))
+            expected = loss_by_loop(*arrays, cell, clip_eps, 1)
+            assert losses[row, column].item() == pytest.approx(expected, abs=1e-12)
+            plain = 0.5 * (new - returns)[row, column].item() ** 2
+            assert clipped[row, column].item() is bool(expected > plain + 1e-12)
+
+
+def test_losses_of_tokens_have_gradient_and_the_flags_none():
+    new, old, returns = random_inputs()
+    leaf = new.masked_fill(~ragged_mask(), float("nan")).requires_grad_()
+    losses, clipped = value_losses(leaf, old, returns, ragged_mask(), 0.2)
+    losses.sum().backward()
+    # where the error is the plain one its slope is V - R, where it is clipped there is none
+    expected = torch.where(ragged_mask() & ~clipped, new - returns, 0.0)
+    torch.testing.assert_close(leaf.grad, expected)
+    assert clipped.any()
+    assert not clipped.requires_grad

@@ -1,4 +1,4 @@
-"""Sums and moments over the tokens that a mask selects."""
+"""Sums, means and moments over the tokens that a mask selects."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 
 
+def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` where `mask` is True and 0 elsewhere, in the gradient too; what stands there may be NaN."""
+    return torch.where(mask, values, torch.zeros_like(values))
+
+
+def row_means(values: Tensor, mask: Tensor) -> Tensor:
+    """(B,) mean of `values` (B, R) over each row's True tokens; 0 for a row without one."""
+    return zero_outside(values, mask).sum(dim=1) / mask.sum(dim=1).clamp_min(1)
+
+
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum of `values` where `mask` is True, as a scalar. What stands elsewhere (NaN too) has no part in it."""
-    return torch.where(mask, values, torch.zeros_like(values)).sum()
+    return zero_outside(values, mask).sum()
 
 
 def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +60,19 @@ def init() -> torch.device:
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank())
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
+    _unlink_shared_memory()
     return device()
+
+
+def _unlink_shared_memory() -> None:
+    """Take the name of this rank's all-reduce buffer away, once every rank has mapped it.
+
+    DeepSpeed makes one of 66 MiB in /dev/shm for each rank on a CPU and leaves it there when the process ends; memory
+    without a name is given back by the kernel, however the process ends.
+    """
+    barrier()
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank()}").unlink(missing_ok=True)
 
 
 def device() -> torch.device:
@@ -105,6 +118,15 @@ def broadcast_object(value: Any) -> Any:
     box = [value]
     torch_dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's picklable `value`, in rank order, on every rank."""
+    if not torch_dist.is_initialized() or world_size() == 1:
+        return [value]
+    box: list[Any] = [None] * world_size()
+    torch_dist.all_gather_object(box, value)
+    return box
 
 
 @contextmanager

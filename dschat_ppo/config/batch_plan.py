@@ -75,6 +75,7 @@ class PPOPlan:
     ppo_epochs: int
     train_epochs: int
     stop_step: int
+    warmup_rollouts: int
 
     @property
     def prompts_per_rank(self) -> int:
@@ -114,6 +115,11 @@ class PPOPlan:
     def total_updates(self) -> int:
         return self.ppo_steps * self.updates_per_rollout
 
+    @property
+    def actor_updates(self) -> int:
+        """Optimizer steps of the actor: none while the critic warms up."""
+        return (self.ppo_steps - self.warmup_rollouts) * self.updates_per_rollout
+
     def table(self) -> list[tuple[str, str]]:
         per_epoch = self.rollout_rows // self.global_batch
         return [
@@ -145,11 +151,17 @@ class PPOPlan:
         ]
 
 
-def plan_ppo(flags: PPOFlags, prompts: int, world_size: int) -> PPOPlan:
+def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: int = 0) -> PPOPlan:
     """The batch plan of step 3.
 
+    Args:
+        flags: of step 3.
+        prompts: in the data.
+        world_size: number of ranks.
+        warmup_rollouts: PPO steps that train the critic alone.
+
     Raises:
-        UserError: the rows of a PPO step are not a whole number of optimizer steps.
+        UserError: the rows of a PPO step are not a whole number of optimizer steps, or the actor is never trained.
     """
     plan = PPOPlan(
         prompts=prompts,
@@ -164,6 +176,12 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int) -> PPOPlan:
         ppo_epochs=flags.ppo_epochs,
         train_epochs=flags.num_train_epochs,
         stop_step=flags.test_stop_step,
+        warmup_rollouts=warmup_rollouts,
+    )
+    require(
+        warmup_rollouts < plan.ppo_steps,
+        f"--critic_warmup_rollouts {warmup_rollouts} is not below the {plan.ppo_steps} PPO steps of this run: the "
+        "actor would never be trained",
     )
     per_update = plan.micro_batch * plan.accumulation
     made, taken = plan.rows_per_rank, per_update

@@ -24,7 +24,12 @@ class PPOFlags:
     _argument_group_name: ClassVar[str] = "PPO"
 
     actor_model_name_or_path: str = flag("SFT model: the actor starts from it, the reference stays it")
-    critic_model_name_or_path: str = flag("reward model: the critic starts from it, the reward stays it")
+    critic_model_name_or_path: str | None = flag(
+        "reward model: the critic starts from it, the reward stays it (unless --reward_model_name_or_path names "
+        "another). Not needed where there is neither a critic nor a learned reward; without a learned reward a model "
+        "without a score head gets a new one",
+        None,
+    )
 
     per_device_generation_batch_size: int = flag(
         "prompts per device; times --generation_batches, those of one PPO step", 16
@@ -75,16 +80,6 @@ class PPOFlags:
         "while sampling and saves the pass; 'auto' is 'rollout' in fp32 and 'recompute' in bf16 and fp16",
         "auto",
     )
-    kl_coef: float = flag("weight of the per-token KL penalty (k1) in the reward", 0.1)
-    reward_clip: float = flag("model scores are clipped to +- this; 0 = off", 5.0)
-    missing_eos_penalty: float = flag("subtracted from the score of an answer cut by the length limit", 0.0)
-    gamma: float = flag("discount", 1.0)
-    gae_lambda: float = flag("lambda of generalised advantage estimation", 0.95)
-    whiten_advantages: bool = flag("whiten advantages over all valid tokens of all ranks", True)
-    clip_eps: float = flag("the policy ratio is clipped to 1 +- this", 0.2)
-    value_clip_eps: float = flag("new values are clipped to old values +- this; 0 = off", 0.2)
-    entropy_coef: float = flag("weight of the entropy bonus", 0.0)
-
     actor_learning_rate: float = flag("peak learning rate of the actor", 9.65e-6)
     critic_learning_rate: float = flag("peak learning rate of the critic", 5e-6)
     actor_weight_decay: float = flag("weight decay of the actor; biases and norms are exempt", 0.0)
@@ -116,8 +111,10 @@ class PPOFlags:
     release_inference_cache: bool = flag("kept for old scripts: the cache is always released after a rollout", False)
     inference_tp_size: int = flag("tensor-parallel degree of generation", 1)
     tp_gather_partition_size: int = flag("layers gathered at once for tensor-parallel generation", 8)
-    unsupervised_dataset_name: str | None = flag("data set of the PTX loss", None)
-    unsupervised_dataset_config_name: str | None = flag("its configuration name", None)
+    unsupervised_dataset_name: str | None = flag(
+        "data set with a column `text` for the PTX loss: plain language modelling beside PPO, in the same updates", None
+    )
+    unsupervised_dataset_config_name: str | None = flag("configuration of --unsupervised_dataset_name on the hub", None)
     unsup_coef: float = flag("weight of the PTX loss", 27.8)
     actor_lora_dim: int = flag("LoRA rank of the actor, 0 = off", 0)
     actor_lora_module_name: str = flag("modules of the actor that get LoRA", "decoder.layers.")
@@ -141,7 +138,6 @@ class PPOFlags:
             max_prompt_seq_len=self.max_prompt_seq_len,
             max_answer_seq_len=self.max_answer_seq_len,
             temperature=self.temperature,
-            clip_eps=self.clip_eps,
             actor_learning_rate=self.actor_learning_rate,
             critic_learning_rate=self.critic_learning_rate,
             print_answers_interval=self.print_answers_interval,
@@ -153,11 +149,7 @@ class PPOFlags:
             top_k=self.top_k,
             min_answer_seq_len=self.min_answer_seq_len,
             rollout_rows=self.rollout_rows,
-            kl_coef=self.kl_coef,
-            reward_clip=self.reward_clip,
-            missing_eos_penalty=self.missing_eos_penalty,
-            value_clip_eps=self.value_clip_eps,
-            entropy_coef=self.entropy_coef,
+            unsup_coef=self.unsup_coef,
             actor_weight_decay=self.actor_weight_decay,
             critic_weight_decay=self.critic_weight_decay,
             num_warmup_steps=self.num_warmup_steps,
@@ -166,20 +158,13 @@ class PPOFlags:
         )
         require_fraction(actor_dropout=self.actor_dropout, critic_dropout=self.critic_dropout)
         require(0 <= self.min_p < 1, f"--min_p must be at least 0 and below 1, got {self.min_p}")
-        for name, value in (("top_p", self.top_p), ("gamma", self.gamma), ("gae_lambda", self.gae_lambda)):
-            require(0 <= value <= 1, f"--{name} must lie between 0 and 1, got {value}")
-        require(self.top_p > 0, "--top_p must be above 0")
+        require(0 < self.top_p <= 1, f"--top_p must be above 0 and at most 1, got {self.top_p}")
         self._check_combinations()
 
     def _check_combinations(self) -> None:
         require(
             self.min_answer_seq_len <= self.max_answer_seq_len,
             f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}",
-        )
-        require(
-            not self.sleep_in_rollout or (self.actor_zero_stage == self.critic_zero_stage == 3 and not self.offload),
-            "--sleep_in_rollout needs --actor_zero_stage 3 and --critic_zero_stage 3, and no --offload (with which the "
-            "states are in host memory at all times)",
         )
         require(all(number >= 0 for number in self.stop_token_ids), "--stop_token_ids must not be negative")
         require(all(self.stop_strings), "--stop_strings must not be empty texts")
@@ -190,10 +175,6 @@ class PPOFlags:
         require(
             not self.offload_reward_model or self.critic_zero_stage == 3,
             "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps parameters in host memory",
-        )
-        require(
-            not self.offload or min(self.actor_zero_stage, self.critic_zero_stage) > 0,
-            "--offload needs --actor_zero_stage and --critic_zero_stage 1, 2 or 3: stage 0 keeps all on the device",
         )
         require(
             self.enable_test_mode == (self.test_stop_step > 0),

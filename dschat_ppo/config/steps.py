@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dschat_ppo.config.algorithm import AlgorithmFlags
 from dschat_ppo.config.ppo import PPOFlags
-from dschat_ppo.config.schema import DataFlags, FitFlags, RunFlags, flag, flag_list
+from dschat_ppo.config.preference import RewardFlags
+from dschat_ppo.config.rewards import RewardSourceFlags
+from dschat_ppo.config.schema import DataFlags, FitFlags, RunFlags, flag, flag_list, require
+from dschat_ppo.config.validation import ValidationFlags
 
 
 @dataclass(frozen=True)
@@ -19,15 +23,6 @@ class SFTFlags:
     train_on_prompt: bool = flag("let prompt tokens count in the loss too (default: response tokens only)", False)
     eot_token: str = flag("kept for old scripts: the tokenizer's EOS ends every answer", "<|endoftext|>")
     print_loss: bool = flag("print the loss of every step (a line is printed each step in any case)", False)
-
-
-@dataclass(frozen=True)
-class RewardFlags:
-    """Flags of step 2 alone."""
-
-    _argument_group_name: ClassVar[str] = "reward model"
-
-    num_padding_at_beginning: int = flag("kept for old scripts: the score position comes from the mask", 1)
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,99 @@ class PPOConfig:
     """Everything step 3 was asked to do."""
 
     ppo: PPOFlags
+    algorithm: AlgorithmFlags
+    rewards: RewardSourceFlags
+    validation: ValidationFlags
     data: DataFlags
     run: RunFlags
+
+    def __post_init__(self) -> None:
+        ppo, algorithm = self.ppo, self.algorithm
+        estimator = algorithm.advantage_estimator
+        several = ppo.n_samples_per_prompt > 1
+        require(
+            several or not algorithm.compares_answers,
+            f"--advantage_estimator {estimator} compares the answers to one prompt: set --n_samples_per_prompt to 2 or "
+            "more",
+        )
+        require(
+            several or not algorithm.dynamic_sampling,
+            "--dynamic_sampling compares the answers to one prompt: set --n_samples_per_prompt to 2 or more",
+        )
+        require(
+            ppo.old_logprobs != "rollout" or not algorithm.needs_training_logprobs,
+            "--old_logprobs rollout leaves out the forward pass that --importance_correction, --high_entropy_share and "
+            "--kl_estimator full need; use recompute or auto",
+        )
+        require(
+            algorithm.overlong_buffer <= ppo.max_answer_seq_len,
+            f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len {ppo.max_answer_seq_len}",
+        )
+        require(
+            algorithm.has_reference or not ppo.offload_reference_model,
+            "--offload_reference_model: there is no reference, since --kl_coef and --kl_loss_coef are 0",
+        )
+        self._check_rewards()
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        ppo = self.ppo
+        stages = {"--actor_zero_stage": ppo.actor_zero_stage}
+        if self.algorithm.has_critic:
+            stages["--critic_zero_stage"] = ppo.critic_zero_stage
+        require(
+            not ppo.sleep_in_rollout or (set(stages.values()) == {3} and not ppo.offload),
+            f"--sleep_in_rollout needs {' 3 and '.join(stages)} 3, and no --offload (with which the states are in host "
+            "memory at all times)",
+        )
+        require(
+            not ppo.offload or min(stages.values()) > 0,
+            f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps all on the device",
+        )
+
+    def _check_rewards(self) -> None:
+        ppo, rewards = self.ppo, self.rewards
+        learned = rewards.use_reward_model
+        require(
+            not learned or self.reward_folder is not None,
+            "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
+            "--use_reward_model False and give --reward_function or --remote_reward_url)",
+        )
+        require(
+            learned or self.algorithm.normalize_rewards != "model",
+            "--normalize_rewards model is for the learned reward, but --use_reward_model is False",
+        )
+        require(
+            learned or not ppo.offload_reward_model,
+            "--offload_reward_model: there is no reward model, since --use_reward_model is False",
+        )
+
+    @property
+    def reward_folder(self) -> str | None:
+        """Where the learned reward comes from; None where there is none."""
+        if not self.rewards.use_reward_model:
+            return None
+        return self.rewards.reward_model_name_or_path or self.ppo.critic_model_name_or_path
+
+    @property
+    def critic_folder(self) -> str | None:
+        """Where the critic starts from; None where there is none. Without a reward model of its own it starts from the
+        reward model that is named, or from the actor's weights with a new head."""
+        if not self.algorithm.has_critic:
+            return None
+        return self.ppo.critic_model_name_or_path or self.reward_folder or self.ppo.actor_model_name_or_path
+
+    @property
+    def critic_may_have_new_head(self) -> bool:
+        """Whether the critic may start without a trained score head: where nothing learned the reward before it."""
+        return not self.rewards.use_reward_model
+
+    @property
+    def recompute_old_logprobs(self) -> bool:
+        """Whether old log-probs come from a forward pass of the actor; else as recorded while sampling."""
+        if self.ppo.old_logprobs == "auto":
+            return self.run.dtype != "fp32" or self.algorithm.needs_training_logprobs
+        return self.ppo.old_logprobs == "recompute"
 
 
 @dataclass(frozen=True)
@@ -79,6 +165,7 @@ _RUN_NOTES = {
 }
 _EOT_NOTE = "the tokenizer's EOS is the one terminator, in every step"
 _PADDING_NOTE = "the score position comes from the attention mask"
+_PRINT_NOTE = "a line with the loss is printed at every step"
 _LORA = {
     "lora_dim": "LoRA",
     "only_optimize_lora": "LoRA",
@@ -95,14 +182,20 @@ STEPS = {
             **_RUN_NOTES,
             "add_eot_token": _EOT_NOTE,
             "eot_token": _EOT_NOTE,
-            "print_loss": "a line with the loss is printed at every step",
+            "print_loss": _PRINT_NOTE,
         },
     ),
     "reward": Step(
         config=RewardConfig,
         defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
         not_yet=_LORA,
-        notes={**_RUN_NOTES, "add_eot_token": _EOT_NOTE, "num_padding_at_beginning": _PADDING_NOTE},
+        notes={
+            **_RUN_NOTES,
+            "add_eot_token": _EOT_NOTE,
+            "num_padding_at_beginning": _PADDING_NOTE,
+            "offload_reference_model": "no reference model is kept: its log-probs are computed once, before training",
+            "print_loss": _PRINT_NOTE,
+        },
     ),
     "ppo": Step(
         config=PPOConfig,
@@ -112,9 +205,6 @@ STEPS = {
             "only_optimize_lora": "LoRA",
             "enable_ema": "the EMA copy of the actor",
             "enable_mixed_precision_lora": "mixed-precision LoRA",
-            "unsupervised_dataset_name": "the PTX loss",
-            "unsupervised_dataset_config_name": "the PTX loss",
-            "unsup_coef": "the PTX loss",
             "inference_tp_size": "tensor-parallel generation",
             "tp_gather_partition_size": "tensor-parallel generation",
             "align_overflow": "aligned fp16 overflow handling",

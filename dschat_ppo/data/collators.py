@@ -34,6 +34,30 @@ class PairBatch:
     margin: Tensor
 
 
+@dataclass(frozen=True)
+class AnswerBatch:
+    """B pairs as 2B right-padded rows, all chosen answers first: `input_ids` (2B, T) int64, `answer_mask` (2B, T) bool,
+    True on the tokens of answers (never on a prompt, however the two answers begin; never on a filler pair),
+    `pair_mask` (B,) bool (False on filler pairs)."""
+
+    input_ids: Tensor
+    answer_mask: Tensor
+    pair_mask: Tensor
+
+
+@dataclass(frozen=True)
+class PreferenceBatch:
+    """The fields of an `AnswerBatch`, and `ref_logprobs` (2B,) fp64: the reference's log-prob of each whole answer."""
+
+    input_ids: Tensor
+    answer_mask: Tensor
+    pair_mask: Tensor
+    ref_logprobs: Tensor
+
+
+REFERENCE_COLUMNS = ("chosen_ref_logprob", "rejected_ref_logprob")
+
+
 def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
     """(token rows, whether each is real). Fillers stand in as copies of row 0."""
     return [rows[max(index, 0)] for index in indices], [index != FILLER for index in indices]
@@ -61,6 +85,31 @@ def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBat
     sequences = [[*r["prompt_ids"], *r["answers"][side]] for side in (0, 1) for r in records]
     ids, mask = _right_padded(sequences, pad_id)
     return PairBatch(ids, mask.sum(dim=1), torch.tensor(real), torch.tensor([r["margin"] for r in records]))
+
+
+def collate_answers(rows: Dataset, indices: Sequence[int], pad_id: int) -> AnswerBatch:
+    """Chosen and rejected answers after their prompt, told apart from it by its length."""
+    records, real = rows_at(rows, indices)
+    ids, mask = _right_padded([[*r["prompt_ids"], *r["answers"][side]] for side in (0, 1) for r in records], pad_id)
+    starts = torch.tensor([len(r["prompt_ids"]) for r in records]).repeat(2)
+    pair_mask = torch.tensor(real)
+    in_answer = (torch.arange(ids.shape[1]) >= starts.unsqueeze(1)) & mask.bool()
+    return AnswerBatch(ids, in_answer & pair_mask.repeat(2).unsqueeze(1), pair_mask)
+
+
+def collate_preferences(rows: Dataset, indices: Sequence[int], pad_id: int) -> PreferenceBatch:
+    """The same, with the log-probs that `with_reference` put beside the rows."""
+    answers = collate_answers(rows, indices, pad_id)
+    records, _ = rows_at(rows, indices)
+    reference = torch.tensor([r[name] for name in REFERENCE_COLUMNS for r in records], dtype=torch.float64)
+    return PreferenceBatch(answers.input_ids, answers.answer_mask, answers.pair_mask, reference)
+
+
+def with_reference(rows: Dataset, logprobs: Tensor) -> Dataset:
+    """The rows with `logprobs` (rows, 2) of their chosen and rejected answers as further columns, in fp64."""
+    for name, column in zip(REFERENCE_COLUMNS, logprobs.double().cpu().unbind(dim=1), strict=True):
+        rows = rows.add_column(name, column.numpy())
+    return rows
 
 
 def collate_prompts(rows: Dataset, indices: Sequence[int], pad_id: int) -> PromptBatch:

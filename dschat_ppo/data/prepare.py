@@ -1,12 +1,13 @@
 """Data sets -> token rows for one step: read, divide, tokenise, fit to the length limit, and say what was done.
 
-A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with EOS unless cut) and
-`margin` (float).
+A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with EOS unless cut),
+`margin` (float), and for step 3 `row` (JSON of all columns of the data row, for rewards that look at them).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,14 @@ from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
 from dschat_ppo.data.templates import encode_answer, encode_prompt
 from dschat_ppo.errors import UserError
 
-_FORMAT = "1"  # raise it when the same rows become other tokens, so that no cache of before is used
+_FORMAT = "2"  # raise it when the same rows become other tokens, so that no cache of before is used
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
+_FEATURES = {
+    "prompt_ids": datasets.List(datasets.Value("int32")),
+    "answers": datasets.List(datasets.List(datasets.Value("int32"))),
+    "margin": datasets.Value("float32"),
+    "fitted": datasets.Value("string"),
+}
 _FIT, _CUT_PROMPT, _CUT_ANSWER, _DROPPED = "kept whole", "prompt cut", "answer cut", "left out"
 
 
@@ -81,7 +88,10 @@ def _tokenise(
         raise UserError(f"{where}: longer than the limit of {limit} tokens (--truncation error)")
     if has_empty and done != _DROPPED:
         done += ", an answer empty"
-    return {"prompt_ids": prompt, "answers": answers, "margin": parsed.margin, "fitted": done}
+    tokens = {"prompt_ids": prompt, "answers": answers, "margin": parsed.margin, "fitted": done}
+    if use == "prompt":
+        tokens["row"] = json.dumps({name: value for name, value in row.items() if name != ORIGIN}, default=str)
+    return tokens
 
 
 def _fingerprint(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
@@ -118,14 +128,7 @@ def tokenise_rows(
         remove_columns=rows.column_names,
         num_proc=flags.preprocessing_num_workers,
         new_fingerprint=_fingerprint(rows, tokenizer, *settings.values()),
-        features=datasets.Features(
-            {
-                "prompt_ids": datasets.List(datasets.Value("int32")),
-                "answers": datasets.List(datasets.List(datasets.Value("int32"))),
-                "margin": datasets.Value("float32"),
-                "fitted": datasets.Value("string"),
-            }
-        ),
+        features=datasets.Features(_FEATURES | ({"row": datasets.Value("string")} if use == "prompt" else {})),
     )
     done = Counter(rows["fitted"])
     logger().info(f"data: {name}: {len(rows)} rows; " + ", ".join(f"{count} {what}" for what, count in done.items()))

@@ -34,13 +34,26 @@ def optimizer_steps(
         yield [mine[i : i + size] for i in range(0, len(mine), size)]
 
 
-def prompt_stream(num_rows: int, seed: int, rows_per_step: int, steps: int) -> Iterator[list[int]]:
-    """Row numbers of each PPO step, epoch after epoch; a step that an epoch cannot fill goes on into the next."""
-    pending: list[int] = []
-    epoch = 0
-    for _ in range(steps):
-        while len(pending) < rows_per_step:
-            pending += epoch_order(num_rows, seed, epoch)
-            epoch += 1
-        yield pending[:rows_per_step]
-        pending = pending[rows_per_step:]
+class RowStream:
+    """Row numbers, epoch after epoch, as many at a time as are asked for. The same on every rank.
+
+    Args:
+        num_rows: rows of the data set.
+        seed: of the order; each epoch has an order of its own.
+    """
+
+    def __init__(self, num_rows: int, seed: int):
+        self._num_rows = num_rows
+        self._seed = seed
+        self._epoch = 0
+        self._pending: list[int] = []
+        self.taken = 0
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` row numbers; what an epoch cannot fill goes on into the next one."""
+        while len(self._pending) < count:
+            self._pending += epoch_order(self._num_rows, self._seed, self._epoch)
+            self._epoch += 1
+        rows, self._pending = self._pending[:count], self._pending[count:]
+        self.taken += count
+        return rows

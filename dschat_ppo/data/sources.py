@@ -35,7 +35,7 @@ class Source:
     eval: Dataset | None
 
 
-def load_source(spec: str, flag: str, cache_dir: str | None) -> Source:
+def load_source(spec: str, flag: str, cache_dir: str | None, config_name: str | None = None) -> Source:
     """Read one data set.
 
     Args:
@@ -43,6 +43,7 @@ def load_source(spec: str, flag: str, cache_dir: str | None) -> Source:
             hub name.
         flag: the flag that named it, for messages.
         cache_dir: where `datasets` keeps prepared files; None for its default.
+        config_name: configuration of a hub data set; None for its default.
 
     Raises:
         UserError: nothing there, a format that is not read, an unreadable or empty file.
@@ -54,7 +55,7 @@ def load_source(spec: str, flag: str, cache_dir: str | None) -> Source:
         return _load_folder(spec, path, flag, cache_dir)
     if spec.startswith((".", "/", "~")) or path.suffix in BUILDERS or spec.count("/") > 1:
         raise UserError(f"{flag} {spec}: no such file or folder")
-    return _load_hub(spec, flag, cache_dir)
+    return _load_hub(spec, flag, cache_dir, config_name)
 
 
 def _load_folder(spec: str, folder: Path, flag: str, cache_dir: str | None) -> Source:
@@ -137,9 +138,9 @@ def _first_odd_line(path: Path) -> str:
     return ""
 
 
-def _load_hub(spec: str, flag: str, cache_dir: str | None) -> Source:
+def _load_hub(spec: str, flag: str, cache_dir: str | None, config_name: str | None) -> Source:
     try:
-        found = datasets.load_dataset(spec, cache_dir=cache_dir)
+        found = datasets.load_dataset(spec, config_name, cache_dir=cache_dir)
     except (datasets.exceptions.DatasetNotFoundError, OSError, ValueError) as problem:
         raise UserError(f"{flag} {spec}: neither a local file or folder nor a hub data set ({problem})") from None
     splits = {str(name): _with_origin(rows, f"{spec} ({name})") for name, rows in found.items()}

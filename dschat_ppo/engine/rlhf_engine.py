@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from dschat_ppo.common.dist import world_size
@@ -16,38 +17,51 @@ from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.models.startup import choose_ways
 
 
+@dataclass(frozen=True)
+class ModelFolders:
+    """Local folders of the models; None where a role is not used."""
+
+    actor: str
+    critic: str | None
+    reward: str | None
+
+
 class RLHFEngine:
     """Builds and holds actor, critic (train configs), reference and reward (eval configs).
 
-    Actor and reference start from the SFT model, critic and reward from the reward model. A role is partitioned by
-    ZeRO-3 from the moment its layers are built.
+    Actor and reference start from the SFT model, critic and reward from the reward model. The reference, the critic
+    and the reward are None where the run does not use them. A role is partitioned by ZeRO-3 from the moment its layers
+    are built.
     """
 
-    def __init__(self, config: PPOConfig, plan: PPOPlan, actor_folder: str, critic_folder: str):
+    def __init__(self, config: PPOConfig, plan: PPOPlan, folders: ModelFolders):
         self._config = config
         self._plan = plan
         self._ranks = world_size()
-        self.actor = self._build_actor(actor_folder)
-        self.reference = self._build_reference(actor_folder)
-        self.critic = self._build_critic(critic_folder)
+        self.actor = self._build_actor(folders.actor)
+        self.reference = self._build_reference(folders.actor) if config.algorithm.has_reference else None
+        self.critic = self._build_critic(folders.critic) if folders.critic else None
         ppo = config.ppo
-        sleeping = (self.actor, self.critic) if ppo.sleep_in_rollout else ()
+        sleeping = self._trained() if ppo.sleep_in_rollout else []
         self.hybrid = HybridEngine(self.actor, pinned=not ppo.unpin_actor_parameters, sleeping=sleeping)
-        self.reward = self._build_reward(critic_folder)
+        self.reward = self._build_reward(folders.reward, folders.critic) if folders.reward else None
+
+    def _trained(self) -> list[Any]:
+        return [engine for engine in (self.actor, self.critic) if engine is not None]
 
     def _train_config(self, stage: int) -> dict[str, Any]:
         ppo, run = self._config.ppo, self._config.run
         overlay = read_overlay(run.deepspeed_config)
         return train_config(stage, run.dtype, ppo.offload, self._ranks, ppo.max_grad_norm, overlay)
 
-    def _optimizer_settings(self, learning_rate: float, weight_decay: float) -> OptimizerSettings:
+    def _optimizer_settings(self, learning_rate: float, weight_decay: float, updates: int) -> OptimizerSettings:
         ppo, run = self._config.ppo, self._config.run
         return OptimizerSettings(
             learning_rate,
             weight_decay,
             ppo.lr_scheduler_type,
             ppo.num_warmup_steps,
-            self._plan.total_updates,
+            updates,
             (run.adam_beta1, run.adam_beta2),
             run.adam_epsilon,
         )
@@ -58,7 +72,7 @@ class RLHFEngine:
         model = PolicyModel(load_causal_lm(folder, self._config.run.dtype, ds_config, ppo.actor_dropout or 0.0))
         if ppo.actor_gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        settings = self._optimizer_settings(ppo.actor_learning_rate, ppo.actor_weight_decay)
+        settings = self._optimizer_settings(ppo.actor_learning_rate, ppo.actor_weight_decay, self._plan.actor_updates)
         engine = train_engine(model, ds_config, settings)
         choose_ways(engine)
         return engine
@@ -76,28 +90,37 @@ class RLHFEngine:
         ds_config = self._train_config(ppo.critic_zero_stage)
         model = ScalarModel(
             load_sequence_classifier(
-                folder, self._config.run.dtype, ds_config, new_head=False, dropout=ppo.critic_dropout or 0.0
-            )
+                folder,
+                self._config.run.dtype,
+                ds_config,
+                self._config.critic_may_have_new_head,
+                ppo.critic_dropout or 0.0,
+            )  # fmt: skip
         )
         if ppo.critic_gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        settings = self._optimizer_settings(ppo.critic_learning_rate, ppo.critic_weight_decay)
+        settings = self._optimizer_settings(ppo.critic_learning_rate, ppo.critic_weight_decay, self._plan.total_updates)
         engine = train_engine(model, ds_config, settings)
         choose_ways(engine)
         return engine
 
-    def _build_reward(self, folder: str) -> Any:
+    def _build_reward(self, folder: str, critic_folder: str | None) -> Any:
         ppo, dtype = self._config.ppo, self._config.run.dtype
         ds_config = eval_config(ppo.critic_zero_stage, dtype, ppo.offload_reward_model, self._ranks)
-        classifier = load_sequence_classifier(folder, dtype, ds_config, new_head=False)
-        return eval_engine(ScalarModel(classifier, self.critic.module.packed), ds_config)
+        model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, new_head=False))
+        engine = eval_engine(model, ds_config)
+        if self.critic is None or folder != critic_folder:
+            choose_ways(engine)
+        else:
+            model.packed = self.critic.module.packed
+        return engine
 
     def train(self) -> None:
         """Actor and critic to training mode."""
-        self.actor.train()
-        self.critic.train()
+        for engine in self._trained():
+            engine.train()
 
     def eval(self) -> None:
         """Actor and critic to eval mode: dropout off."""
-        self.actor.eval()
-        self.critic.eval()
+        for engine in self._trained():
+            engine.eval()

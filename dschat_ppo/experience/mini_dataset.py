@@ -3,61 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.masked import masked_whiten
+from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.experience.micro_batches import deal, split_by_tokens
-from dschat_ppo.types import Experience, concat_rows, pad_rows, row_lengths, select_rows
+from dschat_ppo.models.micro_batches import deal, split_by_tokens
+from dschat_ppo.types import Experience, ScoredRollout, concat_rows, pad_rows, row_lengths, select_rows, tensors_of
 
 
 @dataclass(frozen=True)
 class Update:
     """One optimizer step's experience on this rank: as many micro-batches as on any other rank.
 
-    `num_tokens` is the count of valid response tokens over all micro-batches and ranks: the losses' denominator.
+    `over` are the policy loss's denominators and `value_tokens` the value loss's: counts over all micro-batches and
+    ranks. `share` is one over the number of micro-batches of all ranks.
     """
 
     micro_batches: list[Experience]
-    num_tokens: float
+    over: Denominators
+    value_tokens: float
+    share: float
 
 
 class MiniDataset:
     """Experience of one PPO step, served in shuffled mini-batches for several epochs.
 
     Every rank holds the rows of all ranks (they are small beside the models), and all shuffle alike. So the rows of an
-    optimizer step, its denominator and the moments for whitening do not depend on the number of ranks, and shuffling
+    optimizer step, its denominators and the moments for whitening do not depend on the number of ranks, and shuffling
     moves single rows between micro-batches and ranks. An update never mixes two PPO steps.
 
     Args:
         rows_per_update: rows of one optimizer step over all ranks.
         micro_batch_tokens: budget of `split_by_tokens`.
+        max_length: most tokens of an answer, for the constant denominator.
         seed: of the shuffle.
     """
 
-    def __init__(self, rows_per_update: int, micro_batch_tokens: int, seed: int):
+    def __init__(self, rows_per_update: int, micro_batch_tokens: int, max_length: int, seed: int):
         self._rows_per_update = rows_per_update
         self._micro_batch_tokens = micro_batch_tokens
+        self._max_length = max_length
         self._seed = seed
-        self._parts: list[Experience] = []
+        self._parts: list[ScoredRollout] = []
 
-    def add(self, experience: Experience) -> None:
-        """Keep this rank's experience of one generation call."""
-        self._parts.append(experience)
+    def add(self, rows: ScoredRollout) -> None:
+        """Keep this rank's rows of one generation call."""
+        self._parts.append(rows)
 
-    def collect(self, whiten: bool) -> Experience:
-        """All ranks' rows of this PPO step, with advantages whitened over all valid tokens; empties the cache.
-
-        Collective: every rank calls it with the same number of rows.
-        """
+    def collect(self) -> ScoredRollout:
+        """All ranks' rows; empties the cache. Collective: every rank calls it with the same number of rows."""
         rows = gather_rows(concat_rows(self._parts))
         self._parts = []
-        if whiten:
-            rows = replace(rows, advantages=masked_whiten(rows.advantages, rows.response_mask))
         return rows
 
     def updates(self, rows: Experience, ppo_epochs: int, step: int) -> Iterator[Update]:
@@ -88,17 +88,28 @@ class MiniDataset:
         splits = [[share[part] for part in split_by_tokens(lengths[share], self._micro_batch_tokens)]
                   for share in shares]  # fmt: skip
         micro_batches = [select_rows(rows, part) for part in splits[dist.rank()]]
-        missing = max(len(parts) for parts in splits) - len(micro_batches)
-        return Update(micro_batches + missing * [_filler(rows)], max(1.0, float(rows.response_mask.sum())))
+        most = max(len(parts) for parts in splits)
+        micro_batches += (most - len(micro_batches)) * [_filler(rows)]
+        value_tokens = max(1.0, float(rows.response_mask.sum()))
+        return Update(micro_batches, self._denominators(rows), value_tokens, 1 / (most * dist.world_size()))
+
+    def _denominators(self, rows: Experience) -> Denominators:
+        counted = rows.loss_mask.sum(dim=1)
+        return Denominators(
+            tokens=max(1.0, float(counted.sum())),
+            rows=max(1.0, float((counted > 0).sum())),
+            constant=float(len(counted) * self._max_length),
+        )
 
 
 def _filler(rows: Experience) -> Experience:
     """The shortest row without its response: it takes part in collectives and counts for nothing."""
     shortest = select_rows(rows, row_lengths(rows).argmin().unsqueeze(0))
-    return replace(shortest, response_mask=torch.zeros_like(shortest.response_mask))
+    nothing = torch.zeros_like(shortest.response_mask)
+    return replace(shortest, response_mask=nothing, loss_mask=nothing)
 
 
-def gather_rows(rows: Experience) -> Experience:
+def gather_rows(rows: ScoredRollout) -> ScoredRollout:
     """The rows of all ranks, in rank order, padded to the longest. Collective."""
     lengths = torch.tensor([rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device)
     prompt_length, response_length = dist.all_reduce(lengths, "max").tolist()
@@ -109,4 +120,4 @@ def gather_rows(rows: Experience) -> Experience:
             return dist.gather_cat(value.to(torch.uint8)).bool()
         return dist.gather_cat(value)
 
-    return replace(padded, **{f.name: gathered(getattr(padded, f.name)) for f in fields(padded)})
+    return replace(padded, **{name: gathered(value) for name, value in tensors_of(padded).items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from dschat_ppo.models.backbone import accepts, unwrap
 from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.types import Experience, Rollout, full_sequences, position_ids_of, response_slots
+from dschat_ppo.types import Rollout, full_sequences, position_ids_of, response_slots
 
 
 def position_arguments(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
@@ -34,14 +35,26 @@ def vocabulary_size(model: Any) -> int:
     return int(model.get_output_embeddings().out_features)
 
 
-def response_logprobs(engine: Any, rows: Rollout | Experience, temperature: float) -> Tensor:
-    """The first result of `response_scores`."""
-    return response_scores(engine, rows, temperature)[0]
+@dataclass(frozen=True)
+class ResponseScores:
+    """`logprobs` and `entropy` (B, R) fp32, 0 outside `response_mask`; if asked for, `distributions` (N, V) fp32
+    log-probs at the N response tokens, row after row, and the scalar `router_loss`."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    distributions: Tensor | None = None
+    router_loss: Tensor | None = None
+
+
+def response_logprobs(engine: Any, rows: Rollout, temperature: float) -> Tensor:
+    """`logprobs` of `response_scores`."""
+    return response_scores(engine, rows, temperature).logprobs
 
 
 def response_scores(
-    engine: Any, rows: Rollout | Experience, temperature: float, entropy_grad: bool = False
-) -> tuple[Tensor, Tensor]:
+    engine: Any, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False,
+    router: bool = False,
+) -> ResponseScores:  # fmt: skip
     """Log-probs of the response tokens under the model, and entropies of the distributions they are drawn from.
 
     Args:
@@ -49,20 +62,39 @@ def response_scores(
         rows: B rows with response length R.
         temperature: of sampling.
         entropy_grad: whether gradient goes through the entropies.
-
-    Returns:
-        Two tensors (B, R) fp32, 0 outside `response_mask`; the first with gradient if gradients are on.
+        distributions: whether the whole distributions are wanted.
+        router: whether the load-balancing loss of a mixture-of-experts model is wanted.
     """
     policy = engine if isinstance(unwrap(engine), PolicyModel) else PolicyModel(engine, fused=False)
     input_ids, lengths = full_sequences(rows)
     slots = torch.arange(input_ids.shape[1], device=input_ids.device)
     wanted = (slots >= rows.prompt_mask.sum(dim=1, keepdim=True)) & (slots < lengths.unsqueeze(1))
     empty = torch.zeros(rows.response_mask.shape, device=input_ids.device)
-    logprobs, entropy = policy(input_ids, wanted, temperature, entropy_grad)
-    return empty.masked_scatter(rows.response_mask, logprobs), empty.masked_scatter(rows.response_mask, entropy)
+    logprobs, entropy, *extras = policy(input_ids, wanted, temperature, entropy_grad, distributions, router)
+    return ResponseScores(
+        empty.masked_scatter(rows.response_mask, logprobs),
+        empty.masked_scatter(rows.response_mask, entropy),
+        extras.pop(0) if distributions else None,
+        extras.pop(0) if router else None,
+    )
 
 
-def response_values(engine: Any, rows: Rollout | Experience) -> Tensor:
+def answer_logprobs(engine: Any, input_ids: Tensor, answer_mask: Tensor) -> Tensor:
+    """Log-prob of each row's whole answer: the sum over its tokens, (B,) fp64, with gradient if gradients are on.
+
+    fp64, because training looks at small differences of such sums.
+
+    Args:
+        engine: DeepSpeed engine around a `PolicyModel`, or a `PolicyModel`.
+        input_ids: (B, T) int64, right-padded.
+        answer_mask: (B, T) bool, False in the first column; a row without a True token has the sum 0.
+    """
+    logprobs, _ = engine(input_ids, answer_mask)
+    empty = torch.zeros(answer_mask.shape, dtype=torch.float64, device=input_ids.device)
+    return empty.masked_scatter(answer_mask, logprobs.double()).sum(dim=1)
+
+
+def response_values(engine: Any, rows: Rollout) -> Tensor:
     """The critic's value before each response token, (B, R) fp32. Meaningless outside `response_mask`."""
     before = (response_slots(rows) - 1).clamp_min(0)
     return engine(*full_sequences(rows)).gather(1, before)

@@ -56,8 +56,9 @@ class PolicyModel(nn.Module):
         self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
 
     def forward(
-        self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False,
+        distributions: bool = False, router: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Log-probs of the wanted tokens, and entropies of the distributions that they are drawn from.
 
         Args:
@@ -65,17 +66,22 @@ class PolicyModel(nn.Module):
             wanted: (B, T) bool, True on tokens whose log-prob is asked for; the first column is not looked at.
             temperature: of sampling.
             entropy_grad: whether gradient goes through the entropies.
+            distributions: give the whole distributions too; they are made by the plain way.
+            router: give the load-balancing loss of a mixture-of-experts model too; made by the plain way.
 
         Returns:
-            Two tensors (N) fp32: the N wanted tokens, row after row.
+            Two tensors (N) fp32: the N wanted tokens, row after row. Then, if asked for, log-probs of every token
+            (N, V) fp32, and the scalar loss of the router.
         """
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
-        if self.fused:
+        if self.fused and not distributions and not router:
             states = self._states(input_ids, wanted)[:, :-1][places]
             return self._through_head(states, tokens, temperature, entropy_grad)
-        logits = self._logits(input_ids, places)
+        logits, balance = self._logits(input_ids, wanted, router)
         entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
-        return token_logprobs(logits, tokens, temperature), entropy
+        extras = [torch.log_softmax(logits.float() / temperature, dim=-1)] if distributions else []
+        extras += [balance] if balance is not None else []
+        return token_logprobs(logits, tokens, temperature), entropy, *extras
 
     def _states(self, input_ids: Tensor, wanted: Tensor) -> Tensor:
         slots = torch.arange(wanted.shape[1], device=wanted.device)
@@ -96,15 +102,21 @@ class PolicyModel(nn.Module):
         with _forward_of(head, scores):
             return head(states)
 
-    def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """(N, V) in the model's dtype, by the language model's own forward."""
+    def _logits(self, input_ids: Tensor, wanted: Tensor, router: bool) -> tuple[Tensor, Tensor | None]:
+        """(N, V) in the model's dtype, by the language model's own forward, and the loss of its router."""
+        places = wanted[:, 1:]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first
-        kept = {"logits_to_keep": count} if accepts(self.lm, "logits_to_keep") else {}
-        logits = self.lm(
-            input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids), **kept
-        ).logits
-        return logits[:, -count:-1][places[:, first:]]
+        kept: dict[str, Any] = {"logits_to_keep": count} if accepts(self.lm, "logits_to_keep") else {}
+        mask = None
+        if router:
+            kept["output_router_logits"] = True
+            mask = (wanted.flip(1).cumsum(dim=1).flip(1) > 0).long()  # the router's loss is over real tokens
+            mask[:, 0] = 1  # over none at all it would be 0/0
+        output = self.lm(
+            input_ids=input_ids, attention_mask=mask, use_cache=False, **slot_arguments(self.lm, input_ids), **kept
+        )
+        return output.logits[:, -count:-1][places[:, first:]], output.aux_loss if router else None
 
 
 def _head_of(config: PretrainedConfig) -> Head:

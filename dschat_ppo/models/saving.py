@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,12 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def save_model(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+def save_model(
+    engine: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    described: Mapping[str, float | None] | None = None,
+) -> None:
     """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
 
     Collective: every rank calls it; rank 0 writes.
@@ -40,6 +46,7 @@ def save_model(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pa
         engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`.
         tokenizer: saved beside the weights.
         folder: created if needed.
+        described: numbers about the model that stand in its config under these names; None takes one out.
     """
     module = engine.module
     model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm
@@ -47,6 +54,11 @@ def save_model(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pa
     if is_main():
         dtype = next(iter(state.values())).dtype
         model.config.dtype = dtype
+        for name, value in (described or {}).items():
+            if value is not None:
+                setattr(model.config, name, value)
+            elif hasattr(model.config, name):
+                delattr(model.config, name)
         if isinstance(module, ScalarModel):
             _describe_padding(model, tokenizer)
         else:

@@ -9,17 +9,17 @@ Metrics = dict[str, float]
 
 
 def step_warnings(now: Metrics) -> list[str]:
-    """Warnings that one step's metrics justify by themselves."""
+    """Warnings that one step's metrics justify by themselves. A run without critic or reference lacks some of them."""
     found = []
-    if now["kl/ref_k1"] < -0.02:
+    if now.get("kl/ref_k1", 0.0) < -0.02:
         found.append("mean KL to the reference is negative: sampling settings differ from those of scoring?")
-    if now["policy/clip_fraction"] > 0.3:
+    if now.get("policy/clip_fraction", 0.0) > 0.3:
         found.append("more than 30 % of the ratios are clipped: lower the actor's learning rate or --ppo_epochs")
     if now["reward/score_std"] < 1e-3:
-        found.append("all scores are nearly equal: the reward model does not tell these answers apart")
+        found.append("all scores are nearly equal: the reward does not tell these answers apart")
     if now["answers/distinct_share"] < 0.5:
         found.append("half of the answers are duplicates: the policy is collapsing; raise --kl_coef or --entropy_coef")
-    if now["rollout/logprob_diff_mean"] > 0.1:
+    if now.get("rollout/logprob_diff_mean", 0.0) > 0.1:
         found.append("rollout and training log-probs differ: numbers too coarse, or different models")
     return found
 
@@ -30,16 +30,18 @@ def trend_warnings(past: list[Metrics], now: Metrics) -> list[str]:
         return []
     mean = {name: sum(step[name] for step in past) / len(past) for name in now if all(name in step for step in past)}
     found = []
-    if now["kl/ref_k1"] > max(0.2, 3 * mean["kl/ref_k1"]):
+    if "kl/ref_k1" in mean and now["kl/ref_k1"] > max(0.2, 3 * mean["kl/ref_k1"]):
         found.append("KL to the reference jumped: the last update was too large")
-    if now["policy/entropy"] < 0.3 * mean["policy/entropy"]:
+    if "policy/entropy" in mean and now["policy/entropy"] < 0.3 * mean["policy/entropy"]:
         found.append("entropy fell to less than a third: the policy is collapsing")
     if now["answers/ended_share"] < mean["answers/ended_share"] - 0.3:
         found.append("far fewer answers end by EOS: raise --missing_eos_penalty or --max_answer_seq_len")
-    rising = all(now[name] > 1.5 * past[0][name] > 0 for name in ("answers/length_mean", "kl/ref_k1"))
+    climbing = ("answers/length_mean", "kl/ref_k1")
+    rising = all(name in mean and now[name] > 1.5 * past[0][name] > 0 for name in climbing)
     if rising and now["reward/score_mean"] > past[0]["reward/score_mean"]:
-        found.append("score, length and KL all climb: the policy may be exploiting the reward model")
-    if all(step["value/explained_variance"] <= 0 for step in [*past, now]):
+        found.append("score, length and KL all climb: the policy may be exploiting the reward")
+    explained = [step.get("value/explained_variance", 1.0) for step in [*past, now]]
+    if all(share <= 0 for share in explained):
         found.append("the critic explains nothing of the returns: raise --critic_learning_rate, or check the reward")
     return found
 

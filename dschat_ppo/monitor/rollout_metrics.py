@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from dschat_ppo.algorithms.groups import groups_that_differ
 from dschat_ppo.algorithms.kl import kl_k1, kl_k3
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.common.phases import PhaseClock
@@ -11,31 +14,46 @@ from dschat_ppo.monitor.metrics import explained_variance, moments
 from dschat_ppo.types import Experience
 
 
-def experience_metrics(rows: Experience, kl_coef: float) -> dict[str, float]:
+def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str]) -> dict[str, float]:
     """Metrics of the experience of all ranks; means over tokens or rows, as the name says.
 
     Args:
-        rows: B rows of all ranks, as `MiniDataset.collect` gives them.
+        rows: B rows of all ranks.
         kl_coef: weight of the KL penalty in the reward.
+        sources: names of the sources of reward, in the order of `source_scores`.
     """
     mask = rows.response_mask
-    k1 = kl_k1(rows.old_logprobs, rows.ref_logprobs)
-    k3 = kl_k3(rows.old_logprobs, rows.ref_logprobs)
     score_mean, score_std = moments(rows.scores)
     metrics = {
         "reward/score_mean": score_mean,
         "reward/score_std": score_std,
         "reward/score_min": float(rows.scores.min()),
         "reward/score_max": float(rows.scores.max()),
-        "reward/kl_penalty": float((kl_coef * k1 * mask).sum(dim=1).mean()),
         "reward/total_mean": float(rows.rewards.sum(dim=1).mean()),
-        "kl/ref_k1": moments(k1[mask])[0],
-        "kl/ref_k3": moments(k3[mask])[0],
-        "value/explained_variance": explained_variance(rows.values[mask], rows.returns[mask]),
+        "policy/counted_share": float(rows.loss_mask.sum() / mask.sum().clamp_min(1)),
+        "policy/loss_weight_mean": moments(rows.loss_weights[mask])[0],
     }
+    if len(sources) > 1:
+        metrics |= {
+            f"reward/{name}_mean": float(x.mean()) for name, x in zip(sources, rows.source_scores.T, strict=True)
+        }
+    if rows.ref_logprobs is not None and rows.kl is not None:
+        metrics["kl/ref_k1"] = moments(kl_k1(rows.old_logprobs, rows.ref_logprobs)[mask])[0]
+        metrics["kl/ref_k3"] = moments(kl_k3(rows.old_logprobs, rows.ref_logprobs)[mask])[0]
+        metrics["reward/kl_penalty"] = float((kl_coef * rows.kl * mask).sum(dim=1).mean())
+    if rows.values is not None:
+        metrics["value/explained_variance"] = explained_variance(rows.values[mask], rows.returns[mask])
     for name, values in (("advantage", rows.advantages), ("return", rows.returns), ("value", rows.values)):
-        metrics[f"{name}/mean"], metrics[f"{name}/std"] = moments(values[mask])
-    return metrics | _answer_metrics(rows)
+        if values is not None:
+            metrics[f"{name}/mean"], metrics[f"{name}/std"] = moments(values[mask])
+    return metrics | _answer_metrics(rows) | _group_metrics(rows)
+
+
+def _group_metrics(rows: Experience) -> dict[str, float]:
+    """Where prompts have several answers: the share of prompts whose answers all score alike."""
+    if len(torch.unique(rows.groups)) == len(rows.groups):
+        return {}
+    return {"reward/equal_groups_share": 1 - float(groups_that_differ(rows.scores, rows.groups).float().mean())}
 
 
 def drift_metrics(rows: Experience) -> dict[str, float]:
@@ -78,5 +96,6 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
     for name, (most_seconds, most_gib), count in zip(names, largest, total, strict=True):
         metrics[f"seconds/{name}"] = most_seconds
         metrics[f"peak_memory_gib/{name}"] = most_gib
-        metrics[f"tokens_per_second/{name}"] = count / max(most_seconds, 1e-9)
+        if count:
+            metrics[f"tokens_per_second/{name}"] = count / max(most_seconds, 1e-9)
     return metrics

@@ -2,25 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import say
+from dschat_ppo.data.templates import Messages, encode_answer, encode_prompt, is_messages
 from dschat_ppo.models.forward import last_token_scores
+from dschat_ppo.models.loading import filler_id
+from dschat_ppo.rewards.request import RewardRequest
 from dschat_ppo.types import Rollout, full_sequences
+
+BATCH_TOKENS = 16384
 
 
 class ModelReward:
-    """Scores a rollout with a reward model that shares the actor's vocabulary."""
+    """Scores a rollout with a reward model that shares the actor's vocabulary.
 
-    def __init__(self, engine: Any):
+    Args:
+        engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
+        batch_tokens: most tokens of a forward pass when it is called as a source of reward.
+    """
+
+    name = "model"
+
+    def __init__(self, engine: Any, batch_tokens: int = BATCH_TOKENS):
         self.engine = engine
+        self.batch_tokens = batch_tokens
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """`scores` in several forward passes. Collective: every rank makes as many as the busiest."""
+        return scores_in_batches(self.engine, *full_sequences(rollout), self.batch_tokens)
 
     @torch.no_grad()
-    def __call__(self, rollout: Rollout) -> Tensor:
+    def scores(self, rollout: Rollout) -> Tensor:
         """Score at the last real token of `[prompt | response]` (EOS, or the token where the limit cut), (B,) fp32.
 
-        A row whose response is empty is scored at the last token of its prompt.
+        A row whose response is empty is scored at the last token of its prompt. One forward pass.
         """
         return last_token_scores(self.engine, *full_sequences(rollout))
+
+
+class ForeignModelReward:
+    """Scores text with a reward model that has a tokenizer of its own.
+
+    Args:
+        engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
+        tokenizer: of the reward model.
+        max_length: most tokens of a row; longer ones lose their start.
+        device: of the model.
+        batch_tokens: most tokens of a forward pass.
+    """
+
+    name = "model"
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        device: torch.device,
+        batch_tokens: int = BATCH_TOKENS,
+    ):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.device = device
+        self.batch_tokens = batch_tokens
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """Score at the last token of prompt, response and EOS, (B,) fp32. Collective, as `ModelReward`.
+
+        Where the row's `prompt` column holds chat messages and the reward model's tokenizer has a template, they go
+        through that template, with the response as the assistant's answer; otherwise the prompt's text is taken.
+        """
+        rows = [self._encode(*row) for row in zip(request.prompts, request.responses, request.rows, strict=True)]
+        cut = [row[-self.max_length :] for row in rows]
+        too_long = sum(len(row) > self.max_length for row in rows)
+        if too_long:
+            say(
+                f"warning: rank {dist.rank()}: {too_long} of {len(rows)} rows are longer than the reward model's "
+                f"{self.max_length} tokens (--reward_model_max_length); their start was cut off"
+            )
+        input_ids, lengths = right_padded(cut, filler_id(self.tokenizer))
+        return scores_in_batches(self.engine, input_ids.to(self.device), lengths.to(self.device), self.batch_tokens)
+
+    def _encode(self, prompt: str, response: str, row: dict[str, Any]) -> list[int]:
+        has_template = self.tokenizer.chat_template is not None
+        given: str | Messages = row["prompt"] if has_template and is_messages(row.get("prompt")) else prompt
+        return encode_prompt(self.tokenizer, given) + encode_answer(self.tokenizer, given, response)
+
+
+def right_padded(rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
+    """Rows of token ids, none empty, as `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest."""
+    lengths = torch.tensor([len(row) for row in rows])
+    input_ids = torch.full((len(rows), int(lengths.max())), filler)
+    for number, row in enumerate(rows):
+        input_ids[number, : len(row)] = torch.tensor(row)
+    return input_ids, lengths
+
+
+@torch.no_grad()
+def scores_in_batches(engine: Any, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
+    """`last_token_scores` of right-padded rows, sorted by length, in passes of a fixed number of rows.
+
+    Collective: a rank with fewer passes than the busiest repeats its last one, because under ZeRO-3 a forward pass
+    gathers weights from all ranks.
+
+    Args:
+        engine: see `last_token_scores`.
+        input_ids: (B, T) int64, right-padded, B above 0.
+        lengths: (B,) int64, above 0.
+        batch_tokens: as many rows to a pass as fit if all had the longest row's length, at least one.
+
+    Returns:
+        (B,) fp32.
+    """
+    rows = max(1, batch_tokens // int(lengths.max()))
+    order = torch.argsort(lengths, descending=True, stable=True)
+    parts = list(order.split(rows))
+    passes = int(dist.all_reduce(torch.tensor(len(parts), device=input_ids.device), "max"))
+    scores = torch.empty(len(order), device=input_ids.device)
+    for part in parts + (passes - len(parts)) * parts[-1:]:
+        width = int(lengths[part].max())
+        scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()
+    return scores

@@ -92,7 +92,7 @@ def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, 
     tokenizer = AutoTokenizer.from_pretrained(out / "ppo/actor")
     reference, actor = load_lm(out / "sft", device), load_lm(out / "ppo/actor", device)
     classifier = AutoModelForSequenceClassification.from_pretrained(out / "reward", dtype=torch.float32)
-    reward = ModelReward(ScalarModel(classifier).to(device).eval())
+    reward = ModelReward(ScalarModel(classifier).to(device).eval()).scores
     before, after = (sample_answers(model, tokenizer, prompts, device, seed) for model in (reference, actor))
     kl = kl_k1(*(response_logprobs(model, after.rollout, 1.0) for model in (actor, reference)))
     results = {step: json.loads((out / step / "result.json").read_text()) for step in ("sft", "reward", "ppo")}

@@ -10,16 +10,16 @@ what PPO learned from a *learned* reward can be held against the truth.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dschat_ppo.tools.toy_model import EOS, PAD, untrained_llama, write_task
 
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
 COLOURS = "red blue green black white yellow brown grey pink golden".split()
@@ -40,7 +40,6 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-PAD, EOS = "<|pad|>", "<|end|>"
 COUNTS = {"sft": 8000, "sft_eval": 256, "pairs": 2000, "pairs_eval": 256, "prompts": 2000, "heldout": 128}
 
 
@@ -150,22 +149,15 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """A Llama of 1.7 M parameters at random."""
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            max_position_embeddings=256,
-            initializer_range=0.05,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    return untrained_llama(
+        tokenizer,
+        seed,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        max_position_embeddings=256,
     )
 
 
@@ -173,13 +165,8 @@ def make(folder: Path, seed: int) -> None:
     """Write `folder/model` and `folder/data/*.jsonl`."""
     rng = random.Random(seed)
     rows = make_rows(make_questions(rng), rng)
-    (folder / "data").mkdir(parents=True, exist_ok=True)
-    for part, part_rows in rows.items():
-        lines = "".join(json.dumps(row) + "\n" for row in part_rows)
-        (folder / "data" / f"{part}.jsonl").write_text(lines, encoding="utf-8")
     tokenizer = make_tokenizer([turn["content"] for row in rows["sft"] for turn in row["messages"]])
-    tokenizer.save_pretrained(folder / "model")
-    make_model(tokenizer, seed).save_pretrained(folder / "model")
+    write_task(folder, rows, tokenizer, make_model(tokenizer, seed))
 
 
 def main() -> None:

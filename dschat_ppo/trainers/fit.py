@@ -39,6 +39,8 @@ class Objective(Generic[Batch]):
     `collate(rows, indices)` makes a batch on the device; `count(batch)` is what the loss is a mean over (tokens,
     pairs); `loss(engine, batch, total, sums)` is the batch's part of the loss, divided by `total`, and adds its
     metrics to `sums`; `summary(metrics)` derives further numbers from reduced ones; `headline` are shown each step.
+    `prepare(engine, rows)`, if any, gives the rows what the untrained model says of them; `describe(engine, rows)`, if
+    any, measures the trained model, for its config and `result.json`. Both are collective.
     """
 
     collate: Callable[[Dataset, Sequence[int]], Batch]
@@ -46,6 +48,8 @@ class Objective(Generic[Batch]):
     loss: Callable[[Any, Batch, Tensor, MetricSums], Tensor]
     summary: Callable[[dict[str, float]], dict[str, float]]
     headline: tuple[str, ...]
+    prepare: Callable[[Any, TokenRows], TokenRows] | None = None
+    describe: Callable[[Any, TokenRows], dict[str, float]] | None = None
 
 
 def fit_ds_config(fit: FitFlags, run: RunFlags) -> Config:
@@ -69,6 +73,33 @@ def evaluate(engine: Any, rows: Dataset, objective: Objective[Batch], fit: FitFl
     return objective.summary(sums.reduce())
 
 
+@torch.no_grad()
+def score_rows(
+    engine: Any, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int, title: str
+) -> Tensor:
+    """What the model says of every row, each rank doing its part. Collective.
+
+    Args:
+        engine: put into eval mode meanwhile (dropout off).
+        rows: at least one.
+        score: `score(rows, indices)` is (len(indices), k), one line for each index, of any content for fillers.
+        batch_size: rows of a batch on one device.
+        title: of the progress bar.
+
+    Returns:
+        (len(rows), k) on the CPU, in the order of the rows, the same on every rank.
+    """
+    engine.eval()
+    batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.world_size(), dist.rank()))
+    parts = []
+    with progress_bar(title, len(batches)) as bar:
+        for [indices] in batches:
+            parts.append(dist.gather_cat(score(rows, indices)).cpu())
+            bar.update()
+    engine.train()
+    return torch.cat(parts)[: len(rows)]  # fillers stand at the end
+
+
 class Fit(Generic[Batch]):
     """Trains one model on rows; `run` does everything and returns what goes into `result.json`."""
 
@@ -77,7 +108,6 @@ class Fit(Generic[Batch]):
         run: RunFlags,
     ):  # fmt: skip
         self.plan: FitPlan = plan_fit(fit, len(rows.train), dist.world_size())
-        self.rows = rows
         self.objective = objective
         self.fit = fit
         self.run_flags = run
@@ -93,7 +123,20 @@ class Fit(Generic[Batch]):
         )
         self.engine = train_engine(model, ds_config, settings)
         choose_ways(self.engine)
+        self.rows = self._prepared(rows)
         seed_this_rank(run.seed)
+
+    def _prepared(self, rows: TokenRows) -> TokenRows:
+        if self.objective.prepare is None:
+            return rows
+        with self.clock.phase("prepare"):
+            return self.objective.prepare(self.engine, rows)
+
+    def _describe(self) -> dict[str, float]:
+        if self.objective.describe is None:
+            return {}
+        with self.clock.phase("describe"):
+            return self.objective.describe(self.engine, self.rows)
 
     def train_step(self, step_indices: list[list[int]]) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches of row numbers."""
@@ -121,9 +164,10 @@ class Fit(Generic[Batch]):
             before = self.evaluate()
             writer.write(0, before)
             after = self._train(writer, title) or before
+        described = self._describe()
         with self.clock.phase("save"):
-            save_model(self.engine, tokenizer, folder)
-        result = {f"{name}_before": value for name, value in before.items()}
+            save_model(self.engine, tokenizer, folder, described)
+        result: dict[str, Any] = {f"{name}_before": value for name, value in before.items()} | described
         result |= {f"{name}_after": value for name, value in after.items()}
         result |= {"optimizer_steps": self.plan.total_steps, "world_size": dist.world_size()}
         result["seconds"] = round(time.perf_counter() - started, 2)

@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-from typing import Any
-
 import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.masked import masked_sum
-from dschat_ppo.algorithms.policy_loss import ppo_policy_loss
-from dschat_ppo.algorithms.value_loss import clipped_value_loss
+from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger, progress_bar, say
-from dschat_ppo.common.phases import PhaseClock, announce
+from dschat_ppo.common.logging import logger, progress_bar
+from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.seeding import seed_this_rank
-from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
+from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.sampler import prompt_stream
+from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.engine.build import learning_rate, optimizer_step
-from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.experience.maker import ExperienceMaker, RewardShaping
-from dschat_ppo.experience.mini_dataset import MiniDataset
-from dschat_ppo.models.forward import response_scores, response_values
-from dschat_ppo.models.loading import (
-    check_causal_lm,
-    check_length,
-    check_sequence_classifier,
-    check_vocabulary,
-    load_config,
-    load_tokenizer,
-    model_folder,
-)
-from dschat_ppo.models.saving import save_model
+from dschat_ppo.experience.mini_dataset import MiniDataset, Update
+from dschat_ppo.experience.shaping import Shaping
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics, phase_metrics
-from dschat_ppo.monitor.writers import MetricsWriter, write_result
-from dschat_ppo.rewards.model import ModelReward
-from dschat_ppo.trainers.rollouts import Rollouts, check_stop_ids
-from dschat_ppo.trainers.setup import begin, naming, open_outputs, show_plan, tensorboard_folder
-from dschat_ppo.types import Experience, Rollout
+from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.rewards.mixture import RewardMixture
+from dschat_ppo.trainers.collector import Collector
+from dschat_ppo.trainers.judge import Judge
+from dschat_ppo.trainers.losses import ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.trainers.ptx import TextBatches
+from dschat_ppo.trainers.rollouts import Rollouts
+from dschat_ppo.trainers.validation import Validation
+from dschat_ppo.types import Experience
 
 HEADLINE = (
     "reward/score_mean",
@@ -64,223 +49,157 @@ class PPOTrainer:
     Args:
         config: the resolved flags.
         plan: the arithmetic of batches.
-        engines: the four roles.
+        engines: the roles.
         prompts: token rows of the prompts.
         tokenizer: of the actor.
+        rewards: the sources of reward.
         device: of this rank.
+        texts: blocks of plain text for the PTX loss, or None.
     """
 
     def __init__(
         self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, prompts: Dataset,
-        tokenizer: PreTrainedTokenizerBase, device: torch.device,
+        tokenizer: PreTrainedTokenizerBase, rewards: RewardMixture, device: torch.device,
+        texts: TextBatches | None = None,
     ):  # fmt: skip
-        ppo, seed = config.ppo, config.run.seed
-        self.flags = ppo
+        ppo, algorithm, seed = config.ppo, config.algorithm, config.run.seed
+        self.config = config
         self.plan = plan
         self.engines = engines
-        self.prompts = prompts
-        self.tokenizer = tokenizer
         self.device = device
-        self.seed = seed
-        self.rollouts = Rollouts(ppo, engines.hybrid, prompts, tokenizer, seed, plan.rows_per_rank, device)
-        self.recompute = ppo.old_logprobs == "recompute" or (ppo.old_logprobs == "auto" and config.run.dtype != "fp32")
-        seed_this_rank(seed)
-        shaping = RewardShaping(ppo.kl_coef, ppo.reward_clip, ppo.missing_eos_penalty, ppo.gamma, ppo.gae_lambda)
-        self.maker = ExperienceMaker(
-            engines.actor, engines.reference, engines.critic, ModelReward(engines.reward), shaping, ppo.temperature,
-            plan.micro_batch_tokens, self.recompute,
-        )  # fmt: skip
-        self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, seed)
+        self.texts = texts
+        self.validation: Validation | None = None  # set by who has held-out prompts
         self.clock = PhaseClock()
         self.health = HealthWatch()
+        rollouts = Rollouts(ppo, engines.hybrid, prompts, tokenizer, seed, device)
+        seed_this_rank(seed)
+        self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed)
+        judge = Judge(rewards, prompts, tokenizer)
+        self.collector = Collector(config, plan, engines, rollouts, judge, self.mini_dataset, self.clock)
+        self.shaping = Shaping(algorithm, ppo.max_answer_seq_len, seed)
+        self.actor_loss = ActorLoss(engines.actor, engines.reference, algorithm, ppo.temperature)
+        self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
+        if algorithm.entropy_target is not None:
+            self.entropy_coef = AdaptiveEntropy(
+                algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_delta, 0.0,
+                algorithm.entropy_coef_max,
+            )  # fmt: skip
 
     def run(self, writer: MetricsWriter) -> dict[str, float]:
         """All PPO steps; returns `RESULT` of the first and of the last step, as `_before` and `_after`."""
         first, metrics = dict[str, float](), dict[str, float]()
-        stream = prompt_stream(len(self.prompts), self.seed, self.plan.rollout_prompts, self.plan.ppo_steps)
+        evaluated = self.validate(0)
+        if evaluated:
+            writer.write(0, evaluated)
         with progress_bar("PPO", self.plan.ppo_steps) as bar:
-            for step, rows in enumerate(stream, start=1):
-                rollout = self.rollout(self._my_prompts(rows), step)
-                self.mini_dataset.add(self.score(rollout))
-                self._print_answers(rollout, step)
-                experience = self.mini_dataset.collect(self.flags.whiten_advantages)
-                metrics = self.update(experience, step)
-                metrics |= experience_metrics(experience, self.flags.kl_coef)
-                metrics |= self._rollout_drift(experience, metrics)
+            for step in range(1, self.plan.ppo_steps + 1):
+                kl_coef = self.shaping.kl_coef.value  # of this step: it adapts once the rows are seen
+                rows, metrics = self.collector.collect(step)
+                experience = self.shaping.experience(rows, step)
+                metrics |= self.update(experience, step)
+                metrics |= experience_metrics(experience, kl_coef, self.collector.judge.mixture.names)
+                metrics |= {"coef/kl": kl_coef, **self._rollout_drift(experience, metrics)}
+                metrics |= self.validate(step)
                 self._report(writer, step, metrics)
-                first = first or metrics
+                first = first or {**metrics, **evaluated}
                 bar.update()
-        return {f"{k}_before": first[k] for k in RESULT} | {f"{k}_after": metrics[k] for k in RESULT}
+        return self._result(first, metrics)
+
+    def _result(self, first: dict[str, float], last: dict[str, float]) -> dict[str, float]:
+        """What `result.json` says of the first and of the last step, and of the evaluations."""
+        shown = [name for name in last if name in first and (name in RESULT or name.startswith("eval/"))]
+        result = {f"{name}_before": first[name] for name in shown} | {f"{name}_after": last[name] for name in shown}
+        if self.validation is not None and self.validation.best is not None:
+            score, step = self.validation.best
+            result |= {"best_eval_score": score, "best_step": step}
+        return result
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics of the held-out prompts, if it is time for them; else {}. Collective."""
+        if self.validation is None or not self.validation.due(step, self.plan.ppo_steps):
+            return {}
+        with self.clock.phase("evaluate"):
+            self.engines.eval()
+            metrics = self.validation.run(step)
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        logger().info(f"evaluation after PPO step {step}: {shown}")
+        return metrics
 
     def _rollout_drift(self, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
         """Rollout against training log-probs: over all tokens, or over the first optimizer step if that is where a
         training forward meets the recorded ones first."""
-        if self.recompute:
+        if self.config.recompute_old_logprobs:
             return drift_metrics(experience)
-        return {
-            f"rollout/logprob_diff_{name}": metrics[f"policy/first_log_ratio_abs_{name}"] for name in ("mean", "max")
-        }
-
-    def _my_prompts(self, rows: list[int]) -> list[int]:
-        """This rank's row numbers."""
-        per_rank = self.plan.prompts_per_rank
-        return rows[dist.rank() * per_rank : (dist.rank() + 1) * per_rank]
-
-    def rollout(self, indices: list[int], step: int) -> Rollout:
-        """Sample the answers to each prompt."""
-        with self.clock.phase("rollout"):
-            rollout = self.rollouts.make(indices, step)
-            self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
-        return rollout
-
-    def score(self, rollout: Rollout) -> Experience:
-        """Old and reference log-probs, values, scores and advantages, all models in eval mode."""
-        with self.clock.phase("score"):
-            self.engines.eval()
-            experience = self.maker.make(rollout)
-            self.clock.count_tokens("score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum()))
-        return experience
+        found = {name: metrics.get(f"policy/first_log_ratio_abs_{name}") for name in ("mean", "max")}
+        return {f"rollout/logprob_diff_{name}": value for name, value in found.items() if value is not None}
 
     def update(self, experience: Experience, step: int) -> dict[str, float]:
         """All optimizer steps of one PPO step; returns their metrics, over all ranks.
 
         Args:
-            experience: rows of all ranks, as `MiniDataset.collect` gives them.
+            experience: rows of all ranks.
             step: PPO step, part of the shuffle's seed.
         """
         self.engines.train()
-        sums = MetricSums()
-        first = dict[str, float]()
-        rates = {
-            "lr/actor": learning_rate(self.engines.actor),
-            "lr/critic": learning_rate(self.engines.critic),
-        }
+        train_actor = step > self.plan.warmup_rollouts
+        sums, first = MetricSums(), dict[str, float]()
+        metrics = self._rates()
+        epochs = self.config.ppo.ppo_epochs
         with self.clock.phase("train"):
-            for number, part in enumerate(self.mini_dataset.updates(experience, self.flags.ppo_epochs, step)):
-                norms = self.update_once(part.micro_batches, part.num_tokens, sums)
+            for number, part in enumerate(self.mini_dataset.updates(experience, epochs, step)):
+                norms = self.update_once(part, sums, train_actor)
                 for role, norm in norms.items():
                     sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device))
                 if number == 0:
                     first = sums.reduce()
             tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
-            self.clock.count_tokens("train", tokens * self.flags.ppo_epochs / dist.world_size())
-        skipped = self.engines.actor.skipped_steps + self.engines.critic.skipped_steps
-        metrics = {**sums.reduce(), **rates, "skipped_steps": skipped}
-        for name in ("mean", "max"):
-            metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
+            self.clock.count_tokens("train", tokens * epochs / dist.world_size())
+        metrics |= sums.reduce()
+        if train_actor:
+            self.entropy_coef.update(metrics["policy/entropy"], 1)
+            for name in ("mean", "max"):
+                metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
         return metrics
 
-    def update_once(self, micro_batches: list[Experience], num_tokens: float, sums: MetricSums) -> dict[str, float]:
-        """One optimizer step of actor and critic; returns their gradient norms."""
-        return {
-            "actor": optimizer_step(
-                self.engines.actor, micro_batches, lambda rows: self.actor_loss(rows, num_tokens, sums)
-            ),
-            "critic": optimizer_step(
-                self.engines.critic, micro_batches, lambda rows: self.critic_loss(rows, num_tokens, sums)
-            ),
+    def _rates(self) -> dict[str, float]:
+        """Learning rates, coefficients and skipped steps as the updates begin."""
+        engines = {"actor": self.engines.actor, "critic": self.engines.critic}
+        used = {role: engine for role, engine in engines.items() if engine is not None}
+        metrics = {f"lr/{role}": learning_rate(engine) for role, engine in used.items()}
+        return metrics | {
+            "coef/entropy": self.entropy_coef.value,
+            "skipped_steps": float(sum(engine.skipped_steps for engine in used.values())),
         }
 
-    def actor_loss(self, rows: Experience, num_tokens: float, sums: MetricSums) -> Tensor:
-        """Clipped surrogate minus the entropy bonus, a part of the optimizer step's loss."""
-        mask = rows.response_mask
-        logprobs, entropy = response_scores(
-            self.engines.actor, rows, self.flags.temperature, entropy_grad=self.flags.entropy_coef > 0
-        )
-        policy = ppo_policy_loss(logprobs, rows.old_logprobs, rows.advantages, mask, self.flags.clip_eps, num_tokens)
-        sums.add_sum("policy/loss", policy.loss * num_tokens, mask.sum())
-        sums.add_mean("policy/entropy", entropy, mask)
-        sums.add_mean("policy/ratio_mean", policy.ratio, mask)
-        sums.add_mean("policy/clip_fraction", policy.clipped.float(), mask)
-        sums.add_mean("policy/approx_kl", rows.old_logprobs - logprobs, mask)
-        sums.add_max("policy/ratio_max", policy.ratio, mask)
-        log_ratio = (logprobs - rows.old_logprobs).detach().abs()
-        sums.add_mean("policy/log_ratio_abs_mean", log_ratio, mask)
-        sums.add_max("policy/log_ratio_abs_max", log_ratio, mask)
-        return policy.loss - self.flags.entropy_coef * masked_sum(entropy, mask) / num_tokens
+    def update_once(self, part: Update, sums: MetricSums, train_actor: bool = True) -> dict[str, float]:
+        """One optimizer step of actor and critic; returns their gradient norms."""
+        norms = {}
+        if train_actor:
+            norms["actor"] = self._update_actor(part, sums)
+        critic, clip_eps = self.engines.critic, self.config.algorithm.value_clip_eps
+        if critic is not None:
+            norms["critic"] = optimizer_step(
+                critic, part.micro_batches, lambda rows: critic_loss(critic, rows, part, clip_eps, sums)
+            )
+        return norms
 
-    def critic_loss(self, rows: Experience, num_tokens: float, sums: MetricSums) -> Tensor:
-        """Clipped value loss, a part of the optimizer step's loss."""
-        values = response_values(self.engines.critic, rows)
-        value = clipped_value_loss(
-            values, rows.values, rows.returns, rows.response_mask, self.flags.value_clip_eps, num_tokens
-        )
-        sums.add_sum("value/loss", value.loss * num_tokens, rows.response_mask.sum())
-        sums.add_mean("value/clip_fraction", value.clipped.float(), rows.response_mask)
-        return value.loss
+    def _update_actor(self, part: Update, sums: MetricSums) -> float:
+        """One optimizer step of the actor, over its experience and, with PTX, over plain text in the same step."""
+        texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
+        entropy_coef, ptx_coef = self.entropy_coef.value, self.config.ppo.unsup_coef
+
+        def loss_of(rows: Experience | SFTBatch) -> Tensor:
+            if isinstance(rows, SFTBatch):
+                return ptx_coef * ptx_loss(self.engines.actor, rows, text_tokens, sums)
+            return self.actor_loss(rows, part, entropy_coef, sums)
+
+        batches: list[Experience | SFTBatch] = [*part.micro_batches, *texts]
+        return optimizer_step(self.engines.actor, batches, loss_of)
 
     def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
         metrics |= phase_metrics(self.clock, self.device)
         writer.write(step, metrics)
-        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINE)
+        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINE if name in metrics)
         logger().info(f"PPO step {step}/{self.plan.ppo_steps}: {shown}")
         for warning in self.health.check(metrics):
             logger().warning(f"health: step {step}: {warning}")
-
-    def _print_answers(self, rollout: Rollout, step: int) -> None:
-        if not self.flags.print_answers or step % self.flags.print_answers_interval:
-            return
-        for row in range(rollout.response_ids.shape[0]):
-            prompt = self.tokenizer.decode(rollout.prompt_ids[row][rollout.prompt_mask[row]])
-            answer = self.tokenizer.decode(rollout.response_ids[row][rollout.response_mask[row]])
-            say(f"[rank {dist.rank()}, step {step}] {prompt!r} -> {answer!r}")
-
-
-def train_ppo(config: PPOConfig) -> dict[str, Any]:
-    """Run step 3; returns the contents of `result.json`."""
-    device, output = begin(
-        "ppo", config, config.run, [config.ppo.actor_model_name_or_path, config.ppo.critic_model_name_or_path]
-    )
-    ppo = config.ppo
-    read_overlay(config.run.deepspeed_config)
-    actor_folder = model_folder(ppo.actor_model_name_or_path, "--actor_model_name_or_path")
-    critic_folder = model_folder(ppo.critic_model_name_or_path, "--critic_model_name_or_path")
-    tokenizer = load_tokenizer(actor_folder, "--actor_model_name_or_path")
-    _check_models(tokenizer, actor_folder, critic_folder)
-    check_stop_ids(ppo.stop_token_ids, tokenizer)
-    longest = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
-    for folder in (actor_folder, critic_folder):
-        check_length(folder, longest, "--max_prompt_seq_len + --max_answer_seq_len")
-    announce("prepare data")
-    rows = prepare("prompt", tokenizer, config.data, ppo.max_prompt_seq_len).train
-    plan = plan_ppo(ppo, len(rows), dist.world_size())
-    show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.total_updates)
-    if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":
-        logger().info(
-            f"note: in {config.run.dtype} log-probs recorded while sampling differ by about 0.01 from those of the "
-            "training forward, so ratios do not begin at 1 (--old_logprobs rollout)"
-        )
-    started = time.perf_counter()
-    announce("load models")
-    open_outputs(output, config, config.run)
-    engines = RLHFEngine(config, plan, actor_folder, critic_folder)
-    trainer = PPOTrainer(config, plan, engines, rows, tokenizer, device)
-    with MetricsWriter(output, tensorboard_folder(config.run)) as writer:
-        result: dict[str, Any] = dict(trainer.run(writer))
-    announce("save models")
-    save_models(engines, tokenizer, output)
-    result |= {
-        "ppo_steps": plan.ppo_steps,
-        "optimizer_steps": plan.total_updates,
-        "world_size": dist.world_size(),
-    }
-    result["seconds"] = round(time.perf_counter() - started, 2)
-    write_result(output, result)
-    logger().info(f"PPO: saved to {output}/actor and {output}/critic")
-    return result
-
-
-def _check_models(tokenizer: PreTrainedTokenizerBase, actor_folder: str, critic_folder: str) -> None:
-    actor_flag, critic_flag = "--actor_model_name_or_path", "--critic_model_name_or_path"
-    check_vocabulary(tokenizer, load_config(actor_folder, actor_flag), actor_flag, actor_folder)
-    check_vocabulary(tokenizer, load_config(critic_folder, critic_flag), critic_flag, critic_folder, other=True)
-    with naming(actor_flag):
-        check_causal_lm(actor_folder)
-    with naming(critic_flag):
-        check_sequence_classifier(critic_folder, new_head=False)
-
-
-def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write actor and critic as Hugging Face folders. Collective."""
-    save_model(engines.actor, tokenizer, output / "actor")
-    save_model(engines.critic, tokenizer, output / "critic")

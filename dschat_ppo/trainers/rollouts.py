@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,6 +21,11 @@ from dschat_ppo.rollout.parity import choose_engine
 from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.types import Rollout, to_device
+
+
+def greedily(how: Generation) -> Generation:
+    """The same with the likeliest token each time; log-probs stay those under the temperature."""
+    return replace(how, sampling=replace(how.sampling, top_k=1))
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
@@ -79,19 +86,17 @@ class Rollouts:
         prompts: token rows.
         tokenizer: of the actor.
         seed: of the run.
-        rows_per_rank: answers of one PPO step on one rank.
         device: of this rank.
     """
 
     def __init__(
         self, flags: PPOFlags, hybrid: HybridEngine, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int,
-        rows_per_rank: int, device: torch.device,
+        device: torch.device,
     ):  # fmt: skip
         self.hybrid = hybrid
         self.prompts = prompts
         self.filler = filler_id(tokenizer)
         self.seed = seed
-        self.rows_per_rank = rows_per_rank
         self.device = device
         how = generation_of(flags, tokenizer, hybrid.model)
         if len(how.stopping.eos_ids) > 1:
@@ -103,13 +108,29 @@ class Rollouts:
         with hybrid.generating() as model:
             self.how = choose_engine(model, how, hybrid.agree)
 
-    def make(self, indices: list[int], step: int) -> Rollout:
-        """Answer the prompts at `indices`, this rank's share of PPO step `step`; collective.
+    def make(self, indices: list[int], step: int, number: int = 0, greedy: bool = False) -> Rollout:
+        """Answer the prompts at `indices`, this rank's share of round `number` of PPO step `step`; collective.
 
-        An answer's seed is made of the run's seed, the step and the answer's number over all ranks, so that it does not
-        matter which rank generates it.
+        `greedy` gives one greedy answer to each prompt.
         """
-        batch = to_device(collate_prompts(self.prompts, indices, self.filler), self.device)
-        seeds = row_seeds(dist.rank() * self.rows_per_rank, len(indices) * self.how.samples, self.seed, step)
+        how = replace(greedily(self.how), samples=1) if greedy else self.how
+        path = (self.seed, step, number) if number else (self.seed, step)
+        return self.answer(self.prompts, indices, how, dist.rank() * len(indices) * how.samples, *path)
+
+    def answer(self, prompts: Dataset, indices: list[int], how: Generation, first: int, *path: int) -> Rollout:
+        """Answers to some prompts; collective.
+
+        An answer's seed is made of `path` and its number over all ranks, so that it does not matter which rank
+        generates it.
+
+        Args:
+            prompts: token rows.
+            indices: row numbers, at least one.
+            how: sampling and number of answers.
+            first: number of the first answer over all ranks.
+            path: the run's seed, the step, ...
+        """
+        batch = to_device(collate_prompts(prompts, indices, self.filler), self.device)
+        seeds = row_seeds(first, len(indices) * how.samples, *path)
         with self.hybrid.generating() as model:
-            return generate(model, batch, seeds.to(self.device), self.how, self.hybrid.agree)
+            return generate(model, batch, seeds.to(self.device), how, self.hybrid.agree)

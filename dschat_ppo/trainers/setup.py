@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
         UserError: the folder holds earlier outputs or a model that is read, or the device lacks the number format.
     """
     folder = Path(run.folder)
-    written = [folder.resolve(), (folder / "actor").resolve(), (folder / "critic").resolve()]
+    written = [(folder / part).resolve() for part in (".", "actor", "critic", "best/actor", "best/critic")]
     if any(Path(model).resolve() in written for model in models):
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
     _refuse_full_folder(folder, run)
@@ -67,6 +68,10 @@ def _write_start(folder: Path, config: Any, run: RunFlags) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").unlink(missing_ok=True)
+        for answers in (folder / "eval").glob("step_*.jsonl"):
+            answers.unlink()
+        for role in ("actor", "critic"):
+            shutil.rmtree(folder / "best" / role, ignore_errors=True)
         board = folder / run.tensorboard_path
         if board.resolve().is_relative_to(folder.resolve()):  # a board elsewhere may hold other runs
             for events in board.glob("events.out.tfevents.*"):

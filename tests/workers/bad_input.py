@@ -11,9 +11,9 @@ from pathlib import Path
 
 from dschat_ppo.common.launch import run_step
 from dschat_ppo.config.cli import parse
-from dschat_ppo.trainers import ppo, reward, sft
+from dschat_ppo.trainers import ppo_run, preference, sft
 
-TRAIN = {"sft": sft.train_sft, "reward": reward.train_reward, "ppo": ppo.train_ppo}
+TRAIN = {"sft": sft.train_sft, "reward": preference.train_preferences, "ppo": ppo_run.train_ppo}
 
 
 def forbidden(*_args, **_kwargs):
@@ -21,7 +21,7 @@ def forbidden(*_args, **_kwargs):
 
 
 def main() -> None:
-    sft.load_causal_lm = reward.load_sequence_classifier = ppo.RLHFEngine = forbidden
+    sft.load_causal_lm = preference.load_trained_model = ppo_run.RLHFEngine = forbidden
     found = {}
     for name, (step, words) in json.loads(Path(sys.argv[1]).read_text()).items():
         errors = io.StringIO()

@@ -14,9 +14,20 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.launch import leave
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.rewards.mixture import RewardMixture
 from workers.ppo_setup import make_trainer
 
 BEST, SECOND = 42, 17
+
+
+class Arms:
+    """The reward of the one token of an answer."""
+
+    name = "arms"
+
+    def __call__(self, request, rollout):
+        token = rollout.response_ids[:, 0]
+        return (token == BEST).float() + 0.3 * (token == SECOND).float()
 
 
 def main() -> None:
@@ -47,14 +58,10 @@ def main() -> None:
     flags += ("--lr_scheduler_type", "constant", "--enable_test_mode", "--test_stop_step", 40)
     trainer = make_trainer(assets, *flags, lm="uniform_lm")
 
-    def reward(rollout):
-        token = rollout.response_ids[:, 0]
-        return (token == BEST).float() + 0.3 * (token == SECOND).float()
-
-    trainer.maker.reward = reward
+    trainer.collector.judge.mixture = RewardMixture([(Arms(), 1.0)])
     with MetricsWriter(out.parent, None) as writer:
         result = trainer.run(writer)
-    rollout = trainer.rollout([0, 1, 2, 3], step=1)
+    rollout = trainer.collector.rollout([0, 1, 2, 3], step=1)
     forced = rollout.response_ids.new_full((4, 1), BEST)
     with torch.no_grad(), trainer.engines.hybrid.generating() as model:
         probability = response_logprobs(model, replace(rollout, response_ids=forced), 1.0).exp()

@@ -22,7 +22,7 @@ from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.types import Rollout, select_rows
-from workers.ppo_setup import make_trainer
+from workers.ppo_setup import experience_of, make_trainer
 
 TOGGLES, SETTLED = 200, 20
 
@@ -36,8 +36,8 @@ def hooks(module):
 
 
 def generate_some(trainer, count: int, max_new_tokens: int):
-    batch = collate_prompts(trainer.prompts, range(count), 0)
-    how = replace(trainer.rollouts.how, stopping=Stopping(max_new_tokens, (1,)), rows=4)
+    batch = collate_prompts(trainer.collector.rollouts.prompts, range(count), 0)
+    how = replace(trainer.collector.rollouts.how, stopping=Stopping(max_new_tokens, (1,)), rows=4)
     with trainer.engines.hybrid.generating() as model:
         return generate(model, batch, row_seeds(count * dist.rank(), count, 0), how, trainer.engines.hybrid.agree)
 
@@ -79,8 +79,7 @@ def uneven(trainer, empty: bool) -> dict:
     rollout = generate_some(trainer, 4, 1 if dist.rank() == 0 else 12)
     if empty and dist.rank() == 1:
         rollout = replace(rollout, response_mask=torch.zeros_like(rollout.response_mask))
-    trainer.mini_dataset.add(trainer.score(rollout))
-    experience = trainer.mini_dataset.collect(whiten=True)
+    experience = experience_of(trainer, rollout)
     metrics = trainer.update(experience, step=1)
     return {"rows": experience.response_ids.shape[0], "tokens": int(experience.response_mask.sum()), **metrics}
 
@@ -91,10 +90,10 @@ def layer_by_layer(assets: Path) -> dict:
     before = shards(unpinned.engines.actor)
     tokens = 2 if dist.rank() == 0 else 9  # rank 0 is done long before rank 1
     expected, found = (generate_some(trainer, 4, tokens) for trainer in (pinned, unpinned))
-    fast = unpinned.rollouts.how
-    unpinned.rollouts.how = replace(fast, engine="padded")
+    fast = unpinned.collector.rollouts.how
+    unpinned.collector.rollouts.how = replace(fast, engine="padded")
     by_padded_batches = generate_some(unpinned, 4, tokens)
-    unpinned.rollouts.how = fast
+    unpinned.collector.rollouts.how = fast
     return {
         "engine": fast.engine,
         "collective": unpinned.engines.hybrid.agree is not None and pinned.engines.hybrid.agree is None,
@@ -110,8 +109,8 @@ def layer_by_layer(assets: Path) -> dict:
 
 def update_from_answers(trainer) -> list[float]:
     """Gradient norms of an update from fresh answers."""
-    trainer.mini_dataset.add(trainer.score(trainer.rollout([0, 1, 2, 3], step=1)))
-    metrics = trainer.update(trainer.mini_dataset.collect(whiten=True), step=1)
+    rollout = trainer.collector.rollout([0, 1, 2, 3], step=1)
+    metrics = trainer.update(experience_of(trainer, rollout), step=1)
     return [metrics["grad_norm/actor"], metrics["grad_norm/critic"]]
 
 
@@ -122,9 +121,9 @@ def answers_of_two_steps(assets: Path) -> list:
     mine = list(range(dist.rank() * per_rank, (dist.rank() + 1) * per_rank))
     answers = []
     for step in (1, 2):
-        rollout = trainer.rollout(mine, step)
+        rollout = trainer.collector.rollout(mine, step)
         ids = torch.where(rollout.response_mask, rollout.response_ids, -1)
-        full = torch.nn.functional.pad(ids, (0, trainer.flags.max_answer_seq_len - ids.shape[1]), value=-1)
+        full = torch.nn.functional.pad(ids, (0, trainer.config.ppo.max_answer_seq_len - ids.shape[1]), value=-1)
         answers.append(dist.gather_cat(full).tolist())
     return answers
 
@@ -136,13 +135,12 @@ def updates_after_toggles(assets: Path, toggles: int, *words: object) -> list[fl
         generate_some(trainer, 2, 3)
     rollout_fields = torch.load(assets / "rollout.pt", weights_only=True)
     mine = torch.arange(8).view(dist.world_size(), -1)[dist.rank()]
-    trainer.mini_dataset.add(trainer.score(select_rows(Rollout(**rollout_fields), mine)))
-    experience = trainer.mini_dataset.collect(whiten=True)
+    experience = experience_of(trainer, select_rows(Rollout(**rollout_fields), mine))
     trainer.engines.train()
     numbers = []
     for part in trainer.mini_dataset.updates(experience, 2, step=1):
         sums = MetricSums()
-        norms = trainer.update_once(part.micro_batches, part.num_tokens, sums)
+        norms = trainer.update_once(part, sums)
         for _ in range(toggles):
             generate_some(trainer, 2, 3)
         numbers += [*norms.values(), *sums.reduce().values()]
@@ -152,8 +150,9 @@ def updates_after_toggles(assets: Path, toggles: int, *words: object) -> list[fl
 def dropout_in_scoring(assets: Path) -> dict:
     """Scores one rollout twice with models that drop half of their attention in training."""
     trainer = make_trainer(assets, *FLAGS, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
-    rollout = trainer.rollout([0, 1, 2, 3], step=1)
-    first, second = trainer.score(rollout), trainer.score(rollout)
+    prompts = [0, 1, 2, 3]
+    rollout = trainer.collector.rollout(prompts, step=1)
+    first, second = (trainer.collector.score(rollout, prompts, 0, step=1) for _ in range(2))
     trainer.engines.train()
     with torch.no_grad():
         noisy = [response_logprobs(trainer.engines.actor, rollout, 1.0) for _ in range(2)]

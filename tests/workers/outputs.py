@@ -11,8 +11,8 @@ import torch
 from dschat_ppo.common import dist
 from dschat_ppo.common.launch import leave
 from dschat_ppo.models.forward import last_token_scores
-from dschat_ppo.trainers.ppo import save_models
-from workers.ppo_setup import make_trainer
+from dschat_ppo.trainers.ppo_run import save_models
+from workers.ppo_setup import experience_of, make_trainer
 
 
 def main() -> None:
@@ -21,9 +21,9 @@ def main() -> None:
     flags += ("--per_device_generation_batch_size", 4, "--per_device_training_batch_size", 4)
     flags += ("--max_answer_seq_len", 6, "--critic_learning_rate", 0.01)
     trainer = make_trainer(assets, *flags)
-    trainer.mini_dataset.add(trainer.score(trainer.rollout([0, 1, 2, 3], step=1)))
-    trainer.update(trainer.mini_dataset.collect(whiten=True), step=1)
-    save_models(trainer.engines, trainer.tokenizer, out)
+    rollout = trainer.collector.rollout([0, 1, 2, 3], step=1)
+    trainer.update(experience_of(trainer, rollout), step=1)
+    save_models(trainer.engines, trainer.collector.judge.tokenizer, out)
     trainer.engines.eval()
     ids = torch.tensor([[7, 60, 90, 40, 1], [9, 80, 3, 2, 1]])
     with torch.no_grad():

@@ -8,25 +8,24 @@ import sys
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.launch import leave
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
-from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
-from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, load_tokenizer
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.fit import Fit, fit_ds_config
-from dschat_ppo.trainers.ppo import PPOTrainer
 from dschat_ppo.trainers.reward import reward_objective
 from dschat_ppo.trainers.sft import sft_objective
 from dschat_ppo.types import Rollout, select_rows
+from workers.ppo_setup import experience_of, trainer_of
 
 GLOBAL_BATCH, STEPS = 8, 5
 STAGES, MICRO_BATCHES = (0, 1, 2, 3), (1, 2, 4)
@@ -53,7 +52,7 @@ def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device, *mor
             trained.gradient_checkpointing_enable()
     else:
         classifier = load_sequence_classifier(str(assets / model), "fp32", ds_config, new_head=False)
-        trained, objective = ScalarModel(classifier), reward_objective(0, device)
+        trained, objective = ScalarModel(classifier), reward_objective(0, device, config)
     fit = Fit(trained, ds_config, TokenRows(rows, None), objective, config.fit, config.run)
     order = [index for epoch in range(3) for index in epoch_order(len(rows), 7, epoch)]
     taken = optimizer_steps(order, micro, fit.plan.accumulation, dist.world_size(), dist.rank())
@@ -81,17 +80,14 @@ def ppo_trajectory(assets: Path, stage: int, micro: int, device, refill_padding:
     words += ["--num_warmup_steps", "0", "--actor_learning_rate", "0.01", "--critic_learning_rate", "0.01"]
     words += ["--entropy_coef", "0.01", "--old_logprobs", "recompute"]  # none are recorded in the stored rollout
     config = parse("ppo", words)
-    plan = plan_ppo(config.ppo, 40, dist.world_size())
-    engines = RLHFEngine(config, plan, str(assets / "lm"), str(assets / "reward"))
-    trainer = PPOTrainer(config, plan, engines, None, load_tokenizer(str(assets / "lm"), "model"), device)
+    trainer = trainer_of(config, Dataset.from_dict({"row": ["{}"] * 40}), device)
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
-    trainer.mini_dataset.add(trainer.score(select_rows(stored_rollout(assets, refill_padding), mine)))
-    experience = trainer.mini_dataset.collect(whiten=True)
-    engines.train()
+    experience = experience_of(trainer, select_rows(stored_rollout(assets, refill_padding), mine))
+    trainer.engines.train()
     trajectory = []
     for part, _ in zip(trainer.mini_dataset.updates(experience, 3, step=1), range(STEPS), strict=False):
         sums = MetricSums()
-        norms = trainer.update_once(part.micro_batches, part.num_tokens, sums)
+        norms = trainer.update_once(part, sums)
         metrics = sums.reduce()
         losses = [metrics[name] for name in ("policy/loss", "value/loss", "policy/entropy")]
         trajectory.append([*losses, norms["actor"], norms["critic"]])

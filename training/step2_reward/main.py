@@ -1,4 +1,4 @@
-"""Step 2: train a reward model on pairs of answers.
+"""Step 2: train a reward model on pairs of answers, or the policy itself.
 
 deepspeed training/step2_reward/main.py --help
 """
@@ -7,7 +7,7 @@ import sys
 
 from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
-from dschat_ppo.trainers.reward import train_reward
+from dschat_ppo.trainers.preference import train_preferences
 
 if __name__ == "__main__":
-    leave(run_step(lambda argv: parse("reward", argv), train_reward, sys.argv[1:]))
+    leave(run_step(lambda argv: parse("reward", argv), train_preferences, sys.argv[1:]))

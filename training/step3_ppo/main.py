@@ -7,7 +7,7 @@ import sys
 
 from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
-from dschat_ppo.trainers.ppo import train_ppo
+from dschat_ppo.trainers.ppo_run import train_ppo
 
 if __name__ == "__main__":
     leave(run_step(lambda argv: parse("ppo", argv), train_ppo, sys.argv[1:]))

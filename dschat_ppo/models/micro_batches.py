@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dschat_ppo.common import dist
+
 
 def split_by_tokens(lengths: Tensor, budget: int) -> list[Tensor]:
     """Row numbers of micro-batches, longest rows first, each micro-batch with `rows x longest <= budget`.
@@ -25,6 +27,17 @@ def split_by_tokens(lengths: Tensor, budget: int) -> list[Tensor]:
         parts.append(order[start : start + size])
         start += size
     return parts
+
+
+def even_passes(lengths: Tensor, budget: int) -> tuple[list[Tensor], int]:
+    """`split_by_tokens`, filled up with its last part so that every rank has as many. Collective.
+
+    Returns:
+        (parts, how many of them are this rank's own).
+    """
+    parts = split_by_tokens(lengths, budget)
+    passes = int(dist.all_reduce(torch.tensor(len(parts), device=lengths.device), "max"))
+    return parts + (passes - len(parts)) * parts[-1:], len(parts)
 
 
 def deal(lengths: Tensor, ranks: int) -> list[Tensor]:

@@ -1,0 +1,86 @@
+"""Shaping of an answer's score before it becomes the reward of its last token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SMALLEST_SCALE = 1e-8
+
+
+def clip_scores(scores: Tensor, bound: float) -> Tensor:
+    """(B,) fp32 `scores` within +-`bound`; as they are if `bound` is 0."""
+    return scores.clamp(-bound, bound) if bound > 0 else scores
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
+    """Soft punishment of long answers, to be added to scores (DAPO, Yu et al. 2025).
+
+    0 up to `max_length - buffer` tokens, from there a straight line to `-factor` at `max_length`, and no less beyond.
+
+    Args:
+        lengths: (B,) int64, response tokens.
+        max_length: longest answer that is allowed.
+        buffer: tokens over which the penalty grows; at least 1.
+        factor: the largest penalty, 0 or more.
+
+    Returns:
+        (B,) fp32, 0 or less.
+
+    Raises:
+        ValueError: `buffer` is below 1.
+    """
+    if buffer < 1:
+        raise ValueError(f"the penalty needs at least one token to grow over, not {buffer}")
+    excess = (lengths - (max_length - buffer)).clamp(0, buffer)
+    return -factor * excess.float() / buffer
+
+
+def missing_eos(ended: Tensor, penalty: float) -> Tensor:
+    """(B,) fp32 to be added to scores: `-penalty` where `ended` (B,) bool is False, 0 where the answer ended itself."""
+    return torch.where(ended, 0.0, -penalty)
+
+
+class RunningScale:
+    """Mean and standard deviation of all scores seen so far, to bring scores to unit spread without shifting them.
+
+    Batches are merged by the parallel update of Chan et al. 1979, in Python floats, so that ranks which see the same
+    scores hold the same state. The deviation is the unbiased one (n - 1).
+    """
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.mean = 0.0
+        self._squares = 0.0  # sum of squared distances from the mean
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 before two scores are seen."""
+        return float((self._squares / (self.count - 1)) ** 0.5) if self.count > 1 else 0.0
+
+    def update(self, scores: Tensor) -> None:
+        """Take in `scores`, (B,) fp32 of all ranks; B may be 0."""
+        if scores.numel() == 0:
+            return
+        scores = scores.detach().double()
+        count, mean = float(scores.numel()), float(scores.mean())
+        squares, distance, total = float(((scores - mean) ** 2).sum()), mean - self.mean, self.count + count
+        self._squares += squares + distance**2 * self.count * count / total
+        self.mean += distance * count / total
+        self.count = total
+
+    def scale(self, scores: Tensor) -> Tensor:
+        """(B,) fp32 `scores / std`.
+
+        Unchanged while there is no spread to divide by: before two scores are seen, and while all that were seen are
+        equal (a deviation below 1e-8), where a division would blow up the first scores that matter.
+        """
+        return scores / self.std if self.std >= SMALLEST_SCALE else scores
+
+    def state_dict(self) -> dict[str, float]:
+        """What `load_state_dict` takes, as plain numbers."""
+        return {"count": self.count, "mean": self.mean, "squares": self._squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.count, self.mean, self._squares = state["count"], state["mean"], state["squares"]

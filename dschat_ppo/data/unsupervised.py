@@ -1,0 +1,64 @@
+"""Plain text for the PTX loss: end to end, cut into blocks (Ouyang et al. 2022, section 3.5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.common.dist import main_rank_of_node_first
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.schema import DataFlags
+from dschat_ppo.data.sources import load_source
+from dschat_ppo.errors import UserError
+
+FLAG = "--unsupervised_dataset_name"
+
+
+def text_blocks(
+    spec: str, config_name: str | None, tokenizer: PreTrainedTokenizerBase, length: int, flags: DataFlags
+) -> Dataset:
+    """Token rows of `length` tokens each (a few are shorter), texts joined by EOS.
+
+    Args:
+        spec: a data set with a column `text`.
+        config_name: its configuration on the hub, or None.
+        tokenizer: of the actor.
+        length: tokens of a block.
+        flags: cache folder and number of processes.
+
+    Returns:
+        Rows in the layout of `data.prepare`: the first token as `prompt_ids`, the others as the one answer.
+
+    Raises:
+        UserError: no such data set, or no column `text`.
+    """
+    with main_rank_of_node_first():
+        rows = load_source(spec, FLAG, flags.data_output_path, config_name).train
+        if "text" not in rows.column_names:
+            raise UserError(f"{FLAG} {spec}: has the columns {', '.join(rows.column_names)}; it needs 'text'")
+        blocks = rows.map(
+            _cut,
+            batched=True,
+            fn_kwargs={"tokenizer": tokenizer, "length": length},
+            remove_columns=rows.column_names,
+            num_proc=flags.preprocessing_num_workers,
+        )
+    if not len(blocks):
+        raise UserError(f"{FLAG} {spec}: holds no text of two tokens or more")
+    logger().info(f"data: {spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
+    return blocks
+
+
+def _cut(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, list[Any]]:
+    joined: list[int] = []
+    for ids in tokenizer([text or "" for text in batch["text"]], add_special_tokens=False)["input_ids"]:
+        joined += [*ids, tokenizer.eos_token_id]
+    blocks = [joined[start : start + length] for start in range(0, len(joined), length)]
+    blocks = [block for block in blocks if len(block) > 1]
+    return {
+        "prompt_ids": [block[:1] for block in blocks],
+        "answers": [[block[1:]] for block in blocks],
+        "margin": [0.0] * len(blocks),
+    }

@@ -1,0 +1,147 @@
+"""Code in an answer, run against the row's tests in a process that is shut off and limited.
+
+What it does and does not protect from is in docs/rewards.md. Standard library only: workers start fast.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+CHILD = Path(__file__).with_name("sandbox_child.py")
+_FENCES = (
+    re.compile(r"```(?:python|python3|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL),
+    re.compile(r"```[ \t]*\n(.*?)```", re.DOTALL),
+)
+_MOST_REPORT_BYTES = 2**16
+_SURROUNDINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program with all its tests. `processes` counts threads too; `file_mb` is for one file and, where the
+    kernel permits a file system of its own, for all files together."""
+
+    cpu_seconds: int = 4
+    wall_seconds: float = 6.0
+    memory_mb: int = 1024
+    file_mb: int = 16
+    processes: int = 16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Which tests passed, and what could not be shut off: "network", "files", "processes"."""
+
+    passed: list[bool]
+    missing: list[str]
+
+
+def code_tests(
+    response: str,
+    tests: Any,
+    cpu_seconds: int = Limits.cpu_seconds,
+    wall_seconds: float = Limits.wall_seconds,
+    memory_mb: int = Limits.memory_mb,
+) -> float:
+    """Share of the `tests` column that the response's code passes.
+
+    `tests` is Python text (all or nothing), or a list of such texts; a test passes if it raises nothing. Code is the
+    last ```python fence of the response, else its last fence, else all of it.
+    """
+    cases = [tests] if isinstance(tests, str) else tests
+    if not isinstance(cases, list) or not cases or not all(isinstance(case, str) for case in cases):
+        raise ValueError("the row needs a column 'tests' with Python text or a list of them")
+    outcome = run_tests(code_of(response), cases, Limits(cpu_seconds, wall_seconds, memory_mb))
+    return sum(outcome.passed) / len(cases)
+
+
+def code_of(response: str) -> str:
+    """The code in an answer; a fence that the length limit cut goes to the end."""
+    for fence in _FENCES:
+        if found := fence.findall(response):
+            return found[-1]
+    return response
+
+
+def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool = True) -> Outcome:
+    """Run `program`, then each test, in a process of its own that is killed with all that it started.
+
+    Args:
+        program: Python text.
+        tests: Python texts that see the program's names.
+        limits: of the whole run.
+        namespaces: False: as on a machine that does not permit them.
+
+    Raises:
+        RuntimeError: the process did not come to run the program.
+    """
+    token = secrets.token_hex(16)
+    job = {**asdict(limits), "program": program, "tests": tests, "token": token, "namespaces": namespaces}
+    job["cpu_seconds"] = math.ceil(limits.cpu_seconds)
+    report, report_end = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="code_", ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(CHILD), str(report_end)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_SURROUNDINGS, cwd=folder, pass_fds=(report_end,),
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(report_end)
+        try:
+            text = _converse(process, json.dumps(job).encode(), report, time.monotonic() + limits.wall_seconds)
+        finally:
+            os.close(report)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return _read_report(text, token, len(tests))
+
+
+def _converse(process: subprocess.Popen[bytes], job: bytes, report: int, deadline: float) -> bytes:
+    """Hand over the job and collect the report until its end, the deadline or its limit."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(job)
+    poll = select.poll()
+    poll.register(report, select.POLLIN)
+    text = b""
+    while len(text) < _MOST_REPORT_BYTES and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        part = os.read(report, _MOST_REPORT_BYTES)
+        if not part:
+            break
+        text += part
+    return text
+
+
+def _read_report(text: bytes, token: str, count: int) -> Outcome:
+    lines = [
+        line.removeprefix(token).strip()
+        for line in text.decode(errors="replace").splitlines()
+        if line.startswith(token)
+    ]
+    if not lines:
+        raise RuntimeError("the sandbox did not come to run the program (too little memory or time, or see above)")
+    done = set(lines[1:])
+    return Outcome([str(number) in done for number in range(count)], json.loads(lines[0]))
+
+
+def missing_isolation() -> list[str]:
+    """What this machine does not permit to shut off, found by a run: "network", "files", "processes".
+
+    Raises:
+        RuntimeError: programs cannot be run at all.
+    """
+    return run_tests("", [], Limits(wall_seconds=30.0)).missing

@@ -1,0 +1,118 @@
+"""The second embedded task: sums of two two-digit numbers, for rewards that are a rule instead of a model.
+
+An answer is right or wrong, and anybody can tell. Most of the answers to learn from by SFT are the sum written from the
+back (37+48=58), the others the sum as it should be (37+48=85), by chance. So SFT teaches how to add and leaves open
+which way to write: about a third of what the model then samples is right, and of its likeliest answers still less.
+What is left to reinforcement is to find the way that pays, and to make the digits sure.
+
+    python -m dschat_ppo.tools.addition FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dschat_ppo.tools.toy_model import EOS, PAD, untrained_llama, write_task
+
+NUMBERS = range(10, 100)
+COUNTS = {"sft": 20_000, "prompts": 1024, "heldout": 256}
+SHARE_FORWARDS = 0.31  # of the SFT rows; with sums such as 77, the same from both ends, 0.37 of the rows are right
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A question: what is `left` + `right`?"""
+
+    left: int
+    right: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.left}+{self.right}="
+
+    @property
+    def answer(self) -> str:
+        """The right answer."""
+        return str(self.left + self.right)
+
+
+def answer_either_way(question: Sum, rng: random.Random) -> str:
+    """The right answer in `SHARE_FORWARDS` of the cases, else its digits from the back."""
+    return question.answer if rng.random() < SHARE_FORWARDS else question.answer[::-1]
+
+
+def make_questions(rng: random.Random) -> dict[str, list[Sum]]:
+    """Questions for each file. Those of `heldout` stand in no other file, those of `sft` repeat.
+
+    Neither does their mirror image: where 37+48 is held out, 48+37 is in no file.
+    """
+    pairs = list(product(NUMBERS, NUMBERS))
+    rng.shuffle(pairs)
+    first_of = {frozenset(pair): pair for pair in reversed(pairs)}  # 37+48 or 48+37, whichever the shuffle put first
+    heldout = list(first_of.values())[: COUNTS["heldout"]]
+    taken = {frozenset(pair) for pair in heldout}
+    free = [Sum(*pair) for pair in pairs if frozenset(pair) not in taken]
+    return {
+        "sft": rng.choices(free, k=COUNTS["sft"]),
+        "prompts": rng.sample(free, COUNTS["prompts"]),
+        "heldout": [Sum(*pair) for pair in heldout],
+    }
+
+
+def make_rows(questions: dict[str, list[Sum]], rng: random.Random) -> dict[str, list[dict[str, str]]]:
+    """Rows of each JSONL file: `prompt` and `response` for SFT, `prompt` and the right `answer` for the others."""
+    rows = {"sft": [{"prompt": q.text, "response": answer_either_way(q, rng)} for q in questions["sft"]]}
+    for part in ("prompts", "heldout"):
+        rows[part] = [{"prompt": q.text, "answer": q.answer} for q in questions[part]]
+    return rows
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 14 tokens: PAD, EOS, ten digits, + and =. Other characters are an error."""
+    vocabulary = {token: number for number, token in enumerate((PAD, EOS, *"0123456789+="))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """A Llama of 0.4 M parameters at random."""
+    return untrained_llama(
+        tokenizer,
+        seed,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=32,
+    )
+
+
+def make(folder: Path, seed: int) -> None:
+    """Write `folder/model` and `folder/data/*.jsonl`."""
+    rng = random.Random(seed)
+    rows = make_rows(make_questions(rng), rng)
+    tokenizer = make_tokenizer()
+    write_task(folder, rows, tokenizer, make_model(tokenizer, seed))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the model, tokenizer and data of two-digit addition.")
+    parser.add_argument("folder", type=Path, help="where to write `model/` and `data/`")
+    parser.add_argument("--seed", type=int, default=1234)
+    args = parser.parse_args()
+    make(args.folder, args.seed)
+    print(f"addition model and data: {args.folder}")
+
+
+if __name__ == "__main__":
+    main()

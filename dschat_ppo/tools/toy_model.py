@@ -1,0 +1,51 @@
+"""What the embedded tasks share: the special tokens, an untrained Llama, and how a task is laid out in a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+PAD, EOS = "<|pad|>", "<|end|>"
+
+
+def untrained_llama(tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any) -> LlamaForCausalLM:
+    """A Llama with random weights.
+
+    Args:
+        tokenizer: gives the vocabulary, PAD and EOS.
+        seed: of the weights.
+        shape: `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads` and
+            `max_position_embeddings`, as `LlamaConfig` names them.
+    """
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            initializer_range=0.05,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **shape,
+        )
+    )
+
+
+def write_task(
+    folder: Path,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    tokenizer: PreTrainedTokenizerFast,
+    model: LlamaForCausalLM,
+) -> None:
+    """Write `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each entry of `rows`."""
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    for name, of_file in rows.items():
+        lines = "".join(json.dumps(row) + "\n" for row in of_file)
+        (folder / "data" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    tokenizer.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")

@@ -1,0 +1,43 @@
+"""Plain text beside PPO: the batches of the PTX loss."""
+
+from __future__ import annotations
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from dschat_ppo.common import dist
+from dschat_ppo.data.collators import SFTBatch, collate_sft
+from dschat_ppo.data.sampler import RowStream
+from dschat_ppo.types import to_device
+
+
+class TextBatches:
+    """For each optimizer step as many blocks of text as the step has answers.
+
+    Args:
+        rows: blocks of `data.unsupervised`.
+        rows_per_update: blocks of one optimizer step over all ranks, a multiple of `micro_batch` times the ranks.
+        micro_batch: blocks of one forward pass.
+        seed: of the order.
+        pad_id: filler.
+        device: of this rank.
+    """
+
+    def __init__(
+        self, rows: Dataset, rows_per_update: int, micro_batch: int, seed: int, pad_id: int, device: torch.device
+    ):
+        self._rows = rows
+        self._rows_per_update = rows_per_update
+        self._micro_batch = micro_batch
+        self._pad_id = pad_id
+        self._device = device
+        self.stream = RowStream(len(rows), seed)
+
+    def take(self) -> tuple[list[SFTBatch], Tensor]:
+        """This rank's micro-batches of the next optimizer step, and the tokens that all ranks' count. Collective."""
+        taken = self.stream.take(self._rows_per_update)[dist.rank() :: dist.world_size()]
+        parts = [taken[start : start + self._micro_batch] for start in range(0, len(taken), self._micro_batch)]
+        batches = [to_device(collate_sft(self._rows, part, self._pad_id, True), self._device) for part in parts]
+        counts = torch.stack([batch.loss_mask.sum() for batch in batches])
+        return batches, dist.all_reduce(counts.sum())

@@ -1,0 +1,125 @@
+"""Reward functions of all forms and with all faults, for the tests; workers load this file by its path."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LOADED = time.time_ns()  # tells one import of this file from another
+
+
+def lengths(prompts, responses):
+    return [len(response) for response in responses]
+
+
+def columns(prompts, responses, **others):
+    """Sum of everything given, to be recomputed by the test."""
+    assert sorted(others) == ["answer", "extra"], sorted(others)
+    return [
+        len(prompt) + 10 * len(response) + 100 * (answer or 0) + (1000 if extra is None else 0)
+        for prompt, response, answer, extra in zip(prompts, responses, others["answer"], others["extra"], strict=True)
+    ]
+
+
+def named_column(answer, missing, optional=7):
+    """Neither prompts nor responses; `missing` is in no row."""
+    assert missing == [None] * len(answer)
+    return [-1.0 if value is None else value + optional for value in answer]
+
+
+def per_row(prompt, response, answer):
+    return len(prompt) - len(response) + (answer or 0)
+
+
+def per_row_bool(response):
+    return response == "yes"
+
+
+async def slow_batch(prompts, responses):
+    await asyncio.sleep(0.01)
+    return [float(len(prompt)) for prompt in prompts]
+
+
+async def slow_row(prompt, response):
+    await asyncio.sleep(0.01)
+    return len(prompt)
+
+
+class Counter:
+    def __call__(self, response):
+        return float(response.count("a"))
+
+
+counter = Counter()
+
+
+def when_imported(response):
+    return LOADED % 10**6
+
+
+def who(response):
+    return os.getpid()
+
+
+def scaled(response, factor=1.0, sign=True, word="x", count=2):
+    assert isinstance(factor, float) and isinstance(sign, bool) and isinstance(word, str) and isinstance(count, int)
+    return (1 if sign else -1) * factor * count * response.count(word)
+
+
+def noisy(response):
+    print("a line on standard output")
+    os.write(1, b"bytes on descriptor 1\n")
+    subprocess.run([sys.executable, "-c", "print('a child prints too'); input()"], check=False)
+    return 1.0
+
+
+FAULTS = {
+    "raise": lambda: 1 / 0,
+    "hang": lambda: time.sleep(60),
+    "exit": lambda: os._exit(0),
+    "quit": lambda: sys.exit(3),
+    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "surrogate": lambda: (_ for _ in ()).throw(ValueError("\ud800")),
+    "nan": lambda: float("nan"),
+    "inf": lambda: -float("inf"),
+    "huge": lambda: 1e39,
+    "text": lambda: "3",
+    "none": lambda: None,
+    "complex": lambda: 1j,
+}
+
+
+def faulty_row(response):
+    return FAULTS[response]() if response in FAULTS else len(response)
+
+
+def faulty_batch(responses):
+    return [FAULTS[response]() if response in FAULTS else len(response) for response in responses]
+
+
+def wrong_length(responses):
+    """One too few in company, right alone, two for the response `two`."""
+    if len(responses) > 1:
+        return [1.0] * (len(responses) - 1)
+    return [1.0, 2.0] if responses == ["two"] else [len(responses[0])]
+
+
+def no_list(responses):
+    return dict.fromkeys(range(len(responses)), 1.0) if responses[0] == "dictionary" else 3.0
+
+
+def leaves_a_process(response):
+    """Writes the number of a process that it leaves behind into the file that the response names, then waits."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path(response).write_text(f"{child.pid} {os.getpid()} {os.getppid()}")
+    time.sleep(60)
+
+
+def by_position(response, /):
+    return 1.0
+
+
+not_callable = 3

@@ -1,0 +1,128 @@
+"""The task of two-digit addition: its questions, its two ways of writing, its tokenizer."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dschat_ppo.tools import addition
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("addition")
+    addition.make(made, 5)
+    return made
+
+
+def read(folder, name):
+    return [json.loads(line) for line in (folder / "data" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def operands(prompt):
+    """'37+48=' -> (37, 48), read by hand."""
+    assert len(prompt) == 6 and prompt[2] == "+" and prompt[5] == "="
+    return int(prompt[:2]), int(prompt[3:5])
+
+
+def test_a_question_by_hand():
+    assert addition.Sum(37, 48).text == "37+48="
+    assert addition.Sum(37, 48).answer == "85"
+    assert addition.Sum(99, 99).answer == "198"
+
+
+@pytest.mark.parametrize("name", ["prompts", "heldout"])
+def test_answers_are_right(folder, name):
+    rows = read(folder, name)
+    assert len(rows) == {"prompts": 1024, "heldout": 256}[name]
+    assert all(set(row) == {"prompt", "answer"} for row in rows)
+    assert all(row["answer"] == str(sum(operands(row["prompt"]))) for row in rows)
+    assert len({row["prompt"] for row in rows}) == len(rows)
+
+
+def test_held_out_questions_and_their_mirror_images_stand_in_no_other_file(folder):
+    held_out = {operands(row["prompt"]) for row in read(folder, "heldout")}
+    for name in ("sft", "prompts"):
+        asked = {operands(row["prompt"]) for row in read(folder, name)}
+        assert not held_out & asked
+        assert not held_out & {(right, left) for left, right in asked}
+    assert not {pair for pair in held_out if pair[0] != pair[1]} & {(right, left) for left, right in held_out}
+    assert any(left > right for left, right in held_out) and any(left < right for left, right in held_out)
+
+
+def test_sft_answers_are_the_sum_from_the_front_or_from_the_back_in_the_stated_shares(folder):
+    rows = read(folder, "sft")
+    assert len(rows) == 20_000
+    right, two_ways = 0, Counter()
+    for row in rows:
+        total = str(sum(operands(row["prompt"])))
+        backwards = "".join(reversed(total))
+        assert row["response"] in (total, backwards)
+        right += row["response"] == total
+        two_ways[row["response"] == total] += total != backwards
+    assert two_ways[True] / two_ways.total() == pytest.approx(0.31, abs=0.015)
+    assert 0.34 < right / len(rows) < 0.40
+
+
+def test_which_way_does_not_depend_on_the_question(folder):
+    """With a rule in it, SFT would learn when to be right."""
+    right, of_all = Counter(), Counter()
+    for row in read(folder, "sft"):
+        left, other = operands(row["prompt"])
+        total = str(left + other)
+        if total != total[::-1]:
+            kind = (left % 10 + other % 10 >= 10, len(total))  # whether it carries, two digits or three
+            of_all[kind] += 1
+            right[kind] += row["response"] == total
+    assert len(of_all) == 4
+    for kind, count in of_all.items():
+        assert right[kind] / count == pytest.approx(addition.SHARE_FORWARDS, abs=0.03)
+
+
+def test_the_sft_rows_ask_nearly_every_free_question(folder):
+    asked = Counter(row["prompt"] for row in read(folder, "sft"))
+    numbers = {number for prompt in asked for number in operands(prompt)}
+    assert numbers == set(range(10, 100))
+    assert len(asked) > 6500  # of 8100, about 500 held out; 20,000 draws miss 7 %
+
+
+def test_tokenizer_reads_back_what_it_writes(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert len(tokenizer) == 14
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    ids = tokenizer.encode("37+48=85<|end|>")
+    assert len(ids) == 9 and ids[-1] == tokenizer.eos_token_id
+    assert len(set(tokenizer.encode("0123456789+="))) == 12
+    assert tokenizer.decode(ids) == "37+48=85<|end|>"
+    assert tokenizer.decode([*ids, tokenizer.pad_token_id], skip_special_tokens=True) == "37+48=85"
+
+
+def test_tokenizer_refuses_what_it_does_not_know(folder):
+    with pytest.raises(Exception, match="UNK"):
+        AutoTokenizer.from_pretrained(folder / "model").encode("3x4")
+
+
+def test_model_fits_the_tokenizer_and_is_small(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert model.config.vocab_size == len(tokenizer)
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 500_000
+
+
+def test_the_same_seed_makes_the_same_files_and_another_one_does_not(folder, tmp_path):
+    addition.make(tmp_path / "again", 5)
+    addition.make(tmp_path / "other", 6)
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    assert len(files) >= 7
+    for file in files:
+        assert (folder / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
+    for file in ("data/sft.jsonl", "data/prompts.jsonl", "data/heldout.jsonl", "model/model.safetensors"):
+        assert (folder / file).read_bytes() != (tmp_path / "other" / file).read_bytes(), file
+
+
+def test_questions_of_a_seed_are_drawn_again():
+    first, second = (addition.make_questions(random.Random(3)) for _ in range(2))
+    assert first == second

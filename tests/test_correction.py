@@ -1,0 +1,231 @@
+"""Importance weights and choices of tokens and rows: by hand and against loops."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged import fillings, normal, properties, ragged_mask, row_lengths, widened
+
+from dschat_ppo.algorithms.correction import (
+    clip_cov_tokens,
+    high_entropy_tokens,
+    importance_weights,
+    kl_cov_tokens,
+    off_policy_rows,
+    token_covariances,
+)
+
+MASK = ragged_mask([3, 0, 1, 2])
+NONE = torch.zeros(2, 3, dtype=torch.bool)
+
+
+def seeded(seed=0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def log_weights(*rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """(old, rollout) log-probs with the given ratios; -1 for the generator."""
+    rollout = torch.full((len(rows), len(rows[0])), -1.0)
+    return rollout + torch.tensor(rows).log(), rollout
+
+
+@pytest.mark.parametrize(
+    ("level", "how", "expected"),
+    [
+        ("token", "truncate", [[0.1, 0.5, 2.0, 2.0], [1.0, 1.9, 0.0, 0.0]]),
+        ("token", "mask", [[0.0, 0.5, 2.0, 0.0], [1.0, 1.9, 0.0, 0.0]]),
+        ("sequence", "truncate", [[0.3] * 4, [1.9, 1.9, 0.0, 0.0]]),  # 0.1 * 0.5 * 2 * 3
+        ("sequence", "mask", [[0.0] * 4, [1.9, 1.9, 0.0, 0.0]]),
+    ],
+)
+def test_importance_weights_by_hand(level, how, expected):
+    old, rollout = log_weights([0.1, 0.5, 1.9999, 3.0], [1.0, 1.9, 7.0, 0.01])
+    weights = importance_weights(old, rollout, ragged_mask([4, 2]), level, how, cap=2.0)
+    torch.testing.assert_close(weights, torch.tensor(expected), rtol=1e-3, atol=0)
+
+
+def test_masking_leaves_out_far_weights_on_both_sides_and_keeps_the_bounds():
+    weights = importance_weights(
+        *log_weights([0.49, 0.51, 1.0, 1.99, 2.01]), torch.ones(1, 5).bool(), "token", "mask", 2
+    )
+    assert weights[0].tolist() == pytest.approx([0.0, 0.51, 1.0, 1.99, 0.0])
+    exact = importance_weights(*log_weights([1.0, 1.0]), torch.ones(1, 2).bool(), "sequence", "mask", 1.0)
+    assert exact.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize(("gap", "expected"), [(500.0, math.exp(20)), (-500.0, math.exp(-20))])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_exponent_is_bounded(level, gap, expected):
+    old = torch.full((1, 1), gap)
+    weights = importance_weights(old, torch.zeros(1, 1), torch.ones(1, 1).bool(), level, "truncate", 1e12)
+    assert weights.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_sum_is_bounded_and_not_its_tokens():
+    # 30 - 25 = 5 for the row
+    old = torch.tensor([[30.0, -25.0]])
+    weights = importance_weights(old, torch.zeros(1, 2), torch.ones(1, 2).bool(), "sequence", "truncate", 1e12)
+    assert weights[0].tolist() == pytest.approx([math.exp(5)] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@properties
+@given(lengths=row_lengths(), seed=st.integers(0, 50), filling=fillings, columns=st.integers(0, 3))
+def test_importance_weights_match_a_loop_and_ignore_padding(level, how, lengths, seed, filling, columns):
+    mask = ragged_mask(lengths, 5)
+    old, rollout = normal(seed, *mask.shape), normal(seed + 1, *mask.shape)
+    expected = np.zeros(mask.shape)
+    for row, n in enumerate(lengths):
+        gaps = (old[row, :n] - rollout[row, :n]).tolist()
+        for t in range(n):
+            w = math.exp(gaps[t] if level == "token" else sum(gaps))
+            expected[row, t] = min(w, 1.7) if how == "truncate" else (w if 1 / 1.7 <= w <= 1.7 else 0.0)
+    old, rollout = (widened(x.masked_fill(~mask, filling), columns, filling) for x in (old, rollout))
+    weights = importance_weights(old, rollout, widened(mask, columns, False), level, how, 1.7)
+    np.testing.assert_allclose(weights.numpy(), np.pad(expected, ((0, 0), (0, columns))), rtol=1e-9)
+
+
+def test_importance_weights_carry_no_gradient_and_know_their_names():
+    leaf = torch.zeros(1, 1, requires_grad=True)
+    mask = torch.ones(1, 1).bool()
+    assert not importance_weights(leaf, torch.zeros(1, 1), mask, "token", "mask", 2.0).requires_grad
+    with pytest.raises(ValueError, match="word"):
+        importance_weights(leaf, leaf, mask, "word", "mask", 2.0)
+    with pytest.raises(ValueError, match="forget"):
+        importance_weights(leaf, leaf, mask, "token", "forget", 2.0)
+
+
+def test_rows_with_a_negative_advantage_that_moved_far_are_left_out():
+    # The policy moved away by 0.3 nats a token: (0.2 + 0.4) / 2. Delta 0.25.
+    mask = ragged_mask([2, 2, 2, 2, 0, 2], 3)
+    moved = torch.tensor([[0.2, 0.4], [0.2, 0.4], [0.1, 0.3], [-0.2, -0.4], [0.2, 0.4], [0.2, 0.4]])
+    advantages = torch.tensor([[-1.0, -1.0], [1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-2.0, 3.0]])
+    old = torch.full((6, 3), -2.0)
+    new, advantages = old - widened(moved, 1, float("nan")), widened(advantages, 1, float("nan"))
+    keep = off_policy_rows(new.requires_grad_(), old, advantages, mask, delta=0.25)
+    assert keep.tolist() == [False, True, True, True, True, True]
+    # the mean of a row's advantages decides, and one of 0 keeps it
+    advantages[5] = torch.tensor([2.0, -3.0, 0.0])
+    assert off_policy_rows(new, old, advantages, mask, 0.25).tolist()[5] is False
+    advantages[5] = torch.tensor([3.0, -3.0, 0.0])
+    assert off_policy_rows(new, old, advantages, mask, 0.25).tolist()[5] is True
+
+
+def test_entropy_threshold_is_over_all_rows():
+    entropies = torch.tensor([[0.1, 3.0, 9.9], [2.0, 9.9, 9.9], [9.9, 9.9, 9.9], [1.0, 2.5, 9.9]])
+    mask = ragged_mask([2, 1, 0, 2], 3)
+    # 0.1, 1, 2, 2.5, 3: the upper 40 % are those at or above the quantile 0.6, which is 2.2 by interpolation
+    chosen = high_entropy_tokens(entropies, mask, 0.4)
+    assert chosen.nonzero().tolist() == [[0, 1], [3, 1]]
+    assert torch.equal(high_entropy_tokens(entropies, mask, 1.0), mask)
+    assert high_entropy_tokens(entropies, mask, 1e-9).nonzero().tolist() == [[0, 1]]
+
+
+@properties
+@given(
+    lengths=row_lengths(largest=9),
+    share=st.sampled_from([0.01, 0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99, 1.0]),
+    seed=st.integers(0, 50),
+    filling=fillings,
+)
+def test_entropy_choice_matches_numpys_quantile(lengths, share, seed, filling):
+    mask = ragged_mask(lengths, 9)
+    entropies = normal(seed, *mask.shape)
+    # a little below, because numpy's own rank may be off by rounding
+    threshold = np.quantile(entropies[mask].numpy(), 1 - share) - 1e-12
+    chosen = high_entropy_tokens(entropies.masked_fill(~mask, filling), mask, share)
+    np.testing.assert_array_equal(chosen.numpy(), mask.numpy() & (entropies.numpy() >= threshold))
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.3, 3), (0.7, 7), (0.1, 1), (0.9, 9)])
+def test_entropy_share_of_eleven_tokens_is_not_lost_to_rounding(share, count):
+    # The rank (1 - share) * 10 is whole, so that very token is in.
+    assert int(high_entropy_tokens(torch.arange(11.0).unsqueeze(0), torch.ones(1, 11).bool(), share).sum()) == count + 1
+
+
+def test_entropy_ties_are_all_taken():
+    assert high_entropy_tokens(torch.ones(2, 3), MASK[[0, 3]], 0.1).equal(MASK[[0, 3]])
+
+
+def test_covariances_by_hand():
+    # Over the mask: A = 1, 2, 6 with mean 3; lp = -1, -2, -3 with mean -2.
+    advantages = torch.tensor([[1.0, 2.0, math.nan], [6.0, math.inf, 1e30]], requires_grad=True)
+    logprobs = torch.tensor([[-1.0, -2.0, math.nan], [-3.0, 1e30, -math.inf]], requires_grad=True)
+    covariances = token_covariances(advantages, logprobs, ragged_mask([2, 1], 3))
+    assert covariances.tolist() == [[-2.0, 0.0, 0.0], [-3.0, 0.0, 0.0]]
+    assert not covariances.requires_grad
+    assert not token_covariances(torch.ones(2, 3), torch.ones(2, 3), NONE).any()
+
+
+def test_covariances_sum_to_numpys():
+    advantages, logprobs = normal(0, 4, 3), normal(1, 4, 3)
+    covariances = token_covariances(advantages, logprobs, MASK)
+    expected = np.cov(advantages[MASK].numpy(), logprobs[MASK].numpy(), ddof=0)[0, 1]
+    assert covariances.sum().item() / 6 == pytest.approx(expected)
+
+
+def test_clip_cov_picks_the_share_of_all_tokens_among_those_in_range():
+    mask = ragged_mask([40, 0, 60])
+    covariances = normal(2, 3, 60)
+    in_range = mask & (covariances > 0.2) & (covariances < 1.0)
+    assert 15 < int(in_range.sum()) < 40
+    chosen = clip_cov_tokens(covariances, mask, 0.15, 0.2, 1.0, seeded())
+    assert int(chosen.sum()) == 15
+    assert not (chosen & ~in_range).any()
+    # never more than there are, and at least one
+    assert torch.equal(clip_cov_tokens(covariances, mask, 0.9, 0.2, 1.0, seeded()), in_range)
+    assert int(clip_cov_tokens(covariances, mask, 1e-6, 0.2, 1.0, seeded()).sum()) == 1
+
+
+def test_clip_cov_bounds_are_exclusive():
+    covariances = torch.tensor([[1.0, 1.5, 5.0, -torch.inf, 6.0, 0.5]])
+    chosen = clip_cov_tokens(covariances, torch.ones(1, 6).bool(), 1.0, 1.0, 5.0, seeded())
+    assert chosen.tolist() == [[False, True, False, False, False, False]]
+
+
+def test_clip_cov_draws_every_candidate_and_repeats_with_its_seed():
+    covariances, mask = torch.full((2, 3), 2.0), ragged_mask([3, 2])
+    generator, counts = seeded(), torch.zeros(2, 3)
+    for _ in range(500):
+        counts += clip_cov_tokens(covariances, mask, 0.4, 1.0, 5.0, generator)
+    # two of five tokens each time: 200 +- 11 each
+    assert counts[~mask].sum().item() == 0.0
+    assert ((counts[mask] - 200).abs() < 60).all()
+    first, again = (clip_cov_tokens(covariances, mask, 0.4, 1.0, 5.0, seeded(3)) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_the_draw_does_not_depend_on_padding():
+    covariances, mask = normal(4, 4, 3).abs(), MASK
+    chosen = clip_cov_tokens(covariances, mask, 0.5, 0.0, 9.0, seeded(1))
+    other = widened(covariances.masked_fill(~mask, math.nan), 2, 1.0)
+    assert torch.equal(clip_cov_tokens(other, widened(mask, 2, False), 0.5, 0.0, 9.0, seeded(1)), widened(chosen, 2, 0))
+
+
+def test_kl_cov_takes_the_highest():
+    covariances = torch.tensor([[0.5, 3.0, -1.0], [9.0, 9.0, 9.0], [2.0, 9.0, math.nan], [1.0, 4.0, math.nan]])
+    # the mask holds 0.5, 3, -1, 2, 1, 4
+    assert kl_cov_tokens(covariances, MASK, 0.5).nonzero().tolist() == [[0, 1], [2, 0], [3, 1]]
+    assert kl_cov_tokens(covariances, MASK, 1e-9).nonzero().tolist() == [[3, 1]]
+    assert torch.equal(kl_cov_tokens(covariances, MASK, 1.0), MASK)
+
+
+def test_a_share_of_tokens_is_rounded_down_but_for_rounding_errors():
+    # 0.29 * 100 is 28.999999999999996 in binary; 0.155 * 100 = 15.5.
+    mask = torch.ones(1, 100).bool()
+    for share, count in ((0.29, 29), (0.155, 15)):
+        assert int(kl_cov_tokens(torch.arange(100.0).unsqueeze(0), mask, share).sum()) == count
+        assert int(clip_cov_tokens(torch.ones(1, 100), mask, share, 0, 2, seeded()).sum()) == count
+
+
+def test_an_empty_mask_selects_nothing():
+    values = torch.ones(2, 3)
+    assert not high_entropy_tokens(values, NONE, 0.5).any()
+    assert not kl_cov_tokens(values, NONE, 0.5).any()
+    assert not clip_cov_tokens(values, NONE, 0.5, 0.0, 5.0, seeded()).any()
+    assert not importance_weights(values, values, NONE, "sequence", "truncate", 2.0).any()
+    assert off_policy_rows(values, values, values, NONE, 0.1).tolist() == [True, True]

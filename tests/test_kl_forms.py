@@ -1,0 +1,146 @@
+"""KL forms: values by hand, expectations and expected gradients over an enumerated categorical distribution."""
+
+import math
+
+import pytest
+import torch
+
+from dschat_ppo.algorithms.kl import (
+    KL_ESTIMATORS,
+    kl_abs,
+    kl_full,
+    kl_k2,
+    kl_loss,
+    straight_through,
+)
+
+LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.0, -0.4], dtype=torch.float64)
+REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.2, 0.4, 1.0, -1.0], dtype=torch.float64), dim=0)
+
+
+def exact_gradient(reverse: bool = False) -> torch.Tensor:
+    """Gradient for the logits: sum of p (log p - log q) has p_j (log p_j - log q_j - KL), the other p_j - q_j."""
+    p = [math.exp(x) / sum(math.exp(y) for y in LOGITS.tolist()) for x in LOGITS.tolist()]
+    q = [math.exp(x) for x in REFERENCE.tolist()]
+    if reverse:
+        return torch.tensor([a - b for a, b in zip(p, q, strict=True)], dtype=torch.float64)
+    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    return torch.tensor([a * (math.log(a / b) - kl) for a, b in zip(p, q, strict=True)], dtype=torch.float64)
+
+
+def expected_gradient(estimator: str, straight: bool) -> torch.Tensor:
+    """Gradient of the loss, averaged over all tokens with the weights of the policy itself (which carry none)."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = torch.log_softmax(logits, dim=0)
+    losses = kl_loss(logprobs.unsqueeze(0), REFERENCE.unsqueeze(0), estimator, straight).squeeze(0)
+    (logprobs.detach().exp() * losses).sum().backward()
+    return logits.grad
+
+
+def test_values_by_hand():
+    logprobs, other = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0])
+    values = {name: estimate(logprobs, other).tolist() for name, estimate in KL_ESTIMATORS.items()}
+    assert values["k1"] == pytest.approx([0.5, -1.0, 0.0])
+    assert values["k2"] == pytest.approx([0.125, 0.5, 0.0])
+    assert values["k3"] == pytest.approx([math.exp(-0.5) - 0.5, math.e - 2, 0.0])
+    assert values["abs"] == pytest.approx([0.5, 1.0, 0.0])
+    assert set(values) == {"k1", "k2", "k3", "abs"}
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_straight_form_has_the_gradient_of_the_exact_divergence(estimator):
+    torch.testing.assert_close(expected_gradient(estimator, straight=True), exact_gradient())
+
+
+def test_plain_k2_has_the_gradient_of_the_exact_divergence():
+    torch.testing.assert_close(expected_gradient("k2", straight=False), exact_gradient())
+
+
+def test_plain_k1_has_no_gradient_in_expectation():
+    assert expected_gradient("k1", straight=False).abs().max().item() < 1e-15
+
+
+def test_plain_k3_has_the_gradient_of_the_other_divergence():
+    torch.testing.assert_close(expected_gradient("k3", straight=False), exact_gradient(reverse=True))
+    assert (exact_gradient() - exact_gradient(reverse=True)).abs().max().item() > 0.05
+
+
+def test_plain_abs_has_another_gradient():
+    assert (expected_gradient("abs", straight=False) - exact_gradient()).abs().max().item() > 0.05
+
+
+@pytest.mark.parametrize("straight", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_the_value_is_that_of_the_estimator(estimator, straight):
+    logprobs, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    d = [0.5, -1.0]
+    expected = {
+        "k1": d,
+        "k2": [x * x / 2 for x in d],
+        "k3": [math.exp(-x) - 1 + x for x in d],
+        "abs": [abs(x) for x in d],
+    }[estimator]
+    assert kl_loss(logprobs, reference, estimator, straight)[0].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_straight_gradient_of_a_token_is_the_log_ratio():
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    kl_loss(logprobs, torch.tensor([[-1.5, -1.0]]), "k3", straight=True).sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([0.5, -1.0])
+
+
+def test_straight_through_takes_value_and_gradient_from_two_tensors():
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    mixed = straight_through(10 * x, x**2)
+    mixed.sum().backward()
+    assert mixed.tolist() == [20.0, 30.0]
+    assert x.grad.tolist() == [4.0, 6.0]
+
+
+def test_an_unknown_estimator_is_an_error():
+    with pytest.raises(KeyError):
+        kl_loss(torch.zeros(1, 1), torch.zeros(1, 1), "k4", straight=True)
+
+
+def test_full_divergence_by_hand():
+    p, q = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]]), torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]])
+    # 0.5 log 2 - 0.25 log 2, and a distribution against itself
+    assert kl_full(p.log(), q.log()).tolist() == pytest.approx([0.25 * math.log(2), 0.0], abs=1e-7)
+
+
+def test_full_divergence_has_the_exact_gradient():
+    logits = LOGITS.clone().requires_grad_()
+    kl_full(torch.log_softmax(logits, dim=0), REFERENCE).backward()
+    torch.testing.assert_close(logits.grad, exact_gradient())
+    other = REFERENCE.clone().requires_grad_()
+    kl_full(torch.log_softmax(LOGITS, dim=0), torch.log_softmax(other, dim=0)).backward()
+    torch.testing.assert_close(other.grad, REFERENCE.exp() - torch.softmax(LOGITS, dim=0))
+
+
+def test_full_divergence_leaves_out_what_cannot_be_drawn():
+    # -inf in both, -inf in the first, and a probability below the smallest fp32 number beside -inf.
+    low = -math.inf
+    log_p = torch.tensor([math.log(0.5), math.log(0.5), low, low, -200.0], requires_grad=True)
+    log_q = torch.tensor([math.log(0.25), math.log(0.25), low, math.log(0.5), low], requires_grad=True)
+    divergence = kl_full(log_p, log_q)
+    divergence.backward()
+    assert divergence.item() == pytest.approx(math.log(2))
+    assert log_p.grad.tolist() == pytest.approx([0.5 * (math.log(2) + 1)] * 2 + [0.0] * 3)
+    assert log_q.grad.tolist() == pytest.approx([-0.5, -0.5, 0.0, 0.0, 0.0])
+
+
+def test_full_divergence_is_infinite_where_the_second_forbids_a_token_of_the_first():
+    assert kl_full(torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()).item() == math.inf
+
+
+def test_full_divergence_does_not_hide_nan():
+    assert math.isnan(kl_full(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0])).item())
+
+
+def test_k2_and_abs_have_their_own_slopes():
+    d = torch.tensor([0.5, -2.0], requires_grad=True)
+    kl_k2(d, torch.zeros(2)).sum().backward()
+    assert d.grad.tolist() == [0.5, -2.0]
+    d.grad = None
+    kl_abs(d, torch.zeros(2)).sum().backward()
+    assert d.grad.tolist() == [1.0, -1.0]

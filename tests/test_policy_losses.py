@@ -1,0 +1,338 @@
+"""Policy losses by name: one token by hand, loops over uneven rows, and gradients by finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged import fillings, normal, properties, ragged_mask, row_lengths, widened
+
+from dschat_ppo.algorithms.aggregation import Denominators, aggregate
+from dschat_ppo.algorithms.policy_loss import POLICY_LOSSES, SEQUENCE_LOSSES, PolicyLossSettings, PolicyTerms
+
+LENGTHS = (5, 3, 0, 1, 4)
+SETTINGS = PolicyLossSettings(
+    clip_eps_low=0.15,
+    clip_eps_high=0.3,
+    dual_clip=1.5,
+    sapo_tau_positive=0.8,
+    sapo_tau_negative=1.7,
+    kl_cov_coef=0.6,
+)
+NAMES = ["ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "clip_cov", "kl_cov"]
+
+
+def random_terms(lengths=LENGTHS, width=5, seed=0, spread=0.5) -> PolicyTerms:
+    mask = ragged_mask(lengths, width)
+    old = normal(seed, *mask.shape) - 2
+    logprobs = (old + spread * normal(seed + 1, *mask.shape)).requires_grad_()
+    return PolicyTerms(logprobs, old, normal(seed + 2, *mask.shape), mask, normal(seed + 3, *mask.shape) > 0)
+
+
+def changed(terms: PolicyTerms, **changes) -> PolicyTerms:
+    return PolicyTerms(**{**vars(terms), **changes})
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)
+
+
+def surrogate(ratio, advantage, s: PolicyLossSettings) -> float:
+    loss = max(-advantage * ratio, -advantage * clip(ratio, 1 - s.clip_eps_low, 1 + s.clip_eps_high))
+    if advantage < 0 and s.dual_clip > 0:
+        loss = min(loss, -s.dual_clip * advantage)
+    return loss
+
+
+def row_by_loop(name, new, old, advantages, selected, s: PolicyLossSettings, weights=None) -> list[float]:
+    """Losses of the tokens of one row, given as lists without padding. `weights` are stopped ratios, for cispo."""
+    n = len(new)
+    logs = [a - b for a, b in zip(new, old, strict=True)]
+    ratios = [math.exp(x) for x in logs]
+    mean_advantage = sum(advantages) / n
+    if name == "gspo":
+        return [surrogate(math.exp(sum(logs) / n), a, s) for a in advantages]
+    if name == "gmpo":
+        sided = [min(x, s.clip_eps_high) if mean_advantage > 0 else max(x, -s.clip_eps_low) for x in logs]
+        return [-mean_advantage * math.exp(sum(sided) / n)] * n
+    losses = []
+    for t in range(n):
+        a, rho, tau = advantages[t], ratios[t], s.sapo_tau_positive if advantages[t] > 0 else s.sapo_tau_negative
+        losses.append(
+            {
+                "ppo": surrogate(rho, a, s),
+                "cispo": -clip(weights[t] if weights else rho, 1 - s.clip_eps_low, 1 + s.clip_eps_high) * a * new[t],
+                "reinforce": -a * new[t],
+                "sapo": -a * 4 / tau / (1 + math.exp(-tau * (rho - 1))),
+                "clip_cov": 0.0 if selected[t] else surrogate(rho, a, s),
+                "kl_cov": -a * rho + (s.kl_cov_coef * abs(logs[t]) if selected[t] else 0.0),
+            }[name]
+        )
+    return losses
+
+
+def by_loop(name, terms: PolicyTerms, settings, new=None, weights=None) -> np.ndarray:
+    arrays = (terms.logprobs if new is None else new, terms.old_logprobs, terms.advantages, terms.selected)
+    losses = np.zeros(terms.mask.shape)
+    for row, n in enumerate(terms.mask.sum(dim=1).tolist()):
+        if n:
+            stopped = None if weights is None else weights[row, :n].tolist()
+            losses[row, :n] = row_by_loop(name, *(x[row, :n].tolist() for x in arrays), settings, stopped)
+    return losses
+
+
+def one(name, ratio, advantage, settings=None, selected=None, logprob=-1.0):
+    """(loss, gradient, ratio, clipped) of a row of one token."""
+    leaf = torch.tensor([[logprob]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[logprob - math.log(ratio)]], dtype=torch.float64)
+    chosen = None if selected is None else torch.tensor([[selected]])
+    terms = PolicyTerms(leaf, old, torch.tensor([[advantage]], dtype=torch.float64), torch.tensor([[True]]), chosen)
+    result = POLICY_LOSSES[name](terms, settings or PolicyLossSettings())
+    result.losses.sum().backward()
+    return result.losses.item(), leaf.grad.item(), result.ratio.item(), result.clipped.item()
+
+
+def test_names():
+    assert list(POLICY_LOSSES) == NAMES
+    assert {"gspo", "gmpo", "sapo"} == SEQUENCE_LOSSES
+
+
+@pytest.mark.parametrize("name", NAMES)
+@properties
+@given(lengths=row_lengths(), seed=st.integers(0, 99), dual_clip=st.sampled_from([0.0, 1.1, 3.0]))
+def test_losses_match_a_loop(name, lengths, seed, dual_clip):
+    terms = random_terms(lengths, seed=seed)
+    settings = PolicyLossSettings(**{**vars(SETTINGS), "dual_clip": dual_clip})
+    result = POLICY_LOSSES[name](terms, settings)
+    np.testing.assert_allclose(result.losses.detach().numpy(), by_loop(name, terms, settings), atol=1e-12)
+
+
+def test_the_constants_have_their_usual_values():
+    assert vars(PolicyLossSettings()) == {
+        "clip_eps_low": 0.2,
+        "clip_eps_high": 0.2,
+        "dual_clip": 0.0,
+        "sapo_tau_positive": 1.0,
+        "sapo_tau_negative": 1.05,
+        "kl_cov_coef": 1.0,
+    }
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "clip_cov"])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    [
+        (1.5, 2.0, -2.6, 0.0, True),  # the gain stops at 1.3
+        (1.25, 2.0, -2.5, -2.5, False),
+        (1.4, -2.0, 2.8, 2.8, False),  # a loss is not capped at 1.3
+        (1.7, -2.0, 3.0, 0.0, True),  # but at 1.5 by the dual clip
+        (0.5, 2.0, -1.0, -1.0, False),
+        (0.5, -2.0, 1.7, 0.0, True),  # 0.85
+        (0.9, -2.0, 1.8, 1.8, False),
+        (1.7, 0.0, 0.0, 0.0, False),
+    ],
+)
+def test_clipped_surrogate_by_hand(name, ratio, advantage, loss, gradient, clipped):
+    result = one(name, ratio, advantage, SETTINGS, selected=False)
+    assert result[:3] == pytest.approx((loss, gradient, ratio))
+    assert result[3] is clipped
+
+
+def test_without_dual_clip_the_loss_has_no_ceiling():
+    assert one("ppo", 9.0, -2.0, PolicyLossSettings())[0] == pytest.approx(18.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight", "clipped"),
+    [
+        (1.1, 2.0, 1.1, False),
+        (3.0, 2.0, 1.3, True),  # the cap is 1 + clip_eps_high
+        (3.0, -2.0, 1.3, True),  # on both signs
+        (0.1, 2.0, 0.85, True),
+        (0.1, -2.0, 0.85, True),
+        (3.0, 0.0, 1.3, False),
+    ],
+)
+def test_cispo_by_hand_clips_the_weight_and_keeps_the_gradient(ratio, advantage, weight, clipped):
+    loss, gradient, reported, was_clipped = one("cispo", ratio, advantage, SETTINGS, logprob=-1.7)
+    assert loss == pytest.approx(1.7 * advantage * weight)
+    assert gradient == pytest.approx(-advantage * weight)
+    assert reported == pytest.approx(ratio)
+    assert was_clipped is clipped
+
+
+def test_reinforce_by_hand():
+    assert one("reinforce", 3.0, 2.0, logprob=-0.5) == pytest.approx((1.0, -2.0, 3.0, False))
+
+
+def test_sapo_by_hand():
+    # At ratio 1 the sigmoid is 1/2 and its slope 1/4: loss -2 A / tau, gradient -A.
+    assert one("sapo", 1.0, 3.0, SETTINGS)[:2] == pytest.approx((-6 / 0.8, -3.0))
+    assert one("sapo", 1.0, -3.0, SETTINGS)[:2] == pytest.approx((6 / 1.7, 3.0))
+
+
+def test_kl_cov_by_hand():
+    # Ratio 2, A = 3: -6 and 0.6 log 2; slope -6 + 0.6. Never clipped.
+    assert one("kl_cov", 2.0, 3.0, SETTINGS, selected=True) == pytest.approx((-6 + 0.6 * math.log(2), -5.4, 2.0, False))
+    assert one("kl_cov", 2.0, 3.0, SETTINGS, selected=False)[:2] == pytest.approx((-6.0, -6.0))
+    assert one("kl_cov", 0.5, 3.0, SETTINGS, selected=True)[:2] == pytest.approx((-1.5 + 0.6 * math.log(2), -2.1))
+
+
+@pytest.mark.parametrize(("advantage", "clipped"), [(3.0, True), (0.0, False)])
+def test_clip_cov_leaves_selected_tokens_out(advantage, clipped):
+    assert one("clip_cov", 1.1, advantage, SETTINGS, selected=True) == pytest.approx((0.0, 0.0, 1.1, clipped))
+
+
+def test_gmpo_by_hand_clips_tokens_on_the_side_of_the_gain():
+    logs = torch.tensor([[0.9, -0.9, 0.1]] * 3, dtype=torch.float64)
+    advantages = torch.tensor([[2.0] * 3, [-2.0] * 3, [0.0] * 3], dtype=torch.float64)
+    terms = PolicyTerms(logs, torch.zeros(3, 3), advantages, torch.ones(3, 3).bool())
+    result = POLICY_LOSSES["gmpo"](terms, SETTINGS)
+    up, down = math.exp((0.3 - 0.9 + 0.1) / 3), math.exp((0.9 - 0.15 + 0.1) / 3)
+    assert result.losses[0].tolist() == pytest.approx([-2 * up] * 3)
+    assert result.losses[1].tolist() == pytest.approx([2 * down] * 3)
+    assert result.ratio[:2, 0].tolist() == pytest.approx([up, down])
+    assert result.clipped.tolist() == [[True, False, False], [False, True, False], [False] * 3]
+
+
+def slopes(total, new: np.ndarray, step=1e-6) -> np.ndarray:
+    """Central differences of a function of an array of log-probs."""
+    result = np.zeros_like(new)
+    for place in np.ndindex(*new.shape):
+        up, down = new.copy(), new.copy()
+        up[place] += step
+        down[place] -= step
+        result[place] = (total(up) - total(down)) / (2 * step)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gspo"])
+def test_gradient_matches_finite_differences(name, seed):
+    terms = random_terms(seed=10 * seed)
+    POLICY_LOSSES[name](terms, SETTINGS).losses.sum().backward()
+    start = terms.logprobs.detach().numpy()
+    weights = np.exp(start - terms.old_logprobs.numpy())  # cispo's, which stay where they are
+
+    def total(new):
+        return by_loop(name, terms, SETTINGS, torch.from_numpy(new), torch.from_numpy(weights)).sum()
+
+    np.testing.assert_allclose(terms.logprobs.grad.numpy(), slopes(total, start), atol=1e-7)
+    assert not terms.logprobs.grad[~terms.mask].any()
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_sequence_losses_have_the_gradient_of_the_mean_over_rows(name):
+    """Against finite differences of the sequence form: one ratio and one advantage for each row, mean over rows."""
+    terms = random_terms(spread=0.25)
+    terms = changed(terms, advantages=terms.advantages[:, :1].expand(5, 5).contiguous())
+    losses = POLICY_LOSSES[name](terms, SETTINGS).losses
+    loss = aggregate(losses, terms.mask, "seq_mean_token_mean", Denominators(13, 4, 25))
+    loss.backward()
+
+    def total(new):
+        by_row = by_loop(name, terms, SETTINGS, torch.from_numpy(new))[:, 0]
+        return by_row.sum() / 4
+
+    start = terms.logprobs.detach().numpy()
+    assert loss.item() == pytest.approx(total(start))
+    np.testing.assert_allclose(terms.logprobs.grad.numpy(), slopes(total, start), atol=1e-7)
+    assert terms.logprobs.grad.abs().max().item() > 0.01
+
+
+def test_gspo_gives_each_token_its_own_gradient():
+    """Advantages that differ within a row: the slope of token t is -A_t s, whatever the others have."""
+    terms = random_terms((3,), 3, spread=0.01)
+    result = POLICY_LOSSES["gspo"](terms, PolicyLossSettings())
+    result.losses.sum().backward()
+    s = math.exp((terms.logprobs - terms.old_logprobs).mean().item())
+    torch.testing.assert_close(terms.logprobs.grad, -terms.advantages * s)
+    assert result.ratio[0].tolist() == pytest.approx([s] * 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_at_ratio_one_every_loss_has_the_gradient_of_the_policy(name):
+    terms = random_terms(spread=0.0)
+    terms = changed(terms, selected=torch.zeros(5, 5).bool())
+    result = POLICY_LOSSES[name](terms, SETTINGS)
+    result.losses.sum().backward()
+    expected = -terms.advantages
+    if name == "gmpo":
+        means = [float(row[:n].mean()) if n else 0.0 for row, n in zip(terms.advantages, LENGTHS, strict=True)]
+        expected = -torch.tensor(means, dtype=torch.float64).unsqueeze(1).expand(5, 5)
+    torch.testing.assert_close(terms.logprobs.grad, torch.where(terms.mask, expected, 0.0))
+    torch.testing.assert_close(result.ratio, torch.ones(5, 5, dtype=torch.float64))
+    assert not result.clipped.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("log_ratio", [300.0, -300.0])
+def test_far_log_ratios_stay_finite(name, log_ratio):
+    for advantage in (1.0, -1.0):
+        leaf = torch.full((1, 2), log_ratio, requires_grad=True)
+        terms = PolicyTerms(
+            leaf, torch.zeros(1, 2), torch.full((1, 2), advantage), torch.ones(1, 2).bool(), torch.ones(1, 2).bool()
+        )
+        result = POLICY_LOSSES[name](terms, PolicyLossSettings())
+        result.losses.sum().backward()
+        assert torch.isfinite(result.losses).all()
+        assert torch.isfinite(leaf.grad).all()
+        if name != "gmpo":
+            assert result.ratio[0, 0].item() == pytest.approx(math.exp(math.copysign(20, log_ratio)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@properties
+@given(filling=fillings, columns=st.integers(0, 3), shuffle=st.randoms(use_true_random=False))
+def test_padding_and_the_order_of_rows_change_nothing(name, filling, columns, shuffle):
+    terms = random_terms()
+    order = shuffle.sample(range(5), 5)
+
+    def disturbed(values):
+        return widened(values.detach().masked_fill(~terms.mask, filling), columns, filling)[order]
+
+    other = PolicyTerms(
+        disturbed(terms.logprobs).requires_grad_(),
+        disturbed(terms.old_logprobs),
+        disturbed(terms.advantages),
+        widened(terms.mask, columns, False)[order],
+        widened(terms.selected | ~terms.mask, columns, True)[order],
+    )
+    expected, result = POLICY_LOSSES[name](terms, SETTINGS), POLICY_LOSSES[name](other, SETTINGS)
+    expected.losses.sum().backward()
+    result.losses.sum().backward()
+    torch.testing.assert_close(result.losses, widened(expected.losses, columns, 0.0)[order])
+    torch.testing.assert_close(result.ratio, widened(expected.ratio, columns, 1.0)[order])
+    assert torch.equal(result.clipped, widened(expected.clipped, columns, False)[order])
+    torch.testing.assert_close(other.logprobs.grad, widened(terms.logprobs.grad, columns, 0.0)[order])
+    assert not expected.losses[~terms.mask].any()
+    assert expected.ratio[~terms.mask].eq(1).all()
+
+
+@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant"])
+@pytest.mark.parametrize("name", NAMES)
+def test_micro_batches_add_up_to_the_whole(name, how):
+    terms, over = random_terms(), Denominators(13, 4, 25)
+    aggregate(POLICY_LOSSES[name](terms, SETTINGS).losses, terms.mask, how, over).backward()
+    parts = terms.logprobs.detach().clone().requires_grad_()
+    for rows in ([0], [1, 2, 4], [3]):
+        part = PolicyTerms(*(x[rows] for x in vars(changed(terms, logprobs=parts)).values()))
+        aggregate(POLICY_LOSSES[name](part, SETTINGS).losses, part.mask, how, over).backward()
+    torch.testing.assert_close(parts.grad, terms.logprobs.grad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_metrics_carry_no_gradient(name):
+    result = POLICY_LOSSES[name](random_terms(), SETTINGS)
+    assert result.losses.requires_grad
+    assert not result.ratio.requires_grad
+    assert not result.clipped.requires_grad
+    assert result.clipped.dtype == torch.bool
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_without_a_selection_the_covariance_losses_refuse(name):
+    with pytest.raises(ValueError, match="selected"):
+        POLICY_LOSSES[name](changed(random_terms(), selected=None), SETTINGS)

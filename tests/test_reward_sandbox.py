@@ -1,0 +1,251 @@
+"""Programs in the sandbox: what passes, what is limited, and what cannot be reached. Each program is run for real."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from dschat_ppo.rewards.sandbox import Limits, code_of, code_tests, missing_isolation, run_tests
+
+LIMITS = Limits(cpu_seconds=2, wall_seconds=5.0)
+ADD = "def add(a, b):\n    return a + b\n"
+MISSING = missing_isolation()
+
+
+def passes(test: str, program: str = "", limits: Limits = LIMITS, namespaces: bool = True) -> bool:
+    return run_tests(program, [test], limits, namespaces).passed == [True]
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "x = 2\n"),
+        ("```py\nx = 1\n```\nprints\n```\n3\n```", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1", "x = 1"),
+        ("```python3\r\nx = 1\n```".replace("\r", " "), "x = 1\n"),
+        ("", ""),
+    ],
+)
+def test_code_of_an_answer(response, code):
+    assert code_of(response) == code
+
+
+@pytest.mark.parametrize(
+    ("response", "tests", "score"),
+    [
+        (f"```python\n{ADD}```", "assert add(1, 2) == 3\nassert add(0, 0) == 0", 1.0),
+        (f"```python\n{ADD}```", "assert add(1, 2) == 3\nassert add(0, 0) == 1", 0.0),
+        (ADD, ["assert add(1, 2) == 3", "assert add(0, 0) == 1", "add(1)", "assert add('a', 'b') == 'ab'"], 0.5),
+        ("no code at all", ["assert True"], 0.0),
+        ("", "assert True", 1.0),
+        (ADD, "this is no code", 0.0),
+        ("if __name__ == '__main__':\n    input()\nx = 1", "assert x == 1", 1.0),
+        ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: 'int' = 1", "assert P().x == 1", 1.0),
+    ],
+)
+def test_share_of_tests_that_pass(response, tests, score):
+    assert code_tests(response, tests) == score
+
+
+@pytest.mark.parametrize("tests", [None, [], 3, [1], {"a": 1}])
+def test_a_row_without_tests_is_a_fault(tests):
+    with pytest.raises(ValueError, match="column 'tests'"):
+        code_tests("x = 1", tests)
+
+
+def test_one_test_does_not_end_the_others():
+    tests = ["raise SystemExit", "1 / 0", "raise KeyboardInterrupt", "assert True"]
+    assert run_tests("", tests, LIMITS).passed == [False, False, False, True]
+
+
+WRITE_EVERYWHERE = """
+import os
+for number in range(3, 256):
+    try:
+        os.write(number, TEXT)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise BaseException",
+        "def f(:",
+        "\0",
+        "import ctypes; ctypes.string_at(0)",
+        WRITE_EVERYWHERE.replace("TEXT", "b'0\\n' * 9") + "os._exit(0)",
+        WRITE_EVERYWHERE.replace("TEXT", "b'\\n0 0\\n'") + "os._exit(0)",
+    ],
+)
+def test_a_program_that_ends_before_its_tests_passes_none(program):
+    assert run_tests(program, ["assert True"], LIMITS).passed == [False]
+
+
+def seconds_of(program: str, limits: Limits) -> float:
+    started = time.monotonic()
+    assert not passes("assert True", program, limits)
+    return time.monotonic() - started
+
+
+def test_time_on_the_processor_is_limited():
+    assert 0.9 < seconds_of("while True: pass", Limits(cpu_seconds=1, wall_seconds=20.0)) < 6
+
+
+def test_time_on_the_wall_is_limited():
+    assert 0.4 < seconds_of("import time; time.sleep(60)", Limits(wall_seconds=0.5)) < 3
+
+
+def test_tests_before_the_end_of_time_count():
+    tests = ["assert True", "while True: pass", "assert True"]
+    assert run_tests("", tests, Limits(wall_seconds=0.7)).passed == [True, False, False]
+
+
+def test_memory_is_limited():
+    assert passes("bytearray(10**8)", limits=Limits(memory_mb=512))
+    assert not passes("bytearray(6 * 10**8)", limits=Limits(memory_mb=512))
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_file_size_is_limited(namespaces):
+    assert passes("open('a', 'wb').write(bytes(2**20))", limits=Limits(file_mb=2), namespaces=namespaces)
+    assert not passes("open('a', 'wb').write(bytes(3 * 2**20))", limits=Limits(file_mb=2), namespaces=namespaces)
+
+
+@pytest.mark.skipif("files" in MISSING, reason="this machine permits no file system of its own")
+def test_all_files_together_are_limited():
+    test = "for n in range(4):\n    with open(str(n), 'wb') as file:\n        file.write(bytes(2**20))"
+    assert passes(test, limits=Limits(file_mb=5))
+    assert not passes(test, limits=Limits(file_mb=3))
+
+
+def test_output_goes_nowhere(capfd):
+    assert passes("import sys\nfor n in range(10**4): print('x' * 1000); sys.stderr.write('y' * 1000)")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_flood_of_reports_ends_the_program():
+    program = "while True:\n" + WRITE_EVERYWHERE.replace("TEXT", "b'0' * 4096").replace("\n", "\n    ")
+    assert seconds_of(program, Limits(wall_seconds=20.0, cpu_seconds=20)) < 10
+
+
+FORKS = """
+import os, time
+children = []
+try:
+    while len(children) < 60:
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        children.append(child)
+except (OSError, PermissionError):
+    pass
+assert len(children) < 20, len(children)
+"""
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_processes_are_limited(namespaces):
+    assert passes(FORKS, namespaces=namespaces)
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_no_network(namespaces):
+    assert not passes("import socket; socket.create_server(('127.0.0.1', 0)); "
+                      "socket.create_connection(('127.0.0.1', 22), 1)", namespaces=namespaces)  # fmt: skip
+    assert not passes(
+        "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.sendto(b'a', ('8.8.8.8', 53))",
+        namespaces=namespaces,
+    )
+
+
+def test_a_server_on_this_machine_is_not_reached():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
+        for namespaces in (True, False):
+            assert not passes(program, namespaces=namespaces)
+        with socket.create_connection(("127.0.0.1", port), 2):
+            pass  # the server is there
+
+
+@pytest.mark.skipif("files" in MISSING, reason="this machine permits no mounts of its own")
+def test_files_outside_cannot_be_written(tmp_path):
+    tmp_path.chmod(0o777)
+    (tmp_path / "there").write_text("kept")
+    programs = (
+        f"open('{tmp_path}/new', 'w')",
+        f"import os; os.remove('{tmp_path}/there')",
+        f"import shutil; shutil.rmtree('{tmp_path}')",
+        "import os; os.mkdir('/tmp/made_in_the_sandbox')",
+    )
+    for program in programs:
+        assert not passes(program)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("there", "kept")]
+    assert not Path("/tmp/made_in_the_sandbox").exists()
+
+
+MOUNT = """
+import ctypes
+libc = ctypes.CDLL(None)
+assert libc.mount(b'none', b'/', None, 32 | 4096, None) == 0 or libc.umount2(b'.', 2) == 0 or libc.setuid(0) == 0
+"""
+
+
+@pytest.mark.skipif("files" in MISSING, reason="this machine permits no mounts of its own")
+def test_mounts_cannot_be_undone():
+    assert not passes(MOUNT)
+
+
+@pytest.mark.skipif("network" in MISSING, reason="this machine permits no namespaces")
+def test_no_other_process_is_seen():
+    assert not passes(f"import os; os.kill({os.getpid()}, 0)")
+    assert passes("import os; assert os.getpid() == 1 and os.getuid() == 1000")
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_surroundings_are_empty(namespaces, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "s")
+    test = "import os, sys; assert os.listdir() == [] and 'SECRET_TOKEN' not in os.environ and sys.stdin.read() == ''"
+    assert passes(test, namespaces=namespaces)
+    assert passes("import sys; assert sys.flags.isolated and 'dschat_ppo' not in sys.modules", namespaces=namespaces)
+
+
+def test_what_is_missing_is_said():
+    assert run_tests("", [], LIMITS, namespaces=False).missing == ["network", "files", "processes"]
+    assert set(MISSING) <= {"network", "files", "processes"}
+
+
+def descendants_named(word: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [path.parent.name] if word in path.read_text() else []
+        except OSError:
+            continue
+    return found
+
+
+def test_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert not passes("import time; time.sleep(60)", limits=Limits(wall_seconds=0.5))
+    assert passes("open('a', 'w').write('a')")
+    assert list(tmp_path.iterdir()) == []
+    deadline = time.monotonic() + 3
+    while descendants_named("sandbox_child.py") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert descendants_named("sandbox_child.py") == []
+
+
+def test_too_little_memory_is_a_fault_not_a_score():
+    with pytest.raises(RuntimeError, match="did not come to run"):
+        run_tests("", ["assert True"], Limits(wall_seconds=0.001))

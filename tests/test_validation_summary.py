@@ -1,0 +1,49 @@
+"""What is said of the answers to held-out prompts, by hand."""
+
+import pytest
+
+from dschat_ppo.trainers.validation import Answered, final_answer, summary
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so 3 + 4 = 7\n#### 7", "7"),
+        (r"first \boxed{5}, no: \boxed{x+1}.", "x+1"),
+        ("a line\nthe last line \n\n", "the last line"),
+        ("42", "42"),
+        ("", ""),
+        ("#### ", ""),
+    ],
+)
+def test_final_answers(text, expected):
+    assert final_answer(text) == expected
+
+
+def answered(index, answers, scores, lengths, ended, kl=None) -> Answered:
+    return Answered(index, "p", answers, scores, lengths, ended, kl)
+
+
+def test_summary_by_hand():
+    rows = [
+        answered(
+            0, ["a", "b", "b", "c"], [0.0, 1.0, 1.0, 0.0], [1, 2, 2, 5], [True, True, False, True], [0.0, 0.1, 0.1, 0.3]
+        ),
+        answered(1, ["x", "x", "y", "y"], [0.0, 0.0, 1.0, 1.0], [3, 3, 3, 1], [True] * 4, [0.0] * 4),
+    ]  # fmt: skip
+    found = summary(rows, pass_score=1.0)
+    assert found == pytest.approx({
+        "eval/score": 0.5,
+        "eval/length_mean": 2.5,
+        "eval/ended_share": 7 / 8,
+        "eval/pass@1": 0.5,
+        "eval/pass@2": 5 / 6,  # two of four pass: 1 - C(2, 2) / C(4, 2)
+        "eval/pass@4": 1.0,
+        "eval/majority@4": 0.5,  # "b" wins and passes; of "x" and "y" the first, which does not
+        "eval/kl_ref_k1": 0.5 / 20,
+    })  # fmt: skip
+
+
+def test_one_answer_each_has_no_majority_and_without_reference_no_kl():
+    found = summary([answered(0, ["a"], [0.7], [4], [False])], pass_score=0.5)
+    assert found == {"eval/score": 0.7, "eval/length_mean": 4.0, "eval/ended_share": 0.0, "eval/pass@1": 1.0}

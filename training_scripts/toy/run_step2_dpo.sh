@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Step 2 without a reward model, on the embedded default: run_step2_dpo.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]
+# Other losses: --objective ipo, hinge, dpo_nll, or cdpo and robust_dpo with --label_smoothing 0.1
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
+usage="usage: run_step2_dpo.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]"
+toy="${1:?$usage}" sft="${2:?$usage}" output="${3:?$usage}"
+shift 3
+
+deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/training/step2_reward/main.py" \
+    --objective dpo \
+    --beta 0.1 \
+    --model_name_or_path "$sft" \
+    --data_path "$toy/data/pairs.jsonl" \
+    --data_split 0,1,0 \
+    --eval_data_path "$toy/data/pairs_eval.jsonl" \
+    --max_seq_len 128 \
+    --per_device_train_batch_size $((RANKS < 32 ? 32 / RANKS : 1)) \
+    --per_device_eval_batch_size 64 \
+    --learning_rate 1e-4 \
+    --num_train_epochs 1 \
+    --num_warmup_steps 5 \
+    --zero_stage 3 \
+    --dtype bf16 \
+    --output_dir "$output" "$@"
