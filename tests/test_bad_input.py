@@ -39,6 +39,10 @@ CASES = {
         ["vocabulary of 100"],
     ),
     "reward model of another tokenizer": ("ppo", "--critic_model_name_or_path {b}/other", ["tokenizer differs"]),
+    "one answer has no group": ("ppo", "--advantage_estimator grpo", ["set --n_samples_per_prompt to 2 or more"]),
+    "reward function that is not there": ("ppo", "--reward_function nowhere.py:score", ["there is no file nowhere.py"]),
+    "no reward at all": ("ppo", "--use_reward_model False", ["give --reward_function or --remote_reward_url"]),
+    "warm-up without end": ("ppo", "--critic_warmup_rollouts 99", ["--critic_warmup_rollouts 99 is not below"]),
     "router loss of a dense model": ("ppo", "--router_loss_coef 0.1", ["--router_loss_coef", "no mixture of experts"]),
     "statistics that the reward model lacks": ("ppo", "--normalize_rewards model", ["reward_mean", "step 2"]),
     "true score that is no function": (

@@ -144,24 +144,6 @@ def test_evaluation_writes_answers_and_remembers_the_best(data, tmp_path):
     assert results[1] == results[2]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--advantage_estimator", "grpo", "--n_samples_per_prompt", 1], "set --n_samples_per_prompt to 2 or more"),
-        (["--reward_function", "nowhere.py:score"], "there is no file nowhere.py"),
-        (["--use_reward_model", "False"], "give --reward_function or --remote_reward_url"),
-        (["--critic_warmup_rollouts", 99], "--critic_warmup_rollouts 99 is not below"),
-        (["--normalize_rewards", "model"], "--normalize_rewards model: "),
-    ],
-)
-def test_bad_settings_are_one_line_before_models_load(data, tmp_path, words, message):
-    critic = ["--critic_model_name_or_path", data / "reward"]
-    result, _ = step3(data, tmp_path / "out", 1, *critic, *words)
-    assert result.returncode != 0
-    [line] = [text for text in (result.stdout + result.stderr).splitlines() if text.startswith("error: ")]
-    assert message in line
-
-
 def test_settings_are_written_down(data, tmp_path):
     words = ["--advantage_estimator", "gpg", "--policy_loss", "reinforce", "--use_reward_model", "False"]
     words += ["--reward_function", f"{data / 'rewards.py'}:letters", "--importance_correction", "sequence"]
