@@ -72,7 +72,7 @@ class Collector:
         if filled:
             logger().warning(
                 f"dynamic sampling: {rounds} rounds gave too few prompts whose answers differ in score; {filled} rows "
-                "of others, which train nothing, fill the step (see --dynamic_sampling_rounds)"
+                "of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
             )
         return rows, {**metrics, "dynamic_sampling/filled_rows": float(filled)}
 
