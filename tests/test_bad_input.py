@@ -50,6 +50,16 @@ CASES = {
         "--eval_data_path {a}/prompts.jsonl --eval_reward_function x.py:f",
         ["x.py"],
     ),
+    "true score with a weight": (
+        "ppo",
+        "--eval_data_path {a}/prompts.jsonl --eval_reward_function exact_match:0.5",
+        ["--eval_reward_function exact_match:0.5", "no weight"],
+    ),
+    "plain text that is none": (
+        "ppo",
+        "--unsupervised_dataset_name {b}/numbers.jsonl",
+        ["numbers.jsonl", "holds text"],
+    ),
     "held-out prompts that are all too long": (
         "ppo",
         "--eval_data_path {a}/prompts.jsonl --data_path {b}/short.jsonl --max_prompt_seq_len 1",
@@ -137,6 +147,7 @@ def bad(assets, tmp_path_factory):
     (folder / "broken.jsonl").write_text(f"{good}\n{{prompt\n")
     (folder / "finished").mkdir()
     (folder / "finished/result.json").write_text("{}")
+    (folder / "numbers.jsonl").write_text('{"text": 7}\n')
     (folder / "short.jsonl").write_text('{"prompt": "a"}\n' * 64)
     (folder / "ds.json").write_text('{"train_batch_size": 4}')
     (folder / "auto.json").write_text('{"gradient_clipping": "auto"}')

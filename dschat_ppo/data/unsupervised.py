@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
@@ -36,8 +36,9 @@ def text_blocks(
     """
     with main_rank_of_node_first():
         rows = load_source(spec, FLAG, flags.data_output_path, config_name).train
-        if "text" not in rows.column_names:
-            raise UserError(f"{FLAG} {spec}: has the columns {', '.join(rows.column_names)}; it needs 'text'")
+        if rows.features.get("text") not in (Value("string"), Value("large_string")):
+            columns = ", ".join(rows.column_names)
+            raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a column 'text' that holds text")
         blocks = rows.map(
             _cut,
             batched=True,

@@ -124,6 +124,7 @@ class Collector:
         """Scores of the greedy answers, (B,) fp32. (Li et al. 2024, ReMax)"""
         with self.clock.phase("rollout"):
             greedy = self.rollouts.make(indices, step, greedy=True)
+            self.clock.count_tokens("rollout", float(greedy.response_mask.sum()))
         with self.clock.phase("reward"):
             return self.judge(greedy, indices).scores.repeat_interleave(self.plan.samples)
 

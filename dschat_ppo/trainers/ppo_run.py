@@ -214,7 +214,10 @@ def _validation(
 def _true_score(config: PPOConfig) -> FunctionReward:
     """The function of `--eval_reward_function`."""
     rewards = config.rewards
-    spec = parse_function(config.validation.eval_reward_function or "")
+    text = config.validation.eval_reward_function or ""
+    spec = parse_function(text)
+    if spec.weight != 1:
+        raise UserError(f"--eval_reward_function {text}: it is the only score of an evaluation, so it takes no weight")
     return FunctionReward(spec, rewards.reward_workers, rewards.reward_timeout, rewards.reward_default)
 
 

@@ -19,6 +19,7 @@ from dschat_ppo.algorithms.pass_at_k import pass_at_k
 from dschat_ppo.common import dist
 from dschat_ppo.config.validation import ValidationFlags
 from dschat_ppo.data.sampler import FILLER, optimizer_steps
+from dschat_ppo.errors import UserError
 from dschat_ppo.experience.maker import ExperienceMaker
 from dschat_ppo.trainers.judge import Judge
 from dschat_ppo.trainers.rollouts import Rollouts, greedily
@@ -124,15 +125,24 @@ class Validation:
         metrics = summary(rows, self.flags.eval_pass_score)
         faults = torch.tensor(self.judge.mixture.take_faults(), device=self.rollouts.device)
         metrics["eval/function_faults"] = float(dist.all_reduce(faults))
-        if dist.is_main():
-            path = self.folder / "eval" / f"step_{step:06d}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
+        problem = dist.broadcast_object(self._write(rows, step) if dist.is_main() else None)
+        if problem:
+            raise UserError(problem)
         if self.best is None or metrics["eval/score"] > self.best[0]:
             self.best = (metrics["eval/score"], step)
             if step > 0 and self.flags.save_best:
                 self.keep()
         return metrics
+
+    def _write(self, rows: list[Answered], step: int) -> str | None:
+        """Why the answers cannot be written, so that all ranks can stop alike; None: they are."""
+        path = self.folder / "eval" / f"step_{step:06d}.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
+        except OSError as problem:
+            return f"{path}: the answers of the evaluation cannot be written ({problem.strerror})"
+        return None
 
     def _answer_all(self) -> list[Answered]:
         """The held-out prompts of all ranks, in order."""
