@@ -109,6 +109,12 @@ class AlgorithmFlags:
     dynamic_sampling: bool = flag(
         "drop prompts whose answers all get the same score, and sample others until the PPO step is full", False
     )
+    target_kl: float | None = flag(
+        "leave out the rest of a PPO step's updates once the KL of one (k3, nats a token) is above this", None
+    )
+    max_log_ratio: float | None = flag(
+        "an update in which a token's log-ratio is beyond this is not applied, and the PPO step ends there", None
+    )
     dynamic_sampling_rounds: int = flag("most rounds of sampling for a PPO step; then dropped prompts fill it", 8)
 
     def __post_init__(self) -> None:
@@ -121,6 +127,8 @@ class AlgorithmFlags:
             entropy_delta=self.entropy_delta,
             entropy_coef_max=self.entropy_coef_max,
             kl_target=self.kl_target,
+            target_kl=self.target_kl,
+            max_log_ratio=self.max_log_ratio,
             kl_horizon=self.kl_horizon,
             dynamic_sampling_rounds=self.dynamic_sampling_rounds,
         )

@@ -9,6 +9,7 @@ from dschat_ppo.config.algorithm import AlgorithmFlags
 from dschat_ppo.config.ppo import PPOFlags
 from dschat_ppo.config.preference import RewardFlags
 from dschat_ppo.config.rewards import RewardSourceFlags
+from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.config.schema import DataFlags, FitFlags, RunFlags, flag, flag_list, require
 from dschat_ppo.config.validation import ValidationFlags
 
@@ -32,6 +33,7 @@ class SFTConfig:
     sft: SFTFlags
     data: DataFlags
     fit: FitFlags
+    safety: SafetyFlags
     run: RunFlags
 
 
@@ -42,6 +44,7 @@ class RewardConfig:
     reward: RewardFlags
     data: DataFlags
     fit: FitFlags
+    safety: SafetyFlags
     run: RunFlags
 
 
@@ -54,6 +57,7 @@ class PPOConfig:
     rewards: RewardSourceFlags
     validation: ValidationFlags
     data: DataFlags
+    safety: SafetyFlags
     run: RunFlags
 
     def __post_init__(self) -> None:
@@ -207,7 +211,6 @@ STEPS = {
             "enable_mixed_precision_lora": "mixed-precision LoRA",
             "inference_tp_size": "tensor-parallel generation",
             "tp_gather_partition_size": "tensor-parallel generation",
-            "align_overflow": "aligned fp16 overflow handling",
         },
         notes={
             **_RUN_NOTES,
