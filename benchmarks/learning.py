@@ -1,14 +1,16 @@
 """What every advantage estimator learns, on two toy tasks with the same budget.
 
     python benchmarks/learning.py [--work DIR] [--json FILE] [--plot FILE.png] [--quick] [--seeds N]
-                                  [--tasks addition preference] [--estimators grpo ...]
+                                  [--tasks addition preference] [--estimators grpo ...] [--ranks N] [--jobs N]
 
 *addition*: sums of two-digit numbers, scored by the rule `exact_match`; what counts is `eval/score`, the share of right
 answers to held-out questions. *preference*: the quickstart's conversation with its learned reward model; what counts is
 the share of sampled answers to held-out questions that keep the true rule, which training never sees.
 
-Each run is a `deepspeed` command on two ranks, as a user would give it. All runs of a task start from one SFT model
-(and one reward model); the seeds are those of step 3. All get the same number of prompts, answers and optimizer steps.
+Each run is a `deepspeed` command, as a user would give it, on `--ranks` ranks, `--jobs` runs at a time; batches are
+those of a whole step, so neither changes what a run computes but for rounding. All runs of a task start from one SFT
+model (and one reward model); the seeds are those of step 3. All get the same number of prompts, answers and optimizer
+steps.
 Finished runs are kept in the work folder, so that an interrupted benchmark goes on where it stopped. The exit code is 1
 if an estimator does not beat its start by `MARGIN` (mean over seeds). `--plot` needs matplotlib:
 pip install -e '.[plot]'.
@@ -26,13 +28,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from measure import markdown
 
 ROOT = Path(__file__).parent.parent
-RANKS = 2
 SEEDS = (1, 2, 3)
 
 # estimator -> the loss that it is usually given
@@ -52,6 +54,9 @@ CRITIC = ("gae",)
 QUICK = ("gae", "grpo", "rloo")
 
 # An estimator must end above its start by this much of the share that counts.
+# (prompts of a PPO step, answers of an optimizer step) over all ranks
+BATCHES = {"addition": (32, 64), "preference": (16, 32)}
+
 MARGIN = {"addition": 0.2, "preference": 0.15}
 COUNTED = {"addition": "right answers", "preference": "answers that keep the true rule"}
 
@@ -69,8 +74,6 @@ ADDITION = STEP3 | {
     "--max_prompt_seq_len": 6,
     "--max_answer_seq_len": 4,
     "--n_samples_per_prompt": 8,
-    "--per_device_generation_batch_size": 32 // RANKS,
-    "--per_device_training_batch_size": 64 // RANKS,
     "--actor_learning_rate": 3e-4,
 }
 PREFERENCE = STEP3 | {
@@ -78,8 +81,6 @@ PREFERENCE = STEP3 | {
     "--max_prompt_seq_len": 64,
     "--max_answer_seq_len": 48,
     "--n_samples_per_prompt": 4,
-    "--per_device_generation_batch_size": 16 // RANKS,
-    "--per_device_training_batch_size": 32 // RANKS,
     "--ppo_epochs": 2,
     "--actor_learning_rate": 1.5e-4,
     "--num_train_epochs": 1,
@@ -93,13 +94,17 @@ def words_of(flags: dict[str, Any]) -> list[str]:
     return [str(word) for pair in flags.items() for word in pair]
 
 
-def flags_of(task: str, estimator: str, seed: int, made: Path) -> list[str]:
+def flags_of(task: str, estimator: str, seed: int, made: Path, ranks: int) -> list[str]:
     """The command line of one run of step 3, without its output folder.
 
     Args:
         made: what `prepare` made for the task.
+        ranks: that the batches are divided among.
     """
-    common = ADDITION if task == "addition" else PREFERENCE
+    common = dict(ADDITION if task == "addition" else PREFERENCE)
+    prompts, answers = BATCHES[task]
+    common |= {"--per_device_generation_batch_size": prompts // ranks}
+    common |= {"--per_device_training_batch_size": answers // ranks}
     flags = {"--actor_model_name_or_path": made / "sft", "--data_path": made / "toy/data/prompts.jsonl"}
     flags |= {"--eval_data_path": made / "toy/data/heldout.jsonl", "--advantage_estimator": estimator, "--seed": seed}
     has_critic = estimator in CRITIC
@@ -112,14 +117,16 @@ def flags_of(task: str, estimator: str, seed: int, made: Path) -> list[str]:
     return [*words_of(common | flags), *ESTIMATORS[estimator]]
 
 
-def call(command: Sequence[object], log: Path) -> float:
+def call(command: Sequence[object], log: Path, processes: int = 2) -> float:
     """Run a command from the repository's top with its output in `log`; returns its seconds.
+
+    `processes` compute at the same time and share the cores.
 
     Raises:
         SystemExit: it failed; shows the end of the log.
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // RANKS)
-    env = {**os.environ, "RANKS": str(RANKS), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    env = {**os.environ, "RANKS": "2", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     env["PYTHONPATH"] = f"{ROOT}:{env['PYTHONPATH']}" if env.get("PYTHONPATH") else str(ROOT)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -158,10 +165,10 @@ def prepare(task: str, work: Path) -> Path:
     return made
 
 
-def learn(task: str, estimator: str, seed: int, work: Path, made: Path) -> Path:
+def learn(task: str, estimator: str, seed: int, work: Path, made: Path, ranks: int, jobs: int) -> Path:
     """One run of step 3, unless it is done with the same flags; returns its output folder."""
     folder = work / task / estimator / f"seed_{seed}"
-    flags, output = flags_of(task, estimator, seed, made), folder / "output"
+    flags, output = flags_of(task, estimator, seed, made, ranks), folder / "output"
     wanted = json.dumps(flags)
     kept = folder / "flags.json"
     if (output / "result.json").exists() and kept.exists() and kept.read_text(encoding="utf-8") == wanted:
@@ -169,9 +176,9 @@ def learn(task: str, estimator: str, seed: int, work: Path, made: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     kept.write_text(wanted, encoding="utf-8")
-    launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", RANKS]
+    launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", ranks]
     launch += ["--master_port", free_port(), ROOT / "training/step3_ppo/main.py"]
-    seconds = call([*launch, *flags, "--output_dir", output], folder / "log")
+    seconds = call([*launch, *flags, "--output_dir", output], folder / "log", ranks * jobs)
     print(f"{task}: {estimator}, seed {seed} in {seconds:.0f} s", flush=True)
     return output
 
@@ -216,7 +223,7 @@ Results = dict[str, dict[str, dict[str, float]]]
 
 
 def run_all(
-    tasks: Sequence[str], estimators: Sequence[str], seeds: Sequence[int], work: Path
+    tasks: Sequence[str], estimators: Sequence[str], seeds: Sequence[int], work: Path, ranks: int, jobs: int
 ) -> tuple[Results, Outputs]:
     """(task -> estimator -> start and end as means over the seeds; task -> estimator -> output folders)."""
     results: Results = {}
@@ -224,8 +231,13 @@ def run_all(
     for task in tasks:
         made = prepare(task, work)
         results[task], outputs[task] = {}, {}
+        with ThreadPoolExecutor(jobs) as pool:
+            running = {
+                estimator: [pool.submit(learn, task, estimator, seed, work, made, ranks, jobs) for seed in seeds]
+                for estimator in estimators
+            }
         for estimator in estimators:
-            folders = [learn(task, estimator, seed, work, made) for seed in seeds]
+            folders = [run.result() for run in running[estimator]]
             shares = [start_and_end(task, *run) for run in zip(folders, [made] * len(seeds), seeds, strict=True)]
             starts, ends = zip(*shares, strict=True)
             results[task][estimator] = {"start": statistics.mean(starts), "end": statistics.mean(ends)}
@@ -287,6 +299,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1), help="how many seeds"
     )
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4), help="ranks of a run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--tasks", nargs="+", default=list(MARGIN), choices=list(MARGIN))
     parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS), choices=list(ESTIMATORS))
     chosen = parser.parse_args()
@@ -304,7 +318,7 @@ def main() -> int:
     """Run what is not done yet, print the table; 1 if an estimator learned too little."""
     chosen = arguments()
     work = chosen.work.resolve()
-    results, outputs = run_all(chosen.tasks, chosen.estimators, SEEDS[: chosen.seeds], work)
+    results, outputs = run_all(chosen.tasks, chosen.estimators, SEEDS[: chosen.seeds], work, chosen.ranks, chosen.jobs)
     print(table(results))
     if chosen.json:
         chosen.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 """Starting real deepspeed ranks from a test."""
 
+import json
 import os
 import socket
 import subprocess
@@ -30,3 +31,16 @@ def succeed(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedPro
     """The same result, or an assertion with the end of its output."""
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
     return result
+
+
+def run_steps(cases: dict[str, tuple[str, list[object]]], folder: Path, ranks: int = 2, timeout: int = 600) -> dict:
+    """Each case, name -> (step, words), as a user would run it, all in one launch; see `workers/runs.py`."""
+    words = {name: (step, [str(word) for word in flags]) for name, (step, flags) in cases.items()}
+    (folder / "cases.json").write_text(json.dumps(words))
+    succeed(deepspeed(ranks, "tests/workers/runs.py", folder / "cases.json", folder / "found.json", timeout=timeout))
+    return json.loads((folder / "found.json").read_text())
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """The lines of a run's `metrics.jsonl`."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -24,6 +24,8 @@ from dschat_ppo.config.algorithm import (
     WITHIN_A_GROUP,
     AlgorithmFlags,
 )
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.validation import ValidationFlags
 from dschat_ppo.errors import UserError
 
 
@@ -93,3 +95,28 @@ def test_options_without_effect_or_out_of_range_are_refused(flags, message):
     with pytest.raises(UserError) as problem:
         AlgorithmFlags(**flags)
     assert message in str(problem.value)
+
+
+@pytest.mark.parametrize("given", [{"eval_batch_size": 8}, {"eval_pass_score": 0.5}, {"save_best": False}])
+def test_flags_of_an_evaluation_need_its_data(given):
+    with pytest.raises(UserError, match=f"--{next(iter(given))}: .*--eval_data_path"):
+        ValidationFlags(**given)
+    ValidationFlags(eval_data_path=["prompts.jsonl"], **given)
+
+
+@pytest.mark.parametrize(
+    ("named", "critic", "reward"),
+    [
+        ("--critic_model_name_or_path c", "critic", "critic"),
+        ("--reward_model_name_or_path r", "reward", "reward"),
+        ("--critic_model_name_or_path c --reward_model_name_or_path r", "critic", "reward"),
+        ("--use_reward_model False --reward_function exact_match", "actor", None),
+    ],
+)
+def test_messages_name_the_flag_that_named_the_folder(named, critic, reward):
+    config = parse("ppo", ["--actor_model_name_or_path", "a", "--output_dir", "out", *named.split()])
+    assert config.critic_flag == f"--{critic}_model_name_or_path"
+    assert config.critic_folder == critic[0]
+    if reward is not None:
+        assert config.reward_flag == f"--{reward}_model_name_or_path"
+        assert config.reward_folder == reward[0]

@@ -7,6 +7,10 @@ from dschat_ppo.experience.group_pool import GroupPool
 from dschat_ppo.types import ScoredRollout
 
 
+def clipped(scores):
+    return scores.clamp(-5, 5)
+
+
 def rows(groups: list[int], scores: list[float]) -> ScoredRollout:
     """Rows of one prompt and one response token; the token is the row's score times ten."""
     count = len(groups)
@@ -27,7 +31,7 @@ def test_groups_that_differ_by_hand():
 
 
 def test_a_step_is_filled_by_groups_that_differ_and_the_rest_waits():
-    pool = GroupPool(4)
+    pool = GroupPool(4, clipped)
     assert (pool.missing, pool.kept_share) == (4, 1.0)
     pool.add(rows([0, 0, 1, 1], [1.0, 1.0, 0.0, 1.0]))
     assert (pool.missing, pool.kept_share) == (2, 0.5)
@@ -44,7 +48,7 @@ def test_a_step_is_filled_by_groups_that_differ_and_the_rest_waits():
 
 
 def test_dropped_groups_fill_a_step_that_got_too_few():
-    pool = GroupPool(4)
+    pool = GroupPool(4, clipped)
     pool.add(rows([0, 0, 1, 1], [1.0, 1.0, 0.0, 1.0]))
     pool.add(rows([2, 2], [0.0, 0.0]))
     step, filled = pool.take()
@@ -52,3 +56,11 @@ def test_dropped_groups_fill_a_step_that_got_too_few():
     pool.add(rows([5, 5, 6, 6], [2.0, 2.0, 3.0, 3.0]))  # what was dropped before is gone
     step, filled = pool.take()
     assert (step.groups.tolist(), filled) == ([5, 5, 6, 6], 4)
+
+
+def test_groups_are_compared_by_what_the_baseline_sees():
+    pool = GroupPool(4, clipped)
+    pool.add(rows([0, 0, 1, 1], [6.0, 7.0, 4.0, 7.0]))  # 6 and 7 are both 5 once clipped
+    assert pool.missing == 2
+    assert pool.accepted is not None
+    assert pool.accepted.scores.tolist() == [4.0, 7.0], "raw scores are kept"

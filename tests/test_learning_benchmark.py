@@ -15,7 +15,7 @@ def calls(monkeypatch):
     """Commands, in place of running them; each writes what a finished step 3 would."""
     made = []
 
-    def call(command, log):
+    def call(command, log, processes=2):
         words = [str(word) for word in command]
         made.append(words)
         output = Path(words[words.index("--output_dir") + 1])
@@ -56,7 +56,7 @@ def test_curve_reads_evaluations_alone(tmp_path):
 
 def test_a_finished_run_is_kept_and_others_are_made_anew(tmp_path, calls, monkeypatch):
     def learn(seed=1):
-        return learning.learn("addition", "rloo", seed, tmp_path, tmp_path / "made")
+        return learning.learn("addition", "rloo", seed, tmp_path, tmp_path / "made", 2, 1)
 
     output = learn()
     assert output == learn() and len(calls) == 1
@@ -76,7 +76,7 @@ def test_models_are_made_once_each_from_the_one_before(tmp_path, monkeypatch):
     made = tmp_path / "preference/made"
     seen = []
 
-    def call(command, log):
+    def call(command, log, processes=2):
         seen.append((log.name, [str(word).removeprefix(f"{made}/") for word in command][2:]))
         return 1.0
 
@@ -98,11 +98,33 @@ def test_models_are_made_once_each_from_the_one_before(tmp_path, monkeypatch):
     assert [name for name, _ in seen] == ["toy.log", "sft.log"]
 
 
+@pytest.mark.parametrize("task", ["addition", "preference"])
+def test_ranks_divide_the_batches_of_a_step(task, tmp_path):
+    totals = set()
+    for ranks in (1, 2, 4):
+        words = learning.flags_of(task, "grpo", 1, tmp_path, ranks)
+        flags = dict(zip(words[::2], words[1::2], strict=True))
+        names = ("--per_device_generation_batch_size", "--per_device_training_batch_size")
+        totals.add(tuple(int(flags[name]) * ranks for name in names))
+    assert len(totals) == 1
+
+
+def test_runs_at_the_same_time_are_put_to_their_estimators(tmp_path, calls, monkeypatch):
+    monkeypatch.setattr(learning, "prepare", lambda task, work: work / "made")
+    monkeypatch.setattr(learning, "start_and_end", lambda task, output, made, seed: (0.0, seed / 10))
+    results, outputs = learning.run_all(["addition"], ["rloo", "grpo"], [1, 3], tmp_path, ranks=1, jobs=2)
+    assert results["addition"]["grpo"] == pytest.approx({"start": 0.0, "end": 0.2})
+    for name in ("rloo", "grpo"):
+        folders = [path.relative_to(tmp_path / "addition").parts[:2] for path in outputs["addition"][name]]
+        assert folders == [(name, "seed_1"), (name, "seed_3")]
+    assert len(calls) == 4
+
+
 def test_budgets_are_alike_and_only_critics_cost_more(tmp_path):
     for task in ("addition", "preference"):
         budgets = set()
         for estimator in learning.ESTIMATORS:
-            words = learning.flags_of(task, estimator, 3, tmp_path)
+            words = learning.flags_of(task, estimator, 3, tmp_path, 2)
             flags = dict(zip(words[::2], words[1::2], strict=True))
             assert flags["--advantage_estimator"] == estimator and flags["--seed"] == "3"
             assert ("--critic_learning_rate" in flags) == (estimator == "gae")

@@ -1,9 +1,7 @@
 """Step 3 as a user calls it, on two ranks, with what changes generation."""
 
-import json
-
 import pytest
-from launch import deepspeed, succeed
+from launch import metrics_of, run_steps
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -12,28 +10,29 @@ COMMON += "--per_device_generation_batch_size 4 --n_samples_per_prompt 3 --per_d
 COMMON += "--max_prompt_seq_len 64 --max_answer_seq_len 12 --enable_test_mode --test_stop_step 2 "
 
 
-@pytest.fixture(scope="module")
-def step3(assets, tmp_path_factory):
-    """flags -> (metrics of each PPO step, what was said)."""
-
-    def run(name: str, flags: str) -> tuple[list[dict], str]:
-        folder = tmp_path_factory.mktemp(name)
-        words = ["--actor_model_name_or_path", assets / "lm", "--critic_model_name_or_path", assets / "reward"]
-        words += ["--data_path", assets / "prompts.jsonl", "--output_dir", folder, *COMMON.split(), *flags.split()]
-        result = succeed(deepspeed(2, "training/step3_ppo/main.py", *words))
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines], result.stdout + result.stderr
-
-    return run
+CASES = {
+    "plain": "",
+    "unpinned": "--unpin_actor_parameters --rollout_rows 5",
+    "padded": "--rollout_engine padded --rollout_rows 3",
+    "steered": "--sleep_in_rollout --top_p 0.9 --min_p 0.01 --repetition_penalty 1.3 --min_answer_seq_len 2 "
+    "--stop_strings a e i o --stop_token_ids 40 41",
+}
 
 
 @pytest.fixture(scope="module")
-def plain(step3):
-    return step3("plain", "")
+def runs(assets, tmp_path_factory):
+    """Case -> (metrics of each PPO step, what was said)."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    models = ["--actor_model_name_or_path", assets / "lm", "--critic_model_name_or_path", assets / "reward"]
+    models += ["--data_path", assets / "prompts.jsonl", *COMMON.split()]
+    cases = {name: ("ppo", [*models, "--output_dir", folder / name, *flags.split()]) for name, flags in CASES.items()}
+    found = run_steps(cases, folder)
+    assert [case["error"] for case in found.values()] == [None] * len(CASES)
+    return {name: (metrics_of(folder / name), found[name]["said"]) for name in CASES}
 
 
-def test_the_engine_in_use_is_said_and_right(plain):
-    metrics, said = plain
+def test_the_engine_in_use_is_said_and_right(runs):
+    metrics, said = runs["plain"]
     assert "continuous batching agrees with LlamaForCausalLM" in said
     assert len(metrics) == 2
     for line in metrics:
@@ -41,19 +40,15 @@ def test_the_engine_in_use_is_said_and_right(plain):
         assert line["policy/first_log_ratio_abs_max"] < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [("unpinned", "--unpin_actor_parameters --rollout_rows 5"), ("padded", "--rollout_engine padded --rollout_rows 3")],
-)
-def test_how_answers_are_generated_does_not_change_them(plain, step3, name, flags):
-    for line, expected in zip(step3(name, flags)[0], plain[0], strict=True):
+@pytest.mark.parametrize("name", ["unpinned", "padded"])
+def test_how_answers_are_generated_does_not_change_them(runs, name):
+    for line, expected in zip(runs[name][0], runs["plain"][0], strict=True):
         for key in ("reward/score_mean", "answers/length_mean", "policy/entropy", "grad_norm/actor", "value/loss"):
             assert line[key] == pytest.approx(expected[key], rel=2e-3), key
 
 
-def test_truncation_stop_strings_and_a_minimum_length_arrive_at_the_answers(step3):
-    flags = "--sleep_in_rollout --top_p 0.9 --min_p 0.01 --repetition_penalty 1.3 --min_answer_seq_len 2 "
-    metrics, said = step3("steered", flags + "--stop_strings a e i o --stop_token_ids 40 41")
+def test_truncation_stop_strings_and_a_minimum_length_arrive_at_the_answers(runs):
+    metrics, said = runs["steered"]
     assert "before truncation, penalty and minimum length" in said
     for line in metrics:
         assert 2 <= line["answers/length_mean"] < 12

@@ -1,10 +1,18 @@
-"""Step 3 as a user runs it, two ranks each, with the options that no other test of real runs takes."""
+"""Step 3 on two ranks, with the options and the faults of reward that no other test of real runs takes."""
 
 import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 import yaml
-from launch import deepspeed, succeed
+from conftest import tiny_config
+from launch import deepspeed, metrics_of, run_steps, succeed
+from transformers import AutoTokenizer, LlamaForSequenceClassification, MixtralConfig, MixtralForCausalLM
+
+from dschat_ppo.tools import toy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -34,30 +42,130 @@ def truth(prompt, response):
 
 @pytest.fixture(scope="module")
 def data(assets):
-    """Numbered prompts, held-out prompts, plain text and reward functions."""
+    """Numbered prompts, held-out prompts, plain text, reward functions, a mixture of experts and a foreign reward."""
     prompts = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
     numbered = [{**row, "number": number} for number, row in enumerate(prompts)]
     for name, rows in {"numbered": numbered, "held_out": numbered[:5], "plain": [{"text": "a few words"}] * 9}.items():
         (assets / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (assets / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    torch.manual_seed(5)
+    experts = MixtralConfig(**{**tiny_config().to_dict(), "model_type": "mixtral", "num_local_experts": 4})
+    MixtralForCausalLM(experts).save_pretrained(assets / "experts")
+    AutoTokenizer.from_pretrained(assets / "lm").save_pretrained(assets / "experts")
+    foreign = LlamaForSequenceClassification(tiny_config(num_labels=1))
+    foreign.config.reward_mean, foreign.config.reward_std = 0.25, 2.0
+    foreign.save_pretrained(assets / "foreign")
+    toy.make_tokenizer(["quite other words to merge than those of the actor"]).save_pretrained(assets / "foreign")
     return assets
 
 
-def step3(data, folder, steps: int, *words: object, ranks: int = 2):
-    """(result of the process, metrics line by line)."""
-    flags = [*COMMON.split(), "--test_stop_step", steps, "--data_path", data / "numbered.jsonl"]
-    flags += ["--actor_model_name_or_path", data / "lm", "--output_dir", folder, *words]
-    result = deepspeed(ranks, "training/step3_ppo/main.py", *flags)
-    lines = folder / "metrics.jsonl"
-    return result, [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+class Service(BaseHTTPRequestHandler):
+    """What the path asks for: a good answer (the length of each text), or a fault."""
+
+    asked: dict[str, list[list[str]]] = {}
+
+    def do_POST(self):  # noqa: N802
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        before = self.asked.setdefault(self.path, [])
+        before.append(body["query"])
+        one_rank = self.path == "/one_rank" and body["query"] == before[0]  # the first to come, again and again
+        flaky = self.path == "/flaky" and len(before) == 1
+        if self.path == "/slow":
+            time.sleep(2)
+        answer = json.dumps({"rewards": [float(len(text)) for text in body["query"]]})
+        if self.path == "/garbage":
+            answer = "<html>"
+        try:
+            self.send_response(500 if self.path == "/broken" or flaky or one_rank else 200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer.encode())
+        except BrokenPipeError:  # the trainer has given up
+            pass
+
+    def log_message(self, *words):
+        pass
 
 
-def test_remax_with_a_function_a_learned_reward_and_plain_text(data, tmp_path):
-    words = ["--advantage_estimator", "remax", "--critic_model_name_or_path", data / "reward", "--kl_target", 0.01]
-    words += ["--reward_function", f"{data / 'rewards.py'}:letters:0.5", "--normalize_rewards", "running"]
-    words += ["--unsupervised_dataset_name", data / "plain.jsonl", "--unsup_coef", 0.1]
-    result, lines = step3(data, tmp_path / "out", 3, *words)
-    succeed(result)
+@pytest.fixture(scope="module")
+def service():
+    """Address of a reward service of this machine."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def cases_of(data, url: str) -> dict[str, str]:
+    """Name -> flags beside the common ones."""
+    functions, learned = data / "rewards.py", f"--critic_model_name_or_path {data / 'reward'} "
+    no_model = "--use_reward_model False --test_stop_step {} "
+    letters = f"--reward_function {functions}:letters "
+    evaluated = f"{letters} --advantage_estimator grpo --eval_samples 4 --eval_interval 1 --eval_batch_size 2 "
+    evaluated += f"--eval_data_path {data / 'held_out.jsonl'} --eval_reward_function {functions}:truth "
+    dynamic = "--advantage_estimator grpo --kl_coef 0 --dynamic_sampling --dynamic_sampling_rounds 2 "
+    remote = "--advantage_estimator grpo --kl_coef 0 --remote_reward_retries 1 --remote_reward_timeout 1 "
+    remote += no_model.format(1) + f"--remote_reward_url {url}"
+    away = remote.replace(url, "http://127.0.0.1:9")
+    mixed = f"--advantage_estimator grpo {learned} --remote_reward_weight 0.25 --test_stop_step 1 "
+    return {
+        "remax": f"{learned} --advantage_estimator remax --kl_target 0.01 --normalize_rewards running "
+        f"--test_stop_step 3 --reward_function {functions}:letters:0.5 "
+        f"--unsupervised_dataset_name {data / 'plain.jsonl'} --unsup_coef 0.1",
+        "bad calls": f"--advantage_estimator rloo --kl_coef 0 --reward_default -7 --reward_clip 0 {no_model.format(10)}"
+        f"--reward_function {functions}:bad --num_train_epochs 1",
+        "dynamic": dynamic + no_model.format(2) + letters,
+        "dynamic, all equal": dynamic + no_model.format(1) + f"--reward_function {functions}:equal",
+        "warm-up": f"{learned} --critic_warmup_rollouts 2 --lr_scheduler_type linear --test_stop_step 4",
+        "new head": no_model.format(1) + letters,
+        "evaluated": no_model.format(2) + evaluated,
+        "settings": no_model.format(1) + letters + "--advantage_estimator gpg --policy_loss reinforce "
+        "--importance_correction sequence",
+        "experts": f"--actor_model_name_or_path {data / 'experts'} --advantage_estimator grpo --router_loss_coef 0.5 "
+        + no_model.format(2) + letters,
+        "foreign": f"--advantage_estimator grpo --reward_model_name_or_path {data / 'foreign'} --test_stop_step 1 "
+        "--normalize_rewards model",
+        "flaky": mixed + f"--remote_reward_url {url}/flaky",
+        "broken": remote + "/broken",
+        "slow": remote + "/slow --remote_reward_retries 0",
+        "garbage": remote + "/garbage",
+        "one_rank": remote + "/one_rank",
+        "away": away,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(data, service, tmp_path_factory):
+    """Case -> (output folder, metrics line by line, what was said, the error that ended it or None)."""
+    folder = tmp_path_factory.mktemp("step3")
+    common = [*COMMON.split(), "--data_path", data / "numbered.jsonl", "--actor_model_name_or_path", data / "lm"]
+    cases = {
+        name: ("ppo", [*common, "--output_dir", folder / name.replace(" ", "_"), *flags.split()])
+        for name, flags in cases_of(data, service).items()
+    }
+    saved = folder / "settings" / "config.yaml"
+    cases["settings again"] = (
+        "ppo", ["--config", saved, "--overwrite_output_dir", "True", "--output_dir", folder / "settings_again"]
+    )  # fmt: skip
+    found = run_steps(cases, folder)
+    result = {}
+    for name, (_, words) in cases.items():
+        out = words[words.index("--output_dir") + 1]
+        lines = metrics_of(out) if (out / "metrics.jsonl").exists() else []
+        result[name] = (out, lines, found[name]["said"], found[name]["error"])
+    return result
+
+
+def finished(runs, name: str):
+    """(folder, metrics, what was said) of a run that came to its end."""
+    out, lines, said, error = runs[name]
+    assert error is None and (out / "result.json").exists()
+    return out, lines, said
+
+
+def test_remax_with_a_function_a_learned_reward_and_plain_text(runs):
+    out, lines, _ = finished(runs, "remax")
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
         total = line["reward/model_mean"] + 0.5 * line["reward/letters_mean"]
@@ -65,93 +173,109 @@ def test_remax_with_a_function_a_learned_reward_and_plain_text(data, tmp_path):
         assert line["ptx/loss"] > 0 and "value/loss" not in line and "lr/critic" not in line
     assert lines[0]["ptx/loss"] > lines[-1]["ptx/loss"]
     assert lines[0]["coef/kl"] == 0.1 != lines[-1]["coef/kl"]
-    assert (tmp_path / "out/actor/model.safetensors").exists() and not (tmp_path / "out/critic").exists()
+    assert (out / "actor/model.safetensors").exists() and not (out / "critic").exists()
 
 
-def test_bad_calls_of_a_reward_function_cost_their_rows(data, tmp_path):
-    words = ["--advantage_estimator", "rloo", "--use_reward_model", "False", "--kl_coef", 0, "--reward_default", -7]
-    words += ["--reward_function", f"{data / 'rewards.py'}:bad", "--num_train_epochs", 1, "--reward_clip", 0]
-    result, lines = step3(data, tmp_path / "out", 10, *words)
-    succeed(result)
+def test_bad_calls_of_a_reward_function_cost_their_rows(runs):
+    _, lines, said = finished(runs, "bad calls")
     assert len(lines) == 10  # 40 prompts, 4 a step, each seen once: a quarter raise, a quarter are NaN
     assert sum(line["reward/function_faults"] for line in lines) == 20 * 4
     good = sum(number for number in range(40) if number % 4 < 2)
     assert sum(line["reward/score_mean"] for line in lines) * 4 == pytest.approx(good - 7 * 20)
-    assert "cannot score this" in result.stdout + result.stderr
+    assert "cannot score this" in said
 
 
-def test_dynamic_sampling_fills_steps_and_says_so_where_it_cannot(data, tmp_path):
-    words = ["--advantage_estimator", "grpo", "--use_reward_model", "False", "--kl_coef", 0, "--dynamic_sampling"]
-    words += ["--dynamic_sampling_rounds", 2]
-    result, lines = step3(data, tmp_path / "a", 2, *words, "--reward_function", f"{data / 'rewards.py'}:letters")
-    succeed(result)
+def test_dynamic_sampling_fills_steps_and_says_so_where_it_cannot(runs):
+    _, lines, _ = finished(runs, "dynamic")
     assert all(line["dynamic_sampling/filled_rows"] == 0 for line in lines)
     assert all(line["reward/equal_groups_share"] == 0 for line in lines)
-    result, lines = step3(data, tmp_path / "b", 1, *words, "--reward_function", f"{data / 'rewards.py'}:equal")
-    succeed(result)
+    _, lines, said = finished(runs, "dynamic, all equal")
     assert lines[0]["dynamic_sampling/rounds"] == 2 and lines[0]["dynamic_sampling/kept_share"] == 0
     assert lines[0]["dynamic_sampling/filled_rows"] == 16
     assert lines[0]["grad_norm/actor"] == 0
-    assert "dynamic sampling: 2 rounds gave too few" in result.stdout + result.stderr
+    assert "dynamic sampling: 2 rounds gave too few" in said
 
 
-def test_the_critic_warms_up_for_exactly_n_rollouts(data, tmp_path):
-    words = [
-        "--critic_model_name_or_path",
-        data / "reward",
-        "--critic_warmup_rollouts",
-        2,
-        "--lr_scheduler_type",
-        "linear",
-    ]
-    result, lines = step3(data, tmp_path / "out", 4, *words)
-    succeed(result)
+def test_the_critic_warms_up_for_exactly_n_rollouts(runs):
+    _, lines, _ = finished(runs, "warm-up")
     assert ["grad_norm/actor" in line for line in lines] == [False, False, True, True]
     assert all(line["grad_norm/critic"] > 0 for line in lines)
     assert [line["lr/actor"] for line in lines] == pytest.approx([0.003, 0.003, 0.003, 0.0015])  # 4 updates in all
 
 
-def test_a_critic_without_reward_model_starts_from_the_actor_with_a_new_head(data, tmp_path):
-    words = ["--use_reward_model", "False", "--reward_function", f"{data / 'rewards.py'}:letters"]
-    result, lines = step3(data, tmp_path / "out", 1, *words)
-    succeed(result)
-    assert "no scalar head; a new one is initialised" in result.stdout + result.stderr
+def test_a_critic_without_reward_model_starts_from_the_actor_with_a_new_head(runs):
+    out, lines, said = finished(runs, "new head")
+    assert "no scalar head; a new one is initialised" in said
     assert lines[0]["value/loss"] > 0
-    assert (tmp_path / "out/critic/config.json").exists()
+    assert (out / "critic/config.json").exists()
 
 
-def test_evaluation_writes_answers_and_remembers_the_best(data, tmp_path):
-    words = ["--advantage_estimator", "grpo", "--use_reward_model", "False", "--eval_samples", 4, "--eval_interval", 1]
-    words += ["--reward_function", f"{data / 'rewards.py'}:letters", "--eval_data_path", data / "held_out.jsonl"]
-    words += ["--eval_reward_function", f"{data / 'rewards.py'}:truth", "--eval_batch_size", 2]
-    results = {}
-    for ranks in (1, 2):
-        out = tmp_path / str(ranks)
-        per_rank = ["--per_device_generation_batch_size", 4 // ranks, "--per_device_training_batch_size", 8 // ranks]
-        result, lines = step3(data, out, 2, *words, *per_rank, ranks=ranks)
-        succeed(result)
-        assert [line["step"] for line in lines] == [0, 1, 2]
-        rows = [json.loads(line) for line in (out / "eval/step_000000.jsonl").read_text().splitlines()]
-        assert [row["index"] for row in rows] == [0, 1, 2, 3, 4]
-        scores = [float("e" in answer) for row in rows for answer in row["answers"]]
-        assert [score for row in rows for score in row["scores"]] == scores
-        assert lines[0]["eval/score"] == pytest.approx(sum(scores) / 20)
-        found = json.loads((out / "result.json").read_text())
-        best = max(lines, key=lambda line: line["eval/score"])
-        assert (found["best_step"], found["best_eval_score"]) == (best["step"], best["eval/score"])
-        assert (out / "best/actor").exists() == (best["step"] > 0)
-        results[ranks] = [(row["index"], len(row["answers"])) for row in rows]
-    assert results[1] == results[2]
+def check_evaluation(out, lines) -> list[tuple[int, int]]:
+    """What `eval/`, metrics and result say agrees; (number of the prompt, its answers)."""
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    rows = [json.loads(line) for line in (out / "eval/step_000000.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == [0, 1, 2, 3, 4]
+    scores = [float("e" in answer) for row in rows for answer in row["answers"]]
+    assert [score for row in rows for score in row["scores"]] == scores
+    assert lines[0]["eval/score"] == pytest.approx(sum(scores) / 20)
+    found = json.loads((out / "result.json").read_text())
+    best = max(lines, key=lambda line: line["eval/score"])
+    assert (found["best_step"], found["best_eval_score"]) == (best["step"], best["eval/score"])
+    assert (out / "best/actor").exists() == (best["step"] > 0)
+    return [(row["index"], len(row["answers"])) for row in rows]
 
 
-def test_settings_are_written_down(data, tmp_path):
-    words = ["--advantage_estimator", "gpg", "--policy_loss", "reinforce", "--use_reward_model", "False"]
-    words += ["--reward_function", f"{data / 'rewards.py'}:letters", "--importance_correction", "sequence"]
-    result, _ = step3(data, tmp_path / "out", 1, *words)
-    succeed(result)
-    saved = yaml.safe_load((tmp_path / "out/config.yaml").read_text())
-    again, _ = step3(data, tmp_path / "again", 1, "--config", tmp_path / "out/config.yaml")
-    succeed(again)
-    assert saved["advantage_estimator"] == "gpg"
-    first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("out", "again"))
-    assert first["reward/total_mean_after"] == second["reward/total_mean_after"]
+def test_evaluation_writes_answers_and_remembers_the_best(data, runs, tmp_path):
+    two_ranks = check_evaluation(*finished(runs, "evaluated")[:2])
+    words = [*COMMON.split(), "--data_path", data / "numbered.jsonl", "--actor_model_name_or_path", data / "lm"]
+    words += [*cases_of(data, "")["evaluated"].split(), "--output_dir", tmp_path / "out"]
+    words += ["--per_device_generation_batch_size", 4, "--per_device_training_batch_size", 8]
+    succeed(deepspeed(1, "training/step3_ppo/main.py", *words))
+    assert check_evaluation(tmp_path / "out", metrics_of(tmp_path / "out")) == two_ranks
+
+
+def test_settings_are_written_down(runs):
+    first, second = (finished(runs, name)[0] for name in ("settings", "settings again"))
+    assert yaml.safe_load((first / "config.yaml").read_text())["advantage_estimator"] == "gpg"
+    totals = [json.loads((out / "result.json").read_text())["reward/total_mean_after"] for out in (first, second)]
+    assert totals[0] == totals[1]
+
+
+def test_the_router_of_a_mixture_of_experts_learns_under_zero_3(runs):
+    _, lines, _ = finished(runs, "experts")
+    assert all(line["policy/router_loss"] >= 1 for line in lines), "1 is a balanced load"
+    assert all(line["grad_norm/actor"] > 0 for line in lines)
+
+
+def test_a_reward_model_with_a_tokenizer_and_statistics_of_its_own(runs):
+    out, lines, said = finished(runs, "foreign")
+    assert "a tokenizer of its own" in said
+    assert lines[0]["reward/score_std"] > 0
+    assert not (out / "critic").exists()
+
+
+def test_a_service_that_fails_once_is_asked_again_and_mixed_in(runs):
+    _, lines, _ = finished(runs, "flaky")
+    texts = [text for batch in Service.asked["/flaky"][1:] for text in batch]
+    asked_twice = Service.asked["/flaky"][0]
+    assert asked_twice in Service.asked["/flaky"][1:]
+    remote = sum(map(len, texts)) / len(texts)
+    assert len(texts) == 16
+    assert lines[0]["reward/remote_mean"] == pytest.approx(remote)
+    assert lines[0]["reward/score_mean"] == pytest.approx(lines[0]["reward/model_mean"] + 0.25 * remote, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("broken", "no answer in 2 attempts; the last: status 500"),
+        ("slow", "no whole answer in 1 s"),
+        ("garbage", "is not JSON"),
+        ("one_rank", "status 500"),
+        ("away", "ConnectionError"),
+    ],
+)
+def test_a_service_that_is_away_stops_all_ranks_alike(runs, name, cause):
+    out, lines, _, error = runs[name]
+    assert error is not None and "--remote_reward_url" in error and cause in error
+    assert lines == [] and not (out / "result.json").exists()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import yaml
-from launch import ROOT, deepspeed, run, succeed
+from launch import ROOT, deepspeed, metrics_of, run, succeed
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_ppo.config.cli import parse
@@ -25,10 +25,6 @@ grad_norm/critic lr/actor lr/critic skipped_steps rollout/logprob_diff_mean roll
 seconds/rollout seconds/score seconds/train tokens_per_second/rollout tokens_per_second/score
 tokens_per_second/train peak_memory_gib/rollout peak_memory_gib/score peak_memory_gib/train
 """.split()
-
-
-def metrics_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

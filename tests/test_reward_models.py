@@ -101,8 +101,10 @@ def test_a_model_of_the_actors_vocabulary(engine):
     assert ModelReward(engine).scores(rollout).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def foreign(engine, tokenizer, rows, max_length=128, **others):
-    return ForeignModelReward(engine, tokenizer, max_length, torch.device("cpu"), **others)(request(*rows), None)
+def foreign(engine, tokenizer, rows, max_length=128, ended=None, **others):
+    reasons = torch.zeros(len(rows), dtype=torch.int8) if ended is None else torch.where(torch.tensor(ended), 0, 2)
+    rollout = Rollout(*torch.zeros(5, len(rows), 1), finish_reason=reasons)
+    return ForeignModelReward(engine, tokenizer, max_length, torch.device("cpu"), **others)(request(*rows), rollout)
 
 
 def test_text_is_encoded_anew_and_ends_with_eos(engine, tokenizer):
@@ -114,6 +116,14 @@ def test_text_is_encoded_anew_and_ends_with_eos(engine, tokenizer):
     ]
     scores = foreign(engine, tokenizer, rows, batch_tokens=20)
     assert scores.tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
+
+
+def test_a_cut_answer_has_no_eos(engine, tokenizer):
+    tokenizer.chat_template = None
+    rows = [("a lamp ", "in the hall", {}), ("a lamp ", "in the hall", {})]
+    whole = [*tokenizer.encode("a lamp "), *tokenizer.encode("in the hall")]
+    expected = alone(engine, [[*whole, tokenizer.eos_token_id], whole])
+    assert foreign(engine, tokenizer, rows, ended=[True, False]).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_messages_go_through_the_models_own_template(engine, tokenizer):

@@ -137,6 +137,19 @@ class PPOConfig:
         return self.ppo.critic_model_name_or_path or self.reward_folder or self.ppo.actor_model_name_or_path
 
     @property
+    def reward_flag(self) -> str:
+        """The flag that names `reward_folder`."""
+        named = self.rewards.reward_model_name_or_path is not None
+        return "--reward_model_name_or_path" if named else "--critic_model_name_or_path"
+
+    @property
+    def critic_flag(self) -> str:
+        """The flag that names `critic_folder`."""
+        if self.ppo.critic_model_name_or_path is not None:
+            return "--critic_model_name_or_path"
+        return self.reward_flag if self.reward_folder is not None else "--actor_model_name_or_path"
+
+    @property
     def critic_may_have_new_head(self) -> bool:
         """Whether the critic may start without a trained score head: where nothing learned the reward before it."""
         return not self.rewards.use_reward_model

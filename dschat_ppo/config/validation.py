@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
 from dschat_ppo.config.schema import flag, flag_list, require, require_not_negative, require_positive
@@ -32,11 +32,12 @@ class ValidationFlags:
     def __post_init__(self) -> None:
         require_not_negative(eval_interval=self.eval_interval, eval_max_prompts=self.eval_max_prompts)
         require_positive(eval_samples=self.eval_samples, eval_batch_size=self.eval_batch_size)
-        changed = (self.eval_interval, self.eval_samples, self.eval_greedy, self.eval_max_prompts) != (0, 1, False, 0)
+        values = asdict(self)
+        others = [field for field in fields(self) if field.name != "eval_data_path"]
+        given = [f"--{field.name}" for field in others if values[field.name] != field.default]
         require(
-            bool(self.eval_data_path) or not (changed or self.eval_reward_function),
-            "--eval_interval, --eval_samples, --eval_greedy, --eval_max_prompts and --eval_reward_function are for "
-            "--eval_data_path, which is not given",
+            bool(self.eval_data_path) or not given,
+            f"{', '.join(given)}: for the evaluation of --eval_data_path, which is not given",
         )
         require(
             not (self.eval_greedy and self.eval_samples > 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,13 @@ class GroupPool:
 
     Args:
         rows_needed: rows of a PPO step over all ranks, whole groups.
+        shaped: raw scores (B,) -> scores as the baseline sees them: answers that score alike once clipped teach as
+            little as those that did before.
     """
 
-    def __init__(self, rows_needed: int):
+    def __init__(self, rows_needed: int, shaped: Callable[[Tensor], Tensor]):
         self.rows_needed = rows_needed
+        self.shaped = shaped
         self.accepted: ScoredRollout | None = None
         self.dropped: ScoredRollout | None = None
         self.sampled = 0
@@ -28,7 +33,7 @@ class GroupPool:
 
     def add(self, rows: ScoredRollout) -> None:
         """Sort the rows of a round (whole groups) into accepted and dropped ones."""
-        differ = groups_that_differ(rows.scores, rows.groups)
+        differ = groups_that_differ(self.shaped(rows.scores), rows.groups)
         self.sampled += len(differ)
         self.kept += int(differ.sum())
         self.accepted = _joined(self.accepted, rows, differ)

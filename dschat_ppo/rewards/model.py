@@ -77,10 +77,12 @@ class ForeignModelReward:
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """Score at the last token of prompt, response and EOS, (B,) fp32. Collective, as `ModelReward`.
 
+        An answer that the length limit cut has no EOS, as in the rows that a model with the actor's tokenizer sees.
         Where the row's `prompt` column holds chat messages and the reward model's tokenizer has a template, they go
         through that template, with the response as the assistant's answer; otherwise the prompt's text is taken.
         """
-        rows = [self._encode(*row) for row in zip(request.prompts, request.responses, request.rows, strict=True)]
+        given = zip(request.prompts, request.responses, request.rows, rollout.ended.tolist(), strict=True)
+        rows = [self._encode(*row) for row in given]
         cut = [row[-self.max_length :] for row in rows]
         too_long = sum(len(row) > self.max_length for row in rows)
         if too_long:
@@ -91,10 +93,11 @@ class ForeignModelReward:
         input_ids, lengths = right_padded(cut, filler_id(self.tokenizer))
         return scores_in_batches(self.engine, input_ids.to(self.device), lengths.to(self.device), self.batch_tokens)
 
-    def _encode(self, prompt: str, response: str, row: dict[str, Any]) -> list[int]:
+    def _encode(self, prompt: str, response: str, row: dict[str, Any], ended: bool) -> list[int]:
         has_template = self.tokenizer.chat_template is not None
         given: str | Messages = row["prompt"] if has_template and is_messages(row.get("prompt")) else prompt
-        return encode_prompt(self.tokenizer, given) + encode_answer(self.tokenizer, given, response)
+        answer = encode_answer(self.tokenizer, given, response)
+        return encode_prompt(self.tokenizer, given) + (answer if ended else answer[:-1])
 
 
 def right_padded(rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:

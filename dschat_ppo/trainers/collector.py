@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,12 +32,13 @@ class Collector:
         rollouts: where answers come from.
         judge: where scores come from.
         mini_dataset: where the rows of the ranks meet.
+        shaped: scores as the baseline sees them, for dynamic sampling.
         clock: of the phases.
     """
 
     def __init__(
         self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, rollouts: Rollouts, judge: Judge,
-        mini_dataset: MiniDataset, clock: PhaseClock,
+        mini_dataset: MiniDataset, shaped: Callable[[Tensor], Tensor], clock: PhaseClock,
     ):  # fmt: skip
         ppo, algorithm = config.ppo, config.algorithm
         self.plan = plan
@@ -46,7 +49,7 @@ class Collector:
         self.clock = clock
         self.greedy_baseline = algorithm.advantage_estimator == "remax"
         self.rounds = algorithm.dynamic_sampling_rounds if algorithm.dynamic_sampling else 1
-        self.pool = GroupPool(plan.rollout_rows) if algorithm.dynamic_sampling else None
+        self.pool = GroupPool(plan.rollout_rows, shaped) if algorithm.dynamic_sampling else None
         self.print_every = ppo.print_answers_interval if ppo.print_answers else 0
         self.stream = RowStream(len(rollouts.prompts), config.run.seed)
         how = Scoring(ppo.temperature, plan.micro_batch_tokens, config.recompute_old_logprobs, algorithm.kl_estimator)

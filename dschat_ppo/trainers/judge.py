@@ -35,7 +35,8 @@ class Judge:
         self.tokenizer = tokenizer
 
     def request(self, rollout: Rollout, indices: list[int]) -> RewardRequest:
-        """What the sources are asked.
+        """What the sources are asked. Prompts keep the marks of a chat template, but not the actor's BOS, which is no
+        text.
 
         Args:
             rollout: answers to the prompts at `indices`, as many of each, one prompt after another.
@@ -43,8 +44,9 @@ class Judge:
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(text) for text in self.prompts[indices]["row"]]
+        prompts = texts_of(self.tokenizer, rollout.prompt_ids, rollout.prompt_mask, skip_special_tokens=False)
         return RewardRequest(
-            texts_of(self.tokenizer, rollout.prompt_ids, rollout.prompt_mask, skip_special_tokens=False),
+            [text.removeprefix(self.tokenizer.bos_token or "") for text in prompts],
             texts_of(self.tokenizer, rollout.response_ids, rollout.response_mask, skip_special_tokens=True),
             [row for row in data for _ in range(samples)],
         )

@@ -75,8 +75,10 @@ class PPOTrainer:
         seed_this_rank(seed)
         self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed)
         judge = Judge(rewards, prompts, tokenizer)
-        self.collector = Collector(config, plan, engines, rollouts, judge, self.mini_dataset, self.clock)
         self.shaping = Shaping(algorithm, ppo.max_answer_seq_len, seed)
+        self.collector = Collector(
+            config, plan, engines, rollouts, judge, self.mini_dataset, self.shaping.shaped, self.clock
+        )
         self.actor_loss = ActorLoss(engines.actor, engines.reference, algorithm, ppo.temperature)
         self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
         if algorithm.entropy_target is not None:

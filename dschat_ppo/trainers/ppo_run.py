@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from dschat_ppo.trainers.rollouts import check_stop_ids
 from dschat_ppo.trainers.setup import begin, naming, open_outputs, show_plan, tensorboard_folder
 from dschat_ppo.trainers.validation import Validation
 
-ACTOR, CRITIC, REWARD = "--actor_model_name_or_path", "--critic_model_name_or_path", "--reward_model_name_or_path"
+ACTOR = "--actor_model_name_or_path"
 LIMITS = "--max_prompt_seq_len + --max_answer_seq_len"
 
 
@@ -79,11 +79,14 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     open_outputs(output, config, config.run)
     engines = RLHFEngine(config, plan, folders)
     rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
-    trainer = PPOTrainer(config, plan, engines, rows.train, tokenizer, rewards, device, texts)
-    if rows.eval is not None:
-        trainer.validation = _validation(config, trainer, rows.eval, tokenizer, output)
-    announce("train")
-    with MetricsWriter(output, tensorboard_folder(config.run)) as writer, closing(rewards):
+    with ExitStack() as open_until_the_end:
+        open_until_the_end.enter_context(closing(rewards))
+        trainer = PPOTrainer(config, plan, engines, rows.train, tokenizer, rewards, device, texts)
+        if rows.eval is not None:
+            trainer.validation = _validation(config, trainer, rows.eval, tokenizer, output)
+            open_until_the_end.enter_context(closing(trainer.validation))
+        announce("train")
+        writer = open_until_the_end.enter_context(MetricsWriter(output, tensorboard_folder(config.run)))
         result: dict[str, Any] = dict(trainer.run(writer))
     announce("save models")
     save_models(engines, tokenizer, output)
@@ -105,7 +108,9 @@ def _model_folders(config: PPOConfig) -> ModelFolders:
         return None if name is None else model_folder(name, flag)
 
     actor = model_folder(config.ppo.actor_model_name_or_path, ACTOR)
-    return ModelFolders(actor, folder(config.critic_folder, CRITIC), folder(config.reward_folder, REWARD))
+    return ModelFolders(
+        actor, folder(config.critic_folder, config.critic_flag), folder(config.reward_folder, config.reward_flag)
+    )
 
 
 def _check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -120,16 +125,18 @@ def _check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTraine
     ):
         raise UserError(f"--router_loss_coef: {folders.actor} is no mixture of experts that can give its router's loss")
     if folders.critic is not None:
-        _check_classifier(CRITIC, folders.critic, config.critic_may_have_new_head)
-    if folders.critic is not None and folders.critic != folders.actor:
-        check_vocabulary(tokenizer, load_config(folders.critic, CRITIC), CRITIC, folders.critic, other=True)
+        flag = config.critic_flag
+        _check_classifier(flag, folders.critic, config.critic_may_have_new_head)
+        if folders.critic != folders.actor:
+            check_vocabulary(tokenizer, load_config(folders.critic, flag), flag, folders.critic, other=True)
     if folders.reward is not None:
-        _check_classifier(REWARD, folders.reward, new_head=False)
-        reward_config = load_config(folders.reward, REWARD)
+        flag = config.reward_flag
+        _check_classifier(flag, folders.reward, new_head=False)
+        reward_config = load_config(folders.reward, flag)
         if config.algorithm.normalize_rewards == "model":
             saved_statistics(reward_config, folders.reward)
-        if _reward_tokenizer(folders.reward, tokenizer) is None:
-            check_vocabulary(tokenizer, reward_config, REWARD, folders.reward)
+        if _reward_tokenizer(config, folders.reward, tokenizer) is None:
+            check_vocabulary(tokenizer, reward_config, flag, folders.reward)
             check_length(folders.reward, longest, LIMITS)
         else:
             check_length(folders.reward, _foreign_length(config, folders.reward), "--reward_model_max_length")
@@ -142,18 +149,20 @@ def _check_classifier(flag: str, folder: str, new_head: bool) -> None:
         check_sequence_classifier(folder, new_head=new_head)
 
 
-def _reward_tokenizer(folder: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+def _reward_tokenizer(
+    config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase | None:
     """The reward model's tokenizer where it differs from the actor's; else None."""
-    own = load_tokenizer(folder, REWARD)
+    own = load_tokenizer(folder, config.reward_flag)
     return None if own.get_vocab() == tokenizer.get_vocab() else own
 
 
 def _foreign_length(config: PPOConfig, folder: str) -> int:
     """Most tokens of a row of a reward model with a tokenizer of its own."""
-    text = load_config(folder, REWARD).get_text_config().to_dict()
+    text = load_config(folder, config.reward_flag).get_text_config().to_dict()
     length = config.rewards.reward_model_max_length or text.get("max_position_embeddings")
     if length is None:
-        raise UserError(f"{REWARD} {folder}: its config does not say how many positions it knows; give "
+        raise UserError(f"{config.reward_flag} {folder}: its config does not say how many positions it knows; give "
                         "--reward_model_max_length")  # fmt: skip
     return int(length)
 
@@ -162,18 +171,18 @@ def learned_reward(
     config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
 ) -> RewardSource | None:
     """The reward model as a source of reward, or None where there is none."""
-    folder = config.reward_folder
-    if engines.reward is None or folder is None:
+    if engines.reward is None or config.reward_folder is None:
         return None
-    model_config = load_config(model_folder(folder, REWARD), REWARD)
-    own = _reward_tokenizer(model_folder(folder, REWARD), tokenizer)
+    folder = model_folder(config.reward_folder, config.reward_flag)
+    model_config = load_config(folder, config.reward_flag)
+    own = _reward_tokenizer(config, folder, tokenizer)
     source: RewardSource = ModelReward(engines.reward, batch_tokens)
     if own is not None:
-        length = _foreign_length(config, model_folder(folder, REWARD))
+        length = _foreign_length(config, folder)
         logger().info(f"the reward model has a tokenizer of its own: answers are encoded anew, up to {length} tokens")
         source = ForeignModelReward(engines.reward, own, length, dist.device(), batch_tokens)
     if config.algorithm.normalize_rewards == "model":
-        source = StandardisedReward(source, *saved_statistics(model_config, folder))
+        source = StandardisedReward(source, *saved_statistics(model_config, config.reward_folder))
     return source
 
 

@@ -114,6 +114,10 @@ class Validation:
         """Token rows of the held-out prompts."""
         return self.judge.prompts
 
+    def close(self) -> None:
+        """End the processes of the reward functions."""
+        self.judge.mixture.close()
+
     def due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after PPO step `step` (0: before the first)."""
         every = self.flags.eval_interval

@@ -1,0 +1,37 @@
+"""What the sources of reward are asked about a rollout."""
+
+import json
+
+import torch
+from datasets import Dataset
+
+from dschat_ppo.rewards.mixture import RewardMixture
+from dschat_ppo.tools import toy
+from dschat_ppo.trainers.judge import Judge
+from dschat_ppo.types import Rollout
+
+
+class Remembering:
+    name = "remembering"
+
+    def __call__(self, request, rollout):
+        self.request = request
+        return torch.zeros(len(request))
+
+
+def test_prompts_lose_the_actors_bos_and_keep_other_marks():
+    tokenizer = toy.make_tokenizer(["a lamp in the hall"])
+    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<user>"]})
+    start, user = tokenizer.convert_tokens_to_ids(["<s>", "<user>"])
+    prompts = [[start, user, *tokenizer.encode("a lamp")], [user, *tokenizer.encode("a lamp"), start]]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[7] * (longest - len(row)) + row for row in prompts])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts]).bool()
+    answers = torch.tensor([tokenizer.encode("hall") + [tokenizer.eos_token_id]]).repeat(2, 1)
+    rows = Dataset.from_dict({"row": [json.dumps({"answer": number}) for number in range(3)]})
+    source = Remembering()
+    rollout = Rollout(ids, mask, answers, torch.ones_like(answers).bool(), torch.zeros(answers.shape), torch.zeros(2))
+    Judge(RewardMixture([(source, 1.0)]), rows, tokenizer)(rollout, [2, 0])
+    assert source.request.prompts == ["<user>a lamp", "<user>a lamp<s>"]
+    assert source.request.responses == ["hall", "hall"]
+    assert source.request.rows == [{"answer": 2}, {"answer": 0}]
