@@ -139,6 +139,11 @@ def tensors_of(rows: Any) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def record_of(kind: type[Record], tensors: dict[str, Tensor]) -> Record:
+    """The record that `tensors_of` took apart: what it does not name is None."""
+    return kind(**{f.name: tensors.get(f.name) for f in fields(kind)})  # type: ignore[arg-type]
+
+
 def select_rows(rows: Rows, index: Tensor) -> Rows:
     """The rows at `index` (n,) int64, cut to the longest prompt and response among them."""
     chosen = {name: value[index] for name, value in tensors_of(rows).items()}

@@ -71,12 +71,12 @@ def quiet_prints() -> Iterator[None]:
         yield
 
 
-def progress_bar(title: str, total: int) -> Any:
-    """A bar on rank 0: redrawn every second on a terminal, every half minute in a log file."""
+def progress_bar(title: str, total: int, done: int = 0) -> Any:
+    """A bar on rank 0 that begins at `done`: redrawn every second on a terminal, every half minute in a log file."""
+    shown: dict[str, Any] = {"total": total, "initial": done, "desc": title, "disable": not is_main()}
     if sys.stderr.isatty():
-        return tqdm(total=total, desc=title, disable=not is_main(), mininterval=1.0)
-    whole_lines = "{l_bar}{bar:20}{r_bar}\n"
-    return tqdm(total=total, desc=title, disable=not is_main(), mininterval=30.0, bar_format=whole_lines)
+        return tqdm(**shown, mininterval=1.0)
+    return tqdm(**shown, mininterval=30.0, bar_format="{l_bar}{bar:20}{r_bar}\n")
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:

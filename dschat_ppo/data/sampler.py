@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -57,3 +58,11 @@ class RowStream:
         rows, self._pending = self._pending[:count], self._pending[count:]
         self.taken += count
         return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes."""
+        return {"epoch": self._epoch, "pending": list(self._pending), "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave, over the same rows with the same seed."""
+        self._epoch, self._pending, self.taken = state["epoch"], list(state["pending"]), state["taken"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dschat_ppo.algorithms.groups import groups_that_differ
-from dschat_ppo.types import ScoredRollout, concat_rows, select_rows
+from dschat_ppo.types import ScoredRollout, concat_rows, record_of, select_rows, tensors_of, to_device
 
 
 class GroupPool:
@@ -60,6 +61,16 @@ class GroupPool:
         self.accepted = _part(rows, places[self.rows_needed :])
         self.dropped, self.sampled, self.kept = None, 0, 0
         return select_rows(rows, places[: self.rows_needed]), filled
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accepted rows that wait for the next step; to be taken between two steps."""
+        return {"accepted": None if self.accepted is None else tensors_of(self.accepted)}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Go on from what `state_dict` gave, at the beginning of a step."""
+        kept = state["accepted"]
+        self.accepted = None if kept is None else to_device(record_of(ScoredRollout, kept), device)
+        self.dropped, self.sampled, self.kept = None, 0, 0
 
 
 def _count(rows: ScoredRollout | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 WINDOW = 10
 Metrics = dict[str, float]
@@ -60,3 +61,11 @@ class HealthWatch:
         self._standing = set(found)
         self._past.append(metrics)
         return fresh
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes."""
+        return {"past": list(self._past), "standing": sorted(self._standing)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self._past, self._standing = deque(state["past"], maxlen=WINDOW), set(state["standing"])

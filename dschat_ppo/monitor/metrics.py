@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +37,23 @@ class MetricSums:
         kept = (values if mask is None else values[mask]).detach().double()
         part = kept.max() if kept.numel() else kept.new_tensor(-math.inf)
         self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's part so far, on the CPU; see `restored`."""
+        parts = {"means": self._means, "maxima": self._maxima}
+        return {kind: {name: value.cpu() for name, value in named.items()} for kind, named in parts.items()}
+
+    @classmethod
+    def restored(cls, states: Sequence[dict[str, dict[str, Tensor]]], device: torch.device) -> MetricSums:
+        """The parts of some ranks, from `state_dict`, in one: sums are added, maxima compared."""
+        merged = cls()
+        for state in states:
+            for name, part in state["means"].items():
+                merged._means[name] = merged._means.get(name, torch.zeros_like(part, device=device)) + part.to(device)
+            for name, part in state["maxima"].items():
+                here = part.to(device)
+                merged._maxima[name] = torch.maximum(merged._maxima.get(name, here), here)
+        return merged
 
     def reduce(self) -> dict[str, float]:
         """Name -> value over all ranks; 0 for a name under which nothing was counted. Collective."""

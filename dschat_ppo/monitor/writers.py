@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -18,17 +19,27 @@ class MetricsWriter:
     Args:
         folder: of the outputs.
         tensorboard: TensorBoard folder; None for none.
+        resumed: (`saved_offset` when the state that a run goes on from was saved, the first step to come); lines from
+            there on are cut off, since those steps are done again. None: a new file.
     """
 
-    def __init__(self, folder: Path, tensorboard: Path | None):
+    def __init__(self, folder: Path, tensorboard: Path | None, resumed: tuple[int, int] | None = None):
         self._file: Any = None
         self._board: Any = None
         if is_main():
-            self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+            self._file = (folder / "metrics.jsonl").open("ab")
+            self._file.truncate(resumed[0] if resumed else 0)
             if tensorboard is not None:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(tensorboard))
+                self._board = SummaryWriter(str(tensorboard), purge_step=resumed[1] if resumed else None)
+
+    def saved_offset(self) -> int:
+        """Bytes of `metrics.jsonl`, all of them on the disk; 0 on the ranks that do not write."""
+        if self._file is None:
+            return 0
+        os.fsync(self._file.fileno())
+        return int(self._file.seek(0, os.SEEK_END))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of one step; a number that is not finite becomes null in the file."""
@@ -36,7 +47,7 @@ class MetricsWriter:
             return
         line: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         line |= _finite_or_null(metrics)
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(f"{json.dumps(line)}\n".encode())
         self._file.flush()
         if self._board is not None:
             for name, value in metrics.items():

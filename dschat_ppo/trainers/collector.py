@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,17 @@ class Collector:
         rollout = self.rollout(indices, step, number)
         self.mini_dataset.add(self.score(rollout, indices, first, step))
         return self.mini_dataset.collect()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the prompts stand and which rows wait, to be taken between two steps; the same on every rank."""
+        pool = None if self.pool is None else self.pool.state_dict()
+        return {"stream": self.stream.state_dict(), "pool": pool}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Go on from `state_dict()`."""
+        self.stream.load_state_dict(state["stream"])
+        if self.pool is not None:
+            self.pool.load_state_dict(state["pool"], device)
 
     def rollout(self, indices: list[int], step: int, number: int = 0) -> Rollout:
         """Sample the answers to each prompt; `number` is that of the round in the step."""

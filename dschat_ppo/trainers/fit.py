@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.checkpoint.resumable import Boundary
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock
@@ -101,7 +102,7 @@ def score_rows(
 
 
 class Fit(Generic[Batch]):
-    """Trains one model on rows; `run` does everything and returns what goes into `result.json`."""
+    """Trains one model on rows; a `Resumable`, whose state is saved between two optimizer steps."""
 
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch], fit: FitFlags,
@@ -121,6 +122,9 @@ class Fit(Generic[Batch]):
             (run.adam_beta1, run.adam_beta2),
             run.adam_epsilon,
         )
+        self.steps = 0
+        self.before: dict[str, float] | None = None  # of the untrained model; None: not measured yet
+        self.after: dict[str, float] = {}
         self.engine = train_engine(model, ds_config, settings)
         choose_ways(self.engine)
         self.rows = self._prepared(rows)
@@ -156,47 +160,78 @@ class Fit(Generic[Batch]):
         logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         return {f"eval_{name}": value for name, value in found.items()}
 
-    def run(self, folder: Path, tokenizer: PreTrainedTokenizerBase, title: str) -> dict[str, Any]:
-        """Train, evaluate, save the model to `folder` and write `result.json`."""
-        show_plan(f"{title}: batches", self.plan.table(), self.fit.num_warmup_steps, self.plan.total_steps)
-        started = time.perf_counter()
-        with MetricsWriter(folder, tensorboard_folder(self.run_flags)) as writer:
-            before = self.evaluate()
-            writer.write(0, before)
-            after = self._train(writer, title) or before
+    @property
+    def engines_to_save(self) -> dict[str, Any]:
+        """The one engine, as `model`."""
+        return {"model": self.engine}
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Optimizer steps done, and 0: there is nothing smaller."""
+        return self.steps, 0
+
+    @property
+    def is_best(self) -> bool:
+        """No evaluation is kept as the best."""
+        return False
+
+    def shared_state(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"steps": self.steps, "before": self.before, "after": self.after}
+
+    def rank_state(self) -> dict[str, Any]:
+        """Nothing is this rank's alone."""
+        return {}
+
+    def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        """Go on from `shared_state()`."""
+        self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
+
+    def run(self, writer: MetricsWriter, boundary: Boundary, title: str) -> None:
+        """Evaluate and train, from where the state stands to the end.
+
+        Raises:
+            StopRequested: from the boundary.
+        """
+        if self.before is None:
+            self.before = self.evaluate()
+            writer.write(0, self.before)
+        with progress_bar(title, self.plan.total_steps, self.steps) as bar:
+            for step_indices in self._steps_left():
+                self._train_and_report(step_indices, writer)
+                bar.update()
+                boundary.pass_by()
+
+    def _steps_left(self) -> Iterator[list[list[int]]]:
+        """This rank's micro-batches of each optimizer step that is left, epoch after epoch."""
+        epoch, done = divmod(self.steps, self.plan.steps_per_epoch)
+        for number in range(epoch, self.plan.epochs):
+            order = epoch_order(len(self.rows.train), self.run_flags.seed, number)
+            steps = optimizer_steps(order, self.plan.per_device, self.plan.accumulation, dist.world_size(), dist.rank())
+            yield from islice(steps, done, None)
+            done = 0
+
+    def _train_and_report(self, step_indices: list[list[int]], writer: MetricsWriter) -> None:
+        rate = learning_rate(self.engine)
+        with self.clock.phase("train"):
+            metrics = self.train_step(step_indices)
+        self.steps += 1
+        step, per_epoch = self.steps, self.plan.steps_per_epoch
+        self._show(step, metrics, rate)
+        if step % per_epoch == 0 or (self.fit.eval_interval and step % self.fit.eval_interval == 0):
+            self.after = self.evaluate()
+            metrics |= self.after
+        self._report(writer, step, {**metrics, "lr": rate, "epoch": step / per_epoch})
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Save the model to `folder`; returns what `result.json` is to say of the training."""
         described = self._describe()
         with self.clock.phase("save"):
             save_model(self.engine, tokenizer, folder, described)
+        before = self.before or {}
         result: dict[str, Any] = {f"{name}_before": value for name, value in before.items()} | described
-        result |= {f"{name}_after": value for name, value in after.items()}
-        result |= {"optimizer_steps": self.plan.total_steps, "world_size": dist.world_size()}
-        result["seconds"] = round(time.perf_counter() - started, 2)
-        write_result(folder, result)
-        logger().info(f"{title}: saved to {folder}")
-        return result
-
-    def _train(self, writer: MetricsWriter, title: str) -> dict[str, float]:
-        """All epochs; returns the last evaluation."""
-        step, last_eval = 0, dict[str, float]()
-        with progress_bar(title, self.plan.total_steps) as bar:
-            for epoch in range(self.plan.epochs):
-                order = epoch_order(len(self.rows.train), self.run_flags.seed, epoch)
-                steps = optimizer_steps(
-                    order, self.plan.per_device, self.plan.accumulation, dist.world_size(), dist.rank()
-                )
-                for step_indices in steps:
-                    rate = learning_rate(self.engine)
-                    with self.clock.phase("train"):
-                        metrics = self.train_step(step_indices)
-                    step += 1
-                    bar.update()
-                    self._show(step, metrics, rate)
-                    last_of_epoch = step == self.plan.steps_per_epoch * (epoch + 1)
-                    if last_of_epoch or (self.fit.eval_interval and step % self.fit.eval_interval == 0):
-                        last_eval = self.evaluate()
-                        metrics |= last_eval
-                    self._report(writer, step, {**metrics, "lr": rate, "epoch": step / self.plan.steps_per_epoch})
-        return last_eval
+        result |= {f"{name}_after": value for name, value in (self.after or before).items()}
+        return result | {"optimizer_steps": self.plan.total_steps, "world_size": dist.world_size()}
 
     def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
         seconds, _, peak = self.clock.take()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from typing import Any
+
 import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
+from dschat_ppo.checkpoint.resumable import NO_BOUNDARY, Boundary
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock
@@ -27,6 +31,7 @@ from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.trainers.collector import Collector
 from dschat_ppo.trainers.judge import Judge
 from dschat_ppo.trainers.losses import ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.trainers.progress import Progress
 from dschat_ppo.trainers.ptx import TextBatches
 from dschat_ppo.trainers.rollouts import Rollouts
 from dschat_ppo.trainers.validation import Validation
@@ -71,6 +76,7 @@ class PPOTrainer:
         self.validation: Validation | None = None  # set by who has held-out prompts
         self.clock = PhaseClock()
         self.health = HealthWatch()
+        self.progress = Progress()
         rollouts = Rollouts(ppo, engines.hybrid, prompts, tokenizer, seed, device)
         seed_this_rank(seed)
         self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed)
@@ -87,25 +93,90 @@ class PPOTrainer:
                 algorithm.entropy_coef_max,
             )  # fmt: skip
 
-    def run(self, writer: MetricsWriter) -> dict[str, float]:
-        """All PPO steps; returns `RESULT` of the first and of the last step, as `_before` and `_after`."""
-        first, metrics = dict[str, float](), dict[str, float]()
-        evaluated = self.validate(0)
-        if evaluated:
-            writer.write(0, evaluated)
-        with progress_bar("PPO", self.plan.ppo_steps) as bar:
-            for step in range(1, self.plan.ppo_steps + 1):
-                kl_coef = self.shaping.kl_coef.value  # of this step: it adapts once the rows are seen
-                rows, metrics = self.collector.collect(step)
-                experience = self.shaping.experience(rows, step)
-                metrics |= self.update(experience, step)
-                metrics |= experience_metrics(experience, kl_coef, self.collector.judge.mixture.names)
-                metrics |= {"coef/kl": kl_coef, **self._rollout_drift(experience, metrics)}
-                metrics |= self.validate(step)
-                self._report(writer, step, metrics)
-                first = first or {**metrics, **evaluated}
+    def run(self, writer: MetricsWriter, boundary: Boundary = NO_BOUNDARY) -> dict[str, float]:
+        """All PPO steps that are left; returns `RESULT` of the first and of the last, as `_before` and `_after`.
+
+        Args:
+            writer: of the metrics.
+            boundary: is passed after each optimizer step and each PPO step.
+
+        Raises:
+            StopRequested: from the boundary.
+        """
+        progress = self.progress
+        if progress.evaluated is None:
+            progress.evaluated = self.validate(0)
+            if progress.evaluated:
+                writer.write(0, progress.evaluated)
+        with progress_bar("PPO", self.plan.ppo_steps, progress.steps) as bar:
+            while progress.steps < self.plan.ppo_steps:
+                if progress.experience is None and not self._collect(boundary):
+                    boundary.pass_by()
+                    continue
+                self._train(boundary)
+                self._finish(writer)
+                boundary.pass_by()
                 bar.update()
-        return self._result(first, metrics)
+        return self._result({**progress.first, **progress.evaluated}, progress.last)
+
+    def _collect(self, boundary: Boundary) -> bool:
+        """Experience of the next PPO step. False: it was thrown away, because the run is to stop.
+
+        Whoever stops a run may have hurt the processes of reward functions first, so what was collected meanwhile is
+        not trusted; the seeds of answers depend on nothing but the step, so a resumed run collects the same again.
+        """
+        step, before = self.progress.steps + 1, self.collector.state_dict()
+        rows, metrics = self.collector.collect(step)
+        if boundary.asked_to_stop():
+            self.collector.load_state_dict(before, self.device)
+            return False
+        kl_coef = self.shaping.kl_coef.value  # of this step: it adapts once the rows are seen
+        experience = self.shaping.experience(rows, step)
+        metrics |= experience_metrics(experience, kl_coef, self.collector.judge.mixture.names)
+        self.progress.begin_step(experience, {**metrics, "coef/kl": kl_coef})
+        return True
+
+    def _train(self, boundary: Boundary) -> None:
+        """The optimizer steps that are left of the PPO step in flight."""
+        progress, step = self.progress, self.progress.steps + 1
+        assert progress.experience is not None
+        train_actor = step > self.plan.warmup_rollouts
+        self.engines.train()
+        if progress.updates == 0:
+            progress.metrics |= self._rates()
+        updates = self.mini_dataset.updates(progress.experience, self.config.ppo.ppo_epochs, step)
+        for part in islice(updates, progress.updates, None):
+            if progress.updates:
+                boundary.pass_by()
+            with self.clock.phase("train"):
+                self._update(part, train_actor)
+
+    def _update(self, part: Update, train_actor: bool) -> None:
+        """One optimizer step, and what it measured."""
+        progress = self.progress
+        norms = self.update_once(part, progress.sums, train_actor)
+        for role, norm in norms.items():
+            progress.sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device))
+        if progress.updates == 0 and train_actor:
+            first = progress.sums.reduce()
+            for name in ("mean", "max"):
+                progress.metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
+        progress.updates += 1
+
+    def _finish(self, writer: MetricsWriter) -> None:
+        """Metrics of the PPO step in flight, which ends; evaluates if it is time."""
+        progress, step = self.progress, self.progress.steps + 1
+        experience = progress.experience
+        assert experience is not None
+        metrics = progress.metrics | progress.sums.reduce()
+        if step > self.plan.warmup_rollouts:
+            self.entropy_coef.update(metrics["policy/entropy"], 1)
+        metrics |= self._rollout_drift(experience, metrics)
+        tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
+        self.clock.count_tokens("train", tokens * self.config.ppo.ppo_epochs / dist.world_size())
+        metrics |= self.validate(step)
+        self._report(writer, step, metrics)
+        progress.end_step(metrics)
 
     def _result(self, first: dict[str, float], last: dict[str, float]) -> dict[str, float]:
         """What `result.json` says of the first and of the last step, and of the evaluations."""
@@ -115,6 +186,54 @@ class PPOTrainer:
             score, step = self.validation.best
             result |= {"best_eval_score": score, "best_step": step}
         return result
+
+    @property
+    def engines_to_save(self) -> dict[str, Any]:
+        """The actor's engine and, if there is one, the critic's."""
+        both = {"actor": self.engines.actor, "critic": self.engines.critic}
+        return {role: engine for role, engine in both.items() if engine is not None}
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """PPO steps done, and optimizer steps done of the one in flight."""
+        return self.progress.steps, self.progress.updates
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last evaluation was made at this position and is the best so far."""
+        best = self.validation.best if self.validation is not None else None
+        return best is not None and self.position == (best[1], 0)
+
+    def shared_state(self) -> dict[str, Any]:
+        """What a resumed run needs and all ranks have in common."""
+        return {
+            "progress": self.progress.state_dict(),
+            "collector": self.collector.state_dict(),
+            "shaping": self.shaping.state_dict(),
+            "entropy_coef": self.entropy_coef.state_dict(),
+            "health": self.health.state_dict(),
+            "texts": None if self.texts is None else self.texts.stream.state_dict(),
+            "best": None if self.validation is None else self.validation.best,
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        """What a resumed run needs of this rank alone."""
+        return {"sums": self.progress.sums.state_dict()}
+
+    def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        """Go on from `shared_state` and the `rank_state` of each rank of the saved run; on another number of ranks the
+        first takes what all of them have measured."""
+        own = [ranks[dist.rank()]] if len(ranks) == dist.world_size() else ranks if dist.is_main() else []
+        sums = MetricSums.restored([state["sums"] for state in own], self.device)
+        self.progress.load_state_dict(shared["progress"], sums, self.device)
+        self.collector.load_state_dict(shared["collector"], self.device)
+        self.shaping.load_state_dict(shared["shaping"])
+        self.entropy_coef.load_state_dict(shared["entropy_coef"])
+        self.health.load_state_dict(shared["health"])
+        if self.texts is not None:
+            self.texts.stream.load_state_dict(shared["texts"])
+        if self.validation is not None and shared["best"] is not None:
+            self.validation.best = tuple(shared["best"])
 
     def validate(self, step: int) -> dict[str, float]:
         """Metrics of the held-out prompts, if it is time for them; else {}. Collective."""
@@ -135,33 +254,11 @@ class PPOTrainer:
         found = {name: metrics.get(f"policy/first_log_ratio_abs_{name}") for name in ("mean", "max")}
         return {f"rollout/logprob_diff_{name}": value for name, value in found.items() if value is not None}
 
-    def update(self, experience: Experience, step: int) -> dict[str, float]:
-        """All optimizer steps of one PPO step; returns their metrics, over all ranks.
-
-        Args:
-            experience: rows of all ranks.
-            step: PPO step, part of the shuffle's seed.
-        """
-        self.engines.train()
-        train_actor = step > self.plan.warmup_rollouts
-        sums, first = MetricSums(), dict[str, float]()
-        metrics = self._rates()
-        epochs = self.config.ppo.ppo_epochs
-        with self.clock.phase("train"):
-            for number, part in enumerate(self.mini_dataset.updates(experience, epochs, step)):
-                norms = self.update_once(part, sums, train_actor)
-                for role, norm in norms.items():
-                    sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device))
-                if number == 0:
-                    first = sums.reduce()
-            tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
-            self.clock.count_tokens("train", tokens * epochs / dist.world_size())
-        metrics |= sums.reduce()
-        if train_actor:
-            self.entropy_coef.update(metrics["policy/entropy"], 1)
-            for name in ("mean", "max"):
-                metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
-        return metrics
+    def update(self, experience: Experience) -> dict[str, float]:
+        """All optimizer steps over `experience`, the rows of all ranks; returns their metrics, over all ranks."""
+        self.progress.begin_step(experience, {})
+        self._train(NO_BOUNDARY)
+        return self.progress.metrics | self.progress.sums.reduce()
 
     def _rates(self) -> dict[str, float]:
         """Learning rates, coefficients and skipped steps as the updates begin."""

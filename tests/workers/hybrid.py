@@ -80,7 +80,7 @@ def uneven(trainer, empty: bool) -> dict:
     if empty and dist.rank() == 1:
         rollout = replace(rollout, response_mask=torch.zeros_like(rollout.response_mask))
     experience = experience_of(trainer, rollout)
-    metrics = trainer.update(experience, step=1)
+    metrics = trainer.update(experience)
     return {"rows": experience.response_ids.shape[0], "tokens": int(experience.response_mask.sum()), **metrics}
 
 
@@ -110,7 +110,7 @@ def layer_by_layer(assets: Path) -> dict:
 def update_from_answers(trainer) -> list[float]:
     """Gradient norms of an update from fresh answers."""
     rollout = trainer.collector.rollout([0, 1, 2, 3], step=1)
-    metrics = trainer.update(experience_of(trainer, rollout), step=1)
+    metrics = trainer.update(experience_of(trainer, rollout))
     return [metrics["grad_norm/actor"], metrics["grad_norm/critic"]]
 
 

@@ -22,7 +22,7 @@ def main() -> None:
     flags += ("--max_answer_seq_len", 6, "--critic_learning_rate", 0.01)
     trainer = make_trainer(assets, *flags)
     rollout = trainer.collector.rollout([0, 1, 2, 3], step=1)
-    trainer.update(experience_of(trainer, rollout), step=1)
+    trainer.update(experience_of(trainer, rollout))
     save_models(trainer.engines, trainer.collector.judge.tokenizer, out)
     trainer.engines.eval()
     ids = torch.tensor([[7, 60, 90, 40, 1], [9, 80, 3, 2, 1]])

@@ -1,0 +1,58 @@
+"""What can be saved and gone on from, and when it may be."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Resumable(Protocol):
+    """A trainer whose state is saved between two optimizer steps."""
+
+    @property
+    def engines_to_save(self) -> dict[str, Any]:
+        """Role -> DeepSpeed engine that trains."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Steps done, and updates done of the step in flight (0 between two steps)."""
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last evaluation, at this position, is the best so far."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """What all ranks have in common, as nested dicts and lists of tensors, texts and numbers."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank alone has."""
+
+    def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        """Go on from what the ranks of the saved run gave: `shared_state` of any, `rank_state` of each."""
+
+
+class Boundary(Protocol):
+    """What a trainer calls where its state can be saved. Collective."""
+
+    def pass_by(self) -> None:
+        """Save if it is time; stop the run if it is asked to.
+
+        Raises:
+            StopRequested: the state is saved and the run is to end.
+        """
+
+    def asked_to_stop(self) -> bool:
+        """Whether any rank was asked to stop."""
+
+
+class _NoBoundary:
+    """Nothing is saved, nothing stops."""
+
+    def pass_by(self) -> None:
+        """Go on."""
+
+    def asked_to_stop(self) -> bool:
+        """Never."""
+        return False
+
+
+NO_BOUNDARY: Boundary = _NoBoundary()
