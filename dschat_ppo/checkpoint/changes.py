@@ -127,4 +127,4 @@ def _words(value: Any) -> str | None:
     """A value as one would type it; a list in JSON, so that its parts can be told apart."""
     if value is _ABSENT:
         return None
-    return json.dumps(value) if isinstance(value, list) or value == "" else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) or value == "" else str(value)

@@ -191,7 +191,11 @@ class CheckpointFolder:
             return None
 
     def _complaints_of_latest(self, names: list[str]) -> list[str]:
-        latest, path = self._named_by(LATEST), self.root / LATEST
+        path = self.root / LATEST
+        try:
+            latest = self._named_by(LATEST)
+        except OSError as problem:
+            return [f"{path} cannot be read ({problem.strerror})"]
         if latest is None:
             return [f"{path} is missing"] if names else []
         if not latest:
