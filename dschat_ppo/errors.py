@@ -1,4 +1,4 @@
-"""The one exception that is the user's to mend."""
+"""The exceptions that are the user's to mend."""
 
 
 class UserError(ValueError):
@@ -6,4 +6,11 @@ class UserError(ValueError):
 
     The message names the option, file or row and says what to do. The entry points print it without a traceback
     and exit with code 2; every other exception propagates.
+    """
+
+
+class StorageError(UserError):
+    """A checkpoint cannot be written: the disk is full, or the folder may not be written.
+
+    The message names the folder, the cause and the checkpoint from which the run can go on.
     """

@@ -1,0 +1,126 @@
+"""One run at a time in an output folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import UserError
+
+FILE_NAME = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_MOST_BYTES = 2000
+_held: set[int] = set()  # file descriptors of this process's locks
+
+
+def _let_go_in_child() -> None:
+    """A forked child shares the lock and would keep the folder locked after the run has ended."""
+    for number in _held:
+        os.close(number)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+class RunLock:
+    """The lock of an output folder, held by every rank of a run until the last of them ends, however it ends.
+
+    It is a `flock` on `.lock` in the folder: rank 0 takes it alone, which succeeds only where no rank of any run is
+    left, and then shares it with the other ranks. The kernel gives it back when a process ends. Programs that are
+    started (`subprocess`) do not inherit it; children forked by Python give it up at once; a child forked by foreign
+    C code would keep it.
+    """
+
+    def __init__(self, number: int | None):
+        self._number = number
+
+    @classmethod
+    def acquire(cls, folder: Path) -> RunLock:
+        """Lock `folder`, which is made if it is not there. Collective.
+
+        Where the file system knows no locks a warning says so, and nothing is locked.
+
+        Raises:
+            UserError: another run holds it, or the folder cannot be written; the same on all ranks.
+        """
+        processes = dist.gather_objects((socket.gethostname(), os.getpid()))
+        first = _take_alone(folder, processes) if dist.is_main() else (None, None)
+        locked, problem = dist.broadcast_object((first[0] is not None, first[1]))
+        mine = first if dist.is_main() or not locked else _take_shared(folder)
+        lock = cls(mine[0])
+        problem = next((found for found in dist.gather_objects(mine[1]) if found), problem)
+        if problem:
+            lock.release()
+            raise UserError(problem)
+        if not locked:
+            logger().warning(f"--output_dir {folder}: its file system has no locks, so a second run is not kept out")
+        return lock
+
+    def release(self) -> None:
+        """Give up this rank's part of the lock; a second time does nothing."""
+        if self._number is not None and self._number in _held:
+            _held.remove(self._number)
+            os.close(self._number)
+        self._number = None
+
+
+def _take_alone(folder: Path, processes: list[tuple[str, int]]) -> tuple[int | None, str | None]:
+    """Rank 0: the lock's file descriptor, or why the run must not go on; neither where there are no locks."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        return None, f"--output_dir {folder}: cannot be written ({problem.strerror})"
+
+    def take(number: int) -> None:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(number, 0)
+        os.pwrite(number, _describe(processes).encode("utf-8"), 0)
+        # Not one step: should another run come in between, this one gives way.
+        fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    return _take(folder, take)
+
+
+def _take_shared(folder: Path) -> tuple[int | None, str | None]:
+    """The other ranks' part, once rank 0 shares the lock."""
+    return _take(folder, lambda number: fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB))
+
+
+def _take(folder: Path, take: Callable[[int], None]) -> tuple[int | None, str | None]:
+    try:
+        number = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as problem:
+        return None, f"--output_dir {folder}: cannot be written ({problem.strerror})"
+    try:
+        take(number)
+    except BlockingIOError:
+        holder = os.pread(number, _MOST_BYTES, 0).decode("utf-8", errors="replace").strip()
+        os.close(number)
+        return None, (
+            f"--output_dir {folder} is being written by another run{f' ({holder})' if holder else ''}; wait for it, "
+            "stop it, or name another folder"
+        )
+    except OSError as problem:
+        os.close(number)
+        if problem.errno in _NO_LOCKS:
+            return None, None
+        return None, f"--output_dir {folder}: cannot be locked ({problem.strerror})"
+    _held.add(number)
+    return number, None
+
+
+def _describe(processes: list[tuple[str, int]]) -> str:
+    """`pid 12, 13 on host a; pid 7 on host b; since ...`."""
+    hosts: dict[str, list[int]] = {}
+    for host, pid in processes:
+        hosts.setdefault(host, []).append(pid)
+    where = [f"pid {', '.join(map(str, pids))} on host {host}" for host, pids in hosts.items()]
+    return "; ".join([*where, f"since {datetime.now().astimezone().isoformat(timespec='seconds')}"])

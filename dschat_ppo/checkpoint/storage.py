@@ -1,0 +1,131 @@
+"""Files that are whole or not there: each is written beside its place, synced to the disk, and then renamed into it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dschat_ppo.errors import UserError
+
+PARTIAL = ".partial"
+_PLAIN = (str, int, float, bool, type(None))
+_BLOCK_BYTES = 2**22
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` (UTF-8) durably: after a crash at any moment the file holds the old content or the new one.
+
+    Raises:
+        OSError: it cannot be written; the old content is still there.
+    """
+    _write(path, text.encode("utf-8"))
+
+
+def save_state(path: Path, state: dict[Any, Any]) -> None:
+    """Write a state durably (see `write_text`), for `load_state`.
+
+    Args:
+        path: of the file.
+        state: nested dicts (keys: text or whole numbers), lists and tuples of tensors and plain values. Tensors are
+            stored as they are to see: without their gradient, on the CPU, and of a view not more than what it shows.
+
+    Raises:
+        TypeError: something else is in it, which `load_state` would refuse to open; the message says where.
+        OSError: it cannot be written; the old content is still there.
+    """
+    # Packed in memory first: torch reports a full disk by exceptions of several kinds, a file by OSError alone.
+    packed = io.BytesIO()
+    torch.save(_storable(state, "state"), packed)
+    _write(path, packed.getbuffer())
+
+
+def load_state(path: Path) -> dict[Any, Any]:
+    """A state that `save_state` wrote, its tensors on the CPU. Nothing that the file holds is ever executed.
+
+    Raises:
+        UserError: it cannot be read, is damaged, or holds anything but tensors and plain values.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as problem:
+        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        raise UserError(f"{path}: cannot be loaded as a state of a run ({reason})") from None
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: holds a {type(state).__name__}, not a state of a run")
+    return state
+
+
+def sync_folder(folder: Path) -> None:
+    """Have every file and folder below `folder`, and itself, on the disk before this returns."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(place) / name)
+        _sync(Path(place))
+
+
+def sync_entries(folder: Path) -> None:
+    """Have the names in `folder` (new, renamed, removed) on the disk before this returns."""
+    _sync(folder)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):  # the first failure is the one to tell
+            partial.unlink()
+        raise
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _storable(value: Any, where: str) -> Any:
+    """`value` as it is stored. Types are compared exactly: numpy's float64, an enumeration and a named tuple are kinds
+    of float, int and tuple, but do not pass the loader."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is torch.Tensor:
+        return _compact(value)
+    if kind is list or kind is tuple:
+        return kind(_storable(part, f"{where}[{number}]") for number, part in enumerate(value))
+    if kind is dict:
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"{where} has the key {key!r} ({type(key).__name__}), which a checkpoint cannot hold")
+        return {key: _storable(part, f"{where}[{key!r}]") for key, part in value.items()}
+    raise TypeError(f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold")
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor alone: torch.save writes the whole storage that a view looks into."""
+    alone = tensor.detach().cpu()
+    return alone if alone.untyped_storage().nbytes() == alone.nbytes else alone.clone()

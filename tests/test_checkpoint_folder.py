@@ -1,0 +1,350 @@
+"""Checkpoints appear whole, old ones go, and a crash at any moment leaves one to go on from."""
+
+import errno
+import os
+import shutil
+from contextlib import suppress
+
+import pytest
+from checkpoints import fill
+
+from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
+from dschat_ppo.checkpoint.manifest import Manifest, damage
+from dschat_ppo.errors import StorageError, UserError
+
+
+def save(folder: CheckpointFolder, step: int, update: int = 0, **changes) -> str:
+    name = checkpoint_name(step, update)
+    fill(folder.partial(name), step=step, update=update, **changes)
+    folder.commit(name)
+    return name
+
+
+def entries(folder: CheckpointFolder) -> list[str]:
+    return sorted(os.listdir(folder.root))
+
+
+def cut(folder: CheckpointFolder, name: str) -> None:
+    os.truncate(folder.root / name / "actor/weights.pt", 12)
+
+
+def flip(folder: CheckpointFolder, name: str) -> None:
+    (folder.root / name / "actor/weights.pt").write_bytes(b"\x01" + b"\x00" * 4095)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return CheckpointFolder(tmp_path / "output")
+
+
+def test_names_are_those_of_the_plan():
+    assert checkpoint_name(12) == "step_000012"
+    assert checkpoint_name(12, 3) == "step_000012_update_0003"
+
+
+def test_names_are_in_the_order_of_steps_and_updates(folder):
+    assert folder.names() == []
+    for step, update in ((10, 0), (9, 12), (1_000_000, 0), (9, 2), (999_999, 0), (9, 0), (9, 10_000)):
+        save(folder, step, update)
+    (folder.root / "step_000003.partial").mkdir()
+    (folder.root / "step_000004.removed").mkdir()
+    (folder.root / "step_000005").write_text("a file")
+    (folder.root / "notes").mkdir()
+    assert folder.names() == [
+        "step_000009", "step_000009_update_0002", "step_000009_update_0012", "step_000009_update_10000", "step_000010",
+        "step_999999", "step_1000000",
+    ]  # fmt: skip
+
+
+def test_a_committed_checkpoint_is_the_newest_and_latest(folder):
+    assert folder.newest_intact() == (None, [])
+    save(folder, 4)
+    save(folder, 8)
+    assert folder.newest_intact() == ("step_000008", [])
+    assert (folder.root / "latest").read_text() == "step_000008"
+    assert entries(folder) == ["latest", "step_000004", "step_000008"]
+    assert Manifest.read(folder.root / "step_000004").step == 4
+
+
+def test_a_partial_folder_is_empty_and_no_checkpoint(folder):
+    for _ in range(2):
+        path = folder.partial("step_000004")
+        assert os.listdir(path) == []
+        fill(path)
+    assert folder.names() == []
+    assert folder.newest_intact() == (None, [])
+
+
+def test_what_is_not_whole_is_not_committed(folder):
+    path = fill(folder.partial("step_000004"))
+    (path / "rank_1.pt").unlink()
+    with pytest.raises(RuntimeError, match="step_000004 was not saved whole: rank_1.pt of rank 1 is missing"):
+        folder.commit("step_000004")
+    assert entries(folder) == ["step_000004.partial"]
+
+
+def test_a_commit_replaces_a_damaged_checkpoint_of_its_name(folder):
+    save(folder, 4)
+    save(folder, 8)
+    cut(folder, "step_000008")
+    save(folder, 8, metrics_offset=77)
+    assert Manifest.read(folder.root / "step_000008").metrics_offset == 77
+    assert folder.newest_intact() == ("step_000008", [])
+    assert entries(folder) == ["latest", "step_000004", "step_000008"]
+
+
+def test_damaged_ones_are_passed_over_and_named(folder):
+    for step in (1, 2, 3, 4):
+        save(folder, step)
+    (folder.root / "step_000004" / "rank_1.pt").unlink()
+    flip(folder, "step_000003")
+    newest, complaints = folder.newest_intact()
+    assert newest == "step_000002"
+    assert len(complaints) == 2
+    assert complaints[0].endswith("step_000004: rank_1.pt of rank 1 is missing")
+    assert complaints[1].endswith("step_000003: actor/weights.pt: checksum differs: the file changed on disk")
+    assert folder.newest_intact(checksums=False) == ("step_000003", complaints[:1])
+    for name in ("step_000001", "step_000002"):
+        cut(folder, name)
+    newest, complaints = folder.newest_intact()
+    assert newest is None and len(complaints) == 4
+
+
+@pytest.mark.parametrize("content, complaint", [
+    (None, "latest is missing"),
+    ("", "latest is empty"),
+    (" \n", "latest is empty"),
+    ("step_000009", "latest names 'step_000009', which is not there"),
+    ("../checkpoints/step_000002", "latest names '../checkpoints/step_000002', which is not there"),
+    ("step_000001", "latest names step_000001, but step_000002 was saved after it"),
+])  # fmt: skip
+def test_a_wrong_latest_is_named_and_the_newest_is_found_all_the_same(folder, content, complaint):
+    save(folder, 1)
+    save(folder, 2)
+    (folder.root / "latest").unlink()
+    if content is not None:
+        (folder.root / "latest").write_text(content)
+    newest, complaints = folder.newest_intact()
+    assert newest == "step_000002"
+    assert len(complaints) == 1 and complaints[0].endswith(complaint)
+
+
+def test_a_latest_that_is_no_text_or_stands_alone_is_named(folder):
+    folder.root.mkdir(parents=True)
+    (folder.root / "latest").write_bytes(b"\xff\x00")
+    newest, complaints = folder.newest_intact()
+    assert newest is None and "which is not there" in complaints[0]
+
+
+def test_a_latest_that_cannot_be_read_is_named(folder):
+    save(folder, 1)
+    (folder.root / "latest").unlink()
+    (folder.root / "latest").mkdir()
+    newest, complaints = folder.newest_intact()
+    assert newest == "step_000001"
+    assert complaints[0].endswith("latest cannot be read (Is a directory)")
+
+
+def test_a_newline_after_the_name_is_no_fault(folder):
+    save(folder, 1)
+    (folder.root / "latest").write_text("step_000001\n")
+    assert folder.newest_intact() == ("step_000001", [])
+
+
+def test_the_newest_stay_and_the_best(folder):
+    for step in (1, 2, 3, 4, 5, 6):
+        save(folder, step)
+    folder.mark_best("step_000002")
+    assert folder.best() == "step_000002"
+    assert folder.prune(2, protect={"step_000003", "nothing"}) == ["step_000001", "step_000004"]
+    assert folder.names() == ["step_000002", "step_000003", "step_000005", "step_000006"]
+    assert folder.prune(1) == ["step_000003", "step_000005"]
+    assert entries(folder) == ["best", "latest", "step_000002", "step_000006"]
+    assert folder.prune(1) == []
+
+
+def test_the_best_does_not_count_where_it_is_not_there(folder):
+    save(folder, 1)
+    assert folder.best() is None
+    folder.mark_best("step_000009")
+    assert folder.best() is None
+
+
+def test_no_more_is_removed_than_the_limit_says(folder):
+    save(folder, 1)
+    save(folder, 2)
+    assert folder.prune(2) == []
+    assert folder.prune(5) == []
+    with pytest.raises(ValueError, match="limit of 0"):
+        folder.prune(0)
+    assert folder.names() == ["step_000001", "step_000002"]
+
+
+def test_nothing_is_removed_while_the_newest_is_damaged(folder):
+    for step in (1, 2, 3):
+        save(folder, step)
+    cut(folder, "step_000003")
+    assert folder.prune(1) == []
+    assert folder.names() == ["step_000001", "step_000002", "step_000003"]
+
+
+def test_damaged_ones_do_not_count_and_go_once_they_are_older_than_all_that_stay(folder):
+    for step in (1, 2, 3, 4):
+        save(folder, step)
+    cut(folder, "step_000003")
+    cut(folder, "step_000001")
+    assert folder.prune(3) == []  # two are whole
+    assert folder.prune(2) == ["step_000001"]
+    assert folder.names() == ["step_000002", "step_000003", "step_000004"]
+
+
+def test_leftovers_are_cleared_and_a_checkpoint_under_replacement_comes_back(folder):
+    folder.clear_partials()
+    save(folder, 1)
+    save(folder, 2)
+    shutil.copytree(folder.root / "step_000002", folder.root / "step_000002.replaced")
+    os.rename(folder.root / "step_000001", folder.root / "step_000001.replaced")
+    fill(folder.partial("step_000001"))
+    fill(folder.partial("step_000003"))
+    shutil.copytree(folder.root / "step_000002", folder.root / "step_000000.removed")
+    (folder.root / "latest.partial").write_text("step_0")
+    folder.clear_partials()
+    assert entries(folder) == ["latest", "step_000001", "step_000002"]
+    assert damage(folder.root / "step_000001") is None
+
+
+def test_a_failure_to_write_says_where_the_run_can_go_on_from(folder):
+    save(folder, 1)
+    save(folder, 2)
+    cut(folder, "step_000002")
+    with pytest.raises(StorageError) as failure, folder.writing():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert isinstance(failure.value, UserError)
+    assert str(failure.value) == (
+        f"checkpoint {folder.root}: cannot be written (No space left on device); the newest intact checkpoint is "
+        "step_000001; free space or set --output_dir elsewhere, then run the same command again"
+    )
+    cut(folder, "step_000001")
+    with pytest.raises(StorageError, match=r"\(odd\); no intact checkpoint is there; free"), folder.writing():
+        raise OSError("odd")
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "output").write_text("a file in its place")
+    folder = CheckpointFolder(tmp_path / "output")
+    with pytest.raises(StorageError, match=r"cannot be written \((Not a directory|File exists)\)"), folder.writing():
+        folder.partial("step_000001")
+
+
+def test_other_exceptions_pass_through(folder):
+    with pytest.raises(ZeroDivisionError), folder.writing():
+        raise ZeroDivisionError
+
+
+class Crash(BaseException):
+    """The process is gone: nothing after it is run, not even what tidies up after an OSError."""
+
+
+class CrashingDisk:
+    """Ends the process before its n-th call to the file system."""
+
+    CALLS = ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"))
+
+    def __init__(self, monkeypatch, crash_at: int):
+        self.count = 0
+        for module, name in self.CALLS:
+            monkeypatch.setattr(module, name, self.counted(getattr(module, name), crash_at))
+
+    def counted(self, call, crash_at):
+        def counting(*arguments, **named):
+            self.count += 1
+            if self.count == crash_at:
+                raise Crash
+            return call(*arguments, **named)
+
+        return counting
+
+
+def crash_everywhere(monkeypatch, tmp_path, prepare, act, check) -> int:
+    """Let `act` crash before each of its calls in turn, restart, and `check`; the number of calls."""
+    for crash_at in range(1, 1000):
+        folder = CheckpointFolder(tmp_path / f"crash_{crash_at}")
+        prepare(folder)
+        with monkeypatch.context() as patched:
+            disk = CrashingDisk(patched, crash_at)
+            with suppress(Crash):
+                act(folder)
+        restarted = CheckpointFolder(tmp_path / f"crash_{crash_at}")
+        restarted.clear_partials()
+        check(restarted)
+        if disk.count < crash_at:
+            return disk.count
+    raise AssertionError("it never came to its end")
+
+
+def test_a_crash_anywhere_in_a_save_leaves_the_old_checkpoint_or_the_new_one(monkeypatch, tmp_path):
+    found = []
+
+    def prepare(folder):
+        save(folder, 1)
+        fill(folder.partial("step_000002"))
+
+    def check(folder):
+        newest, complaints = folder.newest_intact()
+        found.append((newest, bool(complaints), set(entries(folder))))
+
+    calls = crash_everywhere(monkeypatch, tmp_path, prepare, lambda folder: folder.commit("step_000002"), check)
+    old, new = {"latest", "step_000001"}, {"latest", "step_000001", "step_000002"}
+    assert {state for state, *_ in found} == {"step_000001", "step_000002"}
+    assert all(names == (new if newest == "step_000002" else old) for newest, _, names in found)
+    assert calls > 10 and found[0][0] == "step_000001" and found[-1] == ("step_000002", False, new)
+    states = [newest for newest, *_ in found]
+    assert states == sorted(states), "once there, it stays"
+
+
+def test_a_crash_anywhere_in_replacing_the_only_checkpoint_leaves_one(monkeypatch, tmp_path):
+    found = []
+
+    def prepare(folder):
+        save(folder, 1, metrics_offset=1)
+        fill(folder.partial("step_000001"), step=1, metrics_offset=2)
+
+    def check(folder):
+        newest, _ = folder.newest_intact()
+        assert newest == "step_000001"
+        assert entries(folder) == ["latest", "step_000001"]
+        found.append(Manifest.read(folder.root / newest).metrics_offset)
+
+    crash_everywhere(monkeypatch, tmp_path, prepare, lambda folder: folder.commit("step_000001"), check)
+    assert set(found) == {1, 2}
+    assert found == sorted(found)
+
+
+def test_a_crash_anywhere_in_pruning_leaves_whole_checkpoints_alone(monkeypatch, tmp_path):
+    def prepare(folder):
+        for step in (1, 2, 3):
+            save(folder, step)
+
+    def check(folder):
+        assert folder.newest_intact() == ("step_000003", [])
+        assert all(damage(folder.root / name) is None for name in folder.names())
+        assert set(entries(folder)) == {"latest", *folder.names()}
+
+    assert crash_everywhere(monkeypatch, tmp_path, prepare, lambda folder: folder.prune(1), check) > 6
+
+
+def test_the_files_are_on_the_disk_before_they_have_their_name_and_latest_comes_last(folder, monkeypatch):
+    save(folder, 1)
+    fill(folder.partial("step_000002"))
+    log = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+    monkeypatch.setattr(os, "fsync", lambda n: (log.append(os.readlink(f"/proc/self/fd/{n}")), fsync(n)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (log.append("named"), rename(a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (log.append("latest"), replace(a, b)))
+    folder.commit("step_000002")
+    named, latest = log.index("named"), log.index("latest")
+    root = str(folder.root)
+    parts = ("", "/manifest.json", "/rank_0.pt", "/rank_1.pt", "/actor", "/actor/weights.pt")
+    assert {f"{root}/step_000002.partial{part}" for part in parts} == set(log[:named])
+    assert {root, str(folder.root.parent)} <= set(log[named:latest])
+    assert log[-1] == root
