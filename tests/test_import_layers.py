@@ -13,7 +13,7 @@ LAYERS = [
     {"config", "types"},
     {"common", "algorithms"},
     {"data", "models", "monitor"},
-    {"engine", "rewards"},
+    {"engine", "rewards", "checkpoint"},
     {"rollout", "experience"},
     {"trainers"},
     {"tools"},
