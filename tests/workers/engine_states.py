@@ -1,0 +1,238 @@
+"""Saves engines of many layouts, trains on, loads the files into fresh engines and trains those: what was found.
+
+engine_states.py FOLDER first|main|last
+
+`first` (1 rank) saves what `main` (2 ranks) loads; `main` saves what `last` (1 rank) loads. Each rank writes to
+FOLDER/PART.RANK.
+"""
+
+import hashlib
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event
+
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+from dschat_ppo.checkpoint import engine_files, universal
+from dschat_ppo.common import dist
+from dschat_ppo.common.launch import leave
+from dschat_ppo.common.logging import quiet_libraries
+from dschat_ppo.engine.build import OptimizerSettings, learning_rate, optimizer_step, train_engine
+from dschat_ppo.engine.ds_config import train_config
+
+BEFORE, AFTER = 4, 3
+ROWS, WORDS, VOCABULARY = 8, 5, 13
+OVERFLOWS = (1, 5)  # steps whose gradients are too large for fp16, one before the save and one after
+OVERLAY = {"zero_optimization": {"stage3_param_persistence_threshold": 20, "sub_group_size": 60}}
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int
+    dtype: str = "fp32"
+    offload: bool = False
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} {self.dtype}{' offload' if self.offload else ''}"
+
+
+class Tiny(nn.Module):
+    """Odd sizes, so that partitions are padded; tied weights, a frozen parameter and a buffer that training changes."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, 7)
+        self.narrow = nn.Linear(7, 5)
+        self.norm = nn.LayerNorm(5)
+        self.widen = nn.Linear(5, 7, bias=False)
+        self.head = nn.Linear(7, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 7), requires_grad=False)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+
+    def forward(self, ids):
+        self.passes += 1
+        hidden = self.embedding(ids) + self.shift
+        return self.head(hidden + self.widen(torch.tanh(self.norm(self.narrow(hidden)))))
+
+
+def build(case: Case, seed: int = 0):
+    config = train_config(case.stage, case.dtype, case.offload, dist.world_size(), 1.0, OVERLAY)
+    settings = OptimizerSettings(0.05, 0.3, "cosine", 2, 20, (0.9, 0.95), 1e-8)
+    return train_engine(Tiny(seed), config, settings)
+
+
+def train(engine, steps) -> list[list[float]]:
+    """Loss of the global batch, gradient norm, learning rate and loss scale of each step."""
+    found = []
+    for step in steps:
+        rows = torch.randint(VOCABULARY, (ROWS, WORDS), generator=torch.Generator().manual_seed(step))
+        mine = rows[dist.rank() :: dist.world_size()]
+        losses = []
+        too_large = engine.fp16_enabled() and step in OVERFLOWS
+
+        def loss_of(part, losses=losses, factor=1e6 if too_large else 1.0):
+            logits = engine(part[:, :-1]).float()
+            loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum") / (ROWS * (WORDS - 1))
+            losses.append(loss.detach())
+            return loss * factor
+
+        rate = learning_rate(engine)
+        norm = optimizer_step(engine, mine.split(2), loss_of)
+        scale = engine.optimizer.cur_scale if engine.fp16_enabled() else 1.0
+        found.append([float(dist.all_reduce(torch.stack(losses).sum())), norm, rate, float(scale)])
+    return found
+
+
+def digest(engine) -> str:
+    """SHA-256 of all that this rank has: weights, masters, moments, counts, buffers, scale, counters, schedule."""
+    weights = [getattr(weight, "ds_tensor", weight) for weight in engine.module.parameters()]
+    states = [state[key] for state in engine.basic_optimizer.state.values() for key in sorted(state)]
+    tensors = [*weights, *engine_files.flat_masters(engine), *engine.module.buffers(), *map(torch.as_tensor, states)]
+    hashed = hashlib.sha256()
+    for tensor in tensors:
+        hashed.update(tensor.detach().clone().flatten().view(torch.uint8).numpy().tobytes())
+    scaler = vars(engine.optimizer.loss_scaler) if hasattr(engine.optimizer, "loss_scaler") else {}
+    counters = [engine.global_steps, engine.global_samples, engine.skipped_steps]
+    groups = [{key: group[key] for key in group if key != "params"} for group in engine.optimizer.param_groups]
+    schedule = {key: value for key, value in engine.lr_scheduler.state_dict().items() if key != "lr_lambdas"}
+    hashed.update(repr([scaler, counters, groups, schedule]).encode())
+    return hashed.hexdigest()
+
+
+def full_states(engine) -> dict[str, dict[str, torch.Tensor]]:
+    """Name -> fp32 weight and moments, whole, by DeepSpeed's own functions. Collective."""
+    if engine.zero_optimization() and engine.zero_optimization_stage() < 3:
+        engine.optimizer._lazy_init_hp_params_optimizer_state()  # which the first step would do
+    found = {}
+    for weight, name in engine.param_names.items():
+        if not weight.requires_grad:
+            continue
+        if engine.zero_optimization():
+            states = {key: safe_get_full_optimizer_state(weight, key) for key in universal.MOMENTS}
+            found[name] = {universal.WEIGHTS: safe_get_full_fp32_param(weight), **states}
+        else:
+            found[name] = {universal.WEIGHTS: weight, **engine.optimizer.state[weight]}
+            del found[name]["step"]
+    return {name: {key: value.detach().clone() for key, value in states.items()} for name, states in found.items()}
+
+
+def steps_of(engine) -> list[int]:
+    return sorted({int(state["step"]) for state in engine.basic_optimizer.state.values()})
+
+
+def save_and_go_on(case: Case, folder: Path) -> dict:
+    """Train, save, train on while nothing is written yet, then let it be written."""
+    engine, writer = build(case), engine_files.BackgroundWriter()
+    before = train(engine, range(BEFORE))
+    saved, full, steps = digest(engine), full_states(engine), steps_of(engine)
+    gate = Event()
+    writer._thread.submit(gate.wait)
+    engine_files.save_engine(engine, folder, writer)
+    undisturbed = digest(engine) == saved
+    after = train(engine, range(BEFORE, BEFORE + AFTER))
+    found = {"pending": not writer.done(), "undisturbed": undisturbed}
+    gate.set()
+    written = writer.wait()
+    files = {path.relative_to(folder).as_posix(): value for path, value in written.items()}
+    if dist.is_main():
+        torch.save({"full": full, "steps": steps, "after": after}, folder / "expected.pt")
+    dist.barrier()
+    return found | {"before": before, "after": after, "saved": saved, "end": digest(engine), "files": files}
+
+
+def resume(case: Case, folder: Path) -> dict:
+    """A fresh engine with other weights, loaded and trained on."""
+    engine = build(case, seed=1)
+    other = digest(engine)
+    fits = engine_files.has_layout_of(engine, folder)
+    engine_files.load_engine(engine, folder)
+    loaded = digest(engine)
+    after = train(engine, range(BEFORE, BEFORE + AFTER))
+    return {"other": other, "fits": fits, "loaded": loaded, "after": after, "end": digest(engine)}
+
+
+def reshard(case: Case, folder: Path) -> dict:
+    """A fresh engine of another layout, loaded, compared to the last bit and trained on."""
+    expected = torch.load(folder / "expected.pt", weights_only=True)
+    engine = build(case, seed=1)
+    fits = engine_files.has_layout_of(engine, folder)
+    universal.load_engine_resharded(engine, folder)
+    full = full_states(engine)
+    differing = [
+        f"{name} {key}" for name in expected["full"] for key, value in expected["full"][name].items()
+        if not torch.equal(full[name][key], value)
+    ]  # fmt: skip
+    half = all(torch.equal(v["fp32"], v["fp32"].bfloat16().float()) for v in expected["full"].values())
+    counters = [engine.global_steps, engine.skipped_steps, int(engine.module.passes)]
+    decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
+    steps, names = steps_of(engine), sorted(full)
+    after = train(engine, range(BEFORE, BEFORE + AFTER))
+    return {
+        "fits": fits, "differing": differing, "masters_are_bf16": half, "counters": counters, "decays": decays,
+        "steps": [steps, expected["steps"]], "names": names, "after": after, "expected": expected["after"],
+    }  # fmt: skip
+
+
+SAVED = {
+    "first": [Case(0), Case(2, "bf16")],
+    "main": [
+        *(Case(stage) for stage in range(4)), *(Case(stage, "bf16") for stage in (1, 2, 3)),
+        *(Case(stage, dtype, offload=True) for stage in (2, 3) for dtype in ("fp32", "bf16")),
+        *(Case(stage, "fp16") for stage in (1, 2, 3)),
+    ],
+    "last": [],
+}  # fmt: skip
+RESHARDED = {
+    "first": [],
+    "main": [
+        ("first", Case(0), Case(3)),
+        ("first", Case(2, "bf16"), Case(3, "bf16")),
+        ("main", Case(2), Case(3)),
+        ("main", Case(3), Case(2)),
+        ("main", Case(3), Case(0)),
+        ("main", Case(0), Case(1)),
+        ("main", Case(1, "bf16"), Case(3, "bf16")),
+        ("main", Case(3, "bf16"), Case(1, "bf16")),
+        ("main", Case(3, "bf16"), Case(2, "bf16", offload=True)),
+        ("main", Case(2, "bf16", offload=True), Case(3, "bf16")),
+        ("main", Case(2, "fp16"), Case(3, "fp16")),
+        ("main", Case(3, "bf16"), Case(3, "fp32")),
+    ],
+    "last": [
+        ("main", Case(3), Case(2)),
+        ("main", Case(3), Case(0)),
+        ("main", Case(3, "bf16"), Case(2, "bf16")),
+        ("main", Case(1, "bf16"), Case(3, "bf16")),
+        ("main", Case(3, "bf16", offload=True), Case(1, "bf16")),
+    ],
+}  # fmt: skip
+
+
+def main() -> None:
+    folder, part = Path(sys.argv[-2]), sys.argv[-1]
+    quiet_libraries()
+    dist.init()
+    torch.set_num_threads(1)
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # slow on most CPUs, but there
+    found: dict[str, dict] = {"saved": {}, "resumed": {}, "resharded": {}}
+    for case in SAVED[part]:
+        here = folder / part / str(case)
+        found["saved"][str(case)] = save_and_go_on(case, here)
+        found["resumed"][str(case)] = resume(case, here)
+    for source, before, after in RESHARDED[part]:
+        how = {"from": asdict(before), "source": source, **reshard(after, folder / source / str(before))}
+        found["resharded"][f"{source}: {before} -> {after}"] = how
+    (folder / f"{part}.{dist.rank()}").write_text(json.dumps(found))
+    dist.shutdown()
+    leave(0)
+
+
+main()
