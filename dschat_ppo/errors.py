@@ -14,3 +14,7 @@ class StorageError(UserError):
 
     The message names the folder, the cause and the checkpoint from which the run can go on.
     """
+
+
+class StopRequested(Exception):  # noqa: N818
+    """The run ends here and nothing is wrong: it was asked to stop and is saved, or was done before. Exit code 0."""

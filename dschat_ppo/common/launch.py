@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, stopping
 from dschat_ppo.common.phases import current_phase
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StopRequested, UserError
 
 USER_ERROR = 2
 _SPEAKER_HEAD_START_SECONDS = 20
@@ -25,6 +25,7 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
     with its traceback, after a line that names rank and phase.
     """
     try:
+        stopping.install()
         with _rank_and_phase_of_failures():
             train(parse(argv))
     except UserError as problem:
@@ -33,6 +34,9 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
         who = "error" if dist.is_main() else f"error on rank {dist.rank()}"
         print(f"{who}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
         return USER_ERROR
+    except StopRequested as reason:
+        if dist.is_main():
+            print(reason, flush=True)
     dist.shutdown()
     return 0
 
@@ -44,7 +48,7 @@ def _rank_and_phase_of_failures() -> Iterator[None]:
         yield
     finally:
         kind = sys.exc_info()[0]
-        if kind is not None and not issubclass(kind, UserError | SystemExit):
+        if kind is not None and not issubclass(kind, UserError | SystemExit | StopRequested):
             print(f"rank {dist.rank()} failed in phase '{current_phase()}':", file=sys.stderr, flush=True)
 
 

@@ -28,7 +28,7 @@ class MetricsWriter:
         self._board: Any = None
         if is_main():
             self._file = (folder / "metrics.jsonl").open("ab")
-            self._file.truncate(resumed[0] if resumed else 0)
+            self._file.truncate(min(resumed[0], self._file.tell()) if resumed else 0)
             if tensorboard is not None:
                 from torch.utils.tensorboard import SummaryWriter
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.checkpoint.resumable import Boundary
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
-from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.common.phases import PhaseClock, announce
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import FitPlan, plan_fit
 from dschat_ppo.config.schema import FitFlags, RunFlags
@@ -28,7 +29,8 @@ from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.startup import choose_ways
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
-from dschat_ppo.trainers.setup import show_plan, tensorboard_folder
+from dschat_ppo.trainers.session import Session
+from dschat_ppo.trainers.setup import show_plan
 
 Batch = TypeVar("Batch")
 
@@ -242,3 +244,22 @@ class Fit(Generic[Batch]):
     def _show(self, step: int, metrics: dict[str, float], rate: float) -> None:
         shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
         logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}")
+
+
+def train_to_the_end(fit: Fit[Any], session: Session, tokenizer: PreTrainedTokenizerBase, title: str) -> dict[str, Any]:
+    """Train from where the session stands, save the model and write `result.json`; returns its contents."""
+    show_plan(f"{title}: batches", fit.plan.table(), fit.fit.num_warmup_steps, fit.plan.total_steps)
+    started = time.perf_counter()
+    announce("train")
+    session.train(fit, lambda writer, boundary: fit.run(writer, boundary, title))
+    announce("save models")
+    result = fit.save(session.output, tokenizer)
+    result["seconds"] = round(time.perf_counter() - started, 2)
+    write_result(session.output, result)
+    logger().info(f"{title}: saved to {session.output}")
+    return result
+
+
+def amounts_of(plan: FitPlan) -> dict[str, int]:
+    """What the flags amount to, for a checkpoint's manifest."""
+    return {"rows_per_update": plan.global_batch}

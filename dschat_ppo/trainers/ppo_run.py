@@ -33,7 +33,7 @@ from dschat_ppo.models.loading import (
     model_folder,
 )
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.monitor.writers import MetricsWriter, write_result
+from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.rewards.build import build_sources, check_sources
 from dschat_ppo.rewards.functions import FunctionReward, parse_function
 from dschat_ppo.rewards.mixture import RewardMixture
@@ -44,7 +44,8 @@ from dschat_ppo.trainers.judge import Judge
 from dschat_ppo.trainers.ppo import PPOTrainer
 from dschat_ppo.trainers.ptx import TextBatches
 from dschat_ppo.trainers.rollouts import check_stop_ids
-from dschat_ppo.trainers.setup import begin, naming, open_outputs, show_plan, tensorboard_folder
+from dschat_ppo.trainers.session import open_session
+from dschat_ppo.trainers.setup import begin, naming, show_plan
 from dschat_ppo.trainers.validation import Validation
 
 ACTOR = "--actor_model_name_or_path"
@@ -75,8 +76,9 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)
     _say_notes(config)
     started = time.perf_counter()
+    amounts = {"rows_per_update": plan.global_batch, "rows_per_step": plan.rollout_prompts}
+    session = open_session("ppo", output, config, rows.train, amounts)
     announce("load models")
-    open_outputs(output, config, config.run)
     engines = RLHFEngine(config, plan, folders)
     rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
     with ExitStack() as open_until_the_end:
@@ -86,8 +88,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             trainer.validation = _validation(config, trainer, rows.eval, tokenizer, output)
             open_until_the_end.enter_context(closing(trainer.validation))
         announce("train")
-        writer = open_until_the_end.enter_context(MetricsWriter(output, tensorboard_folder(config.run)))
-        result: dict[str, Any] = dict(trainer.run(writer))
+        result: dict[str, Any] = dict(session.train(trainer, trainer.run))
     announce("save models")
     save_models(engines, tokenizer, output)
     result |= {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
+from dschat_ppo.config.batch_plan import plan_fit
 from dschat_ppo.config.steps import RewardConfig
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.engine.ds_config import Config
@@ -22,9 +24,10 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.trainers.dpo import dpo_objective
-from dschat_ppo.trainers.fit import Fit, fit_ds_config
+from dschat_ppo.trainers.fit import Fit, amounts_of, fit_ds_config, train_to_the_end
 from dschat_ppo.trainers.reward import reward_objective
-from dschat_ppo.trainers.setup import begin, open_outputs
+from dschat_ppo.trainers.session import open_session
+from dschat_ppo.trainers.setup import begin
 
 
 def load_trained_model(folder: str, config: RewardConfig, ds_config: Config) -> PolicyModel | ScalarModel:
@@ -53,13 +56,14 @@ def train_preferences(config: RewardConfig) -> dict[str, Any]:
     rows = prepare("preference", tokenizer, config.data, fit.max_seq_len, None, fit.eval_data_path, fit.eval_fraction)
     if config.reward.objective != "reward" and any(rows.train["margin"]):
         logger().info(f"data: --objective {config.reward.objective} does not use the column `margin`")
+    plan = plan_fit(fit, len(rows.train), dist.world_size())
+    session = open_session("reward", output, config, rows.train, amounts_of(plan))
     announce("load models")
-    open_outputs(output, config, config.run)
     ds_config = fit_ds_config(fit, config.run)
     model = load_trained_model(folder, config, ds_config)
     pad_id = filler_id(tokenizer)
     if config.reward.objective == "reward":
         trainer = Fit(model, ds_config, rows, reward_objective(pad_id, device, config), fit, config.run)
-        return trainer.run(output, tokenizer, "reward model")
+        return train_to_the_end(trainer, session, tokenizer, "reward model")
     policy = Fit(model, ds_config, rows, dpo_objective(pad_id, device, config), fit, config.run)
-    return policy.run(output, tokenizer, config.reward.objective)
+    return train_to_the_end(policy, session, tokenizer, config.reward.objective)

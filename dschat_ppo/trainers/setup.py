@@ -5,35 +5,47 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
+from dschat_ppo.checkpoint.changes import Change, compare, report
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.lock import RunLock
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, quiet_libraries, table
 from dschat_ppo.common.seeding import seed_everything
-from dschat_ppo.config.cli import notes, write_config
+from dschat_ppo.config.cli import flatten, notes, write_config
+from dschat_ppo.config.safety import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StopRequested, UserError
+
+RESULT, METRICS, CONFIG = "result.json", "metrics.jsonl", "config.yaml"
 
 
 def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[torch.device, Path]:
-    """Check the output folder against the models that are read, join the ranks, seed, and say what changes nothing.
+    """Join the ranks, lock the output folder and check it against the models that are read and against earlier runs,
+    seed, and say what changes nothing.
 
     Returns:
         This rank's device and the output folder.
 
     Raises:
-        UserError: the folder holds earlier outputs or a model that is read, or the device lacks the number format.
+        UserError: another run writes to the folder, or it holds a model that is read or what an earlier run with other
+            settings left; or the device lacks the number format.
+        StopRequested: the folder holds the outputs of this very run; nothing is left to do.
     """
     folder = Path(run.folder)
     written = [(folder / part).resolve() for part in (".", "actor", "critic", "best/actor", "best/critic")]
     if any(Path(model).resolve() in written for model in models):
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
-    _refuse_full_folder(folder, run)
     quiet_libraries()
     device = dist.init()
+    RunLock.acquire(folder)
+    _look_at_earlier_outputs(folder, config, run)
     seed_everything(run.seed)
     _check_dtype(run.dtype)
     for line in notes(step, config):
@@ -41,45 +53,104 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
     return device, folder
 
 
-def _refuse_full_folder(folder: Path, run: RunFlags) -> None:
-    if run.overwrite_output_dir or not folder.is_dir():
-        return
-    held = [name for name in ("result.json", "metrics.jsonl", "config.json") if (folder / name).exists()]
+def _look_at_earlier_outputs(folder: Path, config: Any, run: RunFlags) -> None:
+    """What an earlier run left must be a state to go on from, or a beginning of the same run. Collective."""
+    problem, done = dist.broadcast_object(_earlier_outputs(folder, config, run) if dist.is_main() else None)
+    if problem:
+        raise UserError(problem)
+    if done:
+        raise StopRequested(done)
+
+
+def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None, str | None]:
+    """(why the run must not write there, or None; why there is nothing left to do, or None)."""
+    held = [name for name in (RESULT, METRICS, "config.json") if (folder / name).exists()]
     held += [path.name for path in folder.glob("*.safetensors")]
-    if held:
-        raise UserError(
-            f"--output_dir {folder} holds earlier outputs ({held[0]}); name another folder or add "
-            "--overwrite_output_dir"
-        )
+    if run.overwrite_output_dir or not held:
+        return None, None
+    resume, force = config.safety.resume, config.safety.resume_force
+    refusal = f"--output_dir {folder} holds earlier outputs ({held[0]})"
+    ways_out = "name another folder or add --overwrite_output_dir"
+    if resume == NEVER or (resume != AUTO and not Path(resume).resolve().is_relative_to(folder.resolve())):
+        return f"{refusal}; {ways_out}", None
+    unfinished = RESULT not in held or resume != AUTO or force
+    if CheckpointFolder(folder).names() and unfinished:
+        return None, None  # `choose` says whether it can be gone on from
+    changes = _changes_since(folder, config)
+    if any(change.matters for change in changes):
+        return f"{refusal} of a run with other settings:\n{report(changes)}\n{ways_out}", None
+    if RESULT in held:
+        return None, f"{folder / RESULT} is there: this run is done (--overwrite_output_dir does it once more)"
+    _keep_old_metrics(folder)
+    return None, None
 
 
-def open_outputs(folder: Path, config: Any, run: RunFlags) -> None:
-    """Make the output folder, take away what marks an earlier run, and save the resolved configuration. Collective.
+def _changes_since(folder: Path, config: Any) -> list[Change]:
+    """What differs from the configuration that an earlier run left in the folder."""
+    path = folder / CONFIG
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        saved = None
+    return compare(saved if isinstance(saved, dict) else {}, flatten(config))
+
+
+def _keep_old_metrics(folder: Path) -> None:
+    """The earlier run ended before its first checkpoint: this one begins anew, and says so."""
+    place = folder / METRICS
+    if not place.exists():
+        return
+    number = next(n for n in count(1) if not (folder / f"metrics.{n}.jsonl").exists())
+    kept = place.rename(folder / f"metrics.{number}.jsonl")
+    logger().warning(
+        f"--output_dir {folder}: an earlier run with these settings ended before its first checkpoint; beginning anew "
+        f"(its metrics are kept as {kept.name})"
+    )
+
+
+def open_outputs(folder: Path, config: Any, run: RunFlags, resumed: bool = False) -> None:
+    """Make the output folder ready and save the resolved configuration. Collective.
+
+    What a crash left half written is removed; in a run that begins at the beginning also what marks an earlier one.
+
+    Args:
+        folder: of the outputs.
+        config: of the step.
+        run: its flags.
+        resumed: the run goes on from a checkpoint.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    problem = dist.broadcast_object(_write_start(folder, config, run) if dist.is_main() else None)
+    problem = dist.broadcast_object(_write_start(folder, config, run, resumed) if dist.is_main() else None)
     if problem:
         raise UserError(problem)
 
 
-def _write_start(folder: Path, config: Any, run: RunFlags) -> str | None:
+def _write_start(folder: Path, config: Any, run: RunFlags, resumed: bool) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "result.json").unlink(missing_ok=True)
-        for answers in (folder / "eval").glob("step_*.jsonl"):
-            answers.unlink()
-        for role in ("actor", "critic"):
-            shutil.rmtree(folder / "best" / role, ignore_errors=True)
-        board = folder / run.tensorboard_path
-        if board.resolve().is_relative_to(folder.resolve()):  # a board elsewhere may hold other runs
-            for events in board.glob("events.out.tfevents.*"):
-                events.unlink()
+        (folder / RESULT).unlink(missing_ok=True)
+        CheckpointFolder(folder).clear_partials()
+        if not resumed:
+            _remove_earlier(folder, run)
         write_config(config, folder)
     except OSError as problem:
         return f"--output_dir {folder}: cannot be written ({problem.strerror})"
     return None
+
+
+def _remove_earlier(folder: Path, run: RunFlags) -> None:
+    """Answers of evaluations, best models, checkpoints and TensorBoard files of an earlier run."""
+    for answers in (folder / "eval").glob("step_*.jsonl"):
+        answers.unlink()
+    for part in ("best/actor", "best/critic", "checkpoints"):
+        if (folder / part).is_dir():
+            shutil.rmtree(folder / part)
+    board = folder / run.tensorboard_path
+    if board.resolve().is_relative_to(folder.resolve()):  # a board elsewhere may hold other runs
+        for events in board.glob("events.out.tfevents.*"):
+            events.unlink()
 
 
 @contextmanager

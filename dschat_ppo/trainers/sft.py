@@ -10,7 +10,9 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.phases import announce
+from dschat_ppo.config.batch_plan import plan_fit
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.data.collators import SFTBatch, collate_sft
 from dschat_ppo.data.prepare import prepare
@@ -25,8 +27,9 @@ from dschat_ppo.models.loading import (
 )
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.monitor.metrics import MetricSums
-from dschat_ppo.trainers.fit import Fit, Objective, fit_ds_config
-from dschat_ppo.trainers.setup import begin, open_outputs
+from dschat_ppo.trainers.fit import Fit, Objective, amounts_of, fit_ds_config, train_to_the_end
+from dschat_ppo.trainers.session import open_session
+from dschat_ppo.trainers.setup import begin
 from dschat_ppo.types import to_device
 
 
@@ -69,11 +72,12 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         fit.eval_data_path,
         fit.eval_fraction,
     )
+    plan = plan_fit(fit, len(rows.train), dist.world_size())
+    session = open_session("sft", output, config, rows.train, amounts_of(plan))
     announce("load models")
-    open_outputs(output, config, config.run)
     ds_config = fit_ds_config(fit, config.run)
     model = PolicyModel(load_causal_lm(folder, config.run.dtype, ds_config, fit.dropout))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(filler_id(tokenizer), sft.train_on_prompt, device)
-    return Fit(model, ds_config, rows, objective, fit, config.run).run(output, tokenizer, "SFT")
+    return train_to_the_end(Fit(model, ds_config, rows, objective, fit, config.run), session, tokenizer, "SFT")

@@ -1,0 +1,100 @@
+"""Which checkpoint a run goes on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dschat_ppo.checkpoint.changes import Change, compare, refuse, report
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.manifest import Manifest, damage
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.safety import AUTO, NEVER, SafetyFlags
+from dschat_ppo.errors import UserError
+
+SET_ASIDE = ".set_aside"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a run computes. `kind`: the step; `config`: flag -> value, with what the flags amount to (see `changes`);
+    `data`: fingerprint of the token rows."""
+
+    kind: Literal["sft", "reward", "ppo"]
+    config: dict[str, Any]
+    data: str
+
+
+def choose(output: Path, flags: SafetyFlags, about: About) -> Path | None:
+    """The checkpoint folder that the run goes on from; None: it begins at the beginning. Collective.
+
+    What is damaged on the way is said. If `--resume` names an older checkpoint than the newest, those after it are set
+    aside under another name, so that no later run goes on from them.
+
+    Raises:
+        UserError: the one that is named cannot be used, or there are some but none is intact, or its settings mean
+            something else; the same on every rank.
+    """
+    if flags.resume == NEVER:
+        return None
+    chosen, problem = dist.broadcast_object(_choose(output, flags, about) if dist.is_main() else None)
+    if problem is not None:
+        raise UserError(problem)
+    return None if chosen is None else Path(chosen)
+
+
+def _choose(output: Path, flags: SafetyFlags, about: About) -> tuple[str | None, str | None]:
+    """(the checkpoint or None, why the run must not begin or None)."""
+    try:
+        folder = _newest(output) if flags.resume == AUTO else _named(Path(flags.resume))
+        if folder is not None:
+            _check(folder, flags, about)
+            _set_aside_later_ones(output, folder)
+    except UserError as problem:
+        return None, str(problem)
+    return (None if folder is None else str(folder)), None
+
+
+def _newest(output: Path) -> Path | None:
+    folder = CheckpointFolder(output)
+    name, complaints = folder.newest_intact()
+    if name is None and folder.names():
+        raise UserError(
+            f"--output_dir {output} has no intact checkpoint to go on from: {'; '.join(complaints)}. Repair one, or "
+            "begin anew with --overwrite_output_dir or another --output_dir"
+        )
+    for complaint in complaints:
+        logger().warning(complaint)
+    return None if name is None else folder.root / name
+
+
+def _named(path: Path) -> Path:
+    fault = damage(path) if path.is_dir() else "there is no such folder"
+    if fault is not None:
+        raise UserError(f"--resume {path}: {fault}; name a folder such as OUTPUT/checkpoints/step_000012")
+    return path
+
+
+def _check(folder: Path, flags: SafetyFlags, about: About) -> None:
+    manifest = Manifest.read(folder)
+    if manifest.kind != about.kind:
+        raise UserError(f"{folder} is a checkpoint of the step '{manifest.kind}', not of '{about.kind}'")
+    changes = compare(manifest.config, about.config)
+    if manifest.data != about.data:
+        changes.insert(0, Change("training rows (SHA-256)", manifest.data[:12], about.data[:12], matters=True))
+    refuse(changes, flags.resume_force)
+    if changes:
+        logger().info(f"settings that changed since {folder.name} was saved:\n{report(changes)}")
+
+
+def _set_aside_later_ones(output: Path, chosen: Path) -> None:
+    folder = CheckpointFolder(output)
+    names = folder.names()
+    if chosen.resolve().parent != folder.root.resolve() or chosen.name not in names:
+        return
+    for name in names[names.index(chosen.name) + 1 :]:
+        if damage(folder.root / name, checksums=False) is None:
+            (folder.root / name).rename(folder.root / f"{name}{SET_ASIDE}")
+            logger().warning(f"{folder.root / name} is later than {chosen.name}: set aside as {name}{SET_ASIDE}")

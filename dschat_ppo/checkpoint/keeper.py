@@ -1,0 +1,210 @@
+"""Saves the state of a run when it is time, and puts it back."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dschat_ppo import __version__
+from dschat_ppo.checkpoint.choose import About
+from dschat_ppo.checkpoint.engine_files import BackgroundWriter, has_layout_of, load_engine, save_engine
+from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
+from dschat_ppo.checkpoint.manifest import FileEntry, Manifest
+from dschat_ppo.checkpoint.randomness import random_state, restore_random_state
+from dschat_ppo.checkpoint.resumable import Resumable
+from dschat_ppo.checkpoint.storage import load_state
+from dschat_ppo.checkpoint.universal import load_engine_resharded
+from dschat_ppo.common import dist, stopping
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.seeding import seed_this_rank
+from dschat_ppo.config.safety import SafetyFlags
+from dschat_ppo.errors import StopRequested, StorageError
+from dschat_ppo.monitor.writers import MetricsWriter
+
+SHARED = "shared.pt"
+PACKAGES = ("torch", "deepspeed", "transformers")
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file with the state of one rank."""
+    return f"rank_{rank}.pt"
+
+
+def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
+    """Put the state in a checkpoint folder into a freshly built trainer. Collective.
+
+    On the ranks, ZeRO stages and dtype that it was saved with the run goes on to the last bit; on others it goes on in
+    the same order of data, with numbers that differ by rounding and other dropout.
+
+    Args:
+        folder: an intact checkpoint.
+        subject: the trainer.
+        seed: of the run.
+    """
+    manifest = Manifest.read(folder)
+    for role, engine in subject.engines_to_save.items():
+        if has_layout_of(engine, folder / role):
+            load_engine(engine, folder / role)
+        else:
+            logger().info(f"{role}: saved on {manifest.world_size} ranks or in another layout; divided anew")
+            load_engine_resharded(engine, folder / role)
+    ranks = [load_state(folder / rank_file(rank)) for rank in range(manifest.world_size)]
+    subject.load_state(load_state(folder / SHARED), ranks)
+    if manifest.world_size == dist.world_size():
+        restore_random_state(ranks[dist.rank()]["random"])
+    else:
+        seed_this_rank(seed + manifest.step)
+    return manifest
+
+
+class Keeper:
+    """A `Boundary` that saves checkpoints while training goes on.
+
+    The files of a checkpoint are written in the background; at a later boundary, when every rank has written its own,
+    it gets its name and `latest` moves.
+
+    Args:
+        output: `--output_dir`.
+        subject: the trainer.
+        flags: when to save.
+        about: what goes into the manifest.
+        writer: of the metrics, whose length belongs to the state.
+        saved: position of the checkpoint that the run goes on from, or None.
+    """
+
+    def __init__(
+        self, output: Path, subject: Resumable, flags: SafetyFlags, about: About, writer: MetricsWriter,
+        saved: tuple[int, int] | None = None,
+    ):  # fmt: skip
+        self._folder = CheckpointFolder(output)
+        self._subject = subject
+        self._flags = flags
+        self._about = about
+        self._metrics = writer
+        self._files = BackgroundWriter()
+        self._pending: Manifest | None = None  # written in the background, not committed
+        self._saved = saved
+        self._saved_at = time.monotonic()
+
+    def pass_by(self) -> None:
+        """See `Boundary`."""
+        mine = [stopping.requested(), dist.is_main() and self._is_time(), not self._files.done()]
+        stop, due, writing = self._any(mine)
+        if self._pending is not None and not writing:
+            self._commit()
+        if stop:
+            self.finish()
+            place = self._folder.root / checkpoint_name(*self._subject.position)
+            raise StopRequested(f"stopped as asked, saved as {place}; run the same command again to go on")
+        if due:
+            self._save()
+
+    def asked_to_stop(self) -> bool:
+        """See `Boundary`."""
+        return self._any([stopping.requested()])[0]
+
+    def finish(self) -> None:
+        """Save the state as it is now, unless it is saved already, and wait until it is on the disk. Collective."""
+        if self._saved != self._subject.position:
+            self._save()
+        if self._pending is not None:
+            self._commit()
+
+    def _any(self, mine: list[bool]) -> list[bool]:
+        flags = dist.all_reduce(torch.tensor(mine, dtype=torch.int32, device=dist.device()), "max")
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _is_time(self) -> bool:
+        step, update = self._subject.position
+        every, minutes = self._flags.save_steps, self._flags.save_minutes
+        by_count = every > 0 and update == 0 and step % every == 0 and self._saved != (step, update)
+        return by_count or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
+
+    def _save(self) -> None:
+        """Copy the state and begin to write it; what is still being written is waited for first."""
+        if self._pending is not None:
+            self._commit()
+        started, subject = time.perf_counter(), self._subject
+        name = checkpoint_name(*subject.position)
+        self._on_main(lambda: self._make_folders(name))
+        folder = self._partial(name)
+        for role, engine in subject.engines_to_save.items():
+            save_engine(engine, folder / role, self._files)
+        self._files.save({"random": random_state(), **subject.rank_state()}, str(folder / rank_file(dist.rank())))
+        if dist.is_main():
+            self._files.save(subject.shared_state(), str(folder / SHARED))
+        self._pending = self._manifest()
+        self._saved, self._saved_at = subject.position, time.monotonic()
+        logger().info(f"checkpoint {name}: copied in {time.perf_counter() - started:.1f} s, being written")
+
+    def _partial(self, name: str) -> Path:
+        return self._folder.root / f"{name}.partial"
+
+    def _make_folders(self, name: str) -> None:
+        folder = self._folder.partial(name)
+        for role in self._subject.engines_to_save:
+            (folder / role / "state").mkdir(parents=True)
+
+    def _manifest(self) -> Manifest:
+        step, update = self._subject.position
+        return Manifest(
+            kind=self._about.kind,
+            step=step,
+            update=update,
+            world_size=dist.world_size(),
+            config=self._about.config,
+            versions={"dschat_ppo": __version__, **{name: version(name) for name in PACKAGES}},
+            data=self._about.data,
+            files={},
+            best=self._subject.is_best,
+            metrics_offset=self._metrics.saved_offset(),
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+    def _commit(self) -> None:
+        """Wait for the files of all ranks, and let the checkpoint appear under its name. Collective."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        name = checkpoint_name(pending.step, pending.update)
+        files, problem = dict[str, FileEntry](), None
+        try:
+            with self._folder.writing():
+                for path, (size, digest) in self._files.wait().items():
+                    files[str(path.relative_to(self._partial(name)))] = {"bytes": size, "sha256": digest}
+        except StorageError as raised:
+            problem = str(raised)
+        found: list[tuple[dict[str, FileEntry], str | None]] = dist.gather_objects((files, problem))
+        for _, told in found:
+            if told is not None:
+                raise StorageError(told)
+        everything = {path: entry for part, _ in found for path, entry in part.items()}
+        self._on_main(lambda: self._commit_on_main(name, pending, everything))
+        size = sum(entry["bytes"] for entry in everything.values())
+        logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
+
+    def _commit_on_main(self, name: str, pending: Manifest, files: dict[str, FileEntry]) -> None:
+        known: dict[str, Any] = {**vars(pending), "files": files}
+        Manifest(**known).write(self._partial(name))
+        self._folder.commit(name)
+        if pending.best:
+            self._folder.mark_best(name)
+        for removed in self._folder.prune(self._flags.save_total_limit):
+            logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
+
+    def _on_main(self, act: Any) -> None:
+        """Do something to the disk on rank 0; if it cannot be done, all ranks raise `StorageError`."""
+        problem = None
+        if dist.is_main():
+            try:
+                with self._folder.writing():
+                    act()
+            except StorageError as raised:
+                problem = str(raised)
+        problem = dist.broadcast_object(problem)
+        if problem is not None:
+            raise StorageError(problem)

@@ -1,0 +1,80 @@
+"""One run on its output folder: what it goes on from, what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from datasets import Dataset
+
+from dschat_ppo.checkpoint.choose import About, choose
+from dschat_ppo.checkpoint.keeper import Keeper, restore
+from dschat_ppo.checkpoint.resumable import Boundary, Resumable
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.cli import flatten
+from dschat_ppo.config.safety import SafetyFlags
+from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.data.fingerprint import fingerprint
+from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.trainers.setup import open_outputs, tensorboard_folder
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run. `chosen` is the checkpoint that it goes on from, or None."""
+
+    output: Path
+    about: About
+    run: RunFlags
+    safety: SafetyFlags
+    chosen: Path | None
+
+    def train(self, trainer: Resumable, train: Callable[[MetricsWriter, Boundary], Result]) -> Result:
+        """Restore the trainer if there is something to go on from, and train with checkpoints, the last one at the end.
+
+        Raises:
+            StopRequested: the run was asked to stop, and is saved.
+        """
+        manifest = None if self.chosen is None else restore(self.chosen, trainer, self.run.seed)
+        resumed = None
+        if manifest is not None:
+            logger().info(f"going on from {self.chosen}: {manifest.step} steps are done")
+            ours = manifest_is_of(self.chosen, self.output)
+            resumed = (manifest.metrics_offset if ours else 0, manifest.step + 1)
+        with MetricsWriter(self.output, tensorboard_folder(self.run), resumed) as writer:
+            saved = None if manifest is None else (manifest.step, manifest.update)
+            keeper = Keeper(self.output, trainer, self.safety, self.about, writer, saved)
+            result = train(writer, keeper)
+            keeper.finish()
+        return result
+
+
+def manifest_is_of(checkpoint: Path | None, output: Path) -> bool:
+    """Whether a checkpoint lies in this output folder, so that `metrics.jsonl` there goes with it."""
+    return checkpoint is not None and checkpoint.resolve().is_relative_to(output.resolve())
+
+
+def open_session(
+    kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, rows: Dataset, amounts: dict[str, int]
+) -> Session:
+    """Choose what the run goes on from, and make the output folder ready. Collective; before any model is loaded.
+
+    Args:
+        kind: the step.
+        output: locked by this run.
+        config: of the step.
+        rows: token rows of training.
+        amounts: what the flags amount to, see `checkpoint.changes`.
+
+    Raises:
+        UserError: see `choose` and `open_outputs`.
+    """
+    about = About(kind, flatten(config) | amounts, fingerprint(rows) if dist.is_main() else "")
+    chosen = choose(output, config.safety, about)
+    open_outputs(output, config, config.run, resumed=chosen is not None)
+    return Session(output, about, config.run, config.safety, chosen)
