@@ -1,7 +1,9 @@
 """Runs of the three steps that are stopped at chosen boundaries and run again, in the same ranks.
 
-resumes.py CASES_FILE OUT_FILE      cases: name -> [step, words, boundaries at which to stop]
-                                    out: name -> [what each start said and how it ended, ...]
+resumes.py CASES_FILE OUT_FILE
+
+    cases: name -> [step, words, boundaries at which to stop, whether to go on to the end]
+    out: name -> [what each start said and how it ended, ...]
 """
 
 import contextlib
@@ -10,7 +12,6 @@ import json
 import sys
 from pathlib import Path
 
-from dschat_ppo.checkpoint import keeper
 from dschat_ppo.common import dist, stopping
 from dschat_ppo.common.launch import leave
 from dschat_ppo.config.cli import parse
@@ -46,9 +47,9 @@ def start(step: str, words: list[str], stop_at: int | None) -> dict:
 
 def main() -> None:
     found = {}
-    for name, (step, words, stops) in json.loads(Path(sys.argv[-2]).read_text()).items():
+    for name, (step, words, stops, to_the_end) in json.loads(Path(sys.argv[-2]).read_text()).items():
         print("---", name, flush=True)
-        found[name] = [start(step, words, stop) for stop in [*stops, None]]
+        found[name] = [start(step, words, stop) for stop in [*stops, *[None] * to_the_end]]
     if dist.is_main():
         Path(sys.argv[-1]).write_text(json.dumps(found))
     dist.shutdown()

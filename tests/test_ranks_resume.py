@@ -1,0 +1,122 @@
+"""A run that is stopped and started again by the same command gives what it would have given uninterrupted."""
+
+import json
+
+import pytest
+import torch
+from launch import deepspeed, metrics_of, succeed
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+NOT_COMPARED = ("time", "seconds/", "peak_memory_gib/", "tokens_per_second/")
+FIT = "--num_train_epochs 2 --max_seq_len 48 --learning_rate 0.01 --dropout 0.1 --eval_interval 3 --save_minutes 0"
+PPO = (
+    "--data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 6 --generation_batches 2 --ppo_epochs 2 "
+    "--n_samples_per_prompt 2 --num_warmup_steps 0 --actor_learning_rate 0.003 --critic_learning_rate 0.003 "
+    "--enable_test_mode --test_stop_step 3 --eval_interval 2 --eval_max_prompts 4 --save_minutes 0"
+)
+EXTRAS = (
+    "--actor_dropout 0.1 --kl_target 0.05 --normalize_rewards running --entropy_target 2 --entropy_coef 0.01 "
+    "--critic_warmup_rollouts 1"
+)
+SAMPLED = (
+    "--actor_dropout 0.1 --advantage_estimator grpo --dynamic_sampling --unsup_coef 0.1 --kl_estimator k3 "
+    "--lr_scheduler_type linear"
+)
+
+
+def cases_of(assets) -> dict[str, tuple[str, str, list[int]]]:
+    """Name -> (step, flags, boundaries at which the run is stopped, counted from each start)."""
+    sft = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 {FIT}"
+    pairs = f"--data_path {assets}/pairs.jsonl --data_split 0,1,0 --per_device_train_batch_size 4 {FIT}"
+    ppo = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward {PPO}"
+    ppo += f" --data_path {assets}/prompts.jsonl --eval_data_path {assets}/prompts.jsonl"
+    half = "--per_device_generation_batch_size 2 --per_device_training_batch_size 4"
+    return {
+        "sft": ("sft", f"{sft} --zero_stage 2 --dtype bf16 --per_device_train_batch_size 4", [3, 2]),
+        "reward": ("reward", f"{pairs} --model_name_or_path {assets}/lm --zero_stage 3 --dtype fp32", [4]),
+        "dpo": ("reward", f"{pairs} --model_name_or_path {assets}/lm --zero_stage 3 --dtype fp32 --objective dpo", [4]),
+        "ppo": (
+            "ppo", f"{ppo} {half} {EXTRAS} --actor_zero_stage 3 --critic_zero_stage 3 --dtype fp32", [1, 3, 2, 4],
+        ),
+        "sampled": (
+            "ppo",
+            f"{ppo} {half} {SAMPLED} --actor_zero_stage 2 --dtype bf16 "
+            f"--unsupervised_dataset_name {assets}/plain.jsonl",
+            [3, 5],
+        ),
+    }  # fmt: skip
+
+
+def launch(cases: dict, folder, ranks: int) -> dict:
+    """Name -> what each start of the case gave."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    found = folder / f"found_{ranks}.json"
+    succeed(deepspeed(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
+    return json.loads(found.read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(assets, tmp_path_factory):
+    """(folder with `whole` and `cut` below each name of `cases_of`, what each start of each gave)."""
+    folder = tmp_path_factory.mktemp("resumed")
+    (assets / "plain.jsonl").write_text('{"text": "a few words"}\n' * 9)
+    cases = {}
+    for name, (step, flags, stops) in cases_of(assets).items():
+        for how, at in (("whole", []), ("cut", stops)):
+            cases[f"{name} {how}"] = (step, [*flags.split(), "--output_dir", f"{folder}/{name}/{how}"], at, True)
+    return folder, launch(cases, folder, ranks=2)
+
+
+def compared(folder) -> list[dict]:
+    """Metrics of each step without those that measure the machine."""
+    return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in metrics_of(folder)]
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "ppo", "sampled"])
+def test_metrics_and_models_are_those_of_an_uninterrupted_run(runs, name):
+    folder, found = runs
+    starts = found[f"{name} cut"]
+    assert [start["ended"].startswith("stopped as asked") for start in starts] == [True] * (len(starts) - 1) + [False]
+    assert all("going on from" in start["said"] for start in starts[1:])
+    whole, cut = (compared(folder / name / how) for how in ("whole", "cut"))
+    assert whole == cut
+    steps = [line["step"] for line in whole]
+    assert steps == sorted(set(steps)) and len(steps) > 3
+    weights = {how: sorted((folder / name / how).glob("**/model.safetensors")) for how in ("whole", "cut")}
+    weights = {how: [path for path in paths if "best" not in path.parts] for how, paths in weights.items()}
+    assert len(weights["whole"]) == (2 if name == "ppo" else 1)
+    for one, other in zip(*weights.values(), strict=True):
+        first, second = load_file(one), load_file(other)
+        assert all(torch.equal(first[key], second[key]) for key in first.keys() | second.keys())
+
+
+def test_runs_were_stopped_between_and_inside_ppo_steps(runs):
+    starts = runs[1]["ppo cut"]
+    places = [start["ended"].split("checkpoints/")[1].split(";")[0] for start in starts[:-1]]
+    assert any("_update_" in place for place in places) and any("_update_" not in place for place in places)
+
+
+def test_a_finished_run_is_not_done_again(runs, assets):
+    folder, _ = runs
+    before = (folder / "sft/whole/metrics.jsonl").read_bytes()
+    step, flags, _ = cases_of(assets)["sft"]
+    words = [*flags.split(), "--output_dir", f"{folder}/sft/whole"]
+    [again] = launch({"again": (step, words, [], True)}, folder, ranks=2)["again"]
+    assert "this run is done" in again["ended"]
+    assert (folder / "sft/whole/metrics.jsonl").read_bytes() == before
+
+
+def test_on_one_rank_and_another_stage_it_goes_on_within_rounding(runs, assets, tmp_path):
+    """Two ranks stop inside a PPO step at ZeRO-3; one rank goes on at ZeRO-2."""
+    _, flags, _ = cases_of(assets)["ppo"]
+    flags = flags.replace("--actor_dropout 0.1", "")
+    whole, cut = ([*flags.split(), "--output_dir", f"{tmp_path}/{name}"] for name in ("whole", "cut"))
+    launch({"whole": ("ppo", whole, [], True), "cut": ("ppo", cut, [6], False)}, tmp_path, ranks=2)
+    one = flags.replace("batch_size 2", "batch_size 4").replace("training_batch_size 4", "training_batch_size 8")
+    one = one.replace("zero_stage 3", "zero_stage 2")
+    [found] = launch({"one": ("ppo", [*one.split(), "--output_dir", f"{tmp_path}/cut"], [], True)}, tmp_path, 1)["one"]
+    assert found["ended"] == "done" and "divided anew" in found["said"]
+    for expected, line in zip(compared(tmp_path / "whole"), compared(tmp_path / "cut"), strict=True):
+        assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
