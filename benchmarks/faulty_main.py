@@ -1,0 +1,98 @@
+"""Step 3 with one fault: `training/step3_ppo/main.py`, but the rank, place and act named in $FAULT go wrong.
+
+$FAULT is JSON: {"rank": 1, "place": "update", "count": 3, "act": "kill"} ends rank 1 by SIGKILL as it begins its third
+update. Acts: kill, raise, hang. {} is an ordinary run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import psutil
+
+from dschat_ppo.checkpoint import engine_files, folder
+from dschat_ppo.common import dist
+from dschat_ppo.common.launch import leave, run_step
+from dschat_ppo.config.cli import parse
+from dschat_ppo.trainers import ppo_run
+from dschat_ppo.trainers.collector import Collector
+from dschat_ppo.trainers.ppo import PPOTrainer
+
+# place -> (what holds the function, its name)
+PLACES: dict[str, tuple[Any, str]] = {
+    "loading": (ppo_run, "RLHFEngine"),
+    "rollout": (Collector, "rollout"),
+    "scoring": (Collector, "score"),
+    "update": (PPOTrainer, "update_once"),
+    "saving": (engine_files, "_write"),  # in the thread that writes
+    "committing": (folder.CheckpointFolder, "commit"),  # rank 0 alone: before the checkpoint gets its name
+    "pointing": (folder, "write_text"),  # rank 0 alone: it has its name, `latest` does not know it yet
+    "exporting": (ppo_run, "save_models"),
+}
+
+
+def go_wrong(act: str) -> None:
+    """End, fail or hang."""
+    if act == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if act == "raise":
+        raise RuntimeError("injected")
+    time.sleep(10**6)
+
+
+def break_at(place: str, count: int, act: str) -> None:
+    """Let the `count`-th call of a place begin with `act`."""
+    holder, name = PLACES[place]
+    whole: Callable[..., Any] = getattr(holder, name)
+    calls = [0]
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == count:
+            go_wrong(act)
+        return whole(*args, **kwargs)
+
+    setattr(holder, name, broken)
+
+
+def kill_a_data_worker() -> None:
+    """As the kernel does when memory is short: one of the processes that tokenise ends by SIGKILL."""
+    whole = datasets.Dataset.map
+
+    def starve() -> None:
+        while True:
+            for child in psutil.Process().children(recursive=True):
+                if child.name().startswith("python"):
+                    child.kill()
+                    return
+            time.sleep(0.01)
+
+    def mapped(self: datasets.Dataset, *args: Any, **kwargs: Any) -> Any:
+        if (kwargs.get("num_proc") or 1) > 1:
+            threading.Thread(target=starve, daemon=True).start()
+        return whole(self, *args, **kwargs)
+
+    datasets.Dataset.map = mapped
+
+
+def main() -> int:
+    """The step, with its fault."""
+    fault = json.loads(os.environ.get("FAULT", "{}"))
+    if fault.get("rank") == dist.rank():
+        if fault["place"] == "data worker":
+            kill_a_data_worker()
+        else:
+            break_at(fault["place"], fault["count"], fault["act"])
+    return run_step(lambda argv: parse("ppo", argv), ppo_run.train_ppo, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    leave(main())
