@@ -73,11 +73,11 @@ DAMAGE = {
     "format 0": (lambda f: rewrite(f, format=0), "does not say its format"),
     "a newer format": (
         lambda f: rewrite(f, format=2, versions={"dschat_ppo": "9.0"}),
-        "is of format 2, made by a newer version, dschat_ppo 9.0 (here 0.1.0); this one knows 1",
+        "is of format 2, made by a newer version (dschat_ppo 9.0); this one knows formats up to 1",
     ),
     "a newer format that says no version": (
         lambda f: (f / "manifest.json").write_text('{"format": 7, "versions": []}'),
-        "is of format 7, made by a newer version; this one knows 1",
+        "is of format 7, made by a newer version; this one knows formats up to 1",
     ),
     "other settings": (lambda f: rewrite(f, step=13), "manifest.json: checksum differs"),
     "no checksum": (lambda f: rewrite(f, sha256=None), "manifest.json: checksum differs"),

@@ -170,7 +170,7 @@ class Bomb:
 
 def test_nothing_that_a_file_holds_is_executed(tmp_path):
     with (tmp_path / "plain.pt").open("wb") as file:
-        pickle.dump({"a": Bomb(tmp_path / "exploded")}, file)
+        pickle.dump({"a": Bomb(tmp_path / "exploded")}, file, protocol=2)
     torch.save({"a": Bomb(tmp_path / "exploded")}, tmp_path / "zip.pt")
     for name in ("plain.pt", "zip.pt"):
         with pytest.raises(UserError, match=rf"{name}: cannot be loaded"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import cache
 
 import pytest
 
@@ -14,6 +15,7 @@ PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "-
 PLANS = {"sft": {"rows_per_update": 16}, "ppo": {"rows_per_update": 16, "rows_per_step": 32}}
 
 
+@cache
 def config_of(step, *words):
     return flatten(parse(step, [*(PPO if step == "ppo" else SFT), *words])) | PLANS.get(step, PLANS["sft"])
 

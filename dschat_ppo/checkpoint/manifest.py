@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-import dschat_ppo
 from dschat_ppo.checkpoint.storage import checksum, write_text
 from dschat_ppo.errors import UserError
 
@@ -147,7 +146,7 @@ def _checked(content: dict[str, Any]) -> Manifest | str:
     if type(made) is not int or made < 1:
         return f"{FILE_NAME} is damaged: it does not say its format"
     if made > FORMAT:
-        return f"is of format {made}, made by a newer version{_maker(content)}; this one knows {FORMAT}"
+        return f"is of format {made}, made by a newer version{_maker(content)}; this one knows formats up to {FORMAT}"
     missing = [field.name for field in fields(Manifest) if field.name not in content]
     if missing:
         return f"{FILE_NAME} is damaged: it lacks {', '.join(missing)}"
@@ -160,4 +159,4 @@ def _checked(content: dict[str, Any]) -> Manifest | str:
 def _maker(content: dict[str, Any]) -> str:
     versions = content.get("versions")
     made = versions.get("dschat_ppo") if isinstance(versions, dict) else None
-    return f", dschat_ppo {made} (here {dschat_ppo.__version__})" if made else ""
+    return f" (dschat_ppo {made})" if made else ""

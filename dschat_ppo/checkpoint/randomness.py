@@ -12,16 +12,16 @@ import torch
 def random_state() -> dict[str, Any]:
     """Where the global streams of Python, numpy and torch (the CPU and every GPU) stand, as `save_state` takes it."""
     version, words, python_normal = random.getstate()
-    name, keys, position, has_normal, numpy_normal = np.random.get_state(legacy=True)
+    legacy: dict[str, Any] = np.random.get_state(legacy=False)
     gpus = torch.cuda.is_available()
     return {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "normal": python_normal},
         "numpy": {
-            "name": str(name),
-            "keys": torch.from_numpy(keys.astype(np.int64)),
-            "position": int(position),
-            "has_normal": int(has_normal),
-            "normal": float(numpy_normal),
+            "kind": str(legacy["bit_generator"]),
+            "words": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
+            "position": int(legacy["state"]["pos"]),
+            "has_normal": int(legacy["has_gauss"]),
+            "normal": float(legacy["gauss"]),
         },
         "torch": torch.get_rng_state(),
         "gpus": torch.cuda.get_rng_state_all() if gpus else [],
@@ -37,8 +37,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
     """
     python, legacy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))
-    keys = legacy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((legacy["name"], keys, legacy["position"], legacy["has_normal"], legacy["normal"]))
+    words = legacy["words"].numpy().astype(np.uint32)
+    np.random.set_state((legacy["kind"], words, legacy["position"], legacy["has_normal"], legacy["normal"]))
     torch.set_rng_state(state["torch"])
     if not state["gpus"] or not torch.cuda.is_available():
         return
