@@ -6,13 +6,16 @@ engine_states.py FOLDER first|main|last
 FOLDER/PART.RANK.
 """
 
+import gc
 import hashlib
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Event
 
+import cpuinfo
 import torch
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
@@ -64,7 +67,8 @@ class Tiny(nn.Module):
 
 
 def build(case: Case, seed: int = 0):
-    config = train_config(case.stage, case.dtype, case.offload, dist.world_size(), 1.0, OVERLAY)
+    overlay = OVERLAY | ({"fp16": {"initial_scale_power": 10}} if case.dtype == "fp16" else {})
+    config = train_config(case.stage, case.dtype, case.offload, dist.world_size(), 1.0, overlay)
     settings = OptimizerSettings(0.05, 0.3, "cosine", 2, 20, (0.9, 0.95), 1e-8)
     return train_engine(Tiny(seed), config, settings)
 
@@ -110,7 +114,8 @@ def digest(engine) -> str:
 def full_states(engine) -> dict[str, dict[str, torch.Tensor]]:
     """Name -> fp32 weight and moments, whole, by DeepSpeed's own functions. Collective."""
     if engine.zero_optimization() and engine.zero_optimization_stage() < 3:
-        engine.optimizer._lazy_init_hp_params_optimizer_state()  # which the first step would do
+        engine.optimizer._hp_optimizer_states_linked = False  # by itself it links the first group alone
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
     for weight, name in engine.param_names.items():
         if not weight.requires_grad:
@@ -222,14 +227,17 @@ def main() -> None:
     dist.init()
     torch.set_num_threads(1)
     type(get_accelerator()).is_fp16_supported = lambda self: True  # slow on most CPUs, but there
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # DeepSpeed asks for each optimizer, which takes a second
+    gc.collect()
+    gc.freeze()  # DeepSpeed collects garbage for each engine
     found: dict[str, dict] = {"saved": {}, "resumed": {}, "resharded": {}}
     for case in SAVED[part]:
         here = folder / part / str(case)
         found["saved"][str(case)] = save_and_go_on(case, here)
         found["resumed"][str(case)] = resume(case, here)
     for source, before, after in RESHARDED[part]:
-        how = {"from": asdict(before), "source": source, **reshard(after, folder / source / str(before))}
-        found["resharded"][f"{source}: {before} -> {after}"] = how
+        how = reshard(after, folder / source / str(before))
+        found["resharded"][f"{source}: {before} -> {after}"] = {"source": source, **how}
     (folder / f"{part}.{dist.rank()}").write_text(json.dumps(found))
     dist.shutdown()
     leave(0)
