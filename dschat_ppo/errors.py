@@ -1,4 +1,4 @@
-"""The one exception that is the user's to mend."""
+"""Exceptions with a meaning of their own. `common/failure.py` holds the exit code of each."""
 
 
 class UserError(ValueError):
@@ -6,4 +6,22 @@ class UserError(ValueError):
 
     The message names the option, file or row and says what to do. The entry points print it without a traceback
     and exit with code 2; every other exception propagates.
+    """
+
+
+class StorageError(UserError):
+    """A checkpoint cannot be written: the disk is full, or the folder may not be written.
+
+    The message names the folder, the cause and the checkpoint from which the run can go on.
+    """
+
+
+class NonFiniteError(FloatingPointError):
+    """Numbers that are not finite; the message names the file that replays them."""
+
+
+class StopRequested(Exception):  # noqa: N818  nothing went wrong
+    """The run stops because it was asked to; raised on every rank once its state is saved.
+
+    The message says how to go on. The entry points print it on rank 0 and exit with code 0.
     """
