@@ -1,4 +1,4 @@
-"""The exceptions that are the user's to mend."""
+"""Exceptions with a meaning of their own. `common/failure.py` holds the exit code of each."""
 
 
 class UserError(ValueError):
@@ -16,5 +16,12 @@ class StorageError(UserError):
     """
 
 
-class StopRequested(Exception):  # noqa: N818
-    """The run ends here and nothing is wrong: it was asked to stop and is saved, or was done before. Exit code 0."""
+class NonFiniteError(FloatingPointError):
+    """Numbers that are not finite; the message names the file that replays them."""
+
+
+class StopRequested(Exception):  # noqa: N818  nothing went wrong
+    """The run ends here, on every rank: it was asked to stop and its state is saved, or it was done before.
+
+    The message says how to go on. The entry points print it on rank 0 and exit with code 0.
+    """

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from dschat_ppo.common.progress import patient
+
 TIMEOUT = timedelta(hours=6)  # the other ranks wait at a barrier while the first one prepares the data
 
 
@@ -51,6 +53,8 @@ def init() -> torch.device:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    from dschat_ppo.common.op_builds import wait_for_build  # which logs, and so needs the rank
+
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -59,6 +63,8 @@ def init() -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank())
+    else:
+        wait_for_build("deepspeed_shm_comm")  # what init_distributed compiles on a CPU
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
     _unlink_shared_memory()
     return device()
@@ -133,12 +139,14 @@ def gather_objects(value: Any) -> list[Any]:
 def main_rank_of_node_first() -> Iterator[None]:
     """The block runs on each machine's first rank, then on its others, which find its files.
 
-    If the first rank fails, the others still run the block, so that all fail alike and none waits for ever.
+    If the first rank fails, the others still run the block, so that all fail alike and none waits for ever. The
+    watchdog has patience with all of it; `TIMEOUT` is the limit.
     """
-    if local_rank() != 0:
-        barrier()
-    try:
-        yield
-    finally:
-        if local_rank() == 0:
+    with patient():
+        if local_rank() != 0:
             barrier()
+        try:
+            yield
+        finally:
+            if local_rank() == 0:
+                barrier()

@@ -2,54 +2,97 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from dschat_ppo.common import dist, stopping
-from dschat_ppo.common.phases import current_phase
+from dschat_ppo.common import dist, phases, stopping, watchdog
+from dschat_ppo.common.failure import DONE, RANK_LOST, Board, exit_code, open_board, other_end_is_gone
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.rank_log import log_path, to_log
 from dschat_ppo.errors import StopRequested, UserError
 
-USER_ERROR = 2
 _SPEAKER_HEAD_START_SECONDS = 20
 
 
 def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]) -> int:
-    """Parse `argv`, train, and return the exit code: 0, or 2 for an error that is the user's to mend.
+    """Parse `argv`, train, and return the exit code (`common/failure.py`).
 
-    Such an error is one line on rank 0. The other ranks keep silent and wait a little for the launcher to stop them:
-    if one of them ended first, the launcher would stop rank 0 before it has spoken. Any other exception propagates
-    with its traceback, after a line that names rank and phase.
+    However the run ends, the user gets one message. `UserError` is one line on rank 0; of any other exception the
+    first rank that fails tells rank, phase, step and traceback. Ranks that fail after another one keep silent and
+    write their traceback to their log only; they end with the same exit code.
     """
+    phases.begin_anew()
+    faulthandler.enable(2)
+    stopping.install()
+    board = open_board()
+    if board.folder is not None:
+        watchdog.watch(board)
     try:
-        stopping.install()
-        with _rank_and_phase_of_failures():
-            train(parse(argv))
+        train(parse(argv))
+        dist.shutdown()
+        return DONE
+    except StopRequested as stop:
+        return _stop(board, stop)
     except UserError as problem:
-        if not dist.is_main():
-            time.sleep(_SPEAKER_HEAD_START_SECONDS)
-        who = "error" if dist.is_main() else f"error on rank {dist.rank()}"
-        print(f"{who}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
-        return USER_ERROR
-    except StopRequested as reason:
-        if dist.is_main():
-            print(reason, flush=True)
-    dist.shutdown()
-    return 0
-
-
-@contextmanager
-def _rank_and_phase_of_failures() -> Iterator[None]:
-    """Say which rank failed in which phase when an unexpected exception passes through."""
-    try:
-        yield
+        return _tell_user(board, problem)
+    except (Exception, KeyboardInterrupt) as problem:  # noqa: BLE001  there is nothing above it
+        return _fail(board, problem)
     finally:
-        kind = sys.exc_info()[0]
-        if kind is not None and not issubclass(kind, UserError | SystemExit | StopRequested):
-            print(f"rank {dist.rank()} failed in phase '{current_phase()}':", file=sys.stderr, flush=True)
+        watchdog.stop()
+        board.leave()
+
+
+def _stop(board: Board, stop: StopRequested) -> int:
+    board.claim(DONE)
+    logger().info(str(stop))
+    dist.shutdown()
+    return DONE
+
+
+def _tell_user(board: Board, problem: UserError) -> int:
+    """One line. The other ranks give rank 0 some time, because it most often has the same to say."""
+    deadline = time.monotonic() + _SPEAKER_HEAD_START_SECONDS
+    while not dist.is_main() and board.claimed() is None and time.monotonic() < deadline:
+        if stopping.requested() and not board.is_present(0):
+            return exit_code(problem)  # rank 0 has spoken and is gone, and the launcher ends the others
+        time.sleep(0.05)
+    claim = board.claim(exit_code(problem))
+    line = " ".join(str(problem).split())
+    to_log(f"error: {line}")
+    if claim.rank == dist.rank() or claim.code == DONE:
+        _speak(f"error: {line}" if dist.is_main() else f"error on rank {dist.rank()}: {line}")
+    return claim.code or exit_code(problem)
+
+
+def _fail(board: Board, problem: BaseException) -> int:
+    """Message and traceback, of the first rank that fails."""
+    others_fault = other_end_is_gone(problem) or bool(board.lost_ranks())
+    code = RANK_LOST if others_fault else exit_code(problem)
+    claim = board.claim(code)
+    story = "".join(traceback.format_exception(problem)).rstrip()
+    told = claim.rank != dist.rank() or claim.hung
+    if told and (claim.code != DONE or others_fault):
+        to_log(f"ends after rank {claim.rank}:\n{story}")
+        return claim.code
+    head = f"rank {dist.rank()} failed in {phases.where(' at')}:"
+    if others_fault:
+        head = f"rank {dist.rank()}: another rank is gone ({phases.where()}): the run ends"
+    logs = log_path()
+    to_log(f"{head}\n{story}")
+    _speak(f"{head}\n{story}" + (f"\n(the logs of all ranks are in {logs.parent})" if logs else ""))
+    return code
+
+
+def _speak(text: str) -> None:
+    """In one write, so that no other rank's lines come between."""
+    print(end="", flush=True)
+    sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text + "\n")  # the cursor may be behind a progress bar
+    sys.stderr.flush()
 
 
 def leave(code: int) -> NoReturn:

@@ -31,14 +31,14 @@ def say(line: str) -> None:
 
 
 def logger() -> logging.Logger:
-    """The project's logger. Rank 0 prints from INFO on, the other ranks from ERROR on."""
+    """The project's logger. Rank 0 prints from INFO on, the other ranks from ERROR on; all keep all (`rank_log.py`)."""
     log = logging.getLogger("dschat_ppo")
-    if not log.handlers:
-        handler = _BarSafeHandler()
+    if not any(isinstance(handler, _BarSafeHandler) for handler in log.handlers):
+        handler = _BarSafeHandler(logging.INFO if is_main() else logging.ERROR)
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
         log.propagate = False
-        log.setLevel(logging.INFO if is_main() else logging.ERROR)
+        log.setLevel(logging.INFO)
     return log
 
 

@@ -11,8 +11,17 @@ from pathlib import Path
 
 import torch
 
+from dschat_ppo.common.progress import beat
+
 _GIB = 2**30
 _CURRENT = ["start"]
+_STEP: list[int] = []
+
+
+def begin_anew() -> None:
+    """As in a fresh process: phase "start", no step."""
+    _CURRENT[:] = ["start"]
+    _STEP.clear()
 
 
 def current_phase() -> str:
@@ -23,6 +32,18 @@ def current_phase() -> str:
 def announce(name: str) -> None:
     """Name what the process does from here on, outside timed phases."""
     _CURRENT[0] = name
+    beat()
+
+
+def announce_step(number: int) -> None:
+    """The step of training that begins; it stays the current one until the next is announced."""
+    _STEP[:] = [number]
+    beat()
+
+
+def where(joint: str = ",") -> str:
+    """Phase and, once steps are announced, step: "phase 'train', step 12"."""
+    return f"phase '{current_phase()}'" + "".join(f"{joint} step {number}" for number in _STEP)
 
 
 @dataclass
@@ -37,6 +58,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block under `name`; repeated blocks add up. An exception leaves the name in `current_phase`."""
         _CURRENT.append(name)
+        beat()
         _reset_peak()
         start = time.perf_counter()
         yield
@@ -45,6 +67,7 @@ class PhaseClock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), _peak_bytes() / _GIB)
         _CURRENT.pop()
+        beat()
 
     def count_tokens(self, name: str, tokens: float) -> None:
         """Add this rank's tokens to a phase."""

@@ -1,14 +1,119 @@
-"""Placeholder until the branch with the real one is merged."""
+"""Requests to stop: signals, and the end of the launcher. They are noted here; the trainers ask at safe places."""
 
+from __future__ import annotations
+
+import ctypes
+import os
 import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
-_asked = [False]
+from dschat_ppo.common.processes import command, look_up
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_RUNNERS = {"deepspeed", "ds"}
+
+
+@dataclass
+class _Requests:
+    """`signal`: the first that came; `interrupted`: there was a SIGINT; `launcher`, and `runner` above it: process
+    numbers where they are DeepSpeed's, else None."""
+
+    signal: int | None = None
+    interrupted: bool = False
+    launcher: int | None = None
+    runner: int | None = None
+    before: dict[int, Any] = field(default_factory=dict)
+    forks_are_watched: bool = False
+
+
+_REQUESTS = _Requests()
 
 
 def install() -> None:
+    """From here on SIGTERM and SIGINT are noted; a second SIGINT raises `KeyboardInterrupt`, so a person can insist.
+
+    A signal that is ignored stays ignored. Where DeepSpeed's launcher is the parent, its end brings SIGTERM, however it
+    ends (the kernel sends it, on Linux). Processes that this one forks do not take part: SIGTERM ends them, and they
+    leave SIGINT to this one. For the main thread.
+    """
+    _forget()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _asked.__setitem__(0, True))
+        before = signal.getsignal(number)
+        if before not in (signal.SIG_IGN, _note):
+            _REQUESTS.before[number] = before
+            signal.signal(number, _note)
+    if not _REQUESTS.forks_are_watched:
+        os.register_at_fork(after_in_child=_in_forked_child)
+        _REQUESTS.forks_are_watched = True
+    _find_launcher()
+
+
+def restore() -> None:
+    """Undo `install`."""
+    for number, before in _REQUESTS.before.items():
+        signal.signal(number, before)
+    _REQUESTS.before.clear()
+    _forget()
+
+
+def _forget() -> None:
+    _REQUESTS.signal = _REQUESTS.launcher = _REQUESTS.runner = None
+    _REQUESTS.interrupted = False
 
 
 def requested() -> bool:
-    return _asked[0]
+    """Whether this rank is asked to stop: a signal came, or the launcher or the `deepspeed` command above it is gone.
+
+    Ranks may differ in it for a while: who acts on it agrees with the others first.
+    """
+    return reason() is not None
+
+
+def reason() -> str | None:
+    """Why this rank is asked to stop: "SIGTERM", "SIGINT", "the launcher has ended"; None: it is not."""
+    if _REQUESTS.signal is not None:
+        return signal.Signals(_REQUESTS.signal).name
+    return "the launcher has ended" if _launcher_is_gone() else None
+
+
+def _note(number: int, _frame: FrameType | None) -> None:
+    _REQUESTS.signal = _REQUESTS.signal or number
+    if number == signal.SIGINT:
+        if _REQUESTS.interrupted:
+            raise KeyboardInterrupt
+        _REQUESTS.interrupted = True
+
+
+def _in_forked_child() -> None:
+    if _REQUESTS.before:
+        _REQUESTS.before.clear()
+        _forget()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _find_launcher() -> None:
+    """Remember DeepSpeed's launcher and runner. Any other parent (a shell) may end without taking this run along."""
+    parent = os.getppid()
+    process = look_up(parent)
+    if process is None or "deepspeed.launcher.launch" not in command(parent):
+        return
+    _REQUESTS.launcher = parent
+    words = command(process.parent)
+    if "deepspeed.launcher.runner" in words or not _RUNNERS.isdisjoint(Path(word).name for word in words[:2]):
+        _REQUESTS.runner = process.parent
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGTERM))
+
+
+def _launcher_is_gone() -> bool:
+    if _REQUESTS.launcher is None:
+        return False
+    if os.getppid() != _REQUESTS.launcher:
+        return True
+    process = look_up(_REQUESTS.launcher)
+    return process is None or (_REQUESTS.runner is not None and process.parent != _REQUESTS.runner)

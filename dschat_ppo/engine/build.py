@@ -13,6 +13,8 @@ from transformers import get_scheduler
 
 from dschat_ppo.common.dist import all_reduce, world_size
 from dschat_ppo.common.logging import quiet_prints
+from dschat_ppo.common.op_builds import wait_for_build
+from dschat_ppo.common.progress import beat
 from dschat_ppo.engine.ds_config import Config
 
 MicroBatch = TypeVar("MicroBatch")
@@ -48,6 +50,7 @@ def _optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) ->
     if offloaded:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+        wait_for_build("cpu_adam")
         return DeepSpeedCPUAdam(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
 
@@ -97,6 +100,7 @@ def optimizer_step(engine: Any, micro_batches: Sequence[MicroBatch], loss_of: Ca
         loss = loss_of(micro_batch) * world_size()
         losses.append(loss.detach())
         engine.backward(loss, scale_wrt_gas=False)
+        beat()
     _require_finite(torch.stack(losses))
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # stage 0 in fp32: DeepSpeed does not report the norm
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]

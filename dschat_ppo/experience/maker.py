@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS, kl_full
+from dschat_ppo.common.progress import beat
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.models.micro_batches import even_passes
 from dschat_ppo.types import Rollout, ScoredRollout, concat_rows, row_lengths, select_rows, tensors_of
@@ -64,6 +65,7 @@ class ExperienceMaker:
         return select_rows(concat_rows(scored), torch.argsort(torch.cat(parts[:own])))
 
     def _score(self, rows: ScoredRollout) -> ScoredRollout:
+        beat()
         whole = self.how.kl_estimator == "full" and self.reference is not None
         if self.how.recompute:
             actor = response_scores(self.actor, rows, self.how.temperature, distributions=whole)

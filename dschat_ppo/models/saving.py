@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import barrier, is_main
+from dschat_ppo.common.progress import beat
 from dschat_ppo.models.scalar_head import ScalarModel
 
 
@@ -23,6 +24,7 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
 
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
+        beat()
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             if is_main():
                 state[name] = parameter.detach().cpu().clone()

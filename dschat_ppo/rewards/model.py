@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import say
+from dschat_ppo.common.progress import beat
 from dschat_ppo.data.templates import Messages, encode_answer, encode_prompt, is_messages
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import filler_id
@@ -131,6 +132,7 @@ def scores_in_batches(engine: Any, input_ids: Tensor, lengths: Tensor, batch_tok
     passes = int(dist.all_reduce(torch.tensor(len(parts), device=input_ids.device), "max"))
     scores = torch.empty(len(order), device=input_ids.device)
     for part in parts + (passes - len(parts)) * parts[-1:]:
+        beat()
         width = int(lengths[part].max())
         scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()
     return scores

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pickle import PicklingError, dumps
 from typing import Any, NoReturn
 
+from dschat_ppo.common.progress import beat
 from dschat_ppo.rewards.worker import LENGTH
 
 START_SECONDS = 120.0  # a module may import slow libraries
@@ -198,6 +199,7 @@ class WorkerPool:
                     number = waiting.get_nowait()
                 except queue.Empty:
                     return
+                beat()
                 try:
                     results[number] = worker.call(calls[number], self.seconds)
                 except CallError as problem:

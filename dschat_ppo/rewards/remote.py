@@ -15,6 +15,7 @@ from torch import Tensor
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.progress import beat
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.failure import RewardServiceError
 from dschat_ppo.rewards.request import RewardRequest
@@ -87,6 +88,7 @@ class RemoteReward:
         """Scores of one batch. Waits double from attempt to attempt, each shortened at random by up to a half, so that
         ranks do not come back together."""
         for attempt in range(self.retries + 1):
+            beat()
             url = self.urls[(first + attempt) % len(self.urls)]
             try:
                 return read_rewards(post(url, body, self.timeout), rows, url)

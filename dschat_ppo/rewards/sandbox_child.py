@@ -165,7 +165,21 @@ def run(program: str, tests: list[str], token: str, report: int) -> None:
             os.write(report, f"{token} {number}\n".encode())
 
 
+def outlive_signals() -> None:
+    """SIGTERM and SIGINT do nothing here: DeepSpeed's launcher sends SIGTERM to all processes below it when the run is
+    asked to stop. SIGKILL ends this at the time limit. Not by ignoring them, which other programs would inherit."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+
+def take_signals() -> None:
+    """As usual, in processes that the program forks."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main() -> None:
+    outlive_signals()
     report, job = int(sys.argv[1]), json.loads(sys.stdin.buffer.read())
     prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     missing = isolate(os.getcwd(), job)
@@ -173,6 +187,7 @@ def main() -> None:
     if child:
         os.waitpid(child, 0)
         os._exit(0)
+    os.register_at_fork(after_in_child=take_signals)
     drop_rights()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

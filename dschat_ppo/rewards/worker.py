@@ -7,6 +7,9 @@ finds an empty standard input, and its prints go to standard error.
 The process divides in two. One half runs the function; the other only watches whether the trainer is alive, because a
 function that never lets go of the interpreter's lock (a regular expression that backtracks for ever) could not watch
 for itself. When the trainer is gone, however it went, the watcher kills the whole process group.
+
+SIGTERM and SIGINT end neither half: DeepSpeed's launcher sends SIGTERM to all processes below it when the run is asked
+to stop, and the trainer still wants the rewards of its last step.
 """
 
 from __future__ import annotations
@@ -35,9 +38,11 @@ _LOOK_MILLISECONDS = 1000
 def main(words: list[str]) -> None:
     """Serve the function described by `words`: where it is, its name, its settings as JSON."""
     parent = os.getppid()
+    outlive_signals()
     child = os.fork()
     if child:
         _watch(parent, child)
+    os.register_at_fork(after_in_child=_take_signals)
     requests, answers = _take_pipes()
     where, name, settings = words
     try:
@@ -54,6 +59,18 @@ def main(words: list[str]) -> None:
         except BaseException as problem:  # noqa: BLE001  one bad call costs its rows, not the run
             reply = {"error": _cause(problem)}
         _send(answers, reply)
+
+
+def outlive_signals() -> None:
+    """SIGTERM and SIGINT do nothing here. Not by ignoring them, which programs started from here would inherit."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+
+def _take_signals() -> None:
+    """As usual, in processes that the function forks: a pool of them is ended by SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _watch(parent: int, child: int) -> NoReturn:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dschat_ppo.common.progress import beat
 from dschat_ppo.models.forward import last_logits_argument, position_arguments_at
 from dschat_ppo.rollout.answers import Answers
 from dschat_ppo.rollout.attention import Block, RolloutAttention, RolloutCache, Span, installed
@@ -80,6 +81,7 @@ class ContinuousBatching:
 
     def _round(self) -> None:
         """Fill free rows, then one token for every row."""
+        beat()
         passes = self.scheduler.admit()
         for number in range(self.agree(len(passes))):
             if number < len(passes):

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from dschat_ppo.common.progress import beat
 from dschat_ppo.models.forward import last_logits_argument, position_arguments
 from dschat_ppo.rollout.answers import Answers
 from dschat_ppo.rollout.continuous import Agree
@@ -96,6 +97,7 @@ class PaddedBatches:
         working = torch.full_like(chosen, len(rows) > 0, dtype=torch.bool)
         count = torch.zeros_like(chosen)
         while self.agree(int(working.any())):
+            beat()
             logits = self._forward(ids, mask, cache)
             tokens, logprobs = sample(
                 logits,

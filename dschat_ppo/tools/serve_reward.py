@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from dschat_ppo.common.launch import USER_ERROR
+from dschat_ppo.common.failure import USER_ERROR
 from dschat_ppo.common.logging import quiet_libraries, say
 from dschat_ppo.data.templates import encode_prompt
 from dschat_ppo.errors import UserError

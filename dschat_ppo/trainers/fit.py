@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.checkpoint.resumable import Boundary
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
-from dschat_ppo.common.phases import PhaseClock, announce
+from dschat_ppo.common.phases import PhaseClock, announce, announce_step
+from dschat_ppo.common.progress import beat
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import FitPlan, plan_fit
 from dschat_ppo.config.schema import FitFlags, RunFlags
@@ -70,6 +71,7 @@ def evaluate(engine: Any, rows: Dataset, objective: Objective[Batch], fit: FitFl
     for number, [indices] in enumerate(batches, start=1):
         batch = objective.collate(rows, indices)
         objective.loss(engine, batch, objective.count(batch).clamp_min(1), sums)
+        beat()
         if number == fit.eval_iters:
             break
     engine.train()
@@ -98,6 +100,7 @@ def score_rows(
     with progress_bar(title, len(batches)) as bar:
         for [indices] in batches:
             parts.append(dist.gather_cat(score(rows, indices)).cpu())
+            beat()
             bar.update()
     engine.train()
     return torch.cat(parts)[: len(rows)]  # fillers stand at the end

@@ -1,0 +1,188 @@
+"""A thread of each rank that ends a run which no longer gets anywhere, and says where it stands.
+
+It looks at three things: whether this rank makes progress (`beat`), whether another rank has claimed the run's end
+(`failure.Board`), and whether another rank's process is gone. A thread that runs C code and holds the interpreter's
+lock keeps this one from looking; then faulthandler's own thread, which needs no lock, writes the stacks and ends the
+process a little later, with exit code 1, which is the only one that it knows.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+
+from dschat_ppo.common import dist, progress
+from dschat_ppo.common.failure import RANK_LOST, Board, Claim
+from dschat_ppo.common.phases import where
+from dschat_ppo.common.progress import beat, patient
+from dschat_ppo.common.rank_log import to_log
+
+__all__ = ["beat", "patient", "start", "stop", "watch"]
+
+POLL_SECONDS = 0.5
+_TURN_SECONDS = 0.25  # of each rank, to write its stacks
+_LAST_WORDS_SECONDS = 3.0  # after the last turn
+_NET_SECONDS = 8.0  # after the limit, when all others have written
+_REARM_SECONDS = 1.0
+GONE_SECONDS = 5.0  # for the main thread to notice by itself that a rank is gone
+FAILED_SECONDS = 10.0  # for the main thread to end by itself when another rank has failed
+
+
+class _Watch:
+    """The thread. `limit`: seconds without progress; None: any time is right."""
+
+    def __init__(self, board: Board):
+        self.board = board
+        self.limit: float | None = None
+        self._stopped = threading.Event()
+        self._armed = threading.Lock()
+        self._armed_at = -_REARM_SECONDS
+        self._since: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def begin(self, seconds: float) -> None:
+        """Count from now."""
+        self.limit = seconds
+        progress.heed(self._arm)
+        beat()
+
+    def end(self) -> None:
+        """Stop looking."""
+        self._stopped.set()
+        progress.heed(None)
+        with self._armed:
+            faulthandler.cancel_dump_traceback_later()
+        self._thread.join()
+
+    def _arm(self, now: float) -> None:
+        """Stretch the net anew, at most once a second; take it away inside `patient`."""
+        if self.limit is None or not self._armed.acquire(blocking=False):
+            return
+        try:
+            if progress.is_patient():
+                faulthandler.cancel_dump_traceback_later()
+                self._armed_at = -_REARM_SECONDS
+            elif now - self._armed_at >= _REARM_SECONDS:
+                faulthandler.dump_traceback_later(self.limit + _NET_SECONDS, exit=True, file=2)
+                self._armed_at = now
+        finally:
+            self._armed.release()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(POLL_SECONDS):
+            claim = self.board.claimed()
+            if self._nothing_moves() and (claim is None or not claim.code):
+                claim = self._claim()
+            if claim is not None and claim.hung:
+                self._end_with_stacks(claim)
+            elif claim is not None and claim.code and claim.rank != dist.rank():
+                self._follow(claim)
+            elif claim is None and self._lasts("gone", bool(self.board.lost_ranks()), GONE_SECONDS):
+                self._say_gone()
+
+    def _nothing_moves(self) -> bool:
+        """Whether no rank of this machine makes progress. One that waits for another that works is all right."""
+        if self.limit is None:
+            return False
+        if progress.idle_seconds() < 2 * POLL_SECONDS:
+            self.board.show_progress()
+        if min(progress.idle_seconds(), self.board.seconds_since_progress()) > self.limit:
+            return True
+        if self.board.seconds_since_progress() < 2 * POLL_SECONDS:
+            self._arm(time.monotonic())
+        return False
+
+    def _claim(self) -> Claim:
+        claim = self.board.claim(RANK_LOST, hung=True)
+        return claim if claim.code else replace(claim, rank=dist.rank(), code=RANK_LOST, hung=True, when=time.time())
+
+    def _lasts(self, what: str, true: bool, seconds: float) -> bool:
+        """Whether something has been true for so long."""
+        if not true:
+            self._since.pop(what, None)
+            return False
+        return time.monotonic() - self._since.setdefault(what, time.monotonic()) >= seconds
+
+    def _follow(self, claim: Claim) -> None:
+        """Another rank has failed, and this one's main thread does not end (it waits in a collective of a GPU)."""
+        if self._lasts("failed", True, FAILED_SECONDS):
+            to_log(f"ends because rank {claim.rank} failed\n{_stacks()}")
+            os._exit(claim.code)
+
+    def _say_gone(self) -> None:
+        """A rank was killed, and this one's main thread has not noticed."""
+        lost = ", ".join(map(str, self.board.lost_ranks()))
+        claim = self.board.claim(RANK_LOST)
+        text = f"rank {dist.rank()}: another rank is gone (rank {lost}; {where()}): the run ends\n{_stacks()}"
+        if claim.rank == dist.rank():
+            _to_stderr(text)
+        to_log(text)
+        os._exit(claim.code)
+
+    def _end_with_stacks(self, claim: Claim) -> None:
+        """Every rank writes its stacks, one after another, and ends."""
+        idle, turns = progress.idle_seconds(), dist.local_world_size()
+        first = claim.when + POLL_SECONDS + 0.1  # by then every rank has seen the claim
+        end = first + turns * _TURN_SECONDS + _LAST_WORDS_SECONDS
+        faulthandler.cancel_dump_traceback_later()
+        timer = threading.Timer(max(0.0, end - time.time()), os._exit, [RANK_LOST])
+        timer.daemon = True
+        timer.start()  # before anything else: the disk that holds the log may be what hangs
+        what = f"makes no progress since {idle:.0f} s"
+        if claim.rank != dist.rank() and self.limit is not None and idle < self.limit / 2:
+            what = f"ends because rank {claim.rank} makes no progress"
+        text = f"rank {dist.rank()} {what}: {where()}\n{_stacks()}"
+        time.sleep(max(0.0, first + dist.local_rank() * _TURN_SECONDS - time.time()))
+        _to_stderr(text)
+        self.board.mark_told()
+        to_log(text)
+        time.sleep(max(0.0, end - 0.5 - time.time()))
+        for silent in self.board.untold_ranks() if claim.rank == dist.rank() else ():
+            _to_stderr(f"rank {silent} does not answer: it runs C code that holds Python's lock, or is stopped\n")
+        timer.join()
+
+
+_WATCH: list[_Watch] = []
+
+
+def watch(board: Board) -> None:
+    """Start the thread: from here on this rank ends when another one has failed or is gone."""
+    stop()
+    _WATCH.append(_Watch(board))
+
+
+def start(seconds: float) -> None:
+    """From here on a rank without a `beat` for so long ends the run, unless it is inside `patient`.
+
+    Every rank of this machine then writes its phase, its step and the stacks of all its threads to stderr and to its
+    log, and ends with exit code 5.
+    """
+    if not _WATCH:
+        watch(Board(None))
+    _WATCH[-1].begin(seconds)
+
+
+def stop() -> None:
+    """End the thread, if it runs."""
+    while _WATCH:
+        _WATCH.pop().end()
+
+
+def _stacks() -> str:
+    """The stacks of all threads, innermost frame first."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+def _to_stderr(text: str) -> None:
+    """In one write, so that other ranks' lines do not come between."""
+    sys.stderr.flush()
+    os.write(2, text.encode(errors="backslashreplace"))
