@@ -1,4 +1,4 @@
-"""The one exception that is the user's to mend."""
+"""Exceptions with a meaning of their own: what is the user's to mend, and numbers that are not finite."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,7 @@ class UserError(ValueError):
     The message names the option, file or row and says what to do. The entry points print it without a traceback
     and exit with code 2; every other exception propagates.
     """
+
+
+class NonFiniteError(FloatingPointError):
+    """Numbers that are not finite; the message names the file that replays them."""

@@ -16,7 +16,9 @@ class SafetyFlags:
 
     _argument_group_name: ClassVar[str] = "checkpoints and faults"
 
-    save_steps: int = flag("save a checkpoint every N steps (optimizer steps; in step 3 PPO steps); 0 = not by count", 0)
+    save_steps: int = flag(
+        "save a checkpoint every N steps (optimizer steps; in step 3 PPO steps); 0 = not by count", 0
+    )
     save_minutes: float = flag("save a checkpoint when the last one is this old; 0 = not by time", 30.0)
     save_total_limit: int = flag("keep the newest N checkpoints (and that of the best evaluation)", 2)
     resume: str = flag(

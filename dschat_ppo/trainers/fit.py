@@ -18,6 +18,7 @@ from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import FitPlan, plan_fit
+from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.config.schema import FitFlags, RunFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
@@ -27,6 +28,8 @@ from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.startup import choose_ways
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
+from dschat_ppo.trainers.dumps import Scene
+from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.setup import show_plan, tensorboard_folder
 
 Batch = TypeVar("Batch")
@@ -105,8 +108,9 @@ class Fit(Generic[Batch]):
 
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch], fit: FitFlags,
-        run: RunFlags,
+        run: RunFlags, guard: NonFiniteGuard | None = None,
     ):  # fmt: skip
+        self.guard = guard or NonFiniteGuard(SafetyFlags())
         self.plan: FitPlan = plan_fit(fit, len(rows.train), dist.world_size())
         self.objective = objective
         self.fit = fit
@@ -138,14 +142,26 @@ class Fit(Generic[Batch]):
         with self.clock.phase("describe"):
             return self.objective.describe(self.engine, self.rows)
 
-    def train_step(self, step_indices: list[list[int]]) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches of row numbers."""
+    def train_step(self, step_indices: list[list[int]], step: int = 0) -> dict[str, float]:
+        """One optimizer step, the `step`-th, over this rank's micro-batches of row numbers.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite, and the run is to stop.
+        """
         objective = self.objective
         batches = [objective.collate(self.rows.train, indices) for indices in step_indices]
         total = dist.all_reduce(torch.stack([objective.count(batch) for batch in batches]).sum()).clamp_min(1)
         sums = MetricSums()
-        grad_norm = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
-        return {**objective.summary(sums.reduce()), "grad_norm": grad_norm, "counted": float(total)}
+        result = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
+
+        def scene() -> Scene:
+            state = result.fault.random_state if result.fault else []
+            constants = {"total": float(total), "rows": step_indices}
+            return Scene(batches, constants, self.engine, random_state=state)
+
+        self.guard.judge("model", step, result, scene)
+        metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
+        return metrics | self.guard.metrics("model")
 
     def evaluate(self) -> dict[str, float]:
         """Evaluation metrics under their names with `eval_` before; {} if there are no evaluation rows."""
@@ -187,7 +203,7 @@ class Fit(Generic[Batch]):
                 for step_indices in steps:
                     rate = learning_rate(self.engine)
                     with self.clock.phase("train"):
-                        metrics = self.train_step(step_indices)
+                        metrics = self.train_step(step_indices, step + 1)
                     step += 1
                     bar.update()
                     self._show(step, metrics, rate)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
@@ -14,8 +13,7 @@ from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.collators import SFTBatch
-from dschat_ppo.engine.build import learning_rate, optimizer_step
+from dschat_ppo.engine.build import learning_rate
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.experience.mini_dataset import MiniDataset, Update
 from dschat_ppo.experience.shaping import Shaping
@@ -25,10 +23,13 @@ from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.trainers.collector import Collector
+from dschat_ppo.trainers.dumps import Dumps
 from dschat_ppo.trainers.judge import Judge
-from dschat_ppo.trainers.losses import ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.ptx import TextBatches
 from dschat_ppo.trainers.rollouts import Rollouts
+from dschat_ppo.trainers.rows_check import RowsCheck
+from dschat_ppo.trainers.updater import Outcome, Updater
 from dschat_ppo.trainers.validation import Validation
 from dschat_ppo.types import Experience
 
@@ -77,7 +78,9 @@ class PPOTrainer:
         judge = Judge(rewards, prompts, tokenizer)
         self.collector = Collector(config, plan, engines, rollouts, judge, self.mini_dataset, self.clock)
         self.shaping = Shaping(algorithm, ppo.max_answer_seq_len, seed)
-        self.actor_loss = ActorLoss(engines.actor, engines.reference, algorithm, ppo.temperature)
+        self.guard = NonFiniteGuard(config.safety, Dumps("ppo", config, tokenizer))
+        self.rows_check = RowsCheck(config, engines, self.shaping, self.guard)
+        self.updater = Updater(config, engines, texts, self.guard)
         self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
         if algorithm.entropy_target is not None:
             self.entropy_coef = AdaptiveEntropy(
@@ -95,11 +98,12 @@ class PPOTrainer:
             for step in range(1, self.plan.ppo_steps + 1):
                 kl_coef = self.shaping.kl_coef.value  # of this step: it adapts once the rows are seen
                 rows, metrics = self.collector.collect(step)
-                experience = self.shaping.experience(rows, step)
-                metrics |= self.update(experience, step)
-                metrics |= experience_metrics(experience, kl_coef, self.collector.judge.mixture.names)
-                metrics |= {"coef/kl": kl_coef, **self._rollout_drift(experience, metrics)}
-                metrics |= self.validate(step)
+                experience = self.rows_check.experience(rows, step)
+                if experience is not None:  # else a number is not finite, and no update is made
+                    metrics |= self.update(experience, step)
+                    metrics |= experience_metrics(experience, kl_coef, self.collector.judge.mixture.names)
+                    metrics |= {"coef/kl": kl_coef, **self._rollout_drift(experience, metrics)}
+                metrics |= {**self.guard.metrics(*self.engines.trained), **self.validate(step)}
                 self._report(writer, step, metrics)
                 first = first or {**metrics, **evaluated}
                 bar.update()
@@ -144,57 +148,37 @@ class PPOTrainer:
         train_actor = step > self.plan.warmup_rollouts
         sums, first = MetricSums(), dict[str, float]()
         metrics = self._rates()
-        epochs = self.config.ppo.ppo_epochs
+        epochs, done = self.config.ppo.ppo_epochs, 0
         with self.clock.phase("train"):
             for number, part in enumerate(self.mini_dataset.updates(experience, epochs, step)):
-                norms = self.update_once(part, sums, train_actor)
-                for role, norm in norms.items():
+                outcome = self.update_once(part, sums, train_actor, step)
+                for role, norm in outcome.norms.items():
                     sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device))
+                done += "actor" in outcome.norms
                 if number == 0:
                     first = sums.reduce()
+                if outcome.ends:
+                    break
             tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
             self.clock.count_tokens("train", tokens * epochs / dist.world_size())
         metrics |= sums.reduce()
         if train_actor:
+            metrics["policy/updates_done_share"] = done * self.plan.global_batch / (len(experience.scores) * epochs)
+        if done:
             self.entropy_coef.update(metrics["policy/entropy"], 1)
-            for name in ("mean", "max"):
+        for name in ("mean", "max"):
+            if f"policy/log_ratio_abs_{name}" in first:
                 metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
         return metrics
 
     def _rates(self) -> dict[str, float]:
-        """Learning rates, coefficients and skipped steps as the updates begin."""
-        engines = {"actor": self.engines.actor, "critic": self.engines.critic}
-        used = {role: engine for role, engine in engines.items() if engine is not None}
-        metrics = {f"lr/{role}": learning_rate(engine) for role, engine in used.items()}
-        return metrics | {
-            "coef/entropy": self.entropy_coef.value,
-            "skipped_steps": float(sum(engine.skipped_steps for engine in used.values())),
-        }
+        """Learning rates and coefficients as the updates begin."""
+        metrics = {f"lr/{role}": learning_rate(engine) for role, engine in self.engines.trained.items()}
+        return {**metrics, "coef/entropy": self.entropy_coef.value}
 
-    def update_once(self, part: Update, sums: MetricSums, train_actor: bool = True) -> dict[str, float]:
-        """One optimizer step of actor and critic; returns their gradient norms."""
-        norms = {}
-        if train_actor:
-            norms["actor"] = self._update_actor(part, sums)
-        critic, clip_eps = self.engines.critic, self.config.algorithm.value_clip_eps
-        if critic is not None:
-            norms["critic"] = optimizer_step(
-                critic, part.micro_batches, lambda rows: critic_loss(critic, rows, part, clip_eps, sums)
-            )
-        return norms
-
-    def _update_actor(self, part: Update, sums: MetricSums) -> float:
-        """One optimizer step of the actor, over its experience and, with PTX, over plain text in the same step."""
-        texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
-        entropy_coef, ptx_coef = self.entropy_coef.value, self.config.ppo.unsup_coef
-
-        def loss_of(rows: Experience | SFTBatch) -> Tensor:
-            if isinstance(rows, SFTBatch):
-                return ptx_coef * ptx_loss(self.engines.actor, rows, text_tokens, sums)
-            return self.actor_loss(rows, part, entropy_coef, sums)
-
-        batches: list[Experience | SFTBatch] = [*part.micro_batches, *texts]
-        return optimizer_step(self.engines.actor, batches, loss_of)
+    def update_once(self, part: Update, sums: MetricSums, train_actor: bool = True, step: int = 0) -> Outcome:
+        """One optimizer step of actor and critic, as `Updater.once` says."""
+        return self.updater.once(part, sums, self.entropy_coef.value, train_actor, step)
 
     def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
         metrics |= phase_metrics(self.clock, self.device)

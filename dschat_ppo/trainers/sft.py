@@ -25,7 +25,9 @@ from dschat_ppo.models.loading import (
 )
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.trainers.dumps import Dumps
 from dschat_ppo.trainers.fit import Fit, Objective, fit_ds_config
+from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.setup import begin, open_outputs
 from dschat_ppo.types import to_device
 
@@ -76,4 +78,5 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(filler_id(tokenizer), sft.train_on_prompt, device)
-    return Fit(model, ds_config, rows, objective, fit, config.run).run(output, tokenizer, "SFT")
+    guard = NonFiniteGuard(config.safety, Dumps("sft", config, tokenizer))
+    return Fit(model, ds_config, rows, objective, fit, config.run, guard).run(output, tokenizer, "SFT")
