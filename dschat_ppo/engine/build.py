@@ -18,6 +18,7 @@ from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.engine.guard import (
     Fault,
     StepResult,
+    forget_gradients,
     gradient_fault,
     has_dynamic_scale,
     is_at_smallest_scale,
@@ -163,6 +164,7 @@ def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult
     engine.step()
     if engine.was_step_applied():
         return StepResult(float(engine.get_global_grad_norm()), applied=True)
+    forget_gradients(engine)
     return StepResult(math.inf, applied=False, overflow=scaled, fault=None if scaled else _locate(gradients))
 
 

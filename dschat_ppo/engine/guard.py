@@ -156,8 +156,17 @@ def refuse(engine: Any) -> None:
         return
     with _infinite_norm(engine.optimizer), _scale_kept(engine):
         engine.step()
+    forget_gradients(engine)
     if engine.was_step_applied():
         raise RuntimeError("DeepSpeed applied an update with an infinite gradient norm; it needs to be version 0.19.8")
+
+
+def forget_gradients(engine: Any) -> None:
+    """What DeepSpeed 0.19.8 forgets to clear when it leaves an update out: with bf16, stage 1 or 2 and offload, the
+    fp32 gradients of this rank's partition, which the next step would be added to."""
+    optimizer = engine.optimizer
+    if getattr(optimizer, "cpu_offload", False):
+        optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
 
 
 @contextmanager
