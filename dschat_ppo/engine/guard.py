@@ -129,6 +129,11 @@ def has_dynamic_scale(engine: Any) -> bool:
     return bool(engine.fp16_enabled()) and engine.optimizer.loss_scaler.dynamic
 
 
+def loss_scale(engine: Any) -> float:
+    """What the loss is multiplied by before backward: 1 but in fp16."""
+    return float(engine.optimizer.loss_scaler.cur_scale) if engine.fp16_enabled() else 1.0
+
+
 def overflows(engine: Any) -> bool:
     """Whether the accumulated fp16 gradients are not finite on some rank. Collective."""
     return bool(engine.optimizer.has_overflow())

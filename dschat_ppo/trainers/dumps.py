@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import write_config
 from dschat_ppo.data.collators import PairBatch, PreferenceBatch, SFTBatch
+from dschat_ppo.engine.guard import loss_scale
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.saving import save_model
@@ -131,6 +132,7 @@ class Dumps:
             **what,
             "world_size": dist.world_size(),
             "dtype": self.config.run.dtype,
+            "loss_scale": 1.0 if scene.engine is None else loss_scale(scene.engine),
             "model": scene.model if module is None else MODEL,
             "fused": getattr(module, "fused", True),
             "packed": getattr(module, "packed", False),

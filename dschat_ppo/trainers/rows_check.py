@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dschat_ppo.common import dist
@@ -83,4 +84,9 @@ class RowsCheck:
         maker = MADE_BY.get(name, "shaping")
         engine = {"actor": self.engines.actor, "critic": self.engines.critic}.get(maker)
         frozen = {"reference": self.config.ppo.actor_model_name_or_path, "reward": self.config.reward_folder}
-        return Scene([rows], {"shaping": shaping}, engine, frozen.get(maker))
+        return Scene([rows], {"shaping": shaping}, engine, _absolute(frozen.get(maker)))
+
+
+def _absolute(model: str | None) -> str | None:
+    """A local folder from anywhere; a hub name as it is."""
+    return str(Path(model).resolve()) if model is not None and Path(model).is_dir() else model
