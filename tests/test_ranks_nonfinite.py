@@ -1,4 +1,4 @@
-"""Bad numbers on one of two real ranks: no update at any ZeRO stage, the same verdict everywhere, nothing left behind."""
+"""Bad numbers on one of two real ranks: no update at any ZeRO stage, one verdict, nothing left behind."""
 
 import json
 

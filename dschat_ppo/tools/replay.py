@@ -163,7 +163,7 @@ def replay_step(model: nn.Module, records: Sequence[Any], loss_of: Loss) -> bool
         with FirstBadOutput(model) as outputs:
             loss = loss_of(record)
         loss.backward()
-        print(f"micro-batch {number}: loss {float(loss)}")
+        print(f"micro-batch {number}: loss {loss.item()}")
         if outputs.first is not None:
             print(f"  the first output that is not finite: {outputs.first}")
         names = bad_gradients(model)
@@ -190,7 +190,7 @@ def show_rows(
         if shown < SHOWN_ROWS and (not bool(loss.isfinite()) or bad_gradients(model)):
             shown += 1
             of_data = f" (row {numbers[micro_batch][row]} of the data)" if numbers else ""
-            print(f"  row {row}{of_data}: loss {float(loss)}, {len(bad_gradients(model))} bad gradients")
+            print(f"  row {row}{of_data}: loss {loss.item()}, {len(bad_gradients(model))} bad gradients")
             for line in shown_row(alone, tokenizer):
                 print(f"    {line}")
     if not shown:

@@ -118,8 +118,9 @@ class Dumps:
         tensors = {f"random_state.{number}": state for number, state in enumerate(scene.random_state)}
         for number, record in enumerate(scene.records):
             tensors |= {f"{number}.{name}": value for name, value in tensors_of(record).items()}
+        apart = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
         try:
-            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / BATCH)
+            save_file(apart, folder / BATCH)  # which refuses tensors that share memory
         except (OSError, SafetensorError) as problem:
             return f"{folder / BATCH} cannot be written, {problem}"
         return None
