@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dschat_ppo.algorithms.aggregation import Denominators
+from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.engine.guard import set_random_state
@@ -89,7 +90,8 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     assert model is not None
     scale = what["world_size"] * what["loss_scale"] if dtype == what["dtype"] else what["world_size"]
     loss_of = loss_function(what, config, model.train(), dtype, device)
-    set_random_state(states)
+    if states:
+        set_random_state(states)
     bad = replay_step(model, records, lambda record: loss_of(record) * scale)
     if bad:
         shown = records[what["fault"]["micro_batch"]]
@@ -198,4 +200,5 @@ def show_rows(
 
 
 if __name__ == "__main__":
+    quiet_libraries()
     sys.exit(main(sys.argv[1:]))
