@@ -1,8 +1,10 @@
 """`python -m dschat_ppo.tools.replay`: dumps of every loss give the same number again, and say where it comes from."""
 
+import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -275,3 +277,15 @@ def test_a_fault_says_where():
         str(Fault("norm", 1, 3, [], []))
         == "the norm of the gradients is not finite (the largest: rank 1, micro-batch 3)"
     )
+
+
+def test_the_factor_of_ranks_and_loss_scale_is_that_of_the_run(assets, tmp_path, capsys):
+    folder = Path(dump(assets, tmp_path, "sft", "model", Scene([GOOD_SFT], {"total": 7.0}, engine_of("policy"))))
+    main([str(folder)])
+    what = json.loads((folder / "what.json").read_text())
+    (folder / "what.json").write_text(json.dumps({**what, "world_size": 2, "loss_scale": 8.0}))
+    for words in ([], ["--dtype", "fp32"], ["--dtype", "bf16"]):
+        main([str(folder), *words])
+    alone, same, same_again, other_format = losses_said(capsys.readouterr().out)
+    assert [same, same_again] == pytest.approx([16 * alone] * 2)
+    assert other_format == pytest.approx(2 * alone, rel=0.01), "a loss scale is of one number format"
