@@ -139,7 +139,7 @@ NOT_YET = {
         "actor_lora_dim", "actor_lora_module_name", "actor_lora_learning_rate", "critic_lora_dim",
         "critic_lora_module_name", "critic_lora_learning_rate", "only_optimize_lora", "enable_ema",
         "enable_mixed_precision_lora",
-        "inference_tp_size", "tp_gather_partition_size", "align_overflow",
+        "inference_tp_size", "tp_gather_partition_size",
     ),
 }  # fmt: skip
 NOTED = {
@@ -150,7 +150,7 @@ NOTED = {
     ),
     "ppo": (
         "compute_fp32_loss", "deepspeed", "add_eot_token", "num_padding_at_beginning", "enable_hybrid_engine",
-        "release_inference_cache",
+        "release_inference_cache", "align_overflow",
     ),
 }  # fmt: skip
 
@@ -213,6 +213,16 @@ def test_flags_that_change_nothing_are_noted(step, name):
     lines = notes(step, parse(step, [*NEEDED[step], *words_for(step, name)]))
     assert len(lines) == 1
     assert lines[0].startswith(f"--{name} changes nothing")
+
+
+def test_aligned_overflow_needs_two_models_in_fp16():
+    for how, effective in (
+        ("--dtype fp16", True), ("--dtype bf16", False), ("--dtype fp16 --advantage_estimator remax", False),
+    ):  # fmt: skip
+        config = parse("ppo", [*NEEDED["ppo"], "--align_overflow", *how.split()])
+        assert config.aligns_overflow is effective
+        assert len(notes("ppo", config)) == (0 if effective else 1)
+    assert not parse("ppo", [*NEEDED["ppo"], "--dtype", "fp16"]).aligns_overflow
 
 
 @pytest.mark.parametrize("step", NEEDED)

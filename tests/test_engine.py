@@ -63,5 +63,17 @@ def test_overlay_files_that_cannot_be_used_are_named(tmp_path, text):
         read_overlay(str(path))
 
 
+@pytest.mark.parametrize(
+    "settings", [{"bf16": {"check_grad_overflow": False}}, {"zero_optimization": {"compute_grad_norm": False}}]
+)
+def test_checks_of_gradients_cannot_be_turned_off(tmp_path, settings):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"mine\.json: .* false would let gradients"):
+        read_overlay(str(path))
+    path.write_text(json.dumps(settings).replace("false", "true"))
+    assert read_overlay(str(path)) != {}
+
+
 def test_no_overlay_is_empty():
     assert read_overlay(None) == {}

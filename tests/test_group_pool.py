@@ -30,6 +30,13 @@ def test_groups_that_differ_by_hand():
     assert groups_that_differ(scores, groups).tolist() == [False, True, False, True, False, False, False]
 
 
+def test_groups_with_scores_that_are_not_finite_are_kept_for_the_check_of_rows():
+    nan, inf = float("nan"), float("inf")
+    scores = torch.tensor([nan, 1.0, inf, inf, nan, nan, 2.0, 2.0])
+    groups = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    assert groups_that_differ(scores, groups).tolist() == [True] * 6 + [False] * 2
+
+
 def test_a_step_is_filled_by_groups_that_differ_and_the_rest_waits():
     pool = GroupPool(4, clipped)
     assert (pool.missing, pool.kept_share) == (4, 1.0)

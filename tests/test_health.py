@@ -100,6 +100,14 @@ def test_a_new_warning_is_given_beside_a_standing_one():
     assert "scores are nearly equal" in line
 
 
+def test_a_step_whose_updates_were_left_out_is_no_sign():
+    watch = watch_after(WINDOW - 1)
+    assert watch.check({"nonfinite/skipped": 1.0}) == []
+    watch.check(HEALTHY)
+    [line] = watch.check({**HEALTHY, "kl/ref_k1": 0.5})
+    assert "KL to the reference jumped" in line
+
+
 def test_trends_are_measured_against_the_last_window_only():
     watch = watch_after(WINDOW, **{"policy/entropy": 9.0})
     for _ in range(WINDOW):

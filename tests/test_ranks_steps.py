@@ -21,7 +21,8 @@ kl/ref_k1 kl/ref_k3 policy/approx_kl policy/entropy policy/ratio_mean policy/rat
 policy/first_log_ratio_abs_max policy/loss value/loss value/clip_fraction value/explained_variance
 advantage/mean advantage/std return/mean return/std value/mean value/std answers/length_mean
 answers/length_max answers/ended_share answers/cut_share answers/distinct_share grad_norm/actor
-grad_norm/critic lr/actor lr/critic skipped_steps rollout/logprob_diff_mean rollout/logprob_diff_max
+grad_norm/critic lr/actor lr/critic overflow/actor overflow/critic nonfinite/skipped
+rollout/logprob_diff_mean rollout/logprob_diff_max policy/kl_k3 policy/updates_done_share
 seconds/rollout seconds/score seconds/train tokens_per_second/rollout tokens_per_second/score
 tokens_per_second/train peak_memory_gib/rollout peak_memory_gib/score peak_memory_gib/train
 """.split()

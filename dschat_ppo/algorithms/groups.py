@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def groups_that_differ(scores: Tensor, groups: Tensor) -> Tensor:
-    """(B,) bool, True on rows of a group whose scores are not all equal.
+    """(B,) bool, True on rows of a group whose scores are not all equal, or not all finite.
 
     Args:
         scores: (B,) fp32.
@@ -16,4 +16,4 @@ def groups_that_differ(scores: Tensor, groups: Tensor) -> Tensor:
     names, number = torch.unique(groups, return_inverse=True)
     largest = scores.new_full((len(names),), -torch.inf).scatter_reduce(0, number, scores, "amax")
     smallest = scores.new_full((len(names),), torch.inf).scatter_reduce(0, number, scores, "amin")
-    return (largest > smallest)[number]
+    return ((largest > smallest) | ~(largest - smallest).isfinite())[number]

@@ -12,7 +12,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from dschat_ppo.config.schema import require
-from dschat_ppo.config.steps import STEPS, Step
+from dschat_ppo.config.steps import STEPS, PPOConfig, Step
 from dschat_ppo.errors import UserError
 
 
@@ -118,11 +118,10 @@ def notes(step_name: str, config: Any) -> list[str]:
         field.name: field.default for _, kind in _groups(step) for field in dataclasses.fields(kind)
     } | step.defaults
     values = flatten(config)
-    return [
-        f"--{name} changes nothing here: {reason}"
-        for name, reason in step.notes.items()
-        if values[name] != defaults[name]
-    ]
+    reasons = {name: reason for name, reason in step.notes.items() if values[name] != defaults[name]}
+    if isinstance(config, PPOConfig):
+        reasons |= config.idle()
+    return [f"--{name} changes nothing here: {reason}" for name, reason in reasons.items()]
 
 
 def write_config(config: Any, folder: Path) -> Path:

@@ -155,6 +155,17 @@ class PPOConfig:
         return not self.rewards.use_reward_model
 
     @property
+    def aligns_overflow(self) -> bool:
+        """Whether an fp16 overflow of actor or critic leaves the update of both out."""
+        return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
+
+    def idle(self) -> dict[str, str]:
+        """Flags of old scripts that are given but change nothing under the others, with the reason."""
+        if not self.ppo.align_overflow or self.aligns_overflow:
+            return {}
+        return {"align_overflow": "only two models trained in fp16 have overflows to align"}
+
+    @property
     def recompute_old_logprobs(self) -> bool:
         """Whether old log-probs come from a forward pass of the actor; else as recorded while sampling."""
         if self.ppo.old_logprobs == "auto":

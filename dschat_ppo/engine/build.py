@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import deepspeed
 import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from dschat_ppo.common.dist import all_reduce, world_size
+from dschat_ppo.common.dist import world_size
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.common.op_builds import wait_for_build
 from dschat_ppo.common.progress import beat
 from dschat_ppo.engine.ds_config import Config
+from dschat_ppo.engine.guard import (
+    Fault,
+    StepResult,
+    forget_gradients,
+    gradient_fault,
+    has_dynamic_scale,
+    is_at_smallest_scale,
+    is_plain,
+    largest_gradient,
+    loss_fault,
+    overflows,
+    plain_norm,
+    random_state,
+    refuse,
+    set_random_state,
+)
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -79,21 +96,43 @@ def eval_engine(model: nn.Module, config: Config) -> Any:
     return engine
 
 
-def optimizer_step(engine: Any, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]) -> float:
-    """Forward and backward over all micro-batches, then one update.
+@dataclass(frozen=True)
+class Gradients(Generic[MicroBatch]):
+    """An optimizer step whose gradients are there and whose update is not made yet.
+
+    `micro_batches` and `loss_of` as in `optimizer_step`; `fault`, the loss that is not finite, if any;
+    `random_state` as the step began.
+    """
+
+    engine: Any
+    micro_batches: Sequence[MicroBatch]
+    loss_of: Callable[[MicroBatch], Tensor]
+    fault: Fault | None
+    random_state: list[Tensor]
+
+
+def optimizer_step(
+    engine: Any, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
+) -> StepResult:
+    """Forward and backward over all micro-batches, then one update, unless a number is not finite.
+
+    A loss or gradient that is not finite on any rank leaves the update out on every rank, at every ZeRO stage, and is
+    the result's `fault`. Only an fp16 gradient beside finite losses is the loss scaler's business: `overflow`.
 
     Args:
         engine: DeepSpeed engine in training.
         micro_batches: this rank's share of the step; the same number on every rank.
         loss_of: a micro-batch's part of the loss, already divided by the count of the *whole* step over all ranks,
             so that parts add up. DeepSpeed averages gradients over ranks, hence the factor of `world_size`.
-
-    Raises:
-        FloatingPointError: a loss on any rank is not finite; raised on every rank, before the update.
-
-    Returns:
-        Global gradient norm before clipping; inf where an fp16 overflow skipped the update.
     """
+    return apply(accumulate(engine, micro_batches, loss_of))
+
+
+def accumulate(
+    engine: Any, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
+) -> Gradients[MicroBatch]:
+    """The first part of `optimizer_step`: forward and backward. `apply` must follow. Collective."""
+    state = random_state()
     losses = []
     for number, micro_batch in enumerate(micro_batches, start=1):
         engine.set_gradient_accumulation_boundary(number == len(micro_batches))
@@ -101,24 +140,63 @@ def optimizer_step(engine: Any, micro_batches: Sequence[MicroBatch], loss_of: Ca
         losses.append(loss.detach())
         engine.backward(loss, scale_wrt_gas=False)
         beat()
-    _require_finite(torch.stack(losses))
-    if isinstance(engine.optimizer, torch.optim.Optimizer):  # stage 0 in fp32: DeepSpeed does not report the norm
-        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+    return Gradients(engine, micro_batches, loss_of, loss_fault(torch.stack(losses), state), state)
+
+
+def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult:
+    """The second part of `optimizer_step`: the update. Collective.
+
+    Args:
+        gradients: of `accumulate`.
+        refused: leave the update out (the same on every rank); weights, schedule and loss scale stay as they are.
+    """
+    engine, fault = gradients.engine, gradients.fault
+    if refused or fault is not None:
+        refuse(engine)
+        return StepResult(math.inf, applied=False, fault=fault)
+    if is_plain(engine):
+        norm = plain_norm(engine)
+        if not norm.isfinite():
+            refuse(engine)
+            return StepResult(math.inf, applied=False, fault=_locate(gradients))
         engine.step()
-        return float(norm)
+        return StepResult(float(norm), applied=True)
+    scaled = has_dynamic_scale(engine)
+    if scaled and is_at_smallest_scale(engine) and overflows(engine):
+        refuse(engine)
+        return StepResult(math.inf, applied=False, fault=_locate(gradients))
     engine.step()
-    norm = engine.get_global_grad_norm()
-    return float("inf") if norm is None else float(norm)
+    if engine.was_step_applied():
+        return StepResult(float(engine.get_global_grad_norm()), applied=True)
+    forget_gradients(engine)
+    return StepResult(math.inf, applied=False, overflow=scaled, fault=None if scaled else _locate(gradients))
 
 
-def _require_finite(losses: Tensor) -> None:
-    bad = all_reduce((~losses.isfinite()).any().float(), "max")
-    if bad:
-        raise FloatingPointError(
-            f"the loss is not finite ({losses.tolist()} on this rank); stopped before the update. Lower the learning "
-            "rate, look at the last lines of metrics.jsonl, or use --dtype fp32"
-        )
+def apply_together(parts: Sequence[Gradients[Any]]) -> list[StepResult]:
+    """The updates of several fp16 engines, or none of them where the gradients of one overflow. Collective.
+
+    The scale of the engine whose gradients overflowed falls, that of the others stays: theirs were in range.
+    """
+    bad = [overflows(part.engine) for part in parts]
+    return [apply(part, refused=any(bad) and not own) for part, own in zip(parts, bad, strict=True)]
+
+
+def _locate(gradients: Gradients[MicroBatch]) -> Fault:
+    """Which rank and micro-batch the bad gradients came from, found by forward and backward once more. Collective.
+
+    The gradients of the step were thrown away before, and those of this pass are. The random streams stay where they
+    were.
+    """
+    engine, largest, after = gradients.engine, [], random_state()
+    set_random_state(gradients.random_state)
+    for number, micro_batch in enumerate(gradients.micro_batches, start=1):
+        engine.set_gradient_accumulation_boundary(number == len(gradients.micro_batches))
+        with largest_gradient(engine.module) as seen:
+            engine.backward(gradients.loss_of(micro_batch) * world_size(), scale_wrt_gas=False)
+            largest.append(seen())
+    refuse(engine)
+    set_random_state(after)
+    return gradient_fault(torch.stack(largest), gradients.random_state)
 
 
 def learning_rate(engine: Any) -> float:

@@ -19,6 +19,7 @@ OWNED_BY_TRAINER = (
     "gradient_accumulation_steps",
     "optimizer",
 )
+CHECKS_OF_GRADIENTS = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
 
 
 def train_config(
@@ -102,4 +103,10 @@ def read_overlay(path: str | None) -> Config:
     owned = [key for key in OWNED_BY_TRAINER if key in settings]
     if owned:
         raise UserError(f"--deepspeed_config {path}: {', '.join(owned)} come from the flags; take them out")
+    for section, key in CHECKS_OF_GRADIENTS:
+        if isinstance(settings.get(section), dict) and settings[section].get(key) is False:
+            raise UserError(
+                f"--deepspeed_config {path}: {section}.{key} false would let gradients that are not finite into the "
+                "weights; take it out"
+            )
     return settings

@@ -42,12 +42,15 @@ class RLHFEngine:
         self.reference = self._build_reference(folders.actor) if config.algorithm.has_reference else None
         self.critic = self._build_critic(folders.critic) if folders.critic else None
         ppo = config.ppo
-        sleeping = self._trained() if ppo.sleep_in_rollout else []
+        sleeping = list(self.trained.values()) if ppo.sleep_in_rollout else []
         self.hybrid = HybridEngine(self.actor, pinned=not ppo.unpin_actor_parameters, sleeping=sleeping)
         self.reward = self._build_reward(folders.reward, folders.critic) if folders.reward else None
 
-    def _trained(self) -> list[Any]:
-        return [engine for engine in (self.actor, self.critic) if engine is not None]
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The engines that are trained, by role."""
+        engines = {"actor": self.actor, "critic": self.critic}
+        return {role: engine for role, engine in engines.items() if engine is not None}
 
     def _train_config(self, stage: int) -> dict[str, Any]:
         ppo, run = self._config.ppo, self._config.run
@@ -117,10 +120,10 @@ class RLHFEngine:
 
     def train(self) -> None:
         """Actor and critic to training mode."""
-        for engine in self._trained():
+        for engine in self.trained.values():
             engine.train()
 
     def eval(self) -> None:
         """Actor and critic to eval mode: dropout off."""
-        for engine in self._trained():
+        for engine in self.trained.values():
             engine.eval()

@@ -55,7 +55,9 @@ class HealthWatch:
         self._standing: set[str] = set()
 
     def check(self, metrics: Metrics) -> list[str]:
-        """New warnings for this step's metrics."""
+        """New warnings for this step's metrics; none for a step without scores, whose updates were left out."""
+        if "reward/score_std" not in metrics:
+            return []
         found = step_warnings(metrics) + trend_warnings(list(self._past), metrics)
         fresh = [warning for warning in found if warning not in self._standing]
         self._standing = set(found)

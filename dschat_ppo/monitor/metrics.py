@@ -55,6 +55,20 @@ class MetricSums:
                 merged._maxima[name] = torch.maximum(merged._maxima.get(name, here), here)
         return merged
 
+    def merge(self, other: MetricSums) -> None:
+        """Count everything that was counted into `other`."""
+        for name, part in other._means.items():
+            self._means[name] = self._means.get(name, torch.zeros_like(part)) + part
+        for name, part in other._maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
+
+    def only(self, name: str) -> MetricSums:
+        """What was counted under this name alone."""
+        part = MetricSums()
+        part._means = {key: value for key, value in self._means.items() if key == name}
+        part._maxima = {key: value for key, value in self._maxima.items() if key == name}
+        return part
+
     def reduce(self) -> dict[str, float]:
         """Name -> value over all ranks; 0 for a name under which nothing was counted. Collective."""
         result: dict[str, float] = {}

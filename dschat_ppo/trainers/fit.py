@@ -21,6 +21,7 @@ from dschat_ppo.common.phases import PhaseClock, announce, announce_step
 from dschat_ppo.common.progress import beat
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import FitPlan, plan_fit
+from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.config.schema import FitFlags, RunFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
@@ -30,6 +31,8 @@ from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.startup import choose_ways
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
+from dschat_ppo.trainers.dumps import Scene
+from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.session import Session
 from dschat_ppo.trainers.setup import show_plan
 
@@ -111,8 +114,9 @@ class Fit(Generic[Batch]):
 
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch], fit: FitFlags,
-        run: RunFlags,
+        run: RunFlags, guard: NonFiniteGuard | None = None,
     ):  # fmt: skip
+        self.guard = guard or NonFiniteGuard(SafetyFlags())
         self.plan: FitPlan = plan_fit(fit, len(rows.train), dist.world_size())
         self.objective = objective
         self.fit = fit
@@ -147,14 +151,26 @@ class Fit(Generic[Batch]):
         with self.clock.phase("describe"):
             return self.objective.describe(self.engine, self.rows)
 
-    def train_step(self, step_indices: list[list[int]]) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches of row numbers."""
+    def train_step(self, step_indices: list[list[int]], step: int = 0) -> dict[str, float]:
+        """One optimizer step, the `step`-th, over this rank's micro-batches of row numbers.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite, and the run is to stop.
+        """
         objective = self.objective
         batches = [objective.collate(self.rows.train, indices) for indices in step_indices]
         total = dist.all_reduce(torch.stack([objective.count(batch) for batch in batches]).sum()).clamp_min(1)
         sums = MetricSums()
-        grad_norm = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
-        return {**objective.summary(sums.reduce()), "grad_norm": grad_norm, "counted": float(total)}
+        result = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
+
+        def scene() -> Scene:
+            state = result.fault.random_state if result.fault else []
+            constants = {"total": float(total), "rows": step_indices}
+            return Scene(batches, constants, self.engine, random_state=state)
+
+        self.guard.judge("model", step, result, scene)
+        metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
+        return metrics | self.guard.metrics("model")
 
     def evaluate(self) -> dict[str, float]:
         """Evaluation metrics under their names with `eval_` before; {} if there are no evaluation rows."""
@@ -182,7 +198,7 @@ class Fit(Generic[Batch]):
 
     def shared_state(self) -> dict[str, Any]:
         """What a resumed run needs."""
-        return {"steps": self.steps, "before": self.before, "after": self.after}
+        return {"steps": self.steps, "before": self.before, "after": self.after, "guard": self.guard.state_dict()}
 
     def rank_state(self) -> dict[str, Any]:
         """Nothing is this rank's alone."""
@@ -191,6 +207,7 @@ class Fit(Generic[Batch]):
     def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Go on from `shared_state()`."""
         self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
+        self.guard.load_state_dict(shared["guard"])
 
     def run(self, writer: MetricsWriter, boundary: Boundary, title: str) -> None:
         """Evaluate and train, from where the state stands to the end.
@@ -217,9 +234,10 @@ class Fit(Generic[Batch]):
             done = 0
 
     def _train_and_report(self, step_indices: list[list[int]], writer: MetricsWriter) -> None:
+        announce_step(self.steps + 1)
         rate = learning_rate(self.engine)
         with self.clock.phase("train"):
-            metrics = self.train_step(step_indices)
+            metrics = self.train_step(step_indices, self.steps + 1)
         self.steps += 1
         step, per_epoch = self.steps, self.plan.steps_per_epoch
         self._show(step, metrics, rate)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.correction import off_policy_rows
-from dschat_ppo.algorithms.kl import kl_full, kl_loss
+from dschat_ppo.algorithms.kl import kl_full, kl_k3, kl_loss
 from dschat_ppo.algorithms.policy_loss import POLICY_LOSSES, PolicyLossSettings, PolicyTerms, TokenLosses
 from dschat_ppo.algorithms.value_loss import clipped_value_loss
 from dschat_ppo.config.algorithm import AlgorithmFlags
@@ -17,6 +17,10 @@ from dschat_ppo.experience.mini_dataset import Update
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.types import Experience
+
+# of the tokens that the policy's loss counts, between the policy that was scored and the one in training
+KL_OF_UPDATE = "policy/kl_k3"
+LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 
 def policy_settings(flags: AlgorithmFlags) -> PolicyLossSettings:
@@ -105,6 +109,8 @@ def _measure(rows: Experience, scores: ResponseScores, policy: TokenLosses, sums
     sums.add_mean("policy/approx_kl", -log_ratio, rows.response_mask)
     sums.add_mean("policy/log_ratio_abs_mean", log_ratio.abs(), rows.response_mask)
     sums.add_max("policy/log_ratio_abs_max", log_ratio.abs(), rows.response_mask)
+    sums.add_mean(KL_OF_UPDATE, kl_k3(rows.old_logprobs, scores.logprobs.detach()), mask)
+    sums.add_max(LARGEST_LOG_RATIO, log_ratio.abs(), mask)
 
 
 def critic_loss(critic: Any, rows: Experience, update: Update, clip_eps: float, sums: MetricSums) -> Tensor:

@@ -7,19 +7,17 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.checkpoint.resumable import NO_BOUNDARY, Boundary
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
-from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.collators import SFTBatch
-from dschat_ppo.engine.build import learning_rate, optimizer_step
+from dschat_ppo.engine.build import learning_rate
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.experience.mini_dataset import MiniDataset, Update
 from dschat_ppo.experience.shaping import Shaping
@@ -29,11 +27,14 @@ from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.trainers.collector import Collector
+from dschat_ppo.trainers.dumps import Dumps
 from dschat_ppo.trainers.judge import Judge
-from dschat_ppo.trainers.losses import ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.progress import Progress
 from dschat_ppo.trainers.ptx import TextBatches
 from dschat_ppo.trainers.rollouts import Rollouts
+from dschat_ppo.trainers.rows_check import RowsCheck
+from dschat_ppo.trainers.updater import Outcome, Updater
 from dschat_ppo.trainers.validation import Validation
 from dschat_ppo.types import Experience
 
@@ -85,7 +86,9 @@ class PPOTrainer:
         self.collector = Collector(
             config, plan, engines, rollouts, judge, self.mini_dataset, self.shaping.shaped, self.clock
         )
-        self.actor_loss = ActorLoss(engines.actor, engines.reference, algorithm, ppo.temperature)
+        self.guard = NonFiniteGuard(config.safety, Dumps("ppo", config, tokenizer))
+        self.rows_check = RowsCheck(config, engines, self.shaping, self.guard)
+        self.updater = Updater(config, engines, texts, self.guard)
         self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
         if algorithm.entropy_target is not None:
             self.entropy_coef = AdaptiveEntropy(
@@ -113,7 +116,8 @@ class PPOTrainer:
                 if progress.experience is None and not self._collect(boundary):
                     boundary.pass_by()
                     continue
-                self._train(boundary)
+                if progress.experience is not None:  # else a number is not finite, and no update is made
+                    self._train(boundary)
                 self._finish(writer)
                 boundary.pass_by()
                 bar.update()
@@ -126,57 +130,70 @@ class PPOTrainer:
         not trusted; the seeds of answers depend on nothing but the step, so a resumed run collects the same again.
         """
         step, before = self.progress.steps + 1, self.collector.state_dict()
+        announce_step(step)
         rows, metrics = self.collector.collect(step)
         if boundary.asked_to_stop():
             self.collector.load_state_dict(before, self.device)
             return False
         kl_coef = self.shaping.kl_coef.value  # of this step: it adapts once the rows are seen
-        experience = self.shaping.experience(rows, step)
-        metrics |= experience_metrics(experience, kl_coef, self.collector.judge.mixture.names)
-        self.progress.begin_step(experience, {**metrics, "coef/kl": kl_coef})
+        experience = self.rows_check.experience(rows, step)
+        if experience is not None:
+            metrics |= experience_metrics(experience, kl_coef, self.collector.judge.mixture.names)
+            metrics |= {"coef/kl": kl_coef, **self._rates()}
+        self.progress.begin_step(experience, metrics)
         return True
 
     def _train(self, boundary: Boundary) -> None:
         """The optimizer steps that are left of the PPO step in flight."""
         progress, step = self.progress, self.progress.steps + 1
         assert progress.experience is not None
-        train_actor = step > self.plan.warmup_rollouts
+        announce_step(step)
         self.engines.train()
-        if progress.updates == 0:
-            progress.metrics |= self._rates()
         updates = self.mini_dataset.updates(progress.experience, self.config.ppo.ppo_epochs, step)
         for part in islice(updates, progress.updates, None):
+            if progress.ended:
+                break
             if progress.updates:
                 boundary.pass_by()
             with self.clock.phase("train"):
-                self._update(part, train_actor)
+                self._update(part, step)
 
-    def _update(self, part: Update, train_actor: bool) -> None:
+    def _update(self, part: Update, step: int) -> None:
         """One optimizer step, and what it measured."""
         progress = self.progress
-        norms = self.update_once(part, progress.sums, train_actor)
-        for role, norm in norms.items():
+        outcome = self.update_once(part, progress.sums, step > self.plan.warmup_rollouts, step)
+        for role, norm in outcome.norms.items():
             progress.sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device))
-        if progress.updates == 0 and train_actor:
+        if progress.updates == 0:
             first = progress.sums.reduce()
             for name in ("mean", "max"):
-                progress.metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
+                if f"policy/log_ratio_abs_{name}" in first:
+                    progress.metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
         progress.updates += 1
+        progress.applied += "actor" in outcome.norms
+        progress.ended = outcome.ends
 
     def _finish(self, writer: MetricsWriter) -> None:
         """Metrics of the PPO step in flight, which ends; evaluates if it is time."""
         progress, step = self.progress, self.progress.steps + 1
-        experience = progress.experience
-        assert experience is not None
         metrics = progress.metrics | progress.sums.reduce()
-        if step > self.plan.warmup_rollouts:
-            self.entropy_coef.update(metrics["policy/entropy"], 1)
-        metrics |= self._rollout_drift(experience, metrics)
-        tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
-        self.clock.count_tokens("train", tokens * self.config.ppo.ppo_epochs / dist.world_size())
-        metrics |= self.validate(step)
+        if progress.experience is not None:
+            metrics |= self._update_metrics(progress.experience, metrics)
+        metrics |= {**self.guard.metrics(*self.engines.trained), **self.validate(step)}
         self._report(writer, step, metrics)
         progress.end_step(metrics)
+
+    def _update_metrics(self, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
+        """What all updates of the PPO step amount to; adapts the entropy bonus."""
+        epochs, applied = self.config.ppo.ppo_epochs, self.progress.applied
+        tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
+        self.clock.count_tokens("train", tokens * epochs / dist.world_size())
+        found = self._rollout_drift(experience, metrics)
+        if self.progress.steps >= self.plan.warmup_rollouts:
+            found["policy/updates_done_share"] = applied * self.plan.global_batch / (len(experience.scores) * epochs)
+        if applied:
+            self.entropy_coef.update(metrics["policy/entropy"], 1)
+        return found
 
     def _result(self, first: dict[str, float], last: dict[str, float]) -> dict[str, float]:
         """What `result.json` says of the first and of the last step, and of the evaluations."""
@@ -190,8 +207,7 @@ class PPOTrainer:
     @property
     def engines_to_save(self) -> dict[str, Any]:
         """The actor's engine and, if there is one, the critic's."""
-        both = {"actor": self.engines.actor, "critic": self.engines.critic}
-        return {role: engine for role, engine in both.items() if engine is not None}
+        return self.engines.trained
 
     @property
     def position(self) -> tuple[int, int]:
@@ -212,6 +228,7 @@ class PPOTrainer:
             "shaping": self.shaping.state_dict(),
             "entropy_coef": self.entropy_coef.state_dict(),
             "health": self.health.state_dict(),
+            "guard": self.guard.state_dict(),
             "texts": None if self.texts is None else self.texts.stream.state_dict(),
             "best": None if self.validation is None else self.validation.best,
         }
@@ -230,6 +247,7 @@ class PPOTrainer:
         self.shaping.load_state_dict(shared["shaping"])
         self.entropy_coef.load_state_dict(shared["entropy_coef"])
         self.health.load_state_dict(shared["health"])
+        self.guard.load_state_dict(shared["guard"])
         if self.texts is not None:
             self.texts.stream.load_state_dict(shared["texts"])
         if self.validation is not None and shared["best"] is not None:
@@ -256,44 +274,19 @@ class PPOTrainer:
 
     def update(self, experience: Experience) -> dict[str, float]:
         """All optimizer steps over `experience`, the rows of all ranks; returns their metrics, over all ranks."""
-        self.progress.begin_step(experience, {})
+        self.progress.begin_step(experience, self._rates())
         self._train(NO_BOUNDARY)
-        return self.progress.metrics | self.progress.sums.reduce()
+        metrics = self.progress.metrics | self.progress.sums.reduce()
+        return metrics | self._update_metrics(experience, metrics)
 
     def _rates(self) -> dict[str, float]:
-        """Learning rates, coefficients and skipped steps as the updates begin."""
-        engines = {"actor": self.engines.actor, "critic": self.engines.critic}
-        used = {role: engine for role, engine in engines.items() if engine is not None}
-        metrics = {f"lr/{role}": learning_rate(engine) for role, engine in used.items()}
-        return metrics | {
-            "coef/entropy": self.entropy_coef.value,
-            "skipped_steps": float(sum(engine.skipped_steps for engine in used.values())),
-        }
+        """Learning rates and coefficients as the updates begin."""
+        metrics = {f"lr/{role}": learning_rate(engine) for role, engine in self.engines.trained.items()}
+        return {**metrics, "coef/entropy": self.entropy_coef.value}
 
-    def update_once(self, part: Update, sums: MetricSums, train_actor: bool = True) -> dict[str, float]:
-        """One optimizer step of actor and critic; returns their gradient norms."""
-        norms = {}
-        if train_actor:
-            norms["actor"] = self._update_actor(part, sums)
-        critic, clip_eps = self.engines.critic, self.config.algorithm.value_clip_eps
-        if critic is not None:
-            norms["critic"] = optimizer_step(
-                critic, part.micro_batches, lambda rows: critic_loss(critic, rows, part, clip_eps, sums)
-            )
-        return norms
-
-    def _update_actor(self, part: Update, sums: MetricSums) -> float:
-        """One optimizer step of the actor, over its experience and, with PTX, over plain text in the same step."""
-        texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
-        entropy_coef, ptx_coef = self.entropy_coef.value, self.config.ppo.unsup_coef
-
-        def loss_of(rows: Experience | SFTBatch) -> Tensor:
-            if isinstance(rows, SFTBatch):
-                return ptx_coef * ptx_loss(self.engines.actor, rows, text_tokens, sums)
-            return self.actor_loss(rows, part, entropy_coef, sums)
-
-        batches: list[Experience | SFTBatch] = [*part.micro_batches, *texts]
-        return optimizer_step(self.engines.actor, batches, loss_of)
+    def update_once(self, part: Update, sums: MetricSums, train_actor: bool = True, step: int = 0) -> Outcome:
+        """One optimizer step of actor and critic, as `Updater.once` says."""
+        return self.updater.once(part, sums, self.entropy_coef.value, train_actor, step)
 
     def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
         metrics |= phase_metrics(self.clock, self.device)

@@ -24,7 +24,9 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.trainers.dpo import dpo_objective
+from dschat_ppo.trainers.dumps import Dumps
 from dschat_ppo.trainers.fit import Fit, amounts_of, fit_ds_config, train_to_the_end
+from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.reward import reward_objective
 from dschat_ppo.trainers.session import open_session
 from dschat_ppo.trainers.setup import begin
@@ -62,8 +64,9 @@ def train_preferences(config: RewardConfig) -> dict[str, Any]:
     ds_config = fit_ds_config(fit, config.run)
     model = load_trained_model(folder, config, ds_config)
     pad_id = filler_id(tokenizer)
+    guard = NonFiniteGuard(config.safety, Dumps("reward", config, tokenizer))
     if config.reward.objective == "reward":
-        trainer = Fit(model, ds_config, rows, reward_objective(pad_id, device, config), fit, config.run)
+        trainer = Fit(model, ds_config, rows, reward_objective(pad_id, device, config), fit, config.run, guard)
         return train_to_the_end(trainer, session, tokenizer, "reward model")
-    policy = Fit(model, ds_config, rows, dpo_objective(pad_id, device, config), fit, config.run)
+    policy = Fit(model, ds_config, rows, dpo_objective(pad_id, device, config), fit, config.run, guard)
     return train_to_the_end(policy, session, tokenizer, config.reward.objective)

@@ -15,8 +15,9 @@ import yaml
 from dschat_ppo.checkpoint.changes import Change, compare, report
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.lock import RunLock
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, watchdog
 from dschat_ppo.common.logging import logger, quiet_libraries, table
+from dschat_ppo.common.rank_log import keep_log
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import flatten, notes, write_config
 from dschat_ppo.config.safety import AUTO, NEVER
@@ -45,6 +46,8 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
     quiet_libraries()
     device = dist.init()
     RunLock.acquire(folder)
+    keep_log(folder)
+    watchdog.start(config.safety.collective_timeout)
     _look_at_earlier_outputs(folder, config, run)
     seed_everything(run.seed)
     _check_dtype(run.dtype)

@@ -27,7 +27,9 @@ from dschat_ppo.models.loading import (
 )
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.trainers.dumps import Dumps
 from dschat_ppo.trainers.fit import Fit, Objective, amounts_of, fit_ds_config, train_to_the_end
+from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.session import open_session
 from dschat_ppo.trainers.setup import begin
 from dschat_ppo.types import to_device
@@ -80,4 +82,6 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(filler_id(tokenizer), sft.train_on_prompt, device)
-    return train_to_the_end(Fit(model, ds_config, rows, objective, fit, config.run), session, tokenizer, "SFT")
+    guard = NonFiniteGuard(config.safety, Dumps("sft", config, tokenizer))
+    trainer = Fit(model, ds_config, rows, objective, fit, config.run, guard)
+    return train_to_the_end(trainer, session, tokenizer, "SFT")

@@ -72,7 +72,7 @@ def numbers_of(assets: Path, stage: int, micro: int, case: str, device) -> list[
     found = []
     for part in trainer.mini_dataset.updates(experience, EPOCHS, step=1):
         sums = MetricSums()
-        norms = trainer.update_once(part, sums)
+        norms = trainer.update_once(part, sums).norms
         metrics = sums.reduce()
         names = ["policy/loss", "policy/entropy", *(n for n in ("policy/kl_loss", "ptx/loss") if n in metrics)]
         found.append([*(metrics[name] for name in names), *norms.values()])

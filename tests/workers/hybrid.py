@@ -140,7 +140,7 @@ def updates_after_toggles(assets: Path, toggles: int, *words: object) -> list[fl
     numbers = []
     for part in trainer.mini_dataset.updates(experience, 2, step=1):
         sums = MetricSums()
-        norms = trainer.update_once(part, sums)
+        norms = trainer.update_once(part, sums).norms
         for _ in range(toggles):
             generate_some(trainer, 2, 3)
         numbers += [*norms.values(), *sums.reduce().values()]

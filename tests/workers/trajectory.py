@@ -87,7 +87,7 @@ def ppo_trajectory(assets: Path, stage: int, micro: int, device, refill_padding:
     trajectory = []
     for part, _ in zip(trainer.mini_dataset.updates(experience, 3, step=1), range(STEPS), strict=False):
         sums = MetricSums()
-        norms = trainer.update_once(part, sums)
+        norms = trainer.update_once(part, sums).norms
         metrics = sums.reduce()
         losses = [metrics[name] for name in ("policy/loss", "value/loss", "policy/entropy")]
         trajectory.append([*losses, norms["actor"], norms["critic"]])

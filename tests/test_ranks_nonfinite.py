@@ -1,0 +1,109 @@
+"""Bad numbers on one of two real ranks: no update at any ZeRO stage, one verdict, nothing left behind."""
+
+import json
+
+import pytest
+from launch import deepspeed, succeed
+
+from dschat_ppo.tools.replay import main
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+GOOD = [True, False, None]
+REFUSED = [False, False, None]
+BAD_LOSS = [False, False, ["loss", 1, 1]]
+BAD_GRADIENT = [False, False, ["gradient", 1, 1]]
+OVERFLOW = [False, True, None]
+
+
+@pytest.fixture(scope="module")
+def out(assets, stored_rollout, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nonfinite")
+    succeed(deepspeed(2, "tests/workers/nonfinite.py", assets, folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(out):
+    """What both ranks say, which must be the same."""
+    first, second = (json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    return first
+
+
+def test_bad_updates_are_never_applied_and_leave_no_trace(found):
+    cases = {name: case for name, case in found.items() if " stage " in name}
+    assert len(cases) == 8 + 5 + 3
+    for name, case in cases.items():
+        of_gradient = OVERFLOW if "fp16" in name else BAD_GRADIENT
+        expected = [GOOD, GOOD, BAD_LOSS, GOOD, BAD_LOSS, GOOD, of_gradient, GOOD, REFUSED, GOOD]
+        assert case["results"] == expected, name
+        assert all(case["equal"]), f"{name}: weights differ from an engine that saw only good steps"
+        assert all(case["same_rate"]), name
+        assert all(one == other for one, other in case["norms"]), name
+        assert case["moved"], name
+        assert case["scales"] == ([256] * 6 + [128] * 4 if "fp16" in name else [1] * 10), name
+
+
+def test_aligned_overflow_spares_both_models_and_lowers_the_scale_of_the_one(found):
+    applied, spared = [True, False, None], REFUSED
+    assert found["aligned"] == {
+        "none": [[applied, applied], [True, True], [256, 256]],
+        "first": [[OVERFLOW, spared], [False, False], [128, 256]],
+        "second": [[spared, OVERFLOW], [False, False], [128, 128]],
+        "both": [[OVERFLOW, OVERFLOW], [False, False], [64, 64]],
+        "none again": [[applied, applied], [True, True], [64, 64]],
+    }
+
+
+def test_an_overflow_at_the_smallest_scale_is_a_fault(found):
+    assert found["smallest scale"] == BAD_GRADIENT
+
+
+def test_a_skipped_update_of_the_actor_leaves_the_critic_and_the_metrics_alone(found):
+    skip = found["skip"]
+    assert sum(skip["bad_ranks"]) == 1
+    assert skip["norms"] == ["critic"]
+    assert skip["unmoved"]
+    assert "value/loss" in skip["names"]
+    assert not any(name.startswith("policy/") for name in skip["names"])
+    assert skip["state"] == {
+        "in_a_row": {"actor": 1, "critic": 0},
+        "skipped": 1,
+        "overflows": {"actor": 0, "critic": 0},
+    }
+    assert skip["after a good one"] == ["actor", "critic"]
+    assert skip["in a row"] == {"actor": 0, "critic": 0}
+
+
+def test_skips_in_a_row_end_the_run_alike_on_every_rank(found):
+    rank = found["skip"]["bad_ranks"].index(True)
+    message = found["skip"]["stopped"]
+    assert f"actor, step 6: the loss is not finite (rank {rank}, micro-batch " in message
+    assert f"nonfinite/step_000006_rank_{rank}" in message
+    assert "2. in a row (--max_nonfinite_skips)" in message
+
+
+def test_values_that_are_not_finite_leave_a_whole_ppo_step_out(found):
+    assert found["skip"]["rows"]
+    assert found["skip"]["nothing adapted"]
+
+
+def test_dumps_are_bounded_and_replay_in_one_process(found, out, capsys):
+    rank = found["skip"]["bad_ranks"].index(True)
+    folders = sorted(path.name for path in (out / "skip/nonfinite").iterdir())
+    assert folders == [f"step_000006_rank_{rank}", "step_000007_rank_1"]  # two: --max_nonfinite_skips and one
+    assert main([str(out / "skip/nonfinite" / folders[0])]) == 0
+    said = capsys.readouterr().out
+    assert "loss nan" in said
+    assert "advantages: not finite at tokens 0 of the answer" in said
+    assert main([str(out / "skip/nonfinite" / folders[1])]) == 1, "the critic itself is fine"
+    assert "row 12:" in capsys.readouterr().out
+
+
+def test_limits_end_a_ppo_step_after_or_before_the_update(found):
+    limits = found["limits"]
+    assert limits["none"] == 1
+    assert limits["kl"] == pytest.approx(2 / 6), "the first update has no KL yet, the second is the last"
+    assert limits["ratio"] == pytest.approx(1 / 6), "the second is not applied"
+    assert limits["as after one"] == [True, True], "the critic's update of the same rows is left out too"

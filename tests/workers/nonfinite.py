@@ -1,0 +1,246 @@
+"""Bad numbers on one of two ranks: engines of every stage and format, then whole updates of PPO.
+
+nonfinite.py ASSETS OUT_FOLDER
+"""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import deepspeed
+import torch
+from datasets import Dataset
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.launch import leave
+from dschat_ppo.common.logging import quiet_libraries
+from dschat_ppo.common.seeding import seed_everything
+from dschat_ppo.config.cli import parse
+from dschat_ppo.engine.build import (
+    OptimizerSettings,
+    accumulate,
+    apply,
+    apply_together,
+    optimizer_step,
+    train_engine,
+)
+from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.errors import NonFiniteError
+from dschat_ppo.models.loading import DTYPES
+from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.types import Rollout, select_rows
+from workers.ppo_setup import trainer_of
+
+CASES = [(stage, dtype, False) for dtype in ("fp32", "bf16") for stage in (0, 1, 2, 3)]
+CASES += [(stage, dtype, True) for dtype in ("fp32", "bf16") for stage in (2, 3)] + [(1, "bf16", True)]
+CASES += [(stage, "fp16", False) for stage in (2, 3)] + [(2, "fp16", True)]
+SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
+PLAN = ("good", "good", "loss", "good", "infinite loss", "good", "gradient", "good", "refused", "good")
+
+
+class Small(nn.Module):
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 9, dtype=dtype), nn.Linear(9, 3, dtype=dtype)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).float()
+
+
+def engine_of(stage: int, dtype: str, offload: bool):
+    config = train_config(stage, dtype, offload, dist.world_size(), 1.0)
+    config["fp16"]["initial_scale_power"] = 8
+    config["fp16"]["hysteresis"] = 1
+    torch.manual_seed(0)
+    if stage == 3:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            return train_engine(Small(DTYPES[dtype]), config, SETTINGS)
+    return train_engine(Small(DTYPES[dtype]), config, SETTINGS)
+
+
+def weights(engine) -> torch.Tensor:
+    parts = []
+    for parameter in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            parts.append(parameter.detach().float().flatten().clone())
+    return torch.cat(parts)
+
+
+def micro_batches(step: int, kind: str, dtype: str):
+    """Three of this rank's own; the second of rank 1 is of the given kind."""
+    generator = torch.Generator().manual_seed(100 * step + dist.rank())
+    rows = [torch.randn(5, 4, generator=generator).to(DTYPES[dtype]) for _ in range(3)]
+    return [(x, kind if (number, dist.rank()) == (1, 1) else "good") for number, x in enumerate(rows)]
+
+
+def loss_of(engine):
+    def loss(batch):
+        x, kind = batch
+        y = engine(x)
+        made = y.pow(2).mean()
+        if kind == "loss":
+            return made * math.nan
+        if kind == "infinite loss":  # its gradients are finite
+            return made + math.inf
+        if kind == "gradient":  # the slope of the root at 0, times 0; the loss stays what it is
+            return made + torch.where(torch.zeros_like(y, dtype=torch.bool), (y - y.detach()).abs().sqrt(), 0.0).sum()
+        return made
+
+    return loss
+
+
+def said(result) -> list:
+    fault = result.fault
+    place = None if fault is None else [fault.kind, fault.rank, fault.micro_batch]
+    return [result.applied, result.overflow, place]
+
+
+def engine_case(stage: int, dtype: str, offload: bool) -> dict:
+    """One engine sees bad steps between the good ones, another only the good ones."""
+    seen, spared = engine_of(stage, dtype, offload), engine_of(stage, dtype, offload)
+    results, equal, same_rate, norms, scales, start = [], [], [], [], [], weights(spared)
+    for step, kind in enumerate(PLAN):
+        batches = micro_batches(step, kind, dtype)
+        if kind == "refused":
+            result = apply(accumulate(seen, batches, loss_of(seen)), refused=True)
+        else:
+            result = optimizer_step(seen, batches, loss_of(seen))
+        results.append(said(result))
+        if kind == "good":
+            norms.append([result.grad_norm, optimizer_step(spared, batches, loss_of(spared)).grad_norm])
+        equal.append(torch.equal(weights(seen), weights(spared)))
+        same_rate.append(seen.get_lr() == spared.get_lr())
+        scales.append(seen.optimizer.loss_scaler.cur_scale if dtype == "fp16" else 1)
+    moved = not torch.equal(weights(seen), start)
+    found = {"results": results, "equal": equal, "same_rate": same_rate, "norms": norms, "scales": scales}
+    return {**found, "moved": moved}
+
+
+def aligned_case() -> dict:
+    """Two fp16 engines; the gradients of one, of both, of none overflow."""
+    actor, critic = engine_of(2, "fp16", False), engine_of(3, "fp16", False)
+    found = {}
+    for step, (name, kinds) in enumerate(
+        {"none": ("good", "good"), "first": ("gradient", "good"), "second": ("good", "gradient"),
+         "both": ("gradient", "gradient"), "none again": ("good", "good")}.items()
+    ):  # fmt: skip
+        before = [weights(engine) for engine in (actor, critic)]
+        parts = [
+            accumulate(engine, micro_batches(step, kind, "fp16"), loss_of(engine))
+            for engine, kind in zip((actor, critic), kinds, strict=True)
+        ]
+        results = [said(result) for result in apply_together(parts)]
+        moved = [not torch.equal(weights(e), old) for e, old in zip((actor, critic), before, strict=True)]
+        found[name] = [results, moved, [e.optimizer.loss_scaler.cur_scale for e in (actor, critic)]]
+    return found
+
+
+def smallest_scale_case() -> list:
+    """An overflow at the smallest scale is no matter of scale any more."""
+    engine = engine_of(2, "fp16", False)
+    engine.optimizer.loss_scaler.cur_scale = engine.optimizer.loss_scaler.min_scale
+    return said(optimizer_step(engine, micro_batches(0, "gradient", "fp16"), loss_of(engine)))
+
+
+def trainer_for(assets: Path, out: Path, stages: tuple[int, int], *words: object):
+    flags = ["--actor_model_name_or_path", assets / "lm", "--critic_model_name_or_path", assets / "reward"]
+    flags += ["--output_dir", out, "--dtype", "fp32", "--old_logprobs", "recompute", "--num_warmup_steps", 0]
+    flags += ["--actor_zero_stage", stages[0], "--critic_zero_stage", stages[1], "--ppo_epochs", 3]
+    flags += ["--per_device_training_batch_size", 2, "--micro_batch_tokens", 28, "--gradient_accumulation_steps", 2]
+    flags += ["--per_device_generation_batch_size", 8, "--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01]
+    config = parse("ppo", [str(word) for word in (*flags, *words)])
+    seed_everything(1)
+    trainer = trainer_of(config, Dataset.from_dict({"row": ["{}"] * 40}), dist.device())
+    rollout = Rollout(**torch.load(assets / "rollout.pt", weights_only=True))
+    mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
+    scored = scored_of(trainer, select_rows(rollout, mine))
+    trainer.engines.train()
+    return trainer, scored
+
+
+def scored_of(trainer, rollout: Rollout):
+    indices = list(range(len(rollout.prompt_ids)))
+    trainer.mini_dataset.add(trainer.collector.score(rollout, indices, dist.rank() * len(indices), step=1))
+    return trainer.mini_dataset.collect()
+
+
+def outcome_of(call) -> str:
+    try:
+        call()
+    except NonFiniteError as problem:
+        return str(problem)
+    return ""
+
+
+def skip_case(assets: Path, out: Path) -> dict:
+    """Advantages and values that are not finite, with --on_nonfinite skip and at most one in a row."""
+    trainer, scored = trainer_for(assets, out / "skip", (3, 2), "--on_nonfinite", "skip", "--max_nonfinite_skips", 1)
+    experience = trainer.shaping.experience(scored, 1)
+    advantages = experience.advantages.clone()
+    advantages[5, 0] = math.nan
+    parts = list(trainer.mini_dataset.updates(replace(experience, advantages=advantages), 1, step=4))
+    bad = [any(bool(rows.advantages.isnan().any()) for rows in part.micro_batches) for part in parts]
+    [number] = [n for n, values in enumerate(zip(*dist.gather_objects(bad), strict=True)) if any(values)]
+    sums = MetricSums()
+    before = weights(trainer.engines.actor)
+    first = trainer.update_once(parts[number], sums, True, 4)
+    found = {"bad_ranks": [values[number] for values in dist.gather_objects(bad)], "norms": sorted(first.norms)}
+    found |= {"unmoved": torch.equal(weights(trainer.engines.actor), before), "names": sorted(sums.reduce())}
+    found["state"] = trainer.guard.state_dict()
+    found["after a good one"] = sorted(trainer.update_once(parts[1 - number], sums, True, 4).norms)
+    found["in a row"] = trainer.guard.state_dict()["in_a_row"]
+    trainer.update_once(parts[number], sums, True, 5)
+    found["stopped"] = outcome_of(lambda: trainer.update_once(parts[number], sums, True, 6))
+    values = scored.values.clone()
+    values[12, 0] = math.inf
+    state = trainer.shaping.state_dict()
+    found["rows"] = trainer.rows_check.experience(replace(scored, values=values), 7) is None
+    found["nothing adapted"] = trainer.shaping.state_dict() == state
+    return found
+
+
+def limits_case(assets: Path, out: Path) -> dict:
+    """How many of six updates are made under each limit, and what of a forbidden one reaches the weights."""
+    found = {}
+    for name, stages, words in (
+        ("none", (2, 0), ()), ("kl", (3, 1), ("--target_kl", 1e-6)), ("ratio", (2, 3), ("--max_log_ratio", 1e-4)),
+    ):  # fmt: skip
+        trainer, scored = trainer_for(assets, out / name, stages, *words)
+        experience = trainer.shaping.experience(scored, 1)
+        if name == "none":
+            for part in trainer.mini_dataset.updates(experience, 1, step=1):
+                trainer.update_once(part, MetricSums())
+                break
+            alone = [weights(engine) for engine in trainer.engines.trained.values()]
+        share = trainer.update(experience, 1)["policy/updates_done_share"]
+        found[name] = share
+        if name == "ratio":
+            now = [weights(engine) for engine in trainer.engines.trained.values()]
+            found["as after one"] = [
+                torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(alone, now, strict=True)
+            ]
+    return found
+
+
+def main() -> None:
+    assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
+    quiet_libraries()
+    dist.init()
+    torch.set_num_threads(1)
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # slow on a CPU, but it works
+    found = {f"{dtype} stage {stage}{' offload' * offload}": engine_case(stage, dtype, offload)
+             for stage, dtype, offload in CASES}  # fmt: skip
+    found["aligned"] = aligned_case()
+    found["smallest scale"] = smallest_scale_case()
+    found["skip"] = skip_case(assets, out)
+    found["limits"] = limits_case(assets, out)
+    (out / f"{dist.rank()}.json").write_text(json.dumps(found))
+    dist.shutdown()
+    leave(0)
+
+
+main()
