@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from dschat_ppo.checkpoint.engine_files import BackgroundWriter, host_copy, load_file
+from dschat_ppo.checkpoint.engine_files import BackgroundWriter, host_copy, load_file, model_states
 from dschat_ppo.errors import UserError
 
 
@@ -45,6 +45,13 @@ def test_length_and_digest_are_those_of_the_file(tmp_path):
     content = (tmp_path / "a.pt").read_bytes()
     assert written == {tmp_path / "a.pt": (len(content), hashlib.sha256(content).hexdigest())}
     assert len(content) > 80_000
+
+
+def test_a_file_is_flushed_to_the_disk_when_it_is_whole(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(os.fstat(number).st_size))
+    [(length, _)] = write({"numbers": torch.arange(100)}, tmp_path / "a.pt").values()
+    assert flushed == [length]
 
 
 def test_each_wait_tells_of_the_files_since_the_last_one(tmp_path):
@@ -145,6 +152,11 @@ def test_a_folder_that_cannot_be_made_is_told_by_wait_alone(tmp_path):
     with pytest.raises(NotADirectoryError):
         writer.wait()
     assert writer.wait() == {}
+
+
+def test_a_folder_without_states_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"actor: holds no states of an engine \(state/\*_model_states.pt is missing\)"):
+        model_states(tmp_path / "actor")
 
 
 def test_a_cut_file_is_named(tmp_path):

@@ -25,11 +25,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(folder):
+def found(assets, folder):
     """Part -> what each of its ranks reports."""
     reports = {}
     for part, ranks in RANKS.items():
-        succeed(deepspeed(ranks, "tests/workers/engine_states.py", folder, part))
+        succeed(deepspeed(ranks, "tests/workers/engine_states.py", assets, folder, part))
         reports[part] = [json.loads((folder / f"{part}.{rank}").read_text()) for rank in range(ranks)]
     return reports
 
@@ -50,7 +50,7 @@ def test_resumed_training_is_bit_equal(found):
         assert resumed["after"] == saved["after"], case
         assert resumed["end"] == saved["end"] != saved["saved"], case
         seen.append(case)
-    assert len(seen) == 2 + 2 * 14
+    assert len(seen) == 2 + 2 * 18
 
 
 def test_saving_changes_nothing_and_training_does_not_wait_for_the_disk(found):
@@ -61,6 +61,8 @@ def test_saving_changes_nothing_and_training_does_not_wait_for_the_disk(found):
 
 def test_the_schedule_is_past_its_warm_up_and_losses_fall(found):
     for case, saved, _ in saved_and_resumed(found):
+        if "unstarted" in case:
+            continue
         rates = [step[2] for step in saved["before"] + saved["after"]]
         if "fp16" not in case:
             assert rates[0] == 0 < rates[1] < rates[2], case
@@ -109,34 +111,45 @@ def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
     seen = []
     for case, how in resharded(found):
         assert not how["fits"], case
+        assert "saved by an engine of another layout" in how["refused"], case
         assert how["differing"] == [], case
-        assert len(how["names"]) == 6, case
         loaded, expected = how["steps"]
-        assert loaded == expected == [3 if "fp16" in case else 4], case
-        passes = 16 if how["source"] == "first" else 8  # of micro-batches of 2 of 8 rows, on 1 or 2 ranks, in 4 steps
-        assert how["counters"] == [4, 1 if "fp16" in case else 0, passes], case
+        skipped, steps = int("fp16" in case), 0 if "unstarted" in case else 4
+        assert loaded == expected == ([steps - skipped] if steps else []), case
+        assert how["counters"][:2] == [steps, skipped], case
         assert how["decays"] == pytest.approx([0.3, 0.0]), case
+        if "llama" not in case:
+            per_step = 4 if how["source"] == "first" else 2  # micro-batches of 2 of 8 rows, on 1 or 2 ranks
+            assert how["counters"][2:] == [steps * per_step], case
+            assert len(how["names"]) == 6, case
         seen.append(case)
-    assert len(seen) == 2 * 12 + 5
+    assert len(seen) == 2 * 15 + 5
 
 
 def test_half_precision_brings_its_fp32_masters_along(found):
     for case, how in resharded(found):
-        assert not how["masters_are_bf16"], case
+        assert not how["masters_are_bf16"] or "unstarted" in case, case
 
 
 def test_another_layout_goes_on_as_the_saved_one_did(found):
     for case, how in resharded(found):
         losses, expected = (np.array([step[0] for step in how[key]]) for key in ("after", "expected"))
         rates, expected_rates = (np.array([step[2] for step in how[key]]) for key in ("after", "expected"))
-        np.testing.assert_allclose(losses, expected, rtol=1e-4 if "bf16" not in case else 1e-2, err_msg=case)
-        np.testing.assert_array_equal(rates, expected_rates, err_msg=case)
+        same = 2 if "fp16 -> stage 2 bf16" in case else 3  # after two steps fp16 has left out another one
+        rtol = 1e-4 if "bf16" not in case else 1e-2
+        np.testing.assert_allclose(losses[:same], expected[:same], rtol=rtol, err_msg=case)
+        np.testing.assert_array_equal(rates[:same], expected_rates[:same], err_msg=case)
         assert np.abs(np.diff(expected)).max() > 1e-2, f"{case}: nothing was trained"
 
 
-def test_fp16_keeps_its_scale_in_another_layout(found):
-    scales = [[step[3] for step in how["after"]] for case, how in resharded(found) if "fp16" in case]
-    assert scales == [[2.0**10, 2.0**9, 2.0**9]] * 2
+def test_fp16_keeps_its_scale_in_another_layout_but_not_in_another_dtype(found):
+    scales = {
+        case.split(": ")[-1]: [step[3] for step in how["after"]] for case, how in resharded(found) if "fp16" in case
+    }
+    assert scales == {
+        "stage 2 fp16 -> stage 3 fp16": [2.0**10, 2.0**9, 2.0**9],
+        "stage 2 fp16 -> stage 2 bf16": [1.0, 1.0, 1.0],
+    }
 
 
 @pytest.mark.parametrize("case", ["stage 2 fp32", "stage 1 bf16", "stage 3 bf16"])

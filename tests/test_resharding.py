@@ -1,10 +1,21 @@
 """Pieces of parameters from one layout into another, without engines."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.checkpoint.universal import Fragment, Shard, gather, partitioned_fragments
+from dschat_ppo.checkpoint.universal import (
+    Fragment,
+    Shard,
+    _require_same_parameters,
+    gather,
+    partitioned_fragments,
+    read_shards,
+)
+from dschat_ppo.errors import UserError
 
 SHAPES = [{"a": torch.Size([2, 3]), "b": torch.Size([1])}, {"c": torch.Size([5])}]
 
@@ -73,3 +84,34 @@ def test_any_layout_into_any_other_gives_the_parameters_back(seed):
                 values = truth[piece.name][key][piece.start : piece.start + piece.length]
                 expected[piece.flat, piece.offset : piece.offset + piece.length] = values
             np.testing.assert_array_equal(np.stack([flat[key].numpy() for flat in found]), expected)
+
+
+def engine_with(**sizes):
+    """What the comparison of parameters looks at; `frozen` is not trained."""
+    weights = {torch.nn.Parameter(torch.zeros(size), requires_grad=name != "frozen"): name
+               for name, size in sizes.items()}  # fmt: skip
+    return SimpleNamespace(param_names=weights)
+
+
+def test_states_of_another_model_are_refused():
+    pieces = [Fragment("a", 0, 2, 0, 0), Fragment("b", 0, 1, 0, 2)], [Fragment("a", 2, 1, 0, 0)]
+    shards = [Shard(fragments, [], 1) for fragments in pieces]
+    _require_same_parameters(Path("actor"), shards, engine_with(a=3, b=1, frozen=9))
+    with pytest.raises(UserError, match=r"actor: .* differ: 1; the first is a with 3 elements there and 4 here"):
+        _require_same_parameters(Path("actor"), shards, engine_with(a=4, b=1))
+    with pytest.raises(UserError, match="the first is b with 1 elements there and 0 here"):
+        _require_same_parameters(Path("actor"), shards, engine_with(a=3))
+    with pytest.raises(UserError, match="differ: 2; the first is a with 2 elements there and 3 here"):
+        _require_same_parameters(Path("actor"), shards[:1], engine_with(a=3, b=1, c=1))
+
+
+def test_a_missing_file_of_a_rank_is_named(tmp_path):
+    common = {"optimizer": None, "dp_world_size": 2, "param_shapes": SHAPES}
+    state = {"fp32_flat_groups": [torch.zeros(4), torch.zeros(3)], "optimizer_state_dict": {"state": {}}}
+    (tmp_path / "state").mkdir()
+    name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": state}, tmp_path / "state" / ("bf16_" + name.format(0)))
+    with pytest.raises(UserError, match=f"the states of rank 1 of 2 are missing .state/{name.format(1)}"):
+        read_shards(tmp_path, common)
+    torch.save({"optimizer_state_dict": state}, tmp_path / "state" / name.format(1))
+    assert [len(shard.fragments) for shard in read_shards(tmp_path, common)] == [3, 2]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, cast
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -106,7 +106,7 @@ class _HashedFile:
     When a write fails, torch's archive writer goes on to fail with a RuntimeError of its own, which hides the reason.
     """
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: IO[bytes]):
         self._file = file
         self._hash = hashlib.sha256()
         self.length = 0
@@ -134,7 +134,7 @@ def _write(state: dict[str, Any], path: Path) -> tuple[int, str]:
     with open(path, "wb") as file:
         hashed = _HashedFile(file)
         try:
-            torch.save(state, hashed)
+            torch.save(state, cast(IO[bytes], hashed))
         except RuntimeError:
             if hashed.problem is None:
                 raise
@@ -195,12 +195,13 @@ def flat_masters(engine: Any) -> list[Tensor]:
 
 def layout(engine: Any) -> dict[str, Any]:
     """What must be the same for `load_engine`; the same on every rank."""
+    masters = flat_masters(engine)
     return {
         "ranks": world_size(),
         "ZeRO stage": engine.zero_optimization_stage(),
         "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
         "optimizer": type(engine.basic_optimizer).__name__,
-        "elements": [tensor.numel() for tensor in flat_masters(engine)],
+        "elements": f"{sum(tensor.numel() for tensor in masters)} in {len(masters)} tensors",
     }
 
 
@@ -241,9 +242,10 @@ def load_engine(engine: Any, folder: Path) -> None:
     Raises:
         UserError: another layout (see `universal.load_engine_resharded`), or a file that is missing or not safe.
     """
-    saved, own = model_states(folder).get(LAYOUT), layout(engine)
-    if saved != own:
-        raise UserError(f"{folder}: saved with {saved}, but this run has {own}")
+    saved, own = model_states(folder).get(LAYOUT, {}), layout(engine)
+    differing = [f"{name} {saved.get(name)} there and {own[name]} here" for name in own if saved.get(name) != own[name]]
+    if differing:
+        raise UserError(f"{folder}: saved by an engine of another layout ({', '.join(differing)})")
     with _files_of(engine, BackgroundWriter()), quiet_prints():
         loaded, _ = engine.load_checkpoint(str(folder), tag=TAG)
     if loaded is None:

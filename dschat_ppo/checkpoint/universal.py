@@ -5,13 +5,13 @@ the same order. A `Fragment` says which elements of which parameter lie where. W
 saved and those of the engine that loads, every piece is copied straight from the mapped files to where it belongs: no
 second set of files, no more memory than this rank's own part, and nothing unpickled but what `load_file` allows.
 
-DeepSpeed's own way, `ds_to_universal` and `load_universal`, was tried (0.19.8) and is the oracle of the tests, but it
-is not what runs here:
-
-- Its folder fits the stage that saved it: `zero/optimizer_state.pt` of stages 1 and 2 has no `optimizer_state_dict`,
-  which stage 3 reads. Stage 0 in fp32 has no ZeRO files to convert at all.
-- Stage 3 takes the settings of the first parameter group for all groups: biases and norms would begin to decay.
-- It unpickles with `weights_only=False`, and writes everything twice, one file for each parameter and state.
+DeepSpeed's own way is a universal checkpoint: `ds_to_universal` converts, `load_universal` loads. It was tried (0.19.8;
+2 ranks to 1) and does not do: a folder that stage 2 saved cannot be loaded by stage 3, nor the other way round, because
+each looks for the other's files; stage 3 takes the settings of the first parameter group for all groups, so biases and
+norms begin to decay, and the third loss differs by 1 %; stage 0 has no files that can be converted; everything is
+unpickled with `weights_only=False` and written twice more. `safe_set_full_optimizer_state` does not do either: at
+stages 1 and 2 it knows no moments but those of the first parameter group, and of none before a step was made. The
+files of stages 1 to 3 can still be converted by `ds_to_universal` for use elsewhere; the tests compare with it.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def _require_same_parameters(folder: Path, shards: Sequence[Shard], engine: Any)
     if differing:
         name = differing[0]
         raise UserError(
-            f"{folder}: holds the states of another model: {len(differing)} parameters differ, the first is {name} "
-            f"with {saved.get(name, 0)} elements there and {own.get(name, 0)} here"
+            f"{folder}: holds the states of another model (parameters that differ: {len(differing)}; the first is {name} "
+            f"with {saved.get(name, 0)} elements there and {own.get(name, 0)} here)"
         )
 
 
@@ -247,7 +247,7 @@ def _install(engine: Any, flats: Sequence[Mapping[str, Tensor]], steps: int, los
     """Hand the flat tensors to the engine in the shape of its own state dict."""
     masters = flat_masters(engine)
     counts_in_tensors = isinstance(engine.basic_optimizer, torch.optim.AdamW)  # DeepSpeed's counts in an int
-    moments = {}
+    moments: dict[int, dict[str, Any]] = {}
     if steps:
         for number, (master, flat) in enumerate(zip(masters, flats, strict=True)):
             moments[number] = {key: flat[key].view_as(master) for key in MOMENTS}

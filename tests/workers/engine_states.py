@@ -1,6 +1,6 @@
 """Saves engines of many layouts, trains on, loads the files into fresh engines and trains those: what was found.
 
-engine_states.py FOLDER first|main|last
+engine_states.py ASSETS FOLDER first|main|last
 
 `first` (1 rank) saves what `main` (2 ranks) loads; `main` saves what `last` (1 rank) loads. Each rank writes to
 FOLDER/PART.RANK.
@@ -17,7 +17,6 @@ from threading import Event
 
 import cpuinfo
 import torch
-import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
@@ -28,6 +27,9 @@ from dschat_ppo.common.launch import leave
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.engine.build import OptimizerSettings, learning_rate, optimizer_step, train_engine
 from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.loading import load_causal_lm
+from dschat_ppo.models.policy import PolicyModel
 
 BEFORE, AFTER = 4, 3
 ROWS, WORDS, VOCABULARY = 8, 5, 13
@@ -40,9 +42,12 @@ class Case:
     stage: int
     dtype: str = "fp32"
     offload: bool = False
+    llama: bool = False  # built as the trainers do, under ZeRO-3 in partitions
+    begun: int = BEFORE  # steps before the save
 
     def __str__(self) -> str:
-        return f"stage {self.stage} {self.dtype}{' offload' if self.offload else ''}"
+        marks = {"offload": self.offload, "llama": self.llama, "unstarted": not self.begun}
+        return " ".join([f"stage {self.stage} {self.dtype}", *(mark for mark, there in marks.items() if there)])
 
 
 class Tiny(nn.Module):
@@ -70,7 +75,11 @@ def build(case: Case, seed: int = 0):
     overlay = OVERLAY | ({"fp16": {"initial_scale_power": 10}} if case.dtype == "fp16" else {})
     config = train_config(case.stage, case.dtype, case.offload, dist.world_size(), 1.0, overlay)
     settings = OptimizerSettings(0.05, 0.3, "cosine", 2, 20, (0.9, 0.95), 1e-8)
-    return train_engine(Tiny(seed), config, settings)
+    return train_engine(llama(case, config) if case.llama else Tiny(seed), config, settings)
+
+
+def llama(case: Case, config) -> PolicyModel:
+    return PolicyModel(load_causal_lm(str(Path(sys.argv[-3]) / "lm"), case.dtype, config))
 
 
 def train(engine, steps) -> list[list[float]]:
@@ -83,14 +92,18 @@ def train(engine, steps) -> list[list[float]]:
         too_large = engine.fp16_enabled() and step in OVERFLOWS
 
         def loss_of(part, losses=losses, factor=1e6 if too_large else 1.0):
-            logits = engine(part[:, :-1]).float()
-            loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum") / (ROWS * (WORDS - 1))
+            if isinstance(engine.module, PolicyModel):
+                logprobs, _ = engine(part, torch.ones_like(part, dtype=torch.bool))
+            else:
+                scores = engine(part[:, :-1]).float().log_softmax(dim=-1)
+                logprobs = scores.gather(2, part[:, 1:, None])
+            loss = -logprobs.sum() / (ROWS * (WORDS - 1))
             losses.append(loss.detach())
             return loss * factor
 
         rate = learning_rate(engine)
         norm = optimizer_step(engine, mine.split(2), loss_of)
-        scale = engine.optimizer.cur_scale if engine.fp16_enabled() else 1.0
+        scale = getattr(engine.optimizer, "cur_scale", 1.0)
         found.append([float(dist.all_reduce(torch.stack(losses).sum())), norm, rate, float(scale)])
     return found
 
@@ -113,19 +126,19 @@ def digest(engine) -> str:
 
 def full_states(engine) -> dict[str, dict[str, torch.Tensor]]:
     """Name -> fp32 weight and moments, whole, by DeepSpeed's own functions. Collective."""
-    if engine.zero_optimization() and engine.zero_optimization_stage() < 3:
+    if engine.zero_optimization_stage() in (1, 2) and engine.basic_optimizer.state:
         engine.optimizer._hp_optimizer_states_linked = False  # by itself it links the first group alone
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
     for weight, name in engine.param_names.items():
         if not weight.requires_grad:
             continue
+        keys = universal.MOMENTS if engine.basic_optimizer.state else ()
         if engine.zero_optimization():
-            states = {key: safe_get_full_optimizer_state(weight, key) for key in universal.MOMENTS}
+            states = {key: safe_get_full_optimizer_state(weight, key) for key in keys}
             found[name] = {universal.WEIGHTS: safe_get_full_fp32_param(weight), **states}
         else:
-            found[name] = {universal.WEIGHTS: weight, **engine.optimizer.state[weight]}
-            del found[name]["step"]
+            found[name] = {universal.WEIGHTS: weight, **{key: engine.optimizer.state[weight][key] for key in keys}}
     return {name: {key: value.detach().clone() for key, value in states.items()} for name, states in found.items()}
 
 
@@ -136,13 +149,14 @@ def steps_of(engine) -> list[int]:
 def save_and_go_on(case: Case, folder: Path) -> dict:
     """Train, save, train on while nothing is written yet, then let it be written."""
     engine, writer = build(case), engine_files.BackgroundWriter()
-    before = train(engine, range(BEFORE))
+    before = train(engine, range(case.begun))
     saved, full, steps = digest(engine), full_states(engine), steps_of(engine)
     gate = Event()
     writer._thread.submit(gate.wait)
+    own_files = engine.checkpoint_engine
     engine_files.save_engine(engine, folder, writer)
-    undisturbed = digest(engine) == saved
-    after = train(engine, range(BEFORE, BEFORE + AFTER))
+    undisturbed = digest(engine) == saved and engine.checkpoint_engine is own_files
+    after = train(engine, range(case.begun, case.begun + AFTER))
     found = {"pending": not writer.done(), "undisturbed": undisturbed}
     gate.set()
     written = writer.wait()
@@ -160,7 +174,7 @@ def resume(case: Case, folder: Path) -> dict:
     fits = engine_files.has_layout_of(engine, folder)
     engine_files.load_engine(engine, folder)
     loaded = digest(engine)
-    after = train(engine, range(BEFORE, BEFORE + AFTER))
+    after = train(engine, range(case.begun, case.begun + AFTER))
     return {"other": other, "fits": fits, "loaded": loaded, "after": after, "end": digest(engine)}
 
 
@@ -169,6 +183,11 @@ def reshard(case: Case, folder: Path) -> dict:
     expected = torch.load(folder / "expected.pt", weights_only=True)
     engine = build(case, seed=1)
     fits = engine_files.has_layout_of(engine, folder)
+    try:
+        engine_files.load_engine(engine, folder)
+        refused = ""
+    except UserError as problem:
+        refused = str(problem)
     universal.load_engine_resharded(engine, folder)
     full = full_states(engine)
     differing = [
@@ -176,13 +195,14 @@ def reshard(case: Case, folder: Path) -> dict:
         if not torch.equal(full[name][key], value)
     ]  # fmt: skip
     half = all(torch.equal(v["fp32"], v["fp32"].bfloat16().float()) for v in expected["full"].values())
-    counters = [engine.global_steps, engine.skipped_steps, int(engine.module.passes)]
+    counters = [engine.global_steps, engine.skipped_steps, int(getattr(engine.module, "passes", 0))]
     decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
     steps, names = steps_of(engine), sorted(full)
-    after = train(engine, range(BEFORE, BEFORE + AFTER))
+    after = train(engine, range(case.begun, case.begun + AFTER))
     return {
-        "fits": fits, "differing": differing, "masters_are_bf16": half, "counters": counters, "decays": decays,
-        "steps": [steps, expected["steps"]], "names": names, "after": after, "expected": expected["after"],
+        "fits": fits, "refused": refused, "differing": differing, "masters_are_bf16": half, "counters": counters,
+        "decays": decays, "steps": [steps, expected["steps"]], "names": names,
+        "after": after, "expected": expected["after"],
     }  # fmt: skip
 
 
@@ -192,6 +212,7 @@ SAVED = {
         *(Case(stage) for stage in range(4)), *(Case(stage, "bf16") for stage in (1, 2, 3)),
         *(Case(stage, dtype, offload=True) for stage in (2, 3) for dtype in ("fp32", "bf16")),
         *(Case(stage, "fp16") for stage in (1, 2, 3)),
+        *(Case(stage, begun=0) for stage in (0, 2, 3)), Case(3, "bf16", llama=True),
     ],
     "last": [],
 }  # fmt: skip
@@ -210,6 +231,9 @@ RESHARDED = {
         ("main", Case(2, "bf16", offload=True), Case(3, "bf16")),
         ("main", Case(2, "fp16"), Case(3, "fp16")),
         ("main", Case(3, "bf16"), Case(3, "fp32")),
+        ("main", Case(2, "fp16"), Case(2, "bf16")),
+        ("main", Case(2, begun=0), Case(3, begun=0)),
+        ("main", Case(3, "bf16", llama=True), Case(2, "bf16", llama=True)),
     ],
     "last": [
         ("main", Case(3), Case(2)),
