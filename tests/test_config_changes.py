@@ -55,7 +55,6 @@ HARMLESS_WORDS = [
     ("ppo", "--rollout_rows 7"), ("ppo", "--prepack_weights False"), ("ppo", "--reward_workers 5"),
     ("ppo", "--remote_reward_timeout 5"), ("ppo", "--generation_batches 2"), ("ppo", "--print_answers True"),
     ("ppo", "--per_device_training_batch_size 4"), ("ppo", "--per_device_generation_batch_size 4"),
-    ("ppo", "--save_best False"),
 ]  # fmt: skip
 SERIOUS_WORDS = [
     ("sft", "--learning_rate 2e-3"), ("sft", "--seed 2"), ("sft", "--dtype fp32"), ("sft", "--data_path a b"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dschat_ppo import __version__
+import dschat_ppo
 from dschat_ppo.checkpoint.choose import About
 from dschat_ppo.checkpoint.engine_files import BackgroundWriter, has_layout_of, load_engine, save_engine
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
@@ -158,7 +158,7 @@ class Keeper:
             update=update,
             world_size=dist.world_size(),
             config=self._about.config,
-            versions={"dschat_ppo": __version__, **{name: version(name) for name in PACKAGES}},
+            versions={"dschat_ppo": dschat_ppo.__version__, **{name: version(name) for name in PACKAGES}},
             data=self._about.data,
             files={},
             best=self._subject.is_best,

@@ -48,13 +48,9 @@ class RunLock:
 
         Where the file system knows no locks a warning says so, and nothing is locked.
 
-        A folder that this process has locked already stays so: several steps may follow one another in one process.
-
         Raises:
             UserError: another run holds it, or the folder cannot be written; the same on all ranks.
         """
-        if _is_ours(folder):
-            return cls(None)
         processes = dist.gather_objects((socket.gethostname(), os.getpid()))
         first = _take_alone(folder, processes) if dist.is_main() else (None, None)
         locked, problem = dist.broadcast_object((first[0] is not None, first[1]))
@@ -74,12 +70,6 @@ class RunLock:
             _held.remove(self._number)
             os.close(self._number)
         self._number = None
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether this process holds the lock. As ranks take and give it together, all find the same."""
-    path = folder / FILE_NAME
-    return path.exists() and any(os.path.samestat(path.stat(), os.fstat(number)) for number in _held)
 
 
 def _take_alone(folder: Path, processes: list[tuple[str, int]]) -> tuple[int | None, str | None]:

@@ -26,6 +26,8 @@ from dschat_ppo.errors import StopRequested, UserError
 
 RESULT, METRICS, CONFIG = "result.json", "metrics.jsonl", "config.yaml"
 
+_LOCKED: dict[Path, RunLock] = {}  # output folders of this process, until it ends
+
 
 def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[torch.device, Path]:
     """Join the ranks, lock the output folder and check it against the models that are read and against earlier runs,
@@ -45,7 +47,8 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
     quiet_libraries()
     device = dist.init()
-    RunLock.acquire(folder)
+    if folder.resolve() not in _LOCKED:  # several steps may follow one another in one process
+        _LOCKED[folder.resolve()] = RunLock.acquire(folder)
     keep_log(folder)
     watchdog.start(config.safety.collective_timeout)
     _look_at_earlier_outputs(folder, config, run)
