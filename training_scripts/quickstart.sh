@@ -25,9 +25,10 @@ run_step() { # run_step NAME SCRIPT ARGS...: skipped if NAME is done, timed if n
         return
     fi
     echo "quickstart: step '$name'"
+    local start=$SECONDS anew=() # a step that was interrupted goes on from its last checkpoint
+    [ "$redo" = no ] || anew=(--overwrite_output_dir)
     redo=yes
-    local start=$SECONDS
-    bash "$@" --overwrite_output_dir
+    bash "$@" "${anew[@]}"
     echo $((SECONDS - start)) >"$out/$name.seconds"
 }
 

@@ -13,7 +13,7 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
 fi
 
 if [ ! -e "$out/sft/result.json" ]; then
-    bash "$top/training_scripts/toy/run_sft_addition.sh" "$out/toy" "$out/sft" --overwrite_output_dir
+    bash "$top/training_scripts/toy/run_sft_addition.sh" "$out/toy" "$out/sft"
 fi
 
 deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/training/step3_ppo/main.py" \
@@ -36,4 +36,4 @@ deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/trainin
     --num_warmup_steps 2 \
     --actor_zero_stage 3 \
     --dtype bf16 \
-    --output_dir "$out/grpo" --overwrite_output_dir "$@"
+    --output_dir "$out/grpo" "$@"
