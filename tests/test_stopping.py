@@ -2,10 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
+from datasets import Dataset
 
 from dschat_ppo.common import stopping
+from dschat_ppo.errors import StopRequested
 
 
 @pytest.fixture(autouse=True)
@@ -71,24 +76,48 @@ def test_forked_processes_do_not_take_part():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+def test_helpers_that_end_with_the_launchers_signal():
+    """A real pool of `datasets`, whose processes die of the signal that the launcher sends to all."""
+
+    def killed_pool(with_signal: bool) -> None:
+        rows = Dataset.from_dict({"x": list(range(4))})
+        os.environ["STOP_THE_PARENT"] = str(int(with_signal))
+        rows.map(end_this_process, num_proc=2, load_from_cache_file=False)
+
+    stopping.install()
+    with pytest.raises(RuntimeError, match="abruptly died"), stopping.helpers_may_end("prepared the data"):
+        killed_pool(with_signal=False)
+    said = r"^stopped \(SIGTERM\) while it prepared the data; run the same command again$"
+    with pytest.raises(StopRequested, match=said), stopping.helpers_may_end("prepared the data"):
+        killed_pool(with_signal=True)
+    with pytest.raises(ZeroDivisionError), stopping.helpers_may_end("prepared the data"):
+        raise ZeroDivisionError
+
+
+def end_this_process(_row):
+    if os.environ["STOP_THE_PARENT"] == "1":
+        os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+SHELL = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+"""
+RUN = """
+import os, time
+from dschat_ppo.common import stopping
+parent = os.getppid()
+stopping.install()
+while os.getppid() == parent:
+    time.sleep(0.01)
+print("asked to stop" if stopping.requested() else "goes on", flush=True)
+"""
+
+
 def test_a_parent_that_is_no_launcher_may_end():
     """As with nohup: the shell goes, the run stays."""
-    read, write = os.pipe()
-    middle = os.fork()
-    if not middle:
-        child = os.fork()
-        if child:
-            os.waitpid(child, os.WNOHANG)
-            os._exit(0)
-        stopping.install()
-        parent = os.getppid()
-        while os.getppid() == parent and parent == os.getppid():
-            if os.getppid() != os.getpgrp() and stopping.requested():
-                break
-            parent = 0
-        os.write(write, b"stop" if stopping.requested() else b"go on")
-        os._exit(0)
-    os.waitpid(middle, 0)
-    os.close(write)
-    assert os.read(read, 10) == b"go on"
-    os.close(read)
+    shell = [sys.executable, "-c", SHELL + "import time; time.sleep(3)", RUN]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "goes on\n"
