@@ -12,19 +12,29 @@ ROOT = Path(__file__).parent.parent
 
 def deepspeed(ranks: int, script: str | Path, *words: object, timeout: int = 300) -> subprocess.CompletedProcess[str]:
     """Run `script` (relative to the repository) on this many ranks, as a user would; output is kept in the result."""
+    return run(deepspeed_command(ranks, script, *words), timeout)
+
+
+def deepspeed_command(ranks: int, script: str | Path, *words: object) -> list[str]:
+    """The command that starts these ranks, on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
-    command += ["--master_port", str(port), str(ROOT / script), *map(str, words)]
-    return run(command, timeout)
+    return [*command, "--master_port", str(port), str(ROOT / script), *map(str, words)]
+
+
+def environment() -> dict[str, str]:
+    """This one, with one thread and this interpreter's programs first in PATH."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return env | {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
 
 
 def run(command: list[str], timeout: int = 300) -> subprocess.CompletedProcess[str]:
-    """Run a command from the repository's top with one thread and this interpreter's programs first in PATH."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=timeout, check=False)
+    """Run a command from the repository's top."""
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=timeout, check=False
+    )
 
 
 def succeed(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:

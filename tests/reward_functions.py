@@ -118,6 +118,20 @@ def leaves_a_process(response):
     time.sleep(60)
 
 
+def ends_its_processes(response):
+    """Writes its numbers into the file that the response names, waits, ends two processes of its own by SIGTERM."""
+    Path(response).write_text(f"{os.getpid()} {os.getppid()} 0")
+    time.sleep(1.0)
+    forked = os.fork()
+    if not forked:
+        time.sleep(60)
+    time.sleep(0.5)
+    os.kill(forked, signal.SIGTERM)
+    started = subprocess.Popen(["sleep", "60"])
+    started.terminate()
+    return -float(started.wait() + os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
+
+
 def by_position(response, /):
     return 1.0
 

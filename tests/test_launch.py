@@ -1,10 +1,21 @@
 """Exit codes, and what is said when something is wrong."""
 
+import os
+import signal
+
 import pytest
 
+from dschat_ppo.common import stopping
 from dschat_ppo.common.launch import run_step
-from dschat_ppo.common.phases import PhaseClock, announce, current_phase
-from dschat_ppo.errors import UserError
+from dschat_ppo.common.phases import PhaseClock, announce, announce_step, begin_anew, current_phase, where
+from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    yield
+    stopping.restore()
+    begin_anew()
 
 
 def test_success_returns_0():
@@ -19,17 +30,53 @@ def test_user_error_is_one_line_and_exit_code_2(capsys):
     assert capsys.readouterr().err == "error: --data_path nowhere: no such file\n"
 
 
-def test_other_exceptions_propagate_after_rank_and_phase(capsys):
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [(ZeroDivisionError("boom"), 1), (KeyboardInterrupt("boom"), 1), (NonFiniteError("boom"), 3)],
+    ids=["unexpected", "interrupt", "not finite"],
+)
+def test_other_exceptions_are_one_message_with_rank_phase_and_step(capsys, problem, code):
     clock = PhaseClock()
 
     def train(_config):
         announce("load models")
+        announce_step(7)
         with clock.phase("score"):
-            raise ZeroDivisionError("boom")
+            raise problem
 
-    with pytest.raises(ZeroDivisionError, match="boom"):
-        run_step(lambda argv: argv, train, [])
-    assert "rank 0 failed in phase 'score':" in capsys.readouterr().err
+    assert run_step(lambda argv: argv, train, []) == code
+    first, second, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "rank 0 failed in phase 'score' at step 7:"
+    assert second == "Traceback (most recent call last):"
+    assert last.endswith(f"{type(problem).__name__}: boom")
+
+
+def test_without_steps_there_is_no_step_in_the_message(capsys):
+    def train(_config):
+        raise ZeroDivisionError
+
+    assert run_step(lambda argv: argv, train, []) == 1
+    assert capsys.readouterr().err.startswith("rank 0 failed in phase 'start':\n")
+
+
+def test_a_stop_on_request_is_no_failure(capsys):
+    def train(_config):
+        raise StopRequested("saved; run the same command again to go on")
+
+    assert run_step(lambda argv: argv, train, []) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("saved; run the same command again to go on\n", "")
+
+
+def test_signals_are_noted_while_a_step_runs():
+    noted = []
+
+    def train(_config):
+        os.kill(os.getpid(), signal.SIGTERM)
+        noted.append(stopping.requested())
+
+    assert run_step(lambda argv: argv, train, []) == 0
+    assert noted == [True]
 
 
 def test_phases_nest_and_add_up():
@@ -39,6 +86,7 @@ def test_phases_nest_and_add_up():
         with clock.phase("train"):
             clock.count_tokens("train", 5)
             assert current_phase() == "train"
+            assert where() == "phase 'train'"
     seconds, tokens, peak = clock.take()
     assert tokens == {"train": 10}
     assert seconds["train"] > 0

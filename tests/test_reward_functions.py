@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -319,6 +320,23 @@ def wait_until_gone(pids: list[int]) -> None:
 def test_a_call_that_is_killed_leaves_no_process(tmp_path):
     ask("leaves_a_process", of_responses(str(tmp_path / "numbers")), workers=1, timeout=2.0)
     wait_until_gone(numbers_in(tmp_path / "numbers"))
+
+
+def test_signals_of_the_launcher_do_not_reach_a_function(tmp_path):
+    """It sends SIGTERM to all below it while the trainer wants the rewards of its last step."""
+    file = tmp_path / "numbers"
+
+    def signal_both_halves():
+        for pid in numbers_in(file)[:2]:
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
+
+    thread = threading.Thread(target=signal_both_halves)
+    thread.start()
+    try:
+        assert ask("ends_its_processes", of_responses(str(file)), workers=1) == ([30.0], 0)  # two ended by signal 15
+    finally:
+        thread.join()
 
 
 PARENT = """

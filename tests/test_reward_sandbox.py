@@ -1,13 +1,16 @@
 """Programs in the sandbox: what passes, what is limited, and what cannot be reached. Each program is run for real."""
 
 import os
+import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from dschat_ppo.rewards.sandbox import Limits, code_of, code_tests, missing_isolation, run_tests
+from dschat_ppo.rewards.sandbox import CHILD, Limits, code_of, code_tests, missing_isolation, run_tests
 
 LIMITS = Limits(cpu_seconds=2, wall_seconds=5.0)
 ADD = "def add(a, b):\n    return a + b\n"
@@ -249,3 +252,29 @@ def test_nothing_is_left(tmp_path, monkeypatch):
 def test_too_little_memory_is_a_fault_not_a_score():
     with pytest.raises(RuntimeError, match="did not come to run"):
         run_tests("", ["assert True"], Limits(wall_seconds=0.001))
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_signals_of_the_launcher_do_not_reach_a_program(namespaces):
+    """It sends SIGTERM to all below it; the program's own processes are ended by it as usual."""
+    reached = []
+
+    def signal_all():
+        deadline = time.monotonic() + 10
+        while len(reached) < 2 and time.monotonic() < deadline:
+            time.sleep(0.5)  # the program runs
+            for process in psutil.Process().children(recursive=True):
+                if str(CHILD) in process.cmdline():
+                    process.send_signal(signal.SIGTERM)
+                    process.send_signal(signal.SIGINT)
+                    reached.append(process.pid)
+
+    program = "import os, signal, time\ntime.sleep(2)\n"
+    own = "child = os.fork()\nif not child:\n    time.sleep(60)\ntime.sleep(0.5)\nos.kill(child, signal.SIGTERM)\n"
+    tests = ["assert True", own + "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -15"]
+    thread = threading.Thread(target=signal_all)
+    thread.start()
+    outcome = run_tests(program, tests, LIMITS, namespaces)
+    thread.join()
+    assert len(reached) >= 2
+    assert outcome.passed == [True, "processes" not in outcome.missing]  # it may not fork where they are not counted

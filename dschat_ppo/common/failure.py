@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -25,6 +26,7 @@ NOT_WRITTEN = 4  # the disk is full, or the output may not be written
 RANK_LOST = 5  # a rank hung, or is gone without a word
 
 _CANNOT_WRITE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+_OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_"
 # What gloo, NCCL and the store of torch.distributed say when the process at the other end has ended.
 _OTHER_END_IS_GONE = (
     "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed",
@@ -163,8 +165,9 @@ def open_board() -> Board:
         return Board(None)
     # the same for all ranks of one launch on this machine, and of no other launch
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    name = f"dschat_ppo_{os.getuid()}_{address}_{port}_{os.getppid()}_{launcher.started}".replace("/", "_")
+    name = f"{_OWN_FOLDERS}{address}_{port}_{os.getppid()}_{launcher.started}".replace("/", "_")
     folder = Path(tempfile.gettempdir(), name)
+    _sweep()
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.lstat().st_uid != os.getuid():  # the place is everybody's: another user may have been there first
@@ -175,3 +178,15 @@ def open_board() -> Board:
     except OSError:
         return Board(None)
     return Board(folder)
+
+
+def _sweep() -> None:
+    """Take away folders of runs whose ranks were all killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_OWN_FOLDERS}*"):
+        numbers = re.fullmatch(r".*_(\d+)_(\d+)", folder.name)
+        if numbers is None:
+            continue
+        launcher = look_up(int(numbers[1]))
+        launcher_works = launcher is not None and launcher.started == int(numbers[2])
+        if not launcher_works and not any(Board(folder)._present().values()):
+            shutil.rmtree(folder, ignore_errors=True)

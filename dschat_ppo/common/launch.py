@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from dschat_ppo.common import dist, phases, stopping, watchdog
 from dschat_ppo.common.failure import DONE, RANK_LOST, Board, exit_code, open_board, other_end_is_gone
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.progress import beat
 from dschat_ppo.common.rank_log import log_path, to_log
 from dschat_ppo.errors import StopRequested, UserError
 
@@ -60,6 +61,7 @@ def _tell_user(board: Board, problem: UserError) -> int:
     while not dist.is_main() and board.claimed() is None and time.monotonic() < deadline:
         if stopping.requested() and not board.is_present(0):
             return exit_code(problem)  # rank 0 has spoken and is gone, and the launcher ends the others
+        beat()
         time.sleep(0.05)
     claim = board.claim(exit_code(problem))
     line = " ".join(str(problem).split())

@@ -21,37 +21,44 @@ from dschat_ppo.errors import UserError
 _FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 
 
-class _RankLog(logging.StreamHandler[TextIO]):
-    """Writes records with time and phase; that it cannot (a full disk) is said once."""
+class _RankLog(logging.Handler):
+    """Writes records with time and phase; that it cannot (a full disk) is said once.
 
-    def __init__(self, stream: TextIO):
-        super().__init__(stream)
+    Each line is one write to the file's end, without a buffer: nothing is lost when the process is killed.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.failed = False
+
+    def write(self, text: str) -> None:
+        """Write lines. Raises `OSError`."""
+        os.write(self.descriptor, f"{text}\n".encode("utf-8", errors="backslashreplace"))
+
+    def write_if_possible(self, text: str) -> None:
+        """Write lines, or say that it is not possible."""
+        try:
+            self.write(text)
+        except OSError as problem:
+            if not self.failed:
+                self.failed = True
+                print(f"rank {rank()}: {self.path} cannot be written ({problem.strerror}); the run goes on without it",
+                      file=sys.stderr, flush=True)  # fmt: skip
 
     def emit(self, record: logging.LogRecord) -> None:
         record.where = where()
-        super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name is logging's
-        problem = sys.exc_info()[1]
-        if isinstance(problem, OSError):
-            self.say_once(problem)
+        try:
+            line = self.format(record)
+        except (TypeError, ValueError, KeyError):  # arguments that do not fit the message
+            self.handleError(record)
         else:
-            super().handleError(record)
-
-    def say_once(self, problem: OSError) -> None:
-        """The log cannot be written: for the user."""
-        if not self.failed:
-            self.failed = True
-            text = (
-                f"rank {rank()}: {self.stream.name} cannot be written ({problem.strerror}); the run goes on without it"
-            )
-            print(text, file=sys.stderr, flush=True)
+            self.write_if_possible(line)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    path: Path
     handler: _RankLog
     show_warning: Callable[..., Any]
     loggers: tuple[logging.Logger, ...]
@@ -73,11 +80,10 @@ def keep_log(folder: Path) -> None:
     path = folder / "logs" / f"rank_{rank()}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("a", encoding="utf-8", errors="backslashreplace")
-        print(_heading(), file=stream, flush=True)
+        handler = _RankLog(path)
+        handler.write(_heading())
     except OSError as problem:
         raise UserError(f"--output_dir {folder}: {path} cannot be written ({problem.strerror})") from None
-    handler = _RankLog(stream)
     handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
     if not root.handlers and logging.lastResort is not None:
@@ -86,9 +92,9 @@ def keep_log(folder: Path) -> None:
     for log in loggers:
         if log is root or not log.propagate:
             log.addHandler(handler)
-    _KEPT.append(_Kept(path, handler, warnings.showwarning, loggers))
+    _KEPT.append(_Kept(handler, warnings.showwarning, loggers))
     warnings.showwarning = _show_and_keep
-    faulthandler.enable(stream)
+    faulthandler.enable(handler.descriptor)
 
 
 def end_log() -> None:
@@ -99,12 +105,13 @@ def end_log() -> None:
         for log in kept.loggers:
             log.removeHandler(kept.handler)
         faulthandler.enable(sys.__stderr__ or 2)
-        kept.handler.stream.close()
+        kept.handler.close()
+        os.close(kept.handler.descriptor)
 
 
 def log_path() -> Path | None:
     """The file that is kept, or None."""
-    return _KEPT[-1].path if _KEPT else None
+    return _KEPT[-1].handler.path if _KEPT else None
 
 
 def to_log(text: str) -> None:
@@ -113,15 +120,7 @@ def to_log(text: str) -> None:
     Takes no lock: the watchdog calls it while the thread that hangs may hold any.
     """
     for kept in _KEPT:
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank()} [{where()}] {text}\n"
-        try:
-            number = os.open(kept.path, os.O_WRONLY | os.O_APPEND)
-            try:
-                os.write(number, line.encode("utf-8", errors="backslashreplace"))
-            finally:
-                os.close(number)
-        except OSError as problem:
-            kept.handler.say_once(problem)
+        kept.handler.write_if_possible(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank()} [{where()}] {text}")
 
 
 def _heading() -> str:

@@ -6,12 +6,15 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from dschat_ppo.common.processes import command, look_up
+from dschat_ppo.errors import StopRequested
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _RUNNERS = {"deepspeed", "ds"}
@@ -78,6 +81,21 @@ def reason() -> str | None:
     if _REQUESTS.signal is not None:
         return signal.Signals(_REQUESTS.signal).name
     return "the launcher has ended" if _launcher_is_gone() else None
+
+
+@contextmanager
+def helpers_may_end(doing: str) -> Iterator[None]:
+    """For a block that starts processes of its own: the launcher's SIGTERM reaches them too, and they end at once.
+
+    Raises:
+        StopRequested: in the place of the `RuntimeError` that this is to the block.
+    """
+    try:
+        yield
+    except RuntimeError:
+        if not requested():
+            raise
+        raise StopRequested(f"stopped ({reason()}) while it {doing}; run the same command again") from None
 
 
 def _note(number: int, _frame: FrameType | None) -> None:

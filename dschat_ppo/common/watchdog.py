@@ -9,12 +9,14 @@ process a little later, with exit code 1, which is the only one that it knows.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import tempfile
 import threading
 import time
 from dataclasses import replace
+from typing import NoReturn
 
 from dschat_ppo.common import dist, progress
 from dschat_ppo.common.failure import RANK_LOST, Board, Claim
@@ -41,7 +43,7 @@ class _Watch:
         self.limit: float | None = None
         self._stopped = threading.Event()
         self._armed = threading.Lock()
-        self._armed_at = -_REARM_SECONDS
+        self._armed_at = -math.inf
         self._since: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -67,7 +69,7 @@ class _Watch:
         try:
             if progress.is_patient():
                 faulthandler.cancel_dump_traceback_later()
-                self._armed_at = -_REARM_SECONDS
+                self._armed_at = -math.inf
             elif now - self._armed_at >= _REARM_SECONDS:
                 faulthandler.dump_traceback_later(self.limit + _NET_SECONDS, exit=True, file=2)
                 self._armed_at = now
@@ -113,7 +115,7 @@ class _Watch:
         """Another rank has failed, and this one's main thread does not end (it waits in a collective of a GPU)."""
         if self._lasts("failed", True, FAILED_SECONDS):
             to_log(f"ends because rank {claim.rank} failed\n{_stacks()}")
-            os._exit(claim.code)
+            self._leave(claim.code)
 
     def _say_gone(self) -> None:
         """A rank was killed, and this one's main thread has not noticed."""
@@ -123,21 +125,26 @@ class _Watch:
         if claim.rank == dist.rank():
             _to_stderr(text)
         to_log(text)
-        os._exit(claim.code)
+        self._leave(claim.code)
+
+    def _leave(self, code: int) -> NoReturn:
+        self.board.leave()
+        os._exit(code)
 
     def _end_with_stacks(self, claim: Claim) -> None:
         """Every rank writes its stacks, one after another, and ends."""
         idle, turns = progress.idle_seconds(), dist.local_world_size()
         first = claim.when + POLL_SECONDS + 0.1  # by then every rank has seen the claim
         end = first + turns * _TURN_SECONDS + _LAST_WORDS_SECONDS
-        faulthandler.cancel_dump_traceback_later()
-        timer = threading.Timer(max(0.0, end - time.time()), os._exit, [RANK_LOST])
+        stacks = _stacks()
+        timer = threading.Timer(max(0.0, end - time.time()), self._leave, [RANK_LOST])
         timer.daemon = True
-        timer.start()  # before anything else: the disk that holds the log may be what hangs
+        timer.start()  # before anything is written: the disk that holds the log may be what hangs
+        faulthandler.cancel_dump_traceback_later()
         what = f"makes no progress since {idle:.0f} s"
         if claim.rank != dist.rank() and self.limit is not None and idle < self.limit / 2:
             what = f"ends because rank {claim.rank} makes no progress"
-        text = f"rank {dist.rank()} {what}: {where()}\n{_stacks()}"
+        text = f"rank {dist.rank()} {what}: {where()}\n{stacks}"
         time.sleep(max(0.0, first + dist.local_rank() * _TURN_SECONDS - time.time()))
         _to_stderr(text)
         self.board.mark_told()
@@ -175,11 +182,12 @@ def stop() -> None:
 
 
 def _stacks() -> str:
-    """The stacks of all threads, innermost frame first."""
+    """The stacks of all threads but this one, innermost frame first, the main thread last."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        return file.read().decode(errors="replace")
+        threads = file.read().decode(errors="replace").rstrip().split("\n\n")
+    return "\n\n".join(thread for thread in threads if not thread.startswith("Current thread")) + "\n"
 
 
 def _to_stderr(text: str) -> None:

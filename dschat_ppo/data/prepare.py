@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.stopping import helpers_may_end
 from dschat_ppo.config.schema import DataFlags, parse_data_split
 from dschat_ppo.data.records import layout_of, read_row
 from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
@@ -166,7 +167,7 @@ def prepare(
     """
     shares = parse_data_split(flags.data_split)
     train_parts, eval_parts = [], []
-    with main_rank_of_node_first():
+    with main_rank_of_node_first(), helpers_may_end("prepared the data"):
         wanted = [(spec, "--data_path") for spec in flags.data_path]
         wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
         for spec, flag in wanted:

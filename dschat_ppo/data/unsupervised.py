@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.stopping import helpers_may_end
 from dschat_ppo.config.schema import DataFlags
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.errors import UserError
@@ -34,7 +35,7 @@ def text_blocks(
     Raises:
         UserError: no such data set, or no column `text`.
     """
-    with main_rank_of_node_first():
+    with main_rank_of_node_first(), helpers_may_end("prepared plain text"):
         rows = load_source(spec, FLAG, flags.data_output_path, config_name).train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(rows.column_names)

@@ -1,0 +1,123 @@
+"""Requests to stop."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from datasets import Dataset
+
+from dschat_ppo.common import stopping
+from dschat_ppo.errors import StopRequested
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    stopping.restore()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_sigterm_is_noted():
+    stopping.install()
+    assert not stopping.requested()
+    assert stopping.reason() is None
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopping.requested()
+    assert stopping.reason() == "SIGTERM"
+    stopping.install()  # a new run in this process
+    assert not stopping.requested()
+
+
+def test_a_person_may_insist():
+    stopping.install()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stopping.reason() == "SIGINT"
+    os.kill(os.getpid(), signal.SIGTERM)  # of the launcher
+    assert stopping.reason() == "SIGINT"
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_after_the_launchers_signal_is_the_first():
+    stopping.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stopping.reason() == "SIGTERM"
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_is_ignored_stays_ignored():
+    own = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stopping.install()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not stopping.requested()
+    finally:
+        signal.signal(signal.SIGINT, own)
+
+
+def test_forked_processes_do_not_take_part():
+    stopping.install()
+    child = os.fork()
+    if not child:
+        usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        os._exit(7 if usual else 8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    stopping.restore()
+    child = os.fork()
+    if not child:
+        os._exit(7 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_helpers_that_end_with_the_launchers_signal():
+    """A real pool of `datasets`, whose processes die of the signal that the launcher sends to all."""
+
+    def killed_pool(with_signal: bool) -> None:
+        rows = Dataset.from_dict({"x": list(range(4))})
+        os.environ["STOP_THE_PARENT"] = str(int(with_signal))
+        rows.map(end_this_process, num_proc=2, load_from_cache_file=False)
+
+    stopping.install()
+    with pytest.raises(RuntimeError, match="abruptly died"), stopping.helpers_may_end("prepared the data"):
+        killed_pool(with_signal=False)
+    said = r"^stopped \(SIGTERM\) while it prepared the data; run the same command again$"
+    with pytest.raises(StopRequested, match=said), stopping.helpers_may_end("prepared the data"):
+        killed_pool(with_signal=True)
+    with pytest.raises(ZeroDivisionError), stopping.helpers_may_end("prepared the data"):
+        raise ZeroDivisionError
+
+
+def end_this_process(_row):
+    if os.environ["STOP_THE_PARENT"] == "1":
+        os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+SHELL = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+"""
+RUN = """
+import os, time
+from dschat_ppo.common import stopping
+parent = os.getppid()
+stopping.install()
+while os.getppid() == parent:
+    time.sleep(0.01)
+print("asked to stop" if stopping.requested() else "goes on", flush=True)
+"""
+
+
+def test_a_parent_that_is_no_launcher_may_end():
+    """As with nohup: the shell goes, the run stays."""
+    shell = [sys.executable, "-c", SHELL + "import time; time.sleep(3)", RUN]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "goes on\n"

@@ -1,0 +1,142 @@
+"""What ends a run that does not end by itself; each case is a process of its own."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dschat_ppo.common import progress, watchdog
+from dschat_ppo.common.failure import Board
+
+SCRIPT = """
+import ctypes, os, sys, threading, time
+from pathlib import Path
+from dschat_ppo.common import failure, rank_log, watchdog
+from dschat_ppo.common.launch import leave, run_step
+from dschat_ppo.common.phases import announce_step
+
+case, out = sys.argv[1], Path(sys.argv[2])
+
+def sleeps_long():
+    threading.Event().wait(60)
+
+def in_c_code():
+    ctypes.PyDLL(None).sleep(60)
+
+def train(_):
+    rank_log.keep_log(out)
+    announce_step(3)
+    place = out / "board"
+    place.mkdir()
+    board = failure.Board(place)
+    if case in ("failed", "gone"):
+        (place / "rank_0").write_text(f"{os.getpid()} {failure.look_up(os.getpid()).started}")
+        (place / "rank_1").write_text("4194305 1")
+        watchdog.FAILED_SECONDS = watchdog.GONE_SECONDS = 1.0
+        watchdog.watch(board)
+        if case == "failed":
+            (place / "claim").write_text('{"rank": 1, "code": 3, "hung": false, "when": 1.0}')
+        sleeps_long()
+    watchdog.start(1.0)
+    if case == "stopped":  # and then it hangs while it leaves
+        watchdog._WATCH[-1].board.claim(0)
+    if case == "beats":
+        for _ in range(25):
+            watchdog.beat()
+            time.sleep(0.1)
+    elif case == "lock":
+        in_c_code()
+    else:
+        sleeps_long()
+
+leave(run_step(list, train, []))
+"""
+CASES = ["hangs", "stopped", "beats", "lock", "failed", "gone"]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """case -> (exit code, stderr, log, seconds)"""
+    folders = {case: tmp_path_factory.mktemp(case) for case in CASES}
+    started = time.monotonic()
+    running = {
+        case: subprocess.Popen([sys.executable, "-c", SCRIPT, case, folder], text=True, stderr=subprocess.PIPE)
+        for case, folder in folders.items()
+    }
+    found = {}
+    for case, process in running.items():
+        errors = process.communicate(timeout=120)[1]
+        found[case] = (process.returncode, errors, (folders[case] / "logs" / "rank_0.log").read_text())
+    assert time.monotonic() - started < 55, "a case came to the end of its sleep"
+    return found
+
+
+@pytest.mark.parametrize("case", ["hangs", "stopped"])
+def test_a_rank_without_progress(ended, case):
+    code, errors, log = ended[case]
+    assert code == 5
+    assert "rank 0 makes no progress since 1 s: phase 'start', step 3" in errors
+    assert errors.count("in sleeps_long") == 1
+    assert "watchdog.py" not in errors
+    assert "in sleeps_long" in log
+
+
+def test_a_rank_that_beats_is_left_alone(ended):
+    assert ended["beats"][:2] == (0, "")
+
+
+def test_c_code_that_holds_the_lock(ended):
+    code, errors, _ = ended["lock"]
+    assert code == 1
+    assert "Timeout" in errors
+    assert "in in_c_code" in errors
+
+
+def test_another_rank_has_failed_and_this_one_does_not_notice(ended):
+    code, errors, log = ended["failed"]
+    assert (code, errors) == (3, "")
+    assert "ends because rank 1 failed" in log
+    assert "in sleeps_long" in log
+
+
+def test_another_rank_is_gone_and_this_one_does_not_notice(ended):
+    code, errors, log = ended["gone"]
+    assert code == 5
+    assert "rank 0: another rank is gone (rank 1; phase 'start', step 3): the run ends" in errors
+    assert errors.count("in sleeps_long") == 1
+    assert "in sleeps_long" in log
+
+
+def test_patience_nests_and_ends():
+    with progress.patient():
+        with progress.patient():
+            pass
+        assert progress.is_patient()
+        time.sleep(0.02)
+        assert progress.idle_seconds() == 0
+    assert not progress.is_patient()
+    assert progress.idle_seconds() < 0.02  # leaving is a sign of life
+    time.sleep(0.02)
+    assert progress.idle_seconds() >= 0.02
+
+
+def test_the_net_is_stretched_at_most_once_a_second(monkeypatch):
+    armed, taken = [], []
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds))
+    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: taken.append(1))
+    watch = watchdog._Watch(Board(None))
+    watch.begin(100.0)
+    assert armed == [108.0]
+    now = time.monotonic()
+    watch._arm(now + 0.5)
+    assert len(armed) == 1
+    watch._arm(now + 1.1)
+    assert len(armed) == 2
+    with progress.patient():
+        assert taken == [1]
+    assert len(armed) == 3  # anew, whatever the time
+    watch.end()
+    assert len(taken) == 2
+    progress.beat()
+    assert len(armed) == 3
