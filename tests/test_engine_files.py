@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import resource
 import threading
 
 import pytest
@@ -30,8 +31,9 @@ def test_states_are_those_of_the_save_although_they_change_before_they_are_writt
     numbers.add_(1)
     groups[0]["lr"] = 9.0
     scaler.cur_scale = 1.0
-    assert not writer.done()
+    pending = not writer.done()
     gate.set()
+    assert pending
     assert list(writer.wait()) == [tmp_path / "a.pt"]
     assert writer.done()
     found = load_file(tmp_path / "a.pt")
@@ -85,8 +87,9 @@ def test_a_view_is_saved_without_the_buffer_behind_it_and_tied_weights_once(tmp_
     tied = torch.zeros(50_000)
     [(length, _)] = write({"head": tied, "embedding": tied, "half": tied[:25_000]}, tmp_path / "b.pt").values()
     assert 300_000 < length < 310_000
-    found = host_copy({"head": tied, "embedding": tied, "half": tied[:25_000], "empty": [torch.empty(0)] * 2})
+    found = host_copy({"head": tied, "embedding": tied, "half": tied[:25_000], "other": tied + 1})
     assert found["head"] is found["embedding"]
+    assert (found["other"] == 1).all()
     assert found["half"].shape == (25_000,)
     assert found["head"].data_ptr() != tied.data_ptr()
 
@@ -130,6 +133,17 @@ def test_pickles_from_outside_are_not_executed(tmp_path, kind):
     assert not mark.exists()
     torch.load(path, weights_only=False) if kind != "plain pickle" else pickle.loads(path.read_bytes())
     assert mark.exists(), "the file would have done nothing anyway"
+
+
+def test_a_disk_that_fills_up_midway_gives_its_own_reason(tmp_path):
+    """torch's archive writer reports "unexpected pos" instead."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write({"numbers": torch.ones(3_000_000)}, tmp_path / "a.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("numbers", [1, 3_000_000])

@@ -126,6 +126,19 @@ def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
     assert len(seen) == 2 * 15 + 5
 
 
+@pytest.mark.parametrize(
+    ("case", "difference"),
+    [
+        ("first: stage 2 bf16 -> stage 3 bf16", "ranks 1 there and 2 here, ZeRO stage 2 there and 3 here, elements "),
+        ("main: stage 2 fp32 -> stage 3 fp32", "(ZeRO stage 2 there and 3 here, elements "),
+        ("main: stage 2 fp16 -> stage 2 bf16", "(dtype float16 there and bfloat16 here)"),
+        ("main: stage 3 bf16 -> stage 2 bf16 offload", "optimizer AdamW there and DeepSpeedCPUAdam here"),
+    ],
+)
+def test_the_same_layout_is_demanded_and_what_differs_is_named(found, case, difference):
+    assert difference in found["main"][0]["resharded"][case]["refused"]
+
+
 def test_half_precision_brings_its_fp32_masters_along(found):
     for case, how in resharded(found):
         assert not how["masters_are_bf16"] or "unstarted" in case, case

@@ -139,7 +139,6 @@ def _write(state: dict[str, Any], path: Path) -> tuple[int, str]:
             if hashed.problem is None:
                 raise
             raise hashed.problem from None
-        file.flush()
         os.fsync(file.fileno())
     return hashed.length, hashed.hexdigest()
 

@@ -204,10 +204,10 @@ def _require_same_parameters(folder: Path, shards: Sequence[Shard], engine: Any)
     }
     differing = [name for name in sorted({*saved, *own}) if saved.get(name) != own.get(name)]
     if differing:
-        name = differing[0]
+        first = differing[0]
         raise UserError(
-            f"{folder}: holds the states of another model (parameters that differ: {len(differing)}; the first is {name} "
-            f"with {saved.get(name, 0)} elements there and {own.get(name, 0)} here)"
+            f"{folder}: holds the states of another model (parameters that differ: {len(differing)}; the first is "
+            f"{first} with {saved.get(first, 0)} elements there and {own.get(first, 0)} here)"
         )
 
 
