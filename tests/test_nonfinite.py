@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -79,6 +80,7 @@ def test_the_first_bad_loss_is_named_with_all_losses():
     fault = loss_fault(torch.tensor([0.5, INF, NAN]), [])
     assert (fault.kind, fault.rank, fault.micro_batch) == ("loss", 0, 1)
     assert str(fault.numbers) == "[[0.5, inf, nan]]"
+    assert loss_fault(torch.tensor([0.5, -INF]), []) is not None
 
 
 def test_a_gradient_is_bad_itself_or_only_in_its_norm():
@@ -160,6 +162,12 @@ def test_an_output_that_cannot_be_written_does_not_hide_the_fault(tmp_path):
         judged(guard, BAD)
 
 
+def test_a_disk_that_is_too_full_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**24))
+    assert "has 16777216 bytes left" in dumps_of(tmp_path).write(1, 0, Scene([experience()], {}), {})
+    assert not list((tmp_path / "nonfinite").iterdir())
+
+
 @pytest.mark.parametrize("damage", ["what.json", "batch.safetensors", "newer"])
 def test_half_dumps_and_newer_ones_are_refused(tmp_path, damage):
     folder = tmp_path / "nonfinite/step_000001_rank_0"
@@ -216,6 +224,7 @@ def test_advantages_that_are_not_finite_leave_nothing_adapted(tmp_path):
     assert check.shaping.seen == 0
     what, [rows], _ = read_dump(tmp_path / "nonfinite/step_000001_rank_0")
     assert (what["role"], what["fault"]) == ("shaping", {"kind": "advantages", "rows": [2]})
+    assert what["constants"] == {"shaping": {"seen": 0}}
     assert isinstance(rows, ScoredRollout)
 
 

@@ -20,7 +20,7 @@ from dschat_ppo.experience.mini_dataset import Update
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.monitor.metrics import MetricSums
-from dschat_ppo.tools.replay import main
+from dschat_ppo.tools.replay import load_model, main
 from dschat_ppo.tools.suspects import single_rows
 from dschat_ppo.trainers.dumps import Dumps, Scene
 from dschat_ppo.trainers.losses import ActorLoss, critic_loss
@@ -167,6 +167,14 @@ def test_losses_of_actor_and_critic_are_those_of_the_run(assets, tmp_path, capsy
     by_run = critic_loss(critic.module, rows, UPDATE, config.algorithm.value_clip_eps, MetricSums())
     main([dump(assets, tmp_path, "ppo", "critic", Scene([rows], denominators(UPDATE), critic))])
     assert losses_said(capsys.readouterr().out) == pytest.approx([float(by_run)], rel=1e-5)
+
+
+def test_the_model_runs_the_way_it_did(assets, tmp_path):
+    engine = engine_of("policy")
+    engine.module.fused, engine.module.packed = False, True
+    what = json.loads((Path(dump(assets, tmp_path, "sft", "model", Scene([], {}, engine))) / "what.json").read_text())
+    model = load_model(tmp_path / "nonfinite/step_000007_rank_0", what, config_of(assets, tmp_path, "sft"), "fp32")
+    assert (model.fused, model.packed) == (False, True)
 
 
 def test_bad_inputs_are_shown_with_their_tokens(assets, tmp_path, capsys):
