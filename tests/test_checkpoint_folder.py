@@ -44,15 +44,15 @@ def test_names_are_those_of_the_plan():
 
 def test_names_are_in_the_order_of_steps_and_updates(folder):
     assert folder.names() == []
-    for step, update in ((10, 0), (9, 12), (1_000_000, 0), (9, 2), (999_999, 0), (9, 0), (9, 10_000)):
+    for step, update in ((10, 0), (9, 12), (1_000_000, 0), (9, 2), (999_999, 0), (9, 0), (9, 10_000), (9, 9999)):
         save(folder, step, update)
     (folder.root / "step_000003.partial").mkdir()
     (folder.root / "step_000004.removed").mkdir()
     (folder.root / "step_000005").write_text("a file")
     (folder.root / "notes").mkdir()
     assert folder.names() == [
-        "step_000009", "step_000009_update_0002", "step_000009_update_0012", "step_000009_update_10000", "step_000010",
-        "step_999999", "step_1000000",
+        "step_000009", "step_000009_update_0002", "step_000009_update_0012", "step_000009_update_9999",
+        "step_000009_update_10000", "step_000010", "step_999999", "step_1000000",
     ]  # fmt: skip
 
 
@@ -234,6 +234,17 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path):
     folder = CheckpointFolder(tmp_path / "output")
     with pytest.raises(StorageError, match=r"cannot be written \((Not a directory|File exists)\)"), folder.writing():
         folder.partial("step_000001")
+
+
+def test_a_folder_that_cannot_even_be_read_is_named(folder, monkeypatch):
+    save(folder, 1)
+
+    def refuse():
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(folder, "names", refuse)
+    with pytest.raises(StorageError, match=r"\(Input/output error\); no intact checkpoint is there"), folder.writing():
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_other_exceptions_pass_through(folder):

@@ -80,8 +80,9 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_one(tmp_path):
 
 
 def test_the_first_failure_is_told_not_that_of_tidying_up(tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError) as failure:
         write_text(tmp_path / "nowhere" / "latest", "x")
+    assert failure.value.__context__ is None
 
 
 STATE = {

@@ -101,9 +101,16 @@ def test_a_factor_matters_where_its_product_is_not_known_on_both_sides(flag, pro
         assert {c.name: c.matters for c in compare(saved, now)}[flag] is matters
 
 
-def test_prompts_of_a_step_do_not_excuse_rows_of_an_update():
-    saved = {"per_device_training_batch_size": 1, "rows_per_step": 8}
-    assert compare(saved, {**saved, "per_device_training_batch_size": 2})[0].matters
+@pytest.mark.parametrize("flag, other", [
+    ("per_device_training_batch_size", "rows_per_step"),
+    ("per_device_train_batch_size", "rows_per_step"),
+    ("gradient_accumulation_steps", "rows_per_step"),
+    ("per_device_generation_batch_size", "rows_per_update"),
+    ("generation_batches", "rows_per_update"),
+])  # fmt: skip
+def test_the_rows_of_an_update_do_not_excuse_those_of_a_step_nor_the_other_way_round(flag, other):
+    saved = {flag: 1, other: 8}
+    assert compare(saved, {**saved, flag: 2})[0].matters
 
 
 def test_a_flag_that_one_side_does_not_know_matters():

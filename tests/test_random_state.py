@@ -25,9 +25,6 @@ def stir(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    random.gauss(0, 1)
-    np.random.randn(1)
-    torch.randn(1)
     for draw in DRAWS.values():
         draw()
 

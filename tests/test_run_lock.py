@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from launch import ROOT
@@ -43,6 +44,29 @@ def test_letting_go_twice_closes_no_file_of_somebody_else(tmp_path):
         assert file.fileno() == number  # the kernel gives the lowest free number
         first.release()
         file.write("x")
+
+
+def test_letting_go_twice_does_not_let_go_of_the_next_lock(tmp_path):
+    first = RunLock.acquire(tmp_path)
+    first.release()
+    second = RunLock.acquire(tmp_path)
+    first.release()
+    with pytest.raises(UserError):
+        RunLock.acquire(tmp_path)
+    second.release()
+
+
+def test_a_forked_child_that_lets_go_closes_nothing(tmp_path):
+    first = RunLock.acquire(tmp_path)
+    number = first._number
+    pid = os.fork()
+    if pid == 0:
+        opened = os.open(tmp_path, os.O_RDONLY)  # gets the number that the lock had
+        first.release()
+        still_open = Path(f"/proc/self/fd/{opened}").exists()
+        os._exit(0 if still_open and opened == number else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    first.release()
 
 
 def test_a_refused_run_leaves_nothing_open(tmp_path):
@@ -163,10 +187,30 @@ def test_a_child_does_not_keep_the_lock(tmp_path):
         started.wait()
 
 
-def start(stack: ExitStack, folder, rendezvous, ranks: int) -> list[subprocess.Popen[str]]:
-    """A run of some ranks, without a launcher that would stop one when another is gone."""
+def as_rank_1(monkeypatch, locked: bool, problems: list[str | None]) -> None:
+    """Let rank 0 say whether it has the lock, and further ranks what went wrong with theirs."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(module.dist, "broadcast_object", lambda _: locked)
+    monkeypatch.setattr(module.dist, "gather_objects", lambda mine: [None, mine, *problems])
+
+
+def test_where_rank_0_found_no_locks_the_others_take_none(tmp_path, monkeypatch):
+    as_rank_1(monkeypatch, False, [])
+    RunLock.acquire(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_rank_lets_go_when_another_has_failed(tmp_path, monkeypatch):
+    as_rank_1(monkeypatch, True, [None, "rank 3 cannot"])
+    with pytest.raises(UserError, match="rank 3 cannot"):
+        RunLock.acquire(tmp_path)
+    assert os.listdir(tmp_path) == [".lock"] and module._held == set()
+
+
+def start(stack: ExitStack, ranks: int, *words) -> list[subprocess.Popen[str]]:
+    """Ranks without a launcher, which would stop one when another is gone."""
     env = {**os.environ, "WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests/workers/locking.py"), str(folder), str(rendezvous)]
+    command = [sys.executable, str(ROOT / "tests/workers/locking.py"), *map(str, words)]
     run = []
     for rank in range(ranks):
         environment = {**env, "RANK": str(rank)}
@@ -177,25 +221,22 @@ def start(stack: ExitStack, folder, rendezvous, ranks: int) -> list[subprocess.P
     return run
 
 
-def said(run) -> list[str]:
-    return [process.stdout.readline() for process in run]
-
-
 @pytest.mark.ranks
-def test_the_folder_is_locked_while_any_rank_lives_and_every_rank_of_a_second_run_is_refused(tmp_path):
-    folder = tmp_path / "output"
+def test_the_folder_is_locked_while_any_rank_lives_and_every_rank_is_refused_alike(tmp_path):
+    free, taken = tmp_path / "free", tmp_path / "taken"
+    mine = RunLock.acquire(taken)
     with ExitStack() as stack:
-        first = start(stack, folder, tmp_path / "first", 2)
-        assert said(first) == ["locked\n"] * 2
-        second = start(stack, folder, tmp_path / "second", 2)
-        pids = f"pid {first[0].pid}, {first[1].pid} on host {socket.gethostname()}"
-        for line in said(second):
-            assert line.startswith(f"refused: --output_dir {folder} is being written by another run ({pids}; since ")
-        assert [process.wait(60) for process in second] == [0, 0]
-        first[0].send_signal(signal.SIGKILL)
-        first[0].wait()
-        with pytest.raises(UserError, match="another run"):
-            RunLock.acquire(folder)
-        first[1].send_signal(signal.SIGKILL)
-        first[1].wait()
-        RunLock.acquire(folder).release()
+        run = start(stack, 2, tmp_path / "rendezvous", free, taken)
+        refused = f"refused: --output_dir {taken} is being written by another run (pid {os.getpid()} on host "
+        for process in run:
+            assert process.stdout.readline() == "locked\n"
+            assert process.stdout.readline().startswith(refused)
+        pids = f"pid {run[0].pid}, {run[1].pid} on host {socket.gethostname()}"
+        for process in run:
+            with pytest.raises(UserError) as refusal:
+                RunLock.acquire(free)
+            assert pids in str(refusal.value)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        RunLock.acquire(free).release()
+    mine.release()

@@ -53,13 +53,13 @@ class RunLock:
         """
         processes = dist.gather_objects((socket.gethostname(), os.getpid()))
         first = _take_alone(folder, processes) if dist.is_main() else (None, None)
-        locked, problem = dist.broadcast_object((first[0] is not None, first[1]))
+        locked = dist.broadcast_object(first[0] is not None)
         mine = first if dist.is_main() or not locked else _take_shared(folder)
         lock = cls(mine[0])
-        problem = next((found for found in dist.gather_objects(mine[1]) if found), problem)
-        if problem:
+        problems = [problem for problem in dist.gather_objects(mine[1]) if problem]
+        if problems:
             lock.release()
-            raise UserError(problem)
+            raise UserError(problems[0])
         if not locked:
             logger().warning(f"--output_dir {folder}: its file system has no locks, so a second run is not kept out")
         return lock

@@ -13,7 +13,6 @@ def random_state() -> dict[str, Any]:
     """Where the global streams of Python, numpy and torch (the CPU and every GPU) stand, as `save_state` takes it."""
     version, words, python_normal = random.getstate()
     legacy: dict[str, Any] = np.random.get_state(legacy=False)
-    gpus = torch.cuda.is_available()
     return {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "normal": python_normal},
         "numpy": {
@@ -24,8 +23,8 @@ def random_state() -> dict[str, Any]:
             "normal": float(legacy["gauss"]),
         },
         "torch": torch.get_rng_state(),
-        "gpus": torch.cuda.get_rng_state_all() if gpus else [],
-        "gpu": torch.cuda.current_device() if gpus else 0,
+        "gpus": torch.cuda.get_rng_state_all(),
+        "gpu": torch.cuda.current_device() if torch.cuda.is_available() else 0,
     }
 
 

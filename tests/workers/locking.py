@@ -1,4 +1,4 @@
-"""A rank that locks a folder and lives until it is killed: FOLDER RENDEZVOUS. It says what became of it in one line."""
+"""A rank that locks folders and lives until it is killed: RENDEZVOUS FOLDER ... A line says what became of each."""
 
 import os
 import sys
@@ -11,15 +11,13 @@ import torch.distributed as torch_dist
 from dschat_ppo.checkpoint.lock import RunLock
 from dschat_ppo.errors import UserError
 
-folder, rendezvous = Path(sys.argv[1]), Path(sys.argv[2])
-ranks = int(os.environ["WORLD_SIZE"])
-torch_dist.init_process_group(
-    "gloo", f"file://{rendezvous}", timedelta(seconds=60), rank=int(os.environ["RANK"]), world_size=ranks
-)
-try:
-    lock = RunLock.acquire(folder)
-except UserError as problem:
-    print(f"refused: {problem}", flush=True)
-else:
-    print("locked", flush=True)
-    time.sleep(300)
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch_dist.init_process_group("gloo", f"file://{sys.argv[1]}", timedelta(seconds=60), rank=rank, world_size=ranks)
+for folder in sys.argv[2:]:
+    try:
+        RunLock.acquire(Path(folder))
+    except UserError as problem:
+        print(f"refused: {problem}", flush=True)
+    else:
+        print("locked", flush=True)
+time.sleep(300)
