@@ -10,9 +10,9 @@ class UserError(ValueError):
 
 
 class StorageError(UserError):
-    """A checkpoint cannot be written: the disk is full, or the folder may not be written.
+    """The outputs cannot be written: the disk is full, or the folder may not be written.
 
-    The message names the folder, the cause and the checkpoint from which the run can go on.
+    The message names the place and the cause and, of a checkpoint, the one from which the run can go on.
     """
 
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dschat_ppo.checkpoint.manifest import damage
-from dschat_ppo.checkpoint.storage import PARTIAL, sync_entries, sync_folder, write_text
+from dschat_ppo.checkpoint.storage import write_text
+from dschat_ppo.common.durable import PARTIAL, sync_entries, sync_folder
 from dschat_ppo.errors import StorageError
 
 REMOVED = ".removed"  # on its way out

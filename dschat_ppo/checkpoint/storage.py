@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from dschat_ppo.common.durable import PARTIAL, sync_entries
 from dschat_ppo.errors import UserError
 
-PARTIAL = ".partial"
 _PLAIN = (str, int, float, bool, type(None))
 _BLOCK_BYTES = 2**22
 
@@ -62,19 +62,6 @@ def load_state(path: Path) -> dict[Any, Any]:
     return state
 
 
-def sync_folder(folder: Path) -> None:
-    """Have every file and folder below `folder`, and itself, on the disk before this returns."""
-    for place, _, names in os.walk(folder):
-        for name in names:
-            _sync(Path(place) / name)
-        _sync(Path(place))
-
-
-def sync_entries(folder: Path) -> None:
-    """Have the names in `folder` (new, renamed, removed) on the disk before this returns."""
-    _sync(folder)
-
-
 def checksum(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
@@ -96,15 +83,7 @@ def _write(path: Path, content: bytes | memoryview) -> None:
         with suppress(OSError):  # the first failure is the one to tell
             partial.unlink()
         raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    sync_entries(path.parent)
 
 
 def _storable(value: Any, where: str) -> Any:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from dschat_ppo.common.dist import barrier, is_main
+from dschat_ppo.common.dist import broadcast_object, is_main
+from dschat_ppo.common.durable import PARTIAL, empty_folder, move_files_up
 from dschat_ppo.common.progress import beat
+from dschat_ppo.errors import StorageError
 from dschat_ppo.models.scalar_head import ScalarModel
 
 
@@ -42,34 +45,57 @@ def save_model(
 ) -> None:
     """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
 
-    Collective: every rank calls it; rank 0 writes.
+    Collective: every rank calls it; rank 0 writes. Files that are there are replaced by whole ones.
 
     Args:
         engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`.
         tokenizer: saved beside the weights.
         folder: created if needed.
         described: numbers about the model that stand in its config under these names; None takes one out.
+
+    Raises:
+        StorageError: the folder cannot be written; on every rank.
     """
     module = engine.module
     model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm
     state = gather_state(model)
+    problem = None
     if is_main():
-        dtype = next(iter(state.values())).dtype
-        model.config.dtype = dtype
-        for name, value in (described or {}).items():
-            if value is not None:
-                setattr(model.config, name, value)
-            elif hasattr(model.config, name):
-                delattr(model.config, name)
+        model.config.dtype = next(iter(state.values())).dtype
+        _describe(model, described or {})
         if isinstance(module, ScalarModel):
             _describe_padding(model, tokenizer)
         else:
             model.generation_config = _generation_config(model, tokenizer)
+        problem = _write(model, state, tokenizer, Path(folder))
+    problem = broadcast_object(problem)
+    if problem is not None:
+        raise StorageError(problem)
+
+
+def _describe(model: PreTrainedModel, described: Mapping[str, float | None]) -> None:
+    for name, value in described.items():
+        if value is not None:
+            setattr(model.config, name, value)
+        elif hasattr(model.config, name):
+            delattr(model.config, name)
+
+
+def _write(
+    model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> str | None:
+    """Write beside the place, then into it; why that cannot be done, or None."""
+    try:
+        partial = empty_folder(folder / PARTIAL)
         with torch.no_grad():
             # not the names that a DeepSpeed-Chat checkpoint came with, but those that transformers loads
-            model.save_pretrained(folder, state_dict=state, save_original_format=False)
-        tokenizer.save_pretrained(folder)
-    barrier()
+            model.save_pretrained(partial, state_dict=state, save_original_format=False)
+        tokenizer.save_pretrained(partial)
+        move_files_up(partial)
+    except (OSError, SafetensorError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        return f"{folder}: the model cannot be written ({reason}); free space, then run the same command again"
+    return None
 
 
 def _describe_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

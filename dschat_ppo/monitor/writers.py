@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from dschat_ppo.common.dist import is_main
+from dschat_ppo.errors import StorageError
 
 
 class MetricsWriter:
@@ -42,13 +43,20 @@ class MetricsWriter:
         return int(self._file.seek(0, os.SEEK_END))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one step; a number that is not finite becomes null in the file."""
+        """Write the metrics of one step; a number that is not finite becomes null in the file.
+
+        Raises:
+            StorageError: it cannot be written; on rank 0 alone.
+        """
         if self._file is None:
             return
         line: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         line |= _finite_or_null(metrics)
-        self._file.write(f"{json.dumps(line)}\n".encode())
-        self._file.flush()
+        try:
+            self._file.write(f"{json.dumps(line)}\n".encode())
+            self._file.flush()
+        except OSError as problem:
+            raise StorageError(f"{self._file.name}: cannot be written ({problem.strerror})") from problem
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.durable import PARTIAL, replace_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
@@ -20,7 +21,7 @@ from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.experience.maker import ExperienceMaker
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -216,9 +217,22 @@ def _validation(
         maker = ExperienceMaker(engines.actor, engines.reference, None, training.maker.how)
 
     def keep() -> None:
-        save_models(engines, tokenizer, output / "best")
+        best = output / "best"
+        save_models(engines, tokenizer, output / f"best{PARTIAL}")
+        problem = dist.broadcast_object(_take_place(best) if dist.is_main() else None)
+        if problem is not None:
+            raise StorageError(problem)
 
     return Validation(flags, training.rollouts, Judge(mixture, rows, tokenizer), maker, output, keep)
+
+
+def _take_place(best: Path) -> str | None:
+    """The best models so far take the place of those before; why they cannot, or None."""
+    try:
+        replace_folder(best, best.with_name(f"{best.name}{PARTIAL}"))
+    except OSError as problem:
+        return f"{best}: cannot be written ({problem.strerror})"
+    return None
 
 
 def _true_score(config: PPOConfig) -> FunctionReward:

@@ -150,7 +150,7 @@ def _remove_earlier(folder: Path, run: RunFlags) -> None:
     """Answers of evaluations, best models, checkpoints and TensorBoard files of an earlier run."""
     for answers in (folder / "eval").glob("step_*.jsonl"):
         answers.unlink()
-    for part in ("best/actor", "best/critic", "checkpoints"):
+    for part in ("best", "best.old", "best.partial", "checkpoints"):
         if (folder / part).is_dir():
             shutil.rmtree(folder / part)
     board = folder / run.tensorboard_path

@@ -19,7 +19,7 @@ from dschat_ppo.algorithms.pass_at_k import pass_at_k
 from dschat_ppo.common import dist
 from dschat_ppo.config.validation import ValidationFlags
 from dschat_ppo.data.sampler import FILLER, optimizer_steps
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StorageError
 from dschat_ppo.experience.maker import ExperienceMaker
 from dschat_ppo.trainers.judge import Judge
 from dschat_ppo.trainers.rollouts import Rollouts, greedily
@@ -131,7 +131,7 @@ class Validation:
         metrics["eval/function_faults"] = float(dist.all_reduce(faults))
         problem = dist.broadcast_object(self._write(rows, step) if dist.is_main() else None)
         if problem:
-            raise UserError(problem)
+            raise StorageError(problem)
         if self.best is None or metrics["eval/score"] > self.best[0]:
             self.best = (metrics["eval/score"], step)
             if step > 0 and self.flags.save_best:
