@@ -174,7 +174,7 @@ def test_nothing_that_a_file_holds_is_executed(tmp_path):
         pickle.dump({"a": Bomb(tmp_path / "exploded")}, file, protocol=2)
     torch.save({"a": Bomb(tmp_path / "exploded")}, tmp_path / "zip.pt")
     for name in ("plain.pt", "zip.pt"):
-        with pytest.raises(UserError, match=rf"{name}: cannot be loaded"):
+        with pytest.raises(UserError, match=rf"{name}: not loaded: it is damaged, or holds more"):
             load_state(tmp_path / name)
     assert not (tmp_path / "exploded").exists()
 
@@ -184,10 +184,13 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
     whole = (tmp_path / "cut.pt").read_bytes()
     (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "words.pt").write_bytes(b"no state" * 100)
     torch.save([1], tmp_path / "list.pt")
     for name in ("cut.pt", "empty.pt", "missing.pt"):
         with pytest.raises(UserError, match=rf"{name}: cannot be loaded as a state of a run \(.+\)"):
             load_state(tmp_path / name)
+    with pytest.raises(UserError, match=r"words\.pt: not loaded: it is damaged"):
+        load_state(tmp_path / "words.pt")
     with pytest.raises(UserError, match=r"list\.pt: holds a list"):
         load_state(tmp_path / "list.pt")
 

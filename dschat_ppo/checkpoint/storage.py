@@ -54,8 +54,10 @@ def load_state(path: Path) -> dict[Any, Any]:
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as problem:
-        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+    except pickle.UnpicklingError:  # its own message tells how to open the file all the same
+        raise UserError(f"{path}: not loaded: it is damaged, or holds more than tensors and plain values") from None
+    except (OSError, RuntimeError, EOFError) as problem:
+        reason = str(problem).split(". ")[0] or type(problem).__name__
         raise UserError(f"{path}: cannot be loaded as a state of a run ({reason})") from None
     if not isinstance(state, dict):
         raise UserError(f"{path}: holds a {type(state).__name__}, not a state of a run")
