@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from dschat_ppo.checkpoint import storage
-from dschat_ppo.checkpoint.storage import checksum, load_state, save_state, sync_folder, write_text
+from dschat_ppo.checkpoint.storage import checksum, load_state, save_state, write_text
+from dschat_ppo.common.durable import sync_folder
 from dschat_ppo.errors import UserError
 
 

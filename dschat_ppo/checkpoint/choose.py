@@ -60,7 +60,7 @@ def _choose(output: Path, flags: SafetyFlags, about: About) -> tuple[str | None,
 def _newest(output: Path) -> Path | None:
     folder = CheckpointFolder(output)
     name, complaints = folder.newest_intact()
-    if name is None and folder.names():
+    if name is None and complaints:
         raise UserError(
             f"--output_dir {output} has no intact checkpoint to go on from: {'; '.join(complaints)}. Repair one, or "
             "begin anew with --overwrite_output_dir or another --output_dir"

@@ -14,10 +14,10 @@ import dschat_ppo
 from dschat_ppo.checkpoint.choose import About
 from dschat_ppo.checkpoint.engine_files import BackgroundWriter, has_layout_of, load_engine, save_engine
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
-from dschat_ppo.checkpoint.manifest import FileEntry, Manifest
+from dschat_ppo.checkpoint.manifest import FileEntry, Manifest, describe_file
 from dschat_ppo.checkpoint.randomness import random_state, restore_random_state
 from dschat_ppo.checkpoint.resumable import Resumable
-from dschat_ppo.checkpoint.storage import load_state
+from dschat_ppo.checkpoint.storage import load_state, save_state
 from dschat_ppo.checkpoint.universal import load_engine_resharded
 from dschat_ppo.common import dist, stopping
 from dschat_ppo.common.logging import logger
@@ -28,6 +28,9 @@ from dschat_ppo.monitor.writers import MetricsWriter
 
 SHARED = "shared.pt"
 PACKAGES = ("torch", "deepspeed", "transformers")
+
+
+Written = tuple[dict[str, FileEntry], str | None]  # files by their path in the checkpoint, or why there are none
 
 
 def rank_file(rank: int) -> str:
@@ -88,6 +91,7 @@ class Keeper:
         self._metrics = writer
         self._files = BackgroundWriter()
         self._pending: Manifest | None = None  # written in the background, not committed
+        self._small_files: Written = {}, None
         self._saved = saved
         self._saved_at = time.monotonic()
 
@@ -135,12 +139,23 @@ class Keeper:
         folder = self._partial(name)
         for role, engine in subject.engines_to_save.items():
             save_engine(engine, folder / role, self._files)
-        self._files.save({"random": random_state(), **subject.rank_state()}, str(folder / rank_file(dist.rank())))
-        if dist.is_main():
-            self._files.save(subject.shared_state(), str(folder / SHARED))
+        self._small_files = self._save_small_files(folder)
         self._pending = self._manifest()
         self._saved, self._saved_at = subject.position, time.monotonic()
         logger().info(f"checkpoint {name}: copied in {time.perf_counter() - started:.1f} s, being written")
+
+    def _save_small_files(self, folder: Path) -> Written:
+        """What is not the engines', at once."""
+        states = {rank_file(dist.rank()): {"random": random_state(), **self._subject.rank_state()}}
+        if dist.is_main():
+            states[SHARED] = self._subject.shared_state()
+        try:
+            with self._folder.writing():
+                for name, state in states.items():
+                    save_state(folder / name, state)
+                return {name: describe_file(folder / name) for name in states}, None
+        except StorageError as problem:
+            return {}, str(problem)
 
     def _partial(self, name: str) -> Path:
         return self._folder.root / f"{name}.partial"
@@ -171,21 +186,25 @@ class Keeper:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         name = checkpoint_name(pending.step, pending.update)
-        files, problem = dict[str, FileEntry](), None
-        try:
-            with self._folder.writing():
-                for path, (size, digest) in self._files.wait().items():
-                    files[str(path.relative_to(self._partial(name)))] = {"bytes": size, "sha256": digest}
-        except StorageError as raised:
-            problem = str(raised)
-        found: list[tuple[dict[str, FileEntry], str | None]] = dist.gather_objects((files, problem))
-        for _, told in found:
-            if told is not None:
-                raise StorageError(told)
+        found = [part for rank in dist.gather_objects([self._small_files, self._engine_files(name)]) for part in rank]
+        for _, problem in found:
+            if problem is not None:
+                raise StorageError(problem)
         everything = {path: entry for part, _ in found for path, entry in part.items()}
         self._on_main(lambda: self._commit_on_main(name, pending, everything))
         size = sum(entry["bytes"] for entry in everything.values())
         logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
+
+    def _engine_files(self, name: str) -> Written:
+        """What this rank has written of the engines, once it is on the disk."""
+        files: dict[str, FileEntry] = {}
+        try:
+            with self._folder.writing():
+                for path, (size, digest) in self._files.wait().items():
+                    files[str(path.relative_to(self._partial(name)))] = {"bytes": size, "sha256": digest}
+        except StorageError as problem:
+            return {}, str(problem)
+        return files, None
 
     def _commit_on_main(self, name: str, pending: Manifest, files: dict[str, FileEntry]) -> None:
         known: dict[str, Any] = {**vars(pending), "files": files}

@@ -70,6 +70,10 @@ def _look_at_earlier_outputs(folder: Path, config: Any, run: RunFlags) -> None:
 
 def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None, str | None]:
     """(why the run must not write there, or None; why there is nothing left to do, or None)."""
+    try:
+        CheckpointFolder(folder).clear_partials()  # first of all: it may put one back
+    except OSError as problem:
+        return f"--output_dir {folder}: cannot be written ({problem.strerror})", None
     held = [name for name in (RESULT, METRICS, "config.json") if (folder / name).exists()]
     held += [path.name for path in folder.glob("*.safetensors")]
     if run.overwrite_output_dir or not held:
@@ -117,7 +121,7 @@ def _keep_old_metrics(folder: Path) -> None:
 def open_outputs(folder: Path, config: Any, run: RunFlags, resumed: bool = False) -> None:
     """Make the output folder ready and save the resolved configuration. Collective.
 
-    What a crash left half written is removed; in a run that begins at the beginning also what marks an earlier one.
+    In a run that begins at the beginning what marks an earlier one is removed.
 
     Args:
         folder: of the outputs.
@@ -137,7 +141,6 @@ def _write_start(folder: Path, config: Any, run: RunFlags, resumed: bool) -> str
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULT).unlink(missing_ok=True)
-        CheckpointFolder(folder).clear_partials()
         if not resumed:
             _remove_earlier(folder, run)
         write_config(config, folder)

@@ -152,13 +152,13 @@ class Validation:
         """The held-out prompts of all ranks, in order."""
         mine: list[Answered] = []
         size, ranks = self.flags.eval_batch_size, dist.world_size()
-        for number, [indices] in enumerate(optimizer_steps(range(len(self.prompts)), size, 1, ranks, dist.rank())):
-            mine += self._answer([max(index, 0) for index in indices], number, [i != FILLER for i in indices])
+        for [indices] in optimizer_steps(range(len(self.prompts)), size, 1, ranks, dist.rank()):
+            mine += self._answer([max(index, 0) for index in indices], [i != FILLER for i in indices])
         return sorted((row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index)
 
-    def _answer(self, indices: list[int], number: int, real: list[bool]) -> list[Answered]:
-        first = dist.rank() * len(indices) * self.how.samples
-        rollout = self.rollouts.answer(self.prompts, indices, self.how, first, self.rollouts.seed, number, STREAM, 0)
+    def _answer(self, indices: list[int], real: list[bool]) -> list[Answered]:
+        first = indices[0] * self.how.samples  # so that answers depend neither on batches nor on ranks
+        rollout = self.rollouts.answer(self.prompts, indices, self.how, first, self.rollouts.seed, STREAM, 0, 0)
         request = self.judge.request(rollout, indices)
         found = self.judge.score(request, rollout)
         kl = None
