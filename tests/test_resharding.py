@@ -30,6 +30,10 @@ def test_zero_3_pads_each_parameter_and_cuts_it_into_equal_parts():
     # four ranks: c is 2 + 2 + 1 + nothing
     assert partitioned_fragments(SHAPES, 3, 4) == []
     assert partitioned_fragments([{"d": torch.Size([9]), "e": torch.Size([2])}], 3, 4) == []
+    # padding lies between parameters: d is 2 + 2 + 1, e is 1 + 1 + 1
+    assert partitioned_fragments([{"d": torch.Size([5]), "e": torch.Size([3])}], 2, 3) == [
+        Fragment("d", 4, 1, 0, 0), Fragment("e", 2, 1, 0, 2),
+    ]  # fmt: skip
     assert partitioned_fragments([{"d": torch.Size([9]), "e": torch.Size([3])}], 2, 4) == [
         Fragment("d", 6, 3, 0, 0), Fragment("e", 2, 1, 0, 3),
     ]  # fmt: skip
