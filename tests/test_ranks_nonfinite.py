@@ -89,6 +89,11 @@ def test_values_that_are_not_finite_leave_a_whole_ppo_step_out(found):
     assert found["skip"]["nothing adapted"]
 
 
+def test_the_loop_goes_on_after_a_ppo_step_without_updates(found, out):
+    assert found["run"] == {"1": [0, 1, True], "2": [1, None, False], "3": [1, 1, True]}
+    assert [path.name for path in (out / "run/nonfinite").iterdir()] == ["step_000002_rank_1"]
+
+
 def test_dumps_are_bounded_and_replay_in_one_process(found, out, capsys):
     rank = found["skip"]["bad_ranks"].index(True)
     folders = sorted(path.name for path in (out / "skip/nonfinite").iterdir())

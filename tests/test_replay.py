@@ -162,11 +162,13 @@ def test_losses_of_actor_and_critic_are_those_of_the_run(assets, tmp_path, capsy
     config = config_of(assets, tmp_path, "ppo")
     actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
     by_run = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature)(rows, UPDATE, 0.01, MetricSums())
-    main([dump(assets, tmp_path, "ppo", "actor", Scene([rows], ACTOR, actor))])
-    assert losses_said(capsys.readouterr().out) == pytest.approx([float(by_run)], rel=1e-5)
+    of_text = -config.ppo.unsup_coef * actor.module(GOOD_SFT.input_ids, GOOD_SFT.loss_mask)[0].sum() / 5.0
+    main([dump(assets, tmp_path, "ppo", "actor", Scene([rows, GOOD_SFT], ACTOR, actor))])
+    assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item(), of_text.item()], rel=1e-5)
+    rows = replace(rows, values=torch.full((3, 2), 5.0))  # where the clip of values makes a difference
     by_run = critic_loss(critic.module, rows, UPDATE, config.algorithm.value_clip_eps, MetricSums())
     main([dump(assets, tmp_path, "ppo", "critic", Scene([rows], denominators(UPDATE), critic))])
-    assert losses_said(capsys.readouterr().out) == pytest.approx([float(by_run)], rel=1e-5)
+    assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
 
 
 def test_the_model_runs_the_way_it_did(assets, tmp_path):
@@ -175,6 +177,22 @@ def test_the_model_runs_the_way_it_did(assets, tmp_path):
     what = json.loads((Path(dump(assets, tmp_path, "sft", "model", Scene([], {}, engine))) / "what.json").read_text())
     model = load_model(tmp_path / "nonfinite/step_000007_rank_0", what, config_of(assets, tmp_path, "sft"), "fp32")
     assert (model.fused, model.packed) == (False, True)
+
+
+def test_an_infinite_loss_with_finite_gradients_counts(assets, tmp_path, capsys):
+    """A reference of -inf on one side: log sigmoid(-inf) has the value -inf and the slope 1."""
+    batch = replace(DPO, ref_logprobs=torch.tensor([math.inf, 0.0, 0.0, 0.0], dtype=torch.float64))
+    scene = Scene([batch], {"total": 2.0}, engine_of("policy"))
+    assert main([dump(assets, tmp_path, "reward", "model", scene, ("--objective", "dpo"))]) == 0
+    said = capsys.readouterr().out
+    assert "micro-batch 0: loss inf" in said
+    assert "gradients that are not finite" not in said
+
+
+def test_rows_are_named_as_the_data_names_them(assets, tmp_path, capsys):
+    step, role, kind, records, constants, words, _ = CASES["sft"]
+    main([dump(assets, tmp_path, step, role, Scene(records, constants, engine_of(kind, poisoned=True)), words)])
+    assert "  row 1 (row 31 of the data): loss nan" in capsys.readouterr().out
 
 
 def test_bad_inputs_are_shown_with_their_tokens(assets, tmp_path, capsys):
@@ -253,6 +271,16 @@ def test_advantages_are_made_again(assets, tmp_path, capsys):
         folder = dump(assets, tmp_path, "ppo", "shaping", Scene([rows], {"shaping": shaping}), words, fault)
         assert main([folder]) == code
     assert "advantages:" in capsys.readouterr().out
+
+
+def test_what_adapts_is_as_it_was(assets, tmp_path):
+    """A penalty of 3e38 x 10 is infinite, one of 0.1 x 10 is not."""
+    rows = scored(kl=torch.full((3, 2), 10.0))
+    fault = {"kind": "rewards", "rows": [0]}
+    for coefficient, code in ((3e38, 0), (0.1, 1)):
+        running = {"count": 0.0, "mean": 0.0, "squares": 0.0}
+        scene = Scene([rows], {"shaping": {"kl_coef": {"value": coefficient}, "running": running}})
+        assert main([dump(assets, tmp_path, "ppo", "shaping", scene, ("--kl_target", "0.1"), fault)]) == code
 
 
 # The rest

@@ -1,8 +1,16 @@
 """What is said of the answers to held-out prompts, by hand."""
 
-import pytest
+import math
+from types import SimpleNamespace
 
-from dschat_ppo.trainers.validation import Answered, final_answer, summary
+import pytest
+import torch
+
+from dschat_ppo.config.validation import ValidationFlags
+from dschat_ppo.rollout.generator import Generation
+from dschat_ppo.rollout.sampling import Sampling
+from dschat_ppo.rollout.stopping import Stopping
+from dschat_ppo.trainers.validation import Answered, Validation, final_answer, summary
 
 
 @pytest.mark.parametrize(
@@ -47,3 +55,20 @@ def test_summary_by_hand():
 def test_one_answer_each_has_no_majority_and_without_reference_no_kl():
     found = summary([answered(0, ["a"], [0.7], [4], [False])], pass_score=0.5)
     assert found == {"eval/score": 0.7, "eval/length_mean": 4.0, "eval/ended_share": 0.0, "eval/pass@1": 1.0}
+
+
+def test_a_score_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
+    scores = iter([math.nan, 0.5, math.inf, 0.7, math.nan, 0.6])
+    rollouts = SimpleNamespace(how=Generation(Sampling(1.0), Stopping(4, (1,))), device=torch.device("cpu"))
+    judge = SimpleNamespace(mixture=SimpleNamespace(take_faults=lambda: 0))
+    kept = []
+    validation = Validation(ValidationFlags(), rollouts, judge, None, tmp_path, lambda: kept.append(validation.best))
+    monkeypatch.setattr(
+        validation, "_answer_all", lambda: [answered(0, ["a"], [next(scores)], [1], [True])]
+    )  # fmt: skip
+    best = []
+    for step in range(6):
+        validation.run(step)
+        best.append(validation.best)
+    assert best == [None, (0.5, 1), (0.5, 1), (0.7, 3), (0.7, 3), (0.7, 3)]
+    assert kept == [(0.5, 1), (0.7, 3)]

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import Tensor, nn
 
-from dschat_ppo.common.dist import gather_cat
+from dschat_ppo.common.dist import device, gather_cat
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def gradient_fault(largest: Tensor, state: list[Tensor]) -> Fault:
 @contextmanager
 def largest_gradient(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
     """Gives a function that tells the largest absolute gradient (NaN counts as one) that backward made inside."""
-    found: list[Tensor] = [next(module.parameters()).new_zeros((), dtype=torch.float32)]
+    found = [torch.zeros((), device=device())]
 
     def see(gradient: Tensor) -> None:
         if gradient.numel():

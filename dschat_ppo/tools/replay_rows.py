@@ -57,9 +57,9 @@ def replay_rows(
 
 
 def _made_again(role: str, model: PolicyModel | ScalarModel, rows: ScoredRollout, temperature: float) -> Tensor:
-    """What the model says of the rows: log-probs, values or scores."""
+    """What the model says of one row, cut to its own length: log-probs, values or score."""
     if role == "critic":
-        return torch.where(rows.response_mask, response_values(model, rows), 0.0)
+        return response_values(model, rows)
     if role == "reward":
         return ModelReward(model).scores(rows)
     return response_scores(model, rows, temperature).logprobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -132,8 +133,9 @@ class Validation:
         problem = dist.broadcast_object(self._write(rows, step) if dist.is_main() else None)
         if problem:
             raise StorageError(problem)
-        if self.best is None or metrics["eval/score"] > self.best[0]:
-            self.best = (metrics["eval/score"], step)
+        score = metrics["eval/score"]
+        if math.isfinite(score) and (self.best is None or score > self.best[0]):
+            self.best = (score, step)
             if step > 0 and self.flags.save_best:
                 self.keep()
         return metrics

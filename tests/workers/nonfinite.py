@@ -203,6 +203,29 @@ def skip_case(assets: Path, out: Path) -> dict:
     return found
 
 
+class Lines:
+    """Stands for the writer of metrics."""
+
+    def __init__(self):
+        self.lines = {}
+
+    def write(self, step, metrics):
+        self.lines[step] = dict(metrics)
+
+
+def run_case(assets: Path, out: Path) -> dict:
+    """The whole loop, with bad scores in its second PPO step."""
+    trainer, scored = trainer_for(assets, out / "run", (2, 3), "--on_nonfinite", "skip", "--entropy_target", 3)
+    bad = replace(scored, scores=torch.where(torch.arange(16) == 9, math.nan, scored.scores))
+    trainer.collector.collect = lambda step: (bad if step == 2 else scored, {})
+    writer = Lines()
+    trainer.run(writer)
+    return {
+        step: [line["nonfinite/skipped"], line.get("policy/updates_done_share"), "reward/score_mean" in line]
+        for step, line in writer.lines.items()
+    }
+
+
 def limits_case(assets: Path, out: Path) -> dict:
     """How many of six updates are made under each limit, and what of a forbidden one reaches the weights."""
     found = {}
@@ -237,6 +260,7 @@ def main() -> None:
     found["aligned"] = aligned_case()
     found["smallest scale"] = smallest_scale_case()
     found["skip"] = skip_case(assets, out)
+    found["run"] = run_case(assets, out)
     found["limits"] = limits_case(assets, out)
     (out / f"{dist.rank()}.json").write_text(json.dumps(found))
     dist.shutdown()
