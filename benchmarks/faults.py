@@ -187,7 +187,7 @@ class Bench:
             return Outcome(fault.name, code, met, orphans, lost, equal, time.perf_counter() - started)
         finally:
             if fault.disk:
-                subprocess.run(["umount", str(output)], check=False)
+                unmount(output)
 
 
 def left_over(word: str, patience: float = 40.0) -> int:
@@ -241,6 +241,11 @@ def mount(*words: str) -> None:
         subprocess.CalledProcessError: it is not permitted.
     """
     subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+def unmount(place: Path) -> None:
+    """Take a file system away, whoever still looks at it."""
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def may_mount() -> bool:
@@ -305,11 +310,11 @@ def kills(seed: int, count: int) -> list[Fault]:
 def others() -> list[Fault]:
     """Every other kind of fault."""
     remount = [
-        Fault("disk full", disk="3m", mend=lambda output: mount("-o", "remount,size=64m", str(output))),
+        Fault("disk full", disk="2m", mend=lambda output: mount("-o", "remount,size=64m", str(output))),
         Fault(
-            "disk read-only", disk="64m",
-            outside=after_a_checkpoint(lambda _, output: mount("-o", "remount,ro", str(output))),
-            mend=lambda output: mount("-o", "remount,rw", str(output)),
+            "disk read-only",
+            outside=after_a_checkpoint(lambda _, out: mount("-t", "tmpfs", "-o", "ro", "tmpfs", f"{out}/checkpoints")),
+            mend=lambda output: unmount(output / "checkpoints"),
         ),
     ]  # fmt: skip
     if not may_mount():

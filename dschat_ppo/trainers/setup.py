@@ -150,10 +150,10 @@ def _write_start(folder: Path, config: Any, run: RunFlags, resumed: bool) -> str
 
 
 def _remove_earlier(folder: Path, run: RunFlags) -> None:
-    """Answers of evaluations, best models, checkpoints and TensorBoard files of an earlier run."""
+    """Answers of evaluations, best models, checkpoints, dumps and TensorBoard files of an earlier run."""
     for answers in (folder / "eval").glob("step_*.jsonl"):
         answers.unlink()
-    for part in ("best", "best.old", "best.partial", "checkpoints"):
+    for part in ("best", "best.old", "best.partial", "checkpoints", "nonfinite"):
         if (folder / part).is_dir():
             shutil.rmtree(folder / part)
     board = folder / run.tensorboard_path
