@@ -55,8 +55,19 @@ def test_without_steps_there_is_no_step_in_the_message(capsys):
     def train(_config):
         raise ZeroDivisionError
 
+    capsys.readouterr()
     assert run_step(lambda argv: argv, train, []) == 1
     assert capsys.readouterr().err.startswith("rank 0 failed in phase 'start':\n")
+
+
+def test_a_second_run_in_a_process_begins_anew(capsys):
+    def train(_config):
+        announce_step(7)
+        with PhaseClock().phase("score"):
+            raise ZeroDivisionError
+
+    assert run_step(lambda argv: argv, train, []) == 1
+    test_without_steps_there_is_no_step_in_the_message(capsys)
 
 
 def test_a_stop_on_request_is_no_failure(capsys):

@@ -1,5 +1,6 @@
 """What ends a run that does not end by itself; each case is a process of its own."""
 
+import math
 import subprocess
 import sys
 import time
@@ -138,5 +139,6 @@ def test_the_net_is_stretched_at_most_once_a_second(monkeypatch):
     assert len(armed) == 3  # anew, whatever the time
     watch.end()
     assert len(taken) == 2
+    watch._armed_at = -math.inf
     progress.beat()
     assert len(armed) == 3
