@@ -88,5 +88,5 @@ def step(trainer: PPOTrainer, work: Workload) -> None:
         now = values_of(critic, ids, mask)[:, prompt - 1 : -1]
         return clipped_value_loss(now, values, returns, response_mask, flags.value_clip_eps, count).loss
 
-    optimizer_step(engines.actor, [0], actor_loss)
-    optimizer_step(engines.critic, [0], critic_loss)
+    assert optimizer_step(engines.actor, [0], actor_loss).applied
+    assert optimizer_step(engines.critic, [0], critic_loss).applied

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -269,7 +269,3 @@ def test_limits_of_an_update_by_hand():
     for largest, forbidden in ((0.9, True), (1.0, False), (None, False)):
         assert UpdateLimits(AlgorithmFlags(max_log_ratio=largest)).forbid(sums) is forbidden
     assert UpdateLimits(AlgorithmFlags(max_log_ratio=0.9)).forbid(sums_of([0.0, -0.95]))
-
-
-def test_replace_keeps_the_helper_honest():
-    assert bad_places(replace(experience(), returns=with_bad(NAN, (0, 0)))) == {"returns": [[0, 0]]}

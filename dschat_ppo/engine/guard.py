@@ -187,7 +187,10 @@ def _infinite_norm(optimizer: Any) -> Iterator[None]:
         "_get_norm_groups": [infinite],
         "get_grads_for_norm": ([infinite], {}),
     }
-    [name] = [name for name in answers if hasattr(optimizer, name)]
+    name = next((name for name in answers if hasattr(optimizer, name)), None)
+    if name is None:
+        raise RuntimeError(f"DeepSpeed's {type(optimizer).__name__} cannot be told to leave an update out; leave stage "
+                           "and number format to the flags, not to --deepspeed_config")  # fmt: skip
     setattr(optimizer, name, lambda *_, **__: answers[name])
     try:
         yield

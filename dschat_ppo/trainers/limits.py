@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.config.algorithm import AlgorithmFlags
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.losses import KL_OF_UPDATE, LARGEST_LOG_RATIO
@@ -27,7 +28,10 @@ class UpdateLimits:
         """
         if self.max_log_ratio is None:
             return False
-        return sums.only(LARGEST_LOG_RATIO).reduce()[LARGEST_LOG_RATIO] > self.max_log_ratio
+        largest = sums.only(LARGEST_LOG_RATIO).reduce()[LARGEST_LOG_RATIO]
+        if largest > self.max_log_ratio:
+            logger().info(f"a log-ratio of {largest:.4g} is beyond --max_log_ratio: the update is not applied")
+        return largest > self.max_log_ratio
 
     def end(self, sums: MetricSums) -> bool:
         """Whether the update was the last of its PPO step: its mean KL (k3) is above `--target_kl`. Collective if set.
@@ -35,4 +39,9 @@ class UpdateLimits:
         Args:
             sums: of the update alone.
         """
-        return self.target_kl is not None and sums.only(KL_OF_UPDATE).reduce()[KL_OF_UPDATE] > self.target_kl
+        if self.target_kl is None:
+            return False
+        kl = sums.only(KL_OF_UPDATE).reduce()[KL_OF_UPDATE]
+        if kl > self.target_kl:
+            logger().info(f"a KL of {kl:.4g} is above --target_kl: it was the PPO step's last update")
+        return kl > self.target_kl
