@@ -18,6 +18,7 @@ from threading import Event
 import cpuinfo
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
@@ -185,7 +186,6 @@ def reshard(case: Case, folder: Path) -> dict:
     engine = build(case, seed=1)
     fits = engine_files.has_layout_of(engine, folder)
     partitioned = [weight for weight in engine.module.parameters() if hasattr(weight, "ds_id")]
-    at_first = [weight.ds_status for weight in partitioned]
     for weight in partitioned:
         weight.all_gather()  # as a forward pass may leave it
     try:
@@ -194,7 +194,7 @@ def reshard(case: Case, folder: Path) -> dict:
     except UserError as problem:
         refused = str(problem)
     universal.load_engine_resharded(engine, folder)
-    as_built = at_first == [weight.ds_status for weight in partitioned]
+    settled = all((weight.ds_status == ZeroParamStatus.AVAILABLE) == weight.ds_persist for weight in partitioned)
     full = full_states(engine)
     differing = [
         f"{name} {key}" for name in expected["full"] for key, value in expected["full"][name].items()
@@ -206,7 +206,7 @@ def reshard(case: Case, folder: Path) -> dict:
     steps, names = steps_of(engine), sorted(full)
     after = train(engine, range(case.begun, case.begun + AFTER))
     return {
-        "fits": fits, "refused": refused, "as_built": as_built, "differing": differing, "masters_are_bf16": half,
+        "fits": fits, "refused": refused, "settled": settled, "differing": differing, "masters_are_bf16": half,
         "counters": counters, "decays": decays, "steps": [steps, expected["steps"]], "names": names,
         "after": after, "expected": expected["after"],
     }  # fmt: skip
