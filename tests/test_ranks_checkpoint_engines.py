@@ -113,6 +113,7 @@ def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
         assert not how["fits"], case
         assert "saved by an engine of another layout" in how["refused"], case
         assert how["differing"] == [], case
+        assert how["settled"], case
         loaded, expected = how["steps"]
         skipped, steps = int("fp16" in case), 0 if "unstarted" in case else 4
         assert loaded == expected == ([steps - skipped] if steps else []), case

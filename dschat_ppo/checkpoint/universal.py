@@ -246,12 +246,11 @@ def _copy_overlap(target: Fragment, into: Mapping[str, Tensor], source: Fragment
 def _install(engine: Any, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:
     """Hand the flat tensors to the engine in the shape of its own state dict."""
     masters = flat_masters(engine)
-    counts_in_tensors = isinstance(engine.basic_optimizer, torch.optim.AdamW)  # DeepSpeed's counts in an int
     moments: dict[int, dict[str, Any]] = {}
     if steps:
         for number, (master, flat) in enumerate(zip(masters, flats, strict=True)):
             moments[number] = {key: flat[key].view_as(master) for key in MOMENTS}
-            moments[number]["step"] = torch.tensor(float(steps)) if counts_in_tensors else steps
+            moments[number]["step"] = steps  # torch's AdamW makes a tensor of it
     state = engine.optimizer.state_dict() | loss_scale
     if not engine.zero_optimization():
         for weight, flat in zip(masters, flats, strict=True):
