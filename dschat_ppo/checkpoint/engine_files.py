@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -40,9 +41,9 @@ _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size, ZeroStageE
 class BackgroundWriter(CheckpointEngine):
     """DeepSpeed's interface for files of an engine: `save` copies and returns, a thread writes, `wait` tells.
 
-    One writer serves any number of engines. Until `wait` the host holds a copy of everything that was saved. Errors
-    of the disk never leave `save` or `makedirs`, where the other ranks would wait at DeepSpeed's barriers for this
-    one; `wait` raises them.
+    One writer serves any number of engines. The host holds a copy of each state until it is written. Errors of the
+    disk never leave `save` or `makedirs`, where the other ranks would wait at DeepSpeed's barriers for this one;
+    `wait` raises them.
     """
 
     def __init__(self) -> None:
@@ -259,7 +260,7 @@ def replay_bias_correction(engine: Any) -> None:
     `pow(beta, step)`, which rounds otherwise. So the steps are made again, on one number. Other optimizers have none.
     """
     adam = engine.basic_optimizer
-    if engine.optimizer is None or not hasattr(adam, "ds_opt_adam"):
+    if not isinstance(adam, DeepSpeedCPUAdam):
         return
     steps = max((int(state["step"]) for state in adam.state.values() if "step" in state), default=0)
     group = adam.param_groups[0]

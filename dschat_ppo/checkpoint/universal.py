@@ -91,7 +91,7 @@ def load_engine_resharded(engine: Any, folder: Path) -> None:
     shards = read_shards(folder, common)
     _require_same_parameters(folder, shards, engine)
     flats = gather(shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)])
-    same_dtype = common[LAYOUT]["dtype"] == layout(engine)["dtype"]
+    same_dtype = common.get(LAYOUT, {}).get("dtype") == layout(engine)["dtype"]
     with quiet_prints():
         _install(engine, flats, shards[0].steps, shards[0].loss_scale if same_dtype else {})
     engine.module.load_state_dict({name: common["module"][name] for name in common["buffer_names"]}, strict=False)
