@@ -19,6 +19,7 @@ from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, trainer_of
+from workers.quick import be_quick
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 4, 8, 2
 CASES = {
@@ -80,6 +81,7 @@ def numbers_of(assets: Path, stage: int, micro: int, case: str, device) -> list[
 
 
 def main() -> None:
+    be_quick()
     assets, out, stage = Path(sys.argv[-3]), Path(sys.argv[-2]), int(sys.argv[-1])
     quiet_libraries()
     device = dist.init()

@@ -6,16 +6,13 @@ engine_states.py ASSETS FOLDER first|main|last
 FOLDER/PART.RANK.
 """
 
-import gc
 import hashlib
 import json
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from threading import Event
 
-import cpuinfo
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -31,6 +28,7 @@ from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy import PolicyModel
+from workers.quick import be_quick
 
 BEFORE, AFTER = 4, 3
 ROWS, WORDS, VOCABULARY = 8, 5, 13
@@ -257,9 +255,7 @@ def main() -> None:
     dist.init()
     torch.set_num_threads(1)
     type(get_accelerator()).is_fp16_supported = lambda self: True  # slow on most CPUs, but there
-    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # DeepSpeed asks for each optimizer, which takes a second
-    gc.collect()
-    gc.freeze()  # DeepSpeed collects garbage for each engine
+    be_quick()
     found: dict[str, dict] = {"saved": {}, "resumed": {}, "resharded": {}}
     for case in SAVED[part]:
         here = folder / part / str(case)

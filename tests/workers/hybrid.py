@@ -23,6 +23,7 @@ from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.stopping import Stopping
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, make_trainer
+from workers.quick import be_quick
 
 TOGGLES, SETTLED = 200, 20
 
@@ -175,6 +176,7 @@ FLAGS += ("--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01)
 
 
 def main() -> None:
+    be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     if dist.world_size() == 1:
         out.write_text(json.dumps({"answers": answers_of_two_steps(assets)}))

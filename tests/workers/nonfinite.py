@@ -34,6 +34,7 @@ from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import trainer_of
+from workers.quick import be_quick
 
 CASES = [(stage, dtype, False) for dtype in ("fp32", "bf16") for stage in (0, 1, 2, 3)]
 CASES += [(stage, dtype, True) for dtype in ("fp32", "bf16") for stage in (2, 3)] + [(1, "bf16", True)]
@@ -250,6 +251,7 @@ def limits_case(assets: Path, out: Path) -> dict:
 
 
 def main() -> None:
+    be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     quiet_libraries()
     dist.init()

@@ -22,6 +22,7 @@ from dschat_ppo.trainers.dpo import dpo_objective
 from dschat_ppo.trainers.fit import Fit, fit_ds_config
 from dschat_ppo.trainers.preference import load_trained_model
 from dschat_ppo.trainers.reward import reward_objective
+from workers.quick import be_quick
 
 GLOBAL_BATCH, STEPS = 4, 4
 METRICS = ("loss", "grad_norm", "margin", "accuracy")
@@ -71,6 +72,7 @@ def trajectory(assets: Path, task: str, stage: int, micro: int, device) -> dict:
 
 
 def main() -> None:
+    be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     quiet_libraries()
     device = dist.init()

@@ -17,6 +17,7 @@ from dschat_ppo.common.launch import leave
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.trainers import ppo_run, preference, sft
+from workers.quick import be_quick
 
 TRAIN = {"sft": sft.train_sft, "reward": preference.train_preferences, "ppo": ppo_run.train_ppo}
 
@@ -46,6 +47,7 @@ def start(step: str, words: list[str], stop_at: int | None) -> dict:
 
 
 def main() -> None:
+    be_quick()
     found = {}
     for name, (step, words, stops, to_the_end) in json.loads(Path(sys.argv[-2]).read_text()).items():
         print("---", name, flush=True)

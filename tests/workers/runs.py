@@ -14,6 +14,7 @@ from dschat_ppo.common.launch import leave
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.trainers import ppo_run, preference, sft
+from workers.quick import be_quick
 
 TRAIN = {"sft": sft.train_sft, "reward": preference.train_preferences, "ppo": ppo_run.train_ppo}
 
@@ -31,6 +32,7 @@ def ended(step: str, words: list[str]) -> str | None:
 
 
 def main() -> None:
+    be_quick()
     found = {}
     for name, (step, words) in json.loads(Path(sys.argv[-2]).read_text()).items():
         said = io.StringIO()

@@ -26,6 +26,7 @@ from dschat_ppo.trainers.reward import reward_objective
 from dschat_ppo.trainers.sft import sft_objective
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, trainer_of
+from workers.quick import be_quick
 
 GLOBAL_BATCH, STEPS = 8, 5
 STAGES, MICRO_BATCHES = (0, 1, 2, 3), (1, 2, 4)
@@ -95,6 +96,7 @@ def ppo_trajectory(assets: Path, stage: int, micro: int, device, refill_padding:
 
 
 def main() -> None:
+    be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     quiet_libraries()
     device = dist.init()
