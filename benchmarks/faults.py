@@ -121,6 +121,7 @@ class Bench:
     """Starts runs in a work folder, each with its outputs in a folder of its own."""
 
     def __init__(self, work: Path):
+        """Makes the models and starts the reward service."""
         self.work = work
         make_models(work / "models")
         server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
@@ -128,6 +129,13 @@ class Bench:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{server.server_port}"
         self.whole = work / "whole"
+
+    def run_whole(self) -> None:
+        """The run without a fault, which the others are compared with.
+
+        Raises:
+            SystemExit: it failed.
+        """
         code = self.start({}, self.whole).wait()
         if code:
             sys.exit(f"the run without a fault failed with exit code {code}; see {self.log_of(self.whole)}")
@@ -136,8 +144,8 @@ class Bench:
         """Everything that the runs on this output folder printed."""
         return self.work / f"{output.name}.log"
 
-    def start(self, inject: dict[str, Any], output: Path) -> subprocess.Popen[str]:
-        """Begin a run; it is a process group of its own."""
+    def start(self, inject: dict[str, Any], output: Path, *more: str) -> subprocess.Popen[str]:
+        """Begin a run, with more flags if given; it is a process group of its own."""
         models = self.work / "models"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -154,7 +162,7 @@ class Bench:
         words += [str(ROOT / "benchmarks/faulty_main.py"), *FLAGS.split(), "--remote_reward_url", self.url]
         words += ["--actor_model_name_or_path", str(models / "actor"), "--output_dir", str(output)]
         words += ["--critic_model_name_or_path", str(models / "reward"), "--data_path", str(models / "prompts.jsonl")]
-        words += ["--data_output_path", str(self.work / f"{output.name}_data")]
+        words += ["--data_output_path", str(self.work / f"{output.name}_data"), *more]
         env = {**os.environ, "FAULT": json.dumps(inject), "OMP_NUM_THREADS": "1"}
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
@@ -377,6 +385,7 @@ def main() -> int:
     faults = [*kills(chosen.seed, 5), *others()[:3]] if chosen.quick else [*kills(chosen.seed, 20), *others()]
     faults = [fault for fault in faults if chosen.only is None or chosen.only in fault.name]
     bench, outcomes = Bench(work.resolve()), list[Outcome]()
+    bench.run_whole()
     for fault in faults:
         outcomes.append(bench.meet(fault))
         print(outcomes[-1], flush=True)

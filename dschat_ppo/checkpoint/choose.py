@@ -30,8 +30,8 @@ class About:
 def choose(output: Path, flags: SafetyFlags, about: About) -> Path | None:
     """The checkpoint folder that the run goes on from; None: it begins at the beginning. Collective.
 
-    What is damaged on the way is said. If `--resume` names an older checkpoint than the newest, those after it are set
-    aside under another name, so that no later run goes on from them.
+    What is damaged on the way is said. Checkpoints later than the chosen one (damaged, or not what `--resume` names) are
+    set aside under another name, so that no later run goes on from them.
 
     Raises:
         UserError: the one that is named cannot be used, or there are some but none is intact, or its settings mean
@@ -95,6 +95,5 @@ def _set_aside_later_ones(output: Path, chosen: Path) -> None:
     if chosen.resolve().parent != folder.root.resolve() or chosen.name not in names:
         return
     for name in names[names.index(chosen.name) + 1 :]:
-        if damage(folder.root / name, checksums=False) is None:
-            (folder.root / name).rename(folder.root / f"{name}{SET_ASIDE}")
-            logger().warning(f"{folder.root / name} is later than {chosen.name}: set aside as {name}{SET_ASIDE}")
+        (folder.root / name).rename(folder.root / f"{name}{SET_ASIDE}")
+        logger().warning(f"{folder.root / name} is later than {chosen.name}: set aside as {name}{SET_ASIDE}")

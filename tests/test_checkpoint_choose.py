@@ -1,0 +1,172 @@
+"""Which checkpoint a run goes on from, and what is left of an earlier run in its folder."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dschat_ppo.checkpoint.choose import About, choose
+from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
+from dschat_ppo.checkpoint.manifest import Manifest, describe_file
+from dschat_ppo.config.cli import flatten, parse, write_config
+from dschat_ppo.config.safety import SafetyFlags
+from dschat_ppo.errors import UserError
+from dschat_ppo.trainers.setup import _earlier_outputs, open_outputs
+
+WORDS = ["--model_name_or_path", "m", "--zero_stage", "2"]
+ROWS = "a" * 64
+
+
+def config_of(output: Path, *more: str):
+    return parse("sft", [*WORDS, "--output_dir", str(output), *more])
+
+
+def about(output: Path, *more: str, data: str = ROWS) -> About:
+    return About("sft", flatten(config_of(output, *more)) | {"rows_per_update": 8}, data)
+
+
+def save(output: Path, step: int, update: int = 0) -> Path:
+    """A checkpoint as the keeper makes it, with one file."""
+    folder, name = CheckpointFolder(output), checkpoint_name(step, update)
+    partial = folder.partial(name)
+    (partial / "shared.pt").write_bytes(bytes(range(200)))
+    files = {"shared.pt": describe_file(partial / "shared.pt")}
+    manifest = Manifest("sft", step, update, 2, about(output).config, {"torch": "2"}, ROWS, files, False, 17, "2026")
+    manifest.write(partial)
+    folder.commit(name)
+    return folder.root / name
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[50] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_nothing_saved_is_a_beginning(tmp_path):
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) is None
+
+
+def test_the_newest_intact_one_is_taken_and_damage_is_said(tmp_path, caplog):
+    first, second = save(tmp_path, 1), save(tmp_path, 2, 3)
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == second
+    flip(second / "shared.pt")
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == first
+    assert second.with_name(f"{second.name}.set_aside").exists(), "else it would be the newest for ever"
+    flip(first / "shared.pt")
+    with pytest.raises(UserError, match="no intact checkpoint.*checksum differs.*--overwrite_output_dir"):
+        choose(tmp_path, SafetyFlags(), about(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", "step_000009"])
+def test_a_latest_that_names_nothing_is_no_beginning(tmp_path, content):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/latest").write_text(content)
+    with pytest.raises(UserError, match="no intact checkpoint"):
+        choose(tmp_path, SafetyFlags(), about(tmp_path))
+
+
+def test_never_does_not_look(tmp_path):
+    flip(save(tmp_path, 1) / "shared.pt")
+    assert choose(tmp_path, SafetyFlags(resume="never"), about(tmp_path)) is None
+
+
+def test_a_named_one_sets_later_ones_aside(tmp_path):
+    first, second, third = save(tmp_path, 1), save(tmp_path, 1, 2), save(tmp_path, 4)
+    assert choose(tmp_path, SafetyFlags(resume=str(second)), about(tmp_path)) == second
+    assert first.exists() and not third.exists()
+    assert third.with_name("step_000004.set_aside").exists()
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == second
+    with pytest.raises(UserError, match="--resume .*/none: there is no such folder"):
+        choose(tmp_path, SafetyFlags(resume=str(tmp_path / "none")), about(tmp_path))
+    flip(first / "shared.pt")
+    with pytest.raises(UserError, match="--resume .*checksum differs"):
+        choose(tmp_path, SafetyFlags(resume=str(first)), about(tmp_path))
+
+
+def test_what_means_something_else_is_refused_unless_forced(tmp_path):
+    saved = save(tmp_path, 1)
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path, "--zero_stage", "3")) == saved
+    with pytest.raises(UserError, match="- --seed 1234\n.*--seed 5\n"):
+        choose(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5"))
+    assert choose(tmp_path, SafetyFlags(resume_force=True), about(tmp_path, "--seed", "5")) == saved
+    with pytest.raises(UserError, match="training rows"):
+        choose(tmp_path, SafetyFlags(), about(tmp_path, data="b" * 64))
+    with pytest.raises(UserError, match="of the step 'sft', not of 'ppo'"):
+        choose(tmp_path, SafetyFlags(), replace(about(tmp_path), kind="ppo"))
+
+
+def earlier(output: Path, *more: str) -> tuple[str | None, str | None]:
+    config = config_of(output, *more)
+    return _earlier_outputs(output, config, config.run)
+
+
+def test_an_empty_folder_or_an_unfinished_run_with_a_checkpoint_is_all_right(tmp_path):
+    assert earlier(tmp_path) == (None, None)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    write_config(config_of(tmp_path), tmp_path)
+    save(tmp_path, 1)
+    assert earlier(tmp_path) == (None, None)
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_and_keeps_its_metrics(tmp_path):
+    write_config(config_of(tmp_path), tmp_path)
+    for number in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(f"{number}\n")
+        assert earlier(tmp_path) == (None, None)
+        assert (tmp_path / f"metrics.{number}.jsonl").read_text() == f"{number}\n"
+    (tmp_path / "metrics.jsonl").write_text("3\n")
+    problem, _ = earlier(tmp_path, "--seed", "5")
+    assert problem is not None and "--seed 1234" in problem and "--overwrite_output_dir" in problem
+    assert (tmp_path / "metrics.jsonl").exists(), "nothing was touched"
+
+
+def test_a_run_that_is_done_says_so_and_others_are_refused(tmp_path):
+    write_config(config_of(tmp_path), tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    save(tmp_path, 4)
+    problem, done = earlier(tmp_path)
+    assert problem is None and done is not None and "is done" in done
+    assert earlier(tmp_path, "--zero_stage", "3")[1] == done, "it would compute the same"
+    problem, done = earlier(tmp_path, "--num_train_epochs", "2")
+    assert done is None and problem is not None and "result.json" in problem
+    assert earlier(tmp_path, "--num_train_epochs", "2", "--resume_force", "True") == (None, None)
+    assert earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
+    problem, _ = earlier(tmp_path, "--resume", "never")
+    assert problem is not None and "result.json" in problem
+    problem, _ = earlier(tmp_path, "--resume", str(tmp_path.parent / "elsewhere"))
+    assert problem is not None
+
+
+def test_outputs_without_their_configuration_are_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    problem, _ = earlier(tmp_path)
+    assert problem is not None and "metrics.jsonl" in problem
+
+
+def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_not(tmp_path):
+    config = config_of(tmp_path)
+    marks = ["eval/step_000004.jsonl", "best/actor/model.safetensors", "nonfinite/step_1/what.json"]
+    marks += ["tensorboard/events.out.tfevents.1"]
+    for mark in marks:
+        (tmp_path / mark).parent.mkdir(parents=True)
+        (tmp_path / mark).write_text("x")
+    saved = save(tmp_path, 1)
+    run = replace(config.run, tensorboard_path="tensorboard")
+    open_outputs(tmp_path, config, run, resumed=True)
+    assert saved.exists() and all((tmp_path / mark).exists() for mark in marks)
+    open_outputs(tmp_path, config, run)
+    assert not saved.exists() and not any((tmp_path / mark).exists() for mark in marks)
+    assert (tmp_path / "config.yaml").exists()
+
+
+def test_a_checkpoint_that_was_being_replaced_is_put_back_before_anything_is_looked_at(tmp_path):
+    saved = save(tmp_path, 1)
+    saved.rename(saved.with_name("step_000001.replaced"))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    write_config(config_of(tmp_path), tmp_path)
+    assert earlier(tmp_path) == (None, None)
+    assert (tmp_path / "metrics.jsonl").exists()
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved
