@@ -83,7 +83,7 @@ def watch(bench: Bench, output: Path, steps: int) -> list[Sample]:
 
 def compare(samples: list[Sample]) -> dict[str, float]:
     """First quarter of the settled steps against the last."""
-    settled = [sample for sample in samples if SETTLED <= sample.step]
+    settled = [sample for sample in samples if sample.step >= SETTLED]
     quarter = max(2, len(settled) // 4)
     first, last = settled[:quarter], settled[-quarter:]
 

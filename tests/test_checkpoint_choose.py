@@ -78,6 +78,9 @@ def test_a_named_one_sets_later_ones_aside(tmp_path):
     assert first.exists() and not third.exists()
     assert third.with_name("step_000004.set_aside").exists()
     assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == second
+    save(tmp_path, 4)
+    assert choose(tmp_path, SafetyFlags(resume=str(second)), about(tmp_path)) == second
+    assert not third.exists(), "a second time too"
     with pytest.raises(UserError, match="--resume .*/none: there is no such folder"):
         choose(tmp_path, SafetyFlags(resume=str(tmp_path / "none")), about(tmp_path))
     flip(first / "shared.pt")

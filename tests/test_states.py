@@ -2,6 +2,8 @@
 
 import torch
 from datasets import Dataset
+from test_group_pool import clipped, rows
+from test_mini_dataset import experience
 
 from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.data.sampler import RowStream
@@ -10,8 +12,6 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.trainers.progress import Progress
-from test_group_pool import clipped, rows
-from test_mini_dataset import experience
 
 CPU = torch.device("cpu")
 

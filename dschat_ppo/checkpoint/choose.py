@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,5 +96,8 @@ def _set_aside_later_ones(output: Path, chosen: Path) -> None:
     if chosen.resolve().parent != folder.root.resolve() or chosen.name not in names:
         return
     for name in names[names.index(chosen.name) + 1 :]:
-        (folder.root / name).rename(folder.root / f"{name}{SET_ASIDE}")
+        place = folder.root / f"{name}{SET_ASIDE}"
+        if place.exists():  # from an earlier time
+            shutil.rmtree(place)
+        (folder.root / name).rename(place)
         logger().warning(f"{folder.root / name} is later than {chosen.name}: set aside as {name}{SET_ASIDE}")
