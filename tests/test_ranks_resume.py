@@ -98,14 +98,21 @@ def test_runs_were_stopped_between_and_inside_ppo_steps(runs):
     assert any("_update_" in place for place in places) and any("_update_" not in place for place in places)
 
 
-def test_a_finished_run_is_not_done_again(runs, assets):
+def test_a_finished_run_is_not_done_again_but_may_be_made_longer_by_force(runs, assets):
     folder, _ = runs
     before = (folder / "sft/whole/metrics.jsonl").read_bytes()
     step, flags, _ = cases_of(assets)["sft"]
     words = [*flags.split(), "--output_dir", f"{folder}/sft/whole"]
-    [again] = launch({"again": (step, words, [], True)}, folder, ranks=2)["again"]
-    assert "this run is done" in again["ended"]
+    other = [*flags.replace("--num_train_epochs 2", "--num_train_epochs 3").split(), "--learning_rate", "0.02"]
+    other += ["--lr_scheduler_type", "constant", "--output_dir", f"{folder}/sft/cut", "--resume_force", "True"]
+    found = launch({"again": (step, words, [], True), "other": (step, other, [], True)}, folder, ranks=2)
+    assert "this run is done" in found["again"][0]["ended"]
     assert (folder / "sft/whole/metrics.jsonl").read_bytes() == before
+    lines = metrics_of(folder / "sft/cut")
+    done = len(before.splitlines())
+    assert [line["step"] for line in lines] == list(range(done // 2 * 3 + 1))
+    assert {line["lr"] for line in lines[done:]} == {0.02}, "forced settings take effect"
+    assert "+ --learning_rate 0.02" in found["other"][0]["said"]
 
 
 def test_on_one_rank_and_another_stage_it_goes_on_within_rounding(runs, assets, tmp_path):

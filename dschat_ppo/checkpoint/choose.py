@@ -31,8 +31,8 @@ class About:
 def choose(output: Path, flags: SafetyFlags, about: About) -> Path | None:
     """The checkpoint folder that the run goes on from; None: it begins at the beginning. Collective.
 
-    What is damaged on the way is said. Checkpoints later than the chosen one (damaged, or not what `--resume` names) are
-    set aside under another name, so that no later run goes on from them.
+    What is damaged on the way is said. Checkpoints later than the chosen one (damaged, or not what `--resume` names)
+    are set aside under another name, so that no later run goes on from them.
 
     Raises:
         UserError: the one that is named cannot be used, or there are some but none is intact, or its settings mean

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -51,11 +53,12 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
     """
     manifest = Manifest.read(folder)
     for role, engine in subject.engines_to_save.items():
-        if has_layout_of(engine, folder / role):
-            load_engine(engine, folder / role)
-        else:
-            logger().info(f"{role}: saved on {manifest.world_size} ranks or in another layout; divided anew")
-            load_engine_resharded(engine, folder / role)
+        with _flags_of_optimizer(engine):
+            if has_layout_of(engine, folder / role):
+                load_engine(engine, folder / role)
+            else:
+                logger().info(f"{role}: saved on {manifest.world_size} ranks or in another layout; divided anew")
+                load_engine_resharded(engine, folder / role)
     ranks = [load_state(folder / rank_file(rank)) for rank in range(manifest.world_size)]
     subject.load_state(load_state(folder / SHARED), ranks)
     if manifest.world_size == dist.world_size():
@@ -63,6 +66,23 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
     else:
         seed_this_rank(seed + manifest.step)
     return manifest
+
+
+@contextmanager
+def _flags_of_optimizer(engine: Any) -> Iterator[None]:
+    """Learning rate, betas, epsilon and weight decay stay those that the engine was built with, where the states that
+    are loaded inside hold others (`--resume_force`)."""
+    scheduler, names = engine.lr_scheduler, ("betas", "eps", "weight_decay")
+    rates = list(scheduler.base_lrs)
+    settings = [{name: group[name] for name in names} for group in engine.optimizer.param_groups]
+    yield
+    for group, setting in zip(engine.optimizer.param_groups, settings, strict=True):
+        group.update(setting)
+    if list(scheduler.base_lrs) != rates:
+        scheduler.base_lrs = rates
+        for group, rate, factor in zip(engine.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in engine.optimizer.param_groups]
 
 
 class Keeper:

@@ -1,0 +1,112 @@
+"""The benchmark of faults, apart from its runs: which faults, what counts as survived, what is compared."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import faults  # noqa: E402
+import faulty_main  # noqa: E402
+import long_run  # noqa: E402
+
+LOG = """checkpoint step_000001: copied in 0.0 s, being written
+checkpoint step_000001: saved, 0.9 MiB
+checkpoint step_000002_update_0003: saved, 0.9 MiB
+checkpoint step_000003: copied in 0.0 s, being written
+"""
+
+
+def test_twenty_kills_are_drawn_from_a_seed_and_hit_every_place():
+    drawn = faults.kills(0, 20)
+    assert len({fault.name for fault in drawn}) == 20
+    assert [fault.inject for fault in drawn] == [fault.inject for fault in faults.kills(0, 20)]
+    assert [fault.inject for fault in drawn] != [fault.inject for fault in faults.kills(1, 20)]
+    assert {fault.inject["place"] for fault in drawn} == set(faulty_main.PLACES)
+    assert {fault.inject["rank"] for fault in drawn} == {0, 1}
+
+
+def test_what_was_saved_and_where_the_second_start_went_on():
+    assert faults.saved_steps(LOG) == 2
+    assert faults.saved_steps("") == 0
+    assert faults.resumed_at(LOG) == 0
+    again = "going on from /out/checkpoints/step_000002: 2 steps are done\n"
+    assert faults.resumed_at(LOG + again + LOG) == 2
+
+
+@pytest.mark.parametrize(
+    ("met", "orphans", "lost", "equal", "survived"),
+    [
+        (True, 0, 0, True, True),
+        (False, 0, 0, True, False),
+        (True, 1, 0, True, False),
+        (True, 0, 1, True, False),
+        (True, 0, 0, False, False),
+    ],
+)
+def test_survived_is_met_alone_lossless_and_equal(met, orphans, lost, equal, survived):
+    assert faults.Outcome("f", 5, met, orphans, lost, equal, 1.0).survived is survived
+
+
+def outputs(folder: Path, loss: float, weight: float) -> Path:
+    for role in ("actor", "critic"):
+        (folder / role).mkdir(parents=True)
+        save_file({"w": torch.tensor([weight])}, folder / role / "model.safetensors")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": torch.rand(1).item(), "loss": loss}) + "\n")
+    return folder
+
+
+def test_outputs_are_equal_in_metrics_and_weights_but_not_in_times(tmp_path):
+    one = outputs(tmp_path / "one", 0.5, 1.0)
+    assert faults.same_outputs(one, outputs(tmp_path / "same", 0.5, 1.0))
+    assert not faults.same_outputs(one, outputs(tmp_path / "loss", 0.6, 1.0))
+    assert not faults.same_outputs(one, outputs(tmp_path / "weight", 0.5, 1.0 + 2**-23))
+
+
+def test_the_table_goes_between_the_marks(tmp_path):
+    file = tmp_path / "docs.md"
+    file.write_text(f"before\n{faults.MARKS[0]}\nold\n{faults.MARKS[1]}\nafter\n")
+    text = faults.table([faults.Outcome("SIGKILL", 5, True, 0, 0, True, 1.0)])
+    faults.write_docs(file, text)
+    assert text.splitlines()[-1] == "| SIGKILL | 5 | 0 | 0 | yes |"
+    assert file.read_text() == f"before\n{faults.MARKS[0]}\n\n{text}\n\n{faults.MARKS[1]}\nafter\n"
+
+
+def test_a_fault_comes_at_its_call_and_not_before(monkeypatch):
+    calls = []
+    monkeypatch.setattr(faulty_main.PPOTrainer, "update_once", lambda self, part: calls.append(part))
+    faulty_main.break_at("update", 3, "raise")
+    broken = faulty_main.PPOTrainer.update_once
+    broken(None, 1), broken(None, 2)
+    with pytest.raises(RuntimeError, match="injected"):
+        broken(None, 3)
+    broken(None, 4)
+    assert calls == [1, 2, 4]
+
+
+def test_long_runs_are_compared_by_their_quarters_after_the_first_steps():
+    def sample(step: int, memory: int) -> long_run.Sample:
+        return long_run.Sample(step, memory * 2**20, 5, 100, 2.0 * step if step < 60 else 3.0 * step)
+
+    samples = [sample(step, 1000) for step in range(1, 20)]
+    samples += [sample(step, 100) for step in range(20, 60)] + [sample(step, 110) for step in range(60, 100)]
+    found = long_run.compare(samples)
+    assert found["memory_growth"] == pytest.approx(0.1)
+    assert found["step_growth"] == pytest.approx(0.5)
+    assert (found["steps"], found["files_before"], found["shared_bytes_after"]) == (99, 5, 100)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_of_the_faults_with_real_ranks(tmp_path):
+    """The others are for `python benchmarks/faults.py`."""
+    bench = faults.Bench(tmp_path)
+    bench.run_whole()
+    for place, rank, count in (("saving", 1, 10), ("pointing", 0, 2)):
+        inject = {"rank": rank, "place": place, "count": count, "act": "kill"}
+        outcome = bench.meet(faults.Fault(f"killed while {place}", inject))
+        assert outcome.survived, outcome
+        assert outcome.code in (5, 247), outcome
