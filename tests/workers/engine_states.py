@@ -102,7 +102,7 @@ def train(engine, steps) -> list[list[float]]:
             return loss * factor
 
         rate = learning_rate(engine)
-        norm = optimizer_step(engine, mine.split(2), loss_of)
+        norm = optimizer_step(engine, mine.split(2), loss_of).grad_norm
         scale = getattr(engine.optimizer, "cur_scale", 1.0)
         found.append([float(dist.all_reduce(torch.stack(losses).sum())), norm, rate, float(scale)])
     return found
