@@ -240,7 +240,7 @@ def limits_case(assets: Path, out: Path) -> dict:
                 trainer.update_once(part, MetricSums())
                 break
             alone = [weights(engine) for engine in trainer.engines.trained.values()]
-        share = trainer.update(experience, 1)["policy/updates_done_share"]
+        share = trainer.update(experience)["policy/updates_done_share"]
         found[name] = share
         if name == "ratio":
             now = [weights(engine) for engine in trainer.engines.trained.values()]
