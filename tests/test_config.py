@@ -137,7 +137,7 @@ NOT_YET = {
     "reward": ("lora_dim", "lora_module_name", "only_optimize_lora", "lora_learning_rate"),
     "ppo": (
         "actor_lora_dim", "actor_lora_module_name", "actor_lora_learning_rate", "critic_lora_dim",
-        "critic_lora_module_name", "critic_lora_learning_rate", "only_optimize_lora", "enable_ema",
+        "critic_lora_module_name", "critic_lora_learning_rate", "only_optimize_lora",
         "enable_mixed_precision_lora",
         "inference_tp_size", "tp_gather_partition_size",
     ),

@@ -18,11 +18,11 @@ PPO = (
 )
 EXTRAS = (
     "--actor_dropout 0.1 --kl_target 0.05 --normalize_rewards running --entropy_target 2 --entropy_coef 0.01 "
-    "--critic_warmup_rollouts 1"
+    "--critic_warmup_rollouts 1 --enable_ema --ema_decay 0.5"
 )
 SAMPLED = (
     "--actor_dropout 0.1 --advantage_estimator grpo --dynamic_sampling --unsup_coef 0.1 --kl_estimator k3 "
-    "--lr_scheduler_type linear"
+    "--lr_scheduler_type linear --enable_ema --ema_decay 0"
 )
 
 
@@ -86,10 +86,22 @@ def test_metrics_and_models_are_those_of_an_uninterrupted_run(runs, name):
     assert steps == sorted(set(steps)) and len(steps) > 3
     weights = {how: sorted((folder / name / how).glob("**/model.safetensors")) for how in ("whole", "cut")}
     weights = {how: [path for path in paths if "best" not in path.parts] for how, paths in weights.items()}
-    assert len(weights["whole"]) == (2 if name == "ppo" else 1)
+    assert len(weights["whole"]) == {"ppo": 3, "sampled": 2}.get(name, 1)
     for one, other in zip(*weights.values(), strict=True):
         first, second = load_file(one), load_file(other)
         assert all(torch.equal(first[key], second[key]) for key in first.keys() | second.keys())
+
+
+def test_the_moving_average_is_of_the_actors_own_weights(runs):
+    """Without any memory of former weights it is the actor, at ZeRO-2; with some it lies behind, at ZeRO-3."""
+    folder, _ = runs
+    for name, same in (("sampled", True), ("ppo", False)):
+        actor, average = (
+            load_file(folder / name / "cut" / role / "model.safetensors") for role in ("actor", "actor_ema")
+        )
+        assert actor.keys() == average.keys()
+        assert all(torch.equal(actor[key], average[key]) for key in actor) is same
+        assert all(torch.allclose(actor[key].float(), average[key].float(), atol=0.05) for key in actor)
 
 
 def test_runs_were_stopped_between_and_inside_ppo_steps(runs):
@@ -127,3 +139,5 @@ def test_on_one_rank_and_another_stage_it_goes_on_within_rounding(runs, assets, 
     assert found["ended"] == "done" and "divided anew" in found["said"]
     for expected, line in zip(compared(tmp_path / "whole"), compared(tmp_path / "cut"), strict=True):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    averages = [load_file(tmp_path / name / "actor_ema/model.safetensors") for name in ("whole", "cut")]
+    assert all(torch.allclose(averages[0][key], averages[1][key], atol=1e-4) for key in averages[0])

@@ -16,6 +16,8 @@ from dschat_ppo.config.schema import (
     require_positive,
 )
 
+EMA_DECAY = 0.992  # DeepSpeed-Chat's
+
 
 @dataclass(frozen=True)
 class PPOFlags:
@@ -124,7 +126,8 @@ class PPOFlags:
     critic_lora_learning_rate: float = flag("learning rate of the critic's LoRA parameters", 5e-4)
     only_optimize_lora: bool = flag("freeze all but LoRA", False)
     enable_mixed_precision_lora: bool = flag("quantise frozen weights under LoRA", False)
-    enable_ema: bool = flag("keep and save an EMA copy of the actor", False)
+    enable_ema: bool = flag("keep a moving average of the actor's weights, saved as `actor_ema/`", False)
+    ema_decay: float = flag("decay of the moving average, once per update of the actor", EMA_DECAY)
     align_overflow: bool = flag("skip both optimizer steps when either fp16 loss scaler overflows", False)
 
     def __post_init__(self) -> None:
@@ -156,7 +159,7 @@ class PPOFlags:
             test_stop_step=self.test_stop_step,
             max_grad_norm=self.max_grad_norm,
         )
-        require_fraction(actor_dropout=self.actor_dropout, critic_dropout=self.critic_dropout)
+        require_fraction(actor_dropout=self.actor_dropout, critic_dropout=self.critic_dropout, ema_decay=self.ema_decay)
         require(0 <= self.min_p < 1, f"--min_p must be at least 0 and below 1, got {self.min_p}")
         require(0 < self.top_p <= 1, f"--top_p must be above 0 and at most 1, got {self.top_p}")
         self._check_combinations()
@@ -167,6 +170,7 @@ class PPOFlags:
             f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}",
         )
         require(all(number >= 0 for number in self.stop_token_ids), "--stop_token_ids must not be negative")
+        require(self.enable_ema or self.ema_decay == EMA_DECAY, "--ema_decay is for --enable_ema, which is not given")
         require(all(self.stop_strings), "--stop_strings must not be empty texts")
         require(
             not self.offload_reference_model or self.actor_zero_stage == 3,

@@ -231,7 +231,6 @@ STEPS = {
         not_yet={
             **{f"{role}_{name}": "LoRA" for role in ("actor", "critic") for name in _LORA if name.startswith("lora")},
             "only_optimize_lora": "LoRA",
-            "enable_ema": "the EMA copy of the actor",
             "enable_mixed_precision_lora": "mixed-precision LoRA",
             "inference_tp_size": "tensor-parallel generation",
             "tp_gather_partition_size": "tensor-parallel generation",

@@ -11,6 +11,7 @@ from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.build import OptimizerSettings, eval_engine, train_engine
 from dschat_ppo.engine.ds_config import eval_config, read_overlay, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.engine.moving_average import MovingAverage
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
@@ -39,6 +40,9 @@ class RLHFEngine:
         self._plan = plan
         self._ranks = world_size()
         self.actor = self._build_actor(folders.actor)
+        self.actor_average = (
+            MovingAverage(self.actor.module.lm, config.ppo.ema_decay) if config.ppo.enable_ema else None
+        )
         self.reference = self._build_reference(folders.actor) if config.algorithm.has_reference else None
         self.critic = self._build_critic(folders.critic) if folders.critic else None
         ppo = config.ppo

@@ -42,6 +42,7 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
     described: Mapping[str, float | None] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
 
@@ -52,13 +53,14 @@ def save_model(
         tokenizer: saved beside the weights.
         folder: created if needed.
         described: numbers about the model that stand in its config under these names; None takes one out.
+        weights: whole tensors, on rank 0, in place of the engine's own of these names.
 
     Raises:
         StorageError: the folder cannot be written; on every rank.
     """
     module = engine.module
     model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm
-    state = gather_state(model)
+    state = gather_state(model) | dict(weights or {})
     problem = None
     if is_main():
         model.config.dtype = next(iter(state.values())).dtype

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
@@ -169,6 +170,8 @@ class PPOTrainer:
             for name in ("mean", "max"):
                 if f"policy/log_ratio_abs_{name}" in first:
                     progress.metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
+        if "actor" in outcome.norms and self.engines.actor_average is not None:
+            self.engines.actor_average.update()
         progress.updates += 1
         progress.applied += "actor" in outcome.norms
         progress.ended = outcome.ends
@@ -235,7 +238,11 @@ class PPOTrainer:
 
     def rank_state(self) -> dict[str, Any]:
         """What a resumed run needs of this rank alone."""
-        return {"sums": self.progress.sums.state_dict()}
+        average = self.engines.actor_average
+        return {
+            "sums": self.progress.sums.state_dict(),
+            "actor_average": None if average is None else average.state_dict(),
+        }
 
     def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Go on from `shared_state` and the `rank_state` of each rank of the saved run; on another number of ranks the
@@ -243,6 +250,7 @@ class PPOTrainer:
         own = [ranks[dist.rank()]] if len(ranks) == dist.world_size() else ranks if dist.is_main() else []
         sums = MetricSums.restored([state["sums"] for state in own], self.device)
         self.progress.load_state_dict(shared["progress"], sums, self.device)
+        self._load_average([state["actor_average"] for state in ranks])
         self.collector.load_state_dict(shared["collector"], self.device)
         self.shaping.load_state_dict(shared["shaping"])
         self.entropy_coef.load_state_dict(shared["entropy_coef"])
@@ -252,6 +260,13 @@ class PPOTrainer:
             self.texts.stream.load_state_dict(shared["texts"])
         if self.validation is not None and shared["best"] is not None:
             self.validation.best = tuple(shared["best"])
+
+    def _load_average(self, saved: list[dict[str, Tensor] | None]) -> None:
+        average, parts = self.engines.actor_average, [part for part in saved if part is not None]
+        if average is not None and parts:
+            average.load_state_dicts(parts)
+        elif average is not None:  # it is asked for from here on
+            average.begin()
 
     def validate(self, step: int) -> dict[str, float]:
         """Metrics of the held-out prompts, if it is time for them; else {}. Collective."""

@@ -254,8 +254,10 @@ def _say_notes(config: PPOConfig) -> None:
 
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the actor, and the critic if there is one, as Hugging Face folders. Collective."""
+    """Write the actor, its moving average and the critic, if there are, as Hugging Face folders. Collective."""
     save_model(engines.actor, tokenizer, output / "actor")
+    if engines.actor_average is not None:
+        save_model(engines.actor, tokenizer, output / "actor_ema", weights=engines.actor_average.gathered())
     if engines.critic is not None:
         # the spread of the reward model's scores, which it may have started from, is none of its values'
         save_model(engines.critic, tokenizer, output / "critic", dict.fromkeys(STATISTICS))
