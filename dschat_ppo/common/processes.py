@@ -10,11 +10,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """`started`: clock ticks since the machine's start, which tell processes of one number apart; `ended`: a zombie."""
+    """`started`: clock ticks since the machine's start, which tell processes of one number apart; `ended`: a zombie;
+    `ticks`: clock ticks that it has computed."""
 
     parent: int
     started: int
     ended: bool
+    ticks: int
 
 
 def look_up(pid: int) -> Process | None:
@@ -24,7 +26,17 @@ def look_up(pid: int) -> Process | None:
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything
-    return Process(int(fields[1]), int(fields[19]), fields[0] in "ZX")
+    return Process(int(fields[1]), int(fields[19]), fields[0] in "ZX", int(fields[11]) + int(fields[12]))
+
+
+def children() -> dict[int, Process]:
+    """The processes that this one has started, by their numbers; none where there is no /proc."""
+    found = {}
+    for entry in os.scandir("/proc") if Path("/proc").is_dir() else ():
+        process = look_up(int(entry.name)) if entry.name.isdigit() else None
+        if process is not None and process.parent == os.getpid():
+            found[int(entry.name)] = process
+    return found
 
 
 def command(pid: int) -> list[str]:

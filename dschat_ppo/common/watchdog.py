@@ -19,12 +19,12 @@ from dataclasses import replace
 from typing import NoReturn
 
 from dschat_ppo.common import dist, progress
-from dschat_ppo.common.failure import RANK_LOST, Board, Claim
+from dschat_ppo.common.failure import RANK_LOST, USER_ERROR, Board, Claim
 from dschat_ppo.common.phases import where
 from dschat_ppo.common.progress import beat, patient
 from dschat_ppo.common.rank_log import to_log
 
-__all__ = ["beat", "patient", "start", "stop", "watch"]
+__all__ = ["beat", "give_up", "patient", "start", "stop", "watch"]
 
 POLL_SECONDS = 0.5
 _TURN_SECONDS = 0.25  # of each rank, to write its stacks
@@ -173,6 +173,16 @@ def start(seconds: float) -> None:
     if not _WATCH:
         watch(Board(None))
     _WATCH[-1].begin(seconds)
+
+
+def give_up(text: str) -> NoReturn:
+    """End this process at once, from any thread, with exit code 2 and `text` as the run's message."""
+    board = _WATCH[-1].board if _WATCH else Board(None)
+    claim = board.claim(USER_ERROR)
+    if claim.rank == dist.rank():
+        _to_stderr(text)
+    to_log(text)
+    os._exit(claim.code)
 
 
 def stop() -> None:

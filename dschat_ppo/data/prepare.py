@@ -23,6 +23,7 @@ from dschat_ppo.config.schema import DataFlags, parse_data_split
 from dschat_ppo.data.records import layout_of, read_row
 from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
 from dschat_ppo.data.templates import encode_answer, encode_prompt
+from dschat_ppo.data.workers import data_workers
 from dschat_ppo.errors import UserError
 
 _FORMAT = "2"  # raise it when the same rows become other tokens, so that no cache of before is used
@@ -123,14 +124,15 @@ def tokenise_rows(
     layout = layout_of([column for column in rows.column_names if column != ORIGIN], use, name)
     settings = {"layout": layout, "use": use, "limit": limit, "policy": flags.truncation}
     text_prompts = isinstance(rows.features.get("prompt"), datasets.Value)
-    rows = rows.map(
-        _tokenise,
-        fn_kwargs={**settings, "tokenizer": tokenizer},
-        remove_columns=rows.column_names,
-        num_proc=flags.preprocessing_num_workers,
-        new_fingerprint=_fingerprint(rows, tokenizer, *settings.values()),
-        features=datasets.Features(_FEATURES | ({"row": datasets.Value("string")} if use == "prompt" else {})),
-    )
+    with data_workers(flags.preprocessing_num_workers):
+        rows = rows.map(
+            _tokenise,
+            fn_kwargs={**settings, "tokenizer": tokenizer},
+            remove_columns=rows.column_names,
+            num_proc=flags.preprocessing_num_workers,
+            new_fingerprint=_fingerprint(rows, tokenizer, *settings.values()),
+            features=datasets.Features(_FEATURES | ({"row": datasets.Value("string")} if use == "prompt" else {})),
+        )
     done = Counter(rows["fitted"])
     logger().info(f"data: {name}: {len(rows)} rows; " + ", ".join(f"{count} {what}" for what, count in done.items()))
     if for_training and set(done) == {_CUT_ANSWER}:

@@ -12,6 +12,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.stopping import helpers_may_end
 from dschat_ppo.config.schema import DataFlags
 from dschat_ppo.data.sources import load_source
+from dschat_ppo.data.workers import data_workers
 from dschat_ppo.errors import UserError
 
 FLAG = "--unsupervised_dataset_name"
@@ -40,13 +41,14 @@ def text_blocks(
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(rows.column_names)
             raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a column 'text' that holds text")
-        blocks = rows.map(
-            _cut,
-            batched=True,
-            fn_kwargs={"tokenizer": tokenizer, "length": length},
-            remove_columns=rows.column_names,
-            num_proc=flags.preprocessing_num_workers,
-        )
+        with data_workers(flags.preprocessing_num_workers):
+            blocks = rows.map(
+                _cut,
+                batched=True,
+                fn_kwargs={"tokenizer": tokenizer, "length": length},
+                remove_columns=rows.column_names,
+                num_proc=flags.preprocessing_num_workers,
+            )
     if not len(blocks):
         raise UserError(f"{FLAG} {spec}: holds no text of two tokens or more")
     logger().info(f"data: {spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")

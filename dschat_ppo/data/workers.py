@@ -1,0 +1,64 @@
+"""The processes that prepare data, and what happens when one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from dschat_ppo.common.processes import children
+from dschat_ppo.common.watchdog import give_up
+from dschat_ppo.errors import UserError
+
+POLL_SECONDS = 0.5
+IDLE_SECONDS = 60.0
+_HINT = (
+    "a process that prepares data was killed, most often for want of memory: lower --preprocessing_num_workers and run "
+    "the same command again"
+)
+
+
+@contextmanager
+def data_workers(count: int | None) -> Iterator[None]:
+    """For one `Dataset.map` over `count` processes, of which one may be killed.
+
+    `datasets` notices when a worker of its pool was replaced. But a worker that is killed while it waits for work holds
+    the pool's lock, for which then all others and the end of the pool wait for ever; so a thread looks too, and ends
+    the process.
+
+    Raises:
+        UserError: a worker was killed, and the pool has noticed.
+    """
+    if count is None or count < 2:
+        yield
+        return
+    over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(over,), daemon=True)
+    watch.start()
+    try:
+        yield
+    except RuntimeError as problem:
+        if "abruptly died" not in str(problem):
+            raise
+        raise UserError(_HINT) from problem
+    finally:
+        over.set()
+        watch.join()
+
+
+def _watch(over: threading.Event) -> None:
+    """Workers compute all the time; where none of them does any more the pool is lost."""
+    before, ticks, since = set(children()), -1, time.monotonic()
+    while not over.wait(POLL_SECONDS):
+        workers = {pid: process for pid, process in children().items() if pid not in before}
+        now = sum(process.ticks for process in workers.values())
+        if now != ticks:
+            ticks, since = now, time.monotonic()
+        if time.monotonic() - since > IDLE_SECONDS:
+            for pid in workers:  # they would wait for ever too
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            give_up(f"error: {_HINT}\n")
