@@ -65,6 +65,7 @@ class Fault:
     mend: Callable[[Path], None] | None = None
     disk: str | None = None  # size of a file system of its own for the outputs
     may_survive: bool = False  # the run may also come to its end
+    silent: bool = False  # the command gives 0 although the run did not come to its end (DeepSpeed's runner does)
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ class Bench:
             if fault.outside is not None:
                 fault.outside(process, output)
             code = process.wait()
+            finished = (output / "result.json").exists()
             orphans = left_over(str(output))
             saved = saved_steps(self.log_of(output).read_text(encoding="utf-8", errors="replace"))
             if fault.mend is not None:
@@ -191,7 +193,7 @@ class Bench:
             resumed = resumed_at(self.log_of(output).read_text(encoding="utf-8", errors="replace"))
             equal = again == 0 and same_outputs(self.whole, output)
             lost = max(0, saved - resumed) if code else 0
-            met = code != 0 or fault.may_survive
+            met = code != 0 or fault.may_survive or (fault.silent and not finished)
             return Outcome(fault.name, code, met, orphans, lost, equal, time.perf_counter() - started)
         finally:
             if fault.disk:
@@ -345,7 +347,8 @@ def others() -> list[Fault]:
         ),
         Fault("SIGTERM to the command", outside=after_a_checkpoint(lambda process, _: process.terminate())),
         Fault(
-            "SIGKILL of the launcher", outside=after_a_checkpoint(lambda process, _: launcher_of(process).kill())
+            "SIGKILL of the launcher", outside=after_a_checkpoint(lambda process, _: launcher_of(process).kill()),
+            silent=True,
         ),
     ]  # fmt: skip
 
