@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -227,15 +228,14 @@ class Keeper:
         return files, None
 
     def _commit_on_main(self, name: str, pending: Manifest, files: dict[str, FileEntry]) -> None:
-        known: dict[str, Any] = {**vars(pending), "files": files}
-        Manifest(**known).write(self._partial(name))
+        replace(pending, files=files).write(self._partial(name))
         self._folder.commit(name)
         if pending.best:
             self._folder.mark_best(name)
         for removed in self._folder.prune(self._flags.save_total_limit):
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
 
-    def _on_main(self, act: Any) -> None:
+    def _on_main(self, act: Callable[[], None]) -> None:
         """Do something to the disk on rank 0; if it cannot be done, all ranks raise `StorageError`."""
         problem = None
         if dist.is_main():
