@@ -146,7 +146,7 @@ def test_a_run_that_is_done_says_so_and_others_are_refused(tmp_path):
 def test_outputs_without_their_configuration_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     problem, _ = earlier(tmp_path)
-    assert problem is not None and "metrics.jsonl" in problem
+    assert problem is not None and "metrics.jsonl" in problem and "\n" not in problem
 
 
 def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_not(tmp_path):
