@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 NOT_COMPARED = ("time", "seconds/", "peak_memory_gib/", "tokens_per_second/")
 FIT = "--num_train_epochs 2 --max_seq_len 48 --learning_rate 0.01 --dropout 0.1 --eval_interval 3 --save_minutes 0"
-KEPT = "--learning_rate 1 --num_warmup_steps 7 --eval_fraction 0.2 --save_steps 3 --save_total_limit 1"  # the loss falls, and rises with the rate
+# the loss falls, and rises with the rate
+KEPT = "--learning_rate 1 --num_warmup_steps 7 --eval_fraction 0.2 --save_steps 3 --save_total_limit 1"
 PPO = (
     "--data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 6 --generation_batches 2 --ppo_epochs 2 "
     "--n_samples_per_prompt 2 --num_warmup_steps 0 --actor_learning_rate 0.003 --critic_learning_rate 0.003 "
