@@ -115,8 +115,8 @@ def refuse(folder: Path, changes: Sequence[Change], force: bool) -> None:
     if serious and not force:
         raise UserError(
             f"{folder} was saved under settings that compute something else:\n{report(serious)}\nGive the former "
-            "settings to go on, or --resume_force to go on under the new ones, or begin anew with --resume never or "
-            "another --output_dir"
+            "settings to go on, or --resume_force to go on under the new ones, or begin anew with "
+            "--overwrite_output_dir or another --output_dir"
         )
 
 

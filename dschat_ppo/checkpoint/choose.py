@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from dschat_ppo.config.safety import AUTO, NEVER, SafetyFlags
 from dschat_ppo.errors import UserError
 
 SET_ASIDE = ".set_aside"
+UPDATE_ROWS = "rows_per_update"
 
 
 @dataclass(frozen=True)
@@ -86,18 +87,29 @@ def _check(folder: Path, flags: SafetyFlags, about: About) -> None:
     if manifest.data != about.data:
         changes.insert(0, Change("training rows (SHA-256)", manifest.data[:12], about.data[:12], matters=True))
     refuse(folder, changes, flags.resume_force)
+    if manifest.update and manifest.config.get(UPDATE_ROWS) != about.config.get(UPDATE_ROWS):
+        raise UserError(
+            f"{folder} was saved inside a PPO step, whose updates have {manifest.config.get(UPDATE_ROWS)} rows each, "
+            f"not {about.config.get(UPDATE_ROWS)}: keep them, or name an earlier checkpoint by --resume"
+        )
     if changes:
         logger().info(f"settings that changed since {folder.name} was saved:\n{report(changes)}")
 
 
 def _set_aside_later_ones(output: Path, chosen: Path) -> None:
-    folder = CheckpointFolder(output)
-    names = folder.names()
-    if chosen.resolve().parent != folder.root.resolve() or chosen.name not in names:
-        return
-    for name in names[names.index(chosen.name) + 1 :]:
-        place = folder.root / f"{name}{SET_ASIDE}"
-        if place.exists():  # from an earlier time
-            shutil.rmtree(place)
-        (folder.root / name).rename(place)
-        logger().warning(f"{folder.root / name} is later than {chosen.name}: set aside as {name}{SET_ASIDE}")
+    if not lies_in(chosen, output):
+        return  # nothing of this run is here: `open_outputs` clears the folder
+    folder, manifest = CheckpointFolder(output), Manifest.read(chosen)
+    for name in folder.names(since=(manifest.step, manifest.update)):
+        later = folder.root / name
+        if later.resolve() == chosen.resolve():
+            continue
+        places = (folder.root / f"{name}{SET_ASIDE}{number or ''}" for number in count())
+        place = next(place for place in places if not place.exists())
+        later.rename(place)
+        logger().warning(f"{later} is not before {chosen.name}: set aside as {place.name}")
+
+
+def lies_in(checkpoint: Path, output: Path) -> bool:
+    """Whether a checkpoint lies in this output folder, so that the other outputs there go with it."""
+    return checkpoint.resolve().is_relative_to(output.resolve())

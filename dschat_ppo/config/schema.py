@@ -97,7 +97,9 @@ class RunFlags:
     _argument_group_name: ClassVar[str] = "run"
 
     output_dir: str | None = flag("where the model, metrics and resolved configuration are written (required)", None)
-    overwrite_output_dir: bool = flag("allow an --output_dir that already holds a finished run", False)
+    overwrite_output_dir: bool = flag(
+        "begin anew in an --output_dir that holds an earlier run, whose outputs and checkpoints are removed", False
+    )
     seed: int = flag("global seed; a run is reproducible from it", 1234)
     local_rank: int = flag("set by the deepspeed launcher", -1)
     dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")

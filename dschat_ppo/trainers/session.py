@@ -9,13 +9,13 @@ from typing import Any, Literal, TypeVar
 
 from datasets import Dataset
 
-from dschat_ppo.checkpoint.choose import About, choose
+from dschat_ppo.checkpoint.choose import About, choose, lies_in
 from dschat_ppo.checkpoint.keeper import Keeper, restore
 from dschat_ppo.checkpoint.resumable import Boundary, Resumable
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import flatten
-from dschat_ppo.config.safety import SafetyFlags
+from dschat_ppo.config.safety import AUTO, SafetyFlags
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.monitor.writers import MetricsWriter
@@ -44,19 +44,19 @@ class Session:
         resumed = None
         if manifest is not None:
             logger().info(f"going on from {self.chosen}: {manifest.step} steps are done")
-            ours = manifest_is_of(self.chosen, self.output)
+            ours = self.chosen is not None and lies_in(self.chosen, self.output)
             resumed = (manifest.metrics_offset if ours else 0, manifest.step + 1)
         with MetricsWriter(self.output, tensorboard_folder(self.run), resumed) as writer:
             saved = None if manifest is None else (manifest.step, manifest.update)
-            keeper = Keeper(self.output, trainer, self.safety, self.about, writer, saved)
+            keeper = Keeper(self.output, trainer, self.safety, self.about, writer, saved, self._to_go_on())
             result = train(writer, keeper)
             keeper.finish()
         return result
 
-
-def manifest_is_of(checkpoint: Path | None, output: Path) -> bool:
-    """Whether a checkpoint lies in this output folder, so that `metrics.jsonl` there goes with it."""
-    return checkpoint is not None and checkpoint.resolve().is_relative_to(output.resolve())
+    def _to_go_on(self) -> str:
+        if self.safety.resume == AUTO and not self.run.overwrite_output_dir:
+            return "run the same command again to go on"
+        return "run the command again with --resume auto and without --overwrite_output_dir to go on"
 
 
 def open_session(
@@ -75,6 +75,7 @@ def open_session(
         UserError: see `choose` and `open_outputs`.
     """
     about = About(kind, flatten(config) | amounts, fingerprint(rows) if dist.is_main() else "")
-    chosen = choose(output, config.safety, about)
-    open_outputs(output, config, config.run, resumed=chosen is not None)
+    begins_anew = config.run.overwrite_output_dir and config.safety.resume == AUTO
+    chosen = None if begins_anew else choose(output, config.safety, about)
+    open_outputs(output, config, config.run, resumed=chosen is not None and lies_in(chosen, output))
     return Session(output, about, config.run, config.safety, chosen)

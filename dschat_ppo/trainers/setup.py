@@ -129,7 +129,7 @@ def open_outputs(folder: Path, config: Any, run: RunFlags, resumed: bool = False
         folder: of the outputs.
         config: of the step.
         run: its flags.
-        resumed: the run goes on from a checkpoint.
+        resumed: the run goes on from a checkpoint in this folder.
 
     Raises:
         UserError: the folder cannot be written.
@@ -152,10 +152,13 @@ def _write_start(folder: Path, config: Any, run: RunFlags, resumed: bool) -> str
 
 
 def _remove_earlier(folder: Path, run: RunFlags) -> None:
-    """Answers of evaluations, best models, checkpoints, dumps and TensorBoard files of an earlier run."""
+    """What an earlier run left and this one may not write over: answers of evaluations, models that only some runs
+    make, checkpoints, dumps and TensorBoard files."""
+    if saved := CheckpointFolder(folder).names():
+        logger().warning(f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})")
     for answers in (folder / "eval").glob("step_*.jsonl"):
         answers.unlink()
-    for part in ("best", "best.old", "best.partial", "checkpoints", "nonfinite"):
+    for part in ("best", "best.old", "best.partial", "actor_ema", "critic", "checkpoints", "nonfinite"):
         if (folder / part).is_dir():
             shutil.rmtree(folder / part)
     board = folder / run.tensorboard_path
