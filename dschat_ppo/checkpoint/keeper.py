@@ -71,19 +71,18 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
 
 @contextmanager
 def _flags_of_optimizer(engine: Any) -> Iterator[None]:
-    """Learning rate, betas, epsilon and weight decay stay those that the engine was built with, where the states that
-    are loaded inside hold others (`--resume_force`)."""
+    """Learning rate, schedule, betas, epsilon and weight decay stay those that the engine was built with, where the
+    states that are loaded inside hold others (`--resume_force`); where they do not, nothing changes."""
     scheduler, names = engine.lr_scheduler, ("betas", "eps", "weight_decay")
     rates = list(scheduler.base_lrs)
     settings = [{name: group[name] for name in names} for group in engine.optimizer.param_groups]
     yield
     for group, setting in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(setting)
-    if list(scheduler.base_lrs) != rates:
-        scheduler.base_lrs = rates
-        for group, rate, factor in zip(engine.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
-            group["lr"] = rate * factor(scheduler.last_epoch)
-        scheduler._last_lr = [group["lr"] for group in engine.optimizer.param_groups]
+    scheduler.base_lrs = rates
+    for group, rate, factor in zip(engine.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
+        group["lr"] = rate * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in engine.optimizer.param_groups]
 
 
 class Keeper:
@@ -98,7 +97,7 @@ class Keeper:
         flags: when to save.
         about: what goes into the manifest.
         writer: of the metrics, whose length belongs to the state.
-        saved: position of the checkpoint that the run goes on from, or None.
+        saved: position of the checkpoint in this folder that the run goes on from, or None.
     """
 
     def __init__(
