@@ -12,6 +12,7 @@ from dschat_ppo.checkpoint.manifest import Manifest, describe_file
 from dschat_ppo.config.cli import flatten, parse, write_config
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.errors import UserError
+from dschat_ppo.trainers import setup
 from dschat_ppo.trainers.setup import _earlier_outputs, open_outputs
 
 WORDS = ["--model_name_or_path", "m", "--zero_stage", "2"]
@@ -65,6 +66,18 @@ def test_a_latest_that_names_nothing_is_no_beginning(tmp_path, content):
     (tmp_path / "checkpoints/latest").write_text(content)
     with pytest.raises(UserError, match="no intact checkpoint"):
         choose(tmp_path, SafetyFlags(), about(tmp_path))
+
+
+def test_overwriting_does_a_finished_run_once_more_and_goes_on_with_an_interrupted_one(tmp_path):
+    saved = save(tmp_path, 1)
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) == saved
+    (tmp_path / "result.json").write_text("{}")
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved, "or forced to be longer"
+    assert choose(tmp_path, SafetyFlags(resume=str(saved)), about(tmp_path), overwrite=True) == saved
+    (tmp_path / "result.json").unlink()
+    flip(saved / "shared.pt")
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
 
 
 def test_never_does_not_look(tmp_path):
@@ -163,6 +176,23 @@ def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_n
     open_outputs(tmp_path, config, run)
     assert not saved.exists() and not any((tmp_path / mark).exists() for mark in marks)
     assert (tmp_path / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_run_that_begins_is_not_finished_and_is_so_until_what_is_old_is_gone(tmp_path, monkeypatch, resumed):
+    config = config_of(tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    save(tmp_path, 1)
+    removed = []
+
+    def rmtree(path):
+        removed.append(path.name)
+        assert (tmp_path / "result.json").exists()
+
+    monkeypatch.setattr(setup.shutil, "rmtree", rmtree)
+    open_outputs(tmp_path, config, config.run, resumed)
+    assert removed == ([] if resumed else ["checkpoints"])
+    assert not (tmp_path / "result.json").exists()
 
 
 def test_a_checkpoint_that_was_being_replaced_is_put_back_before_anything_is_looked_at(tmp_path):

@@ -14,6 +14,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.safety import AUTO, NEVER, SafetyFlags
 from dschat_ppo.errors import UserError
+from dschat_ppo.monitor.writers import RESULT
 
 SET_ASIDE = ".set_aside"
 
@@ -28,11 +29,18 @@ class About:
     data: str
 
 
-def choose(output: Path, flags: SafetyFlags, about: About) -> Path | None:
+def choose(output: Path, flags: SafetyFlags, about: About, overwrite: bool = False) -> Path | None:
     """The checkpoint folder that the run goes on from; None: it begins at the beginning. Collective.
 
     What is damaged on the way is said. Checkpoints later than the chosen one (damaged, or not what `--resume` names)
     are set aside under another name, so that no later run goes on from them.
+
+    Args:
+        output: `--output_dir`.
+        flags: `--resume` and `--resume_force`.
+        about: the run that begins.
+        overwrite: `--overwrite_output_dir`; what is there does not count where `--resume auto` finds a finished run, or
+            checkpoints none of which is intact. A run that was interrupted is gone on from all the same.
 
     Raises:
         UserError: the one that is named cannot be used, or there are some but none is intact, or its settings mean
@@ -40,16 +48,16 @@ def choose(output: Path, flags: SafetyFlags, about: About) -> Path | None:
     """
     if flags.resume == NEVER:
         return None
-    chosen, problem = dist.broadcast_object(_choose(output, flags, about) if dist.is_main() else None)
+    chosen, problem = dist.broadcast_object(_choose(output, flags, about, overwrite) if dist.is_main() else None)
     if problem is not None:
         raise UserError(problem)
     return None if chosen is None else Path(chosen)
 
 
-def _choose(output: Path, flags: SafetyFlags, about: About) -> tuple[str | None, str | None]:
+def _choose(output: Path, flags: SafetyFlags, about: About, overwrite: bool) -> tuple[str | None, str | None]:
     """(the checkpoint or None, why the run must not begin or None)."""
     try:
-        folder = _newest(output) if flags.resume == AUTO else _named(Path(flags.resume))
+        folder = _newest(output, overwrite) if flags.resume == AUTO else _named(Path(flags.resume))
         if folder is not None:
             _check(folder, flags, about)
             _set_aside_later_ones(output, folder)
@@ -58,10 +66,12 @@ def _choose(output: Path, flags: SafetyFlags, about: About) -> tuple[str | None,
     return (None if folder is None else str(folder)), None
 
 
-def _newest(output: Path) -> Path | None:
+def _newest(output: Path, overwrite: bool) -> Path | None:
+    if overwrite and (output / RESULT).exists():
+        return None
     folder = CheckpointFolder(output)
     name, complaints = folder.newest_intact()
-    if name is None and complaints:
+    if name is None and complaints and not overwrite:
         raise UserError(
             f"--output_dir {output} has no intact checkpoint to go on from: {'; '.join(complaints)}. Repair one, or "
             "begin anew with --overwrite_output_dir or another --output_dir"

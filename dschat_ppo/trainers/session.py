@@ -41,13 +41,13 @@ class Session:
             StopRequested: the run was asked to stop, and is saved.
         """
         manifest = None if self.chosen is None else restore(self.chosen, trainer, self.run.seed)
-        resumed = None
+        resumed = saved = None
         if manifest is not None:
             logger().info(f"going on from {self.chosen}: {manifest.step} steps are done")
             ours = manifest_is_of(self.chosen, self.output)
             resumed = (manifest.metrics_offset if ours else 0, manifest.step + 1)
+            saved = (manifest.step, manifest.update) if ours else None
         with MetricsWriter(self.output, tensorboard_folder(self.run), resumed) as writer:
-            saved = None if manifest is None else (manifest.step, manifest.update)
             keeper = Keeper(self.output, trainer, self.safety, self.about, writer, saved)
             result = train(writer, keeper)
             keeper.finish()
@@ -75,6 +75,6 @@ def open_session(
         UserError: see `choose` and `open_outputs`.
     """
     about = About(kind, flatten(config) | amounts, fingerprint(rows) if dist.is_main() else "")
-    chosen = choose(output, config.safety, about)
+    chosen = choose(output, config.safety, about, config.run.overwrite_output_dir)
     open_outputs(output, config, config.run, resumed=chosen is not None)
     return Session(output, about, config.run, config.safety, chosen)

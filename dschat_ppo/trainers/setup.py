@@ -23,8 +23,9 @@ from dschat_ppo.config.cli import flatten, notes, write_config
 from dschat_ppo.config.safety import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.monitor.writers import METRICS, RESULT
 
-RESULT, METRICS, CONFIG = "result.json", "metrics.jsonl", "config.yaml"
+CONFIG = "config.yaml"
 
 _LOCKED: dict[Path, RunLock] = {}  # output folders of this process, until it ends
 
@@ -140,9 +141,9 @@ def open_outputs(folder: Path, config: Any, run: RunFlags, resumed: bool = False
 def _write_start(folder: Path, config: Any, run: RunFlags, resumed: bool) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULT).unlink(missing_ok=True)
         if not resumed:
             _remove_earlier(folder, run)
+        (folder / RESULT).unlink(missing_ok=True)  # not before: it tells that what is removed is of a finished run
         write_config(config, folder)
     except OSError as problem:
         return f"--output_dir {folder}: cannot be written ({problem.strerror})"
