@@ -12,6 +12,7 @@ from dschat_ppo.engine.guard import Fault, StepResult
 from dschat_ppo.experience.mini_dataset import Update
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers import updater
+from dschat_ppo.trainers.limits import UpdateLimits
 from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.updater import Updater
 
@@ -107,3 +108,12 @@ def test_the_update_beyond_the_target_is_the_last_one(monkeypatch):
     done, outcome, _, _ = once(monkeypatch, "--target_kl 0.01")
     assert (done, outcome.ends) == (IN_TURN, True)
     assert not once(monkeypatch, "--target_kl 0.03")[1].ends
+
+
+@pytest.mark.parametrize(("measured", "beyond"), [(0.25, False), (0.2500001, True), (0.0, False)])
+def test_a_limit_is_the_last_number_that_is_allowed(measured, beyond):
+    flags = SimpleNamespace(target_kl=0.25, max_log_ratio=0.25)
+    sums = MetricSums()
+    sums.add_mean("policy/kl_k3", torch.tensor([measured], dtype=torch.float64))
+    sums.add_max("policy/counted_log_ratio_abs_max", torch.tensor([measured], dtype=torch.float64))
+    assert UpdateLimits(flags).end(sums) is beyond and UpdateLimits(flags).forbid(sums) is beyond
