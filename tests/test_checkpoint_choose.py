@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and what is left of an earlier run in its folder."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,11 +50,13 @@ def test_nothing_saved_is_a_beginning(tmp_path):
     assert choose(tmp_path, SafetyFlags(), about(tmp_path)) is None
 
 
-def test_the_newest_intact_one_is_taken_and_damage_is_said(tmp_path, caplog):
+def test_the_newest_intact_one_is_taken_and_damage_is_said(tmp_path, capsys):
     first, second = save(tmp_path, 1), save(tmp_path, 2, 3)
     assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == second
+    assert capsys.readouterr().out == ""
     flip(second / "shared.pt")
     assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == first
+    assert "step_000002_update_0003: shared.pt: checksum differs" in capsys.readouterr().out
     assert second.with_name(f"{second.name}.set_aside").exists(), "else it would be the newest for ever"
     flip(first / "shared.pt")
     with pytest.raises(UserError, match="no intact checkpoint.*checksum differs.*--overwrite_output_dir"):
@@ -101,14 +104,29 @@ def test_a_named_one_sets_later_ones_aside(tmp_path):
         choose(tmp_path, SafetyFlags(resume=str(first)), about(tmp_path))
 
 
-def test_what_means_something_else_is_refused_unless_forced(tmp_path):
+def test_a_link_to_the_folder_names_the_same_checkpoint_and_a_copy_beside_them_another(tmp_path):
+    output, link = tmp_path / "output", tmp_path / "link"
+    link.symlink_to(output)
+    saved, later = save(output, 1), save(output, 2)
+    copy = saved.with_name("kept")
+    shutil.copytree(saved, copy)
+    assert choose(output, SafetyFlags(resume=str(copy)), about(output)) == copy
+    assert later.exists()
+    assert choose(output, SafetyFlags(resume=str(link / "checkpoints/step_000001")), about(output)).samefile(saved)
+    assert not later.exists()
+
+
+def test_what_means_something_else_is_refused_unless_forced(tmp_path, capsys):
     saved = save(tmp_path, 1)
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved
+    assert capsys.readouterr().out == ""
     assert choose(tmp_path, SafetyFlags(), about(tmp_path, "--zero_stage", "3")) == saved
+    assert "since step_000001 was saved:\n- --zero_stage 2\n+ --zero_stage 3\n" in capsys.readouterr().out
     with pytest.raises(UserError, match="- --seed 1234\n.*--seed 5\n"):
         choose(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5"))
     assert choose(tmp_path, SafetyFlags(resume_force=True), about(tmp_path, "--seed", "5")) == saved
-    with pytest.raises(UserError, match="training rows"):
-        choose(tmp_path, SafetyFlags(), about(tmp_path, data="b" * 64))
+    with pytest.raises(UserError, match=r"something else:\n- training rows .* a+\n\+ training rows .* b+\n- --seed"):
+        choose(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5", data="b" * 64))
     with pytest.raises(UserError, match="of the step 'sft', not of 'ppo'"):
         choose(tmp_path, SafetyFlags(), replace(about(tmp_path), kind="ppo"))
 
@@ -139,7 +157,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_and_keeps_its_
     assert (tmp_path / "metrics.jsonl").exists(), "nothing was touched"
 
 
-def test_a_run_that_is_done_says_so_and_others_are_refused(tmp_path):
+def test_a_run_that_is_done_says_so_and_others_are_refused(tmp_path, monkeypatch):
     write_config(config_of(tmp_path), tmp_path)
     (tmp_path / "result.json").write_text("{}")
     save(tmp_path, 4)
@@ -150,24 +168,40 @@ def test_a_run_that_is_done_says_so_and_others_are_refused(tmp_path):
     assert done is None and problem is not None and "result.json" in problem
     assert earlier(tmp_path, "--num_train_epochs", "2", "--resume_force", "True") == (None, None)
     assert earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
+    problem, _ = earlier(tmp_path, "--resume", str(tmp_path.parent / "elsewhere"))
+    assert problem is not None and "result.json" in problem
+    monkeypatch.chdir(tmp_path)
     problem, _ = earlier(tmp_path, "--resume", "never")
     assert problem is not None and "result.json" in problem
-    problem, _ = earlier(tmp_path, "--resume", str(tmp_path.parent / "elsewhere"))
-    assert problem is not None
+    assert earlier(tmp_path, "--resume", "checkpoints/step_000004") == (None, None)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert earlier(tmp_path, "--resume", str(tmp_path / "link/checkpoints/step_000004")) == (None, None)
 
 
-def test_outputs_without_their_configuration_are_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "model-00001-of-00002.safetensors", "result.json"])
+@pytest.mark.parametrize("config", [None, b"", b"\xff", b"a: ["])
+def test_outputs_without_their_configuration_are_refused(tmp_path, name, config):
+    (tmp_path / name).write_text("{}\n")
+    if config is not None:
+        (tmp_path / "config.yaml").write_bytes(config)
     problem, _ = earlier(tmp_path)
-    assert problem is not None and "metrics.jsonl" in problem
+    assert problem is not None and f"holds earlier outputs ({name}) of a run with other settings" in problem
+
+
+def test_a_run_that_ended_before_its_first_metrics_begins_anew(tmp_path):
+    (tmp_path / "config.json").write_text("{}\n")
+    write_config(config_of(tmp_path), tmp_path)
+    assert earlier(tmp_path) == (None, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "config.yaml"]
 
 
 def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_not(tmp_path):
     config = config_of(tmp_path)
     marks = ["eval/step_000004.jsonl", "best/actor/model.safetensors", "nonfinite/step_1/what.json"]
-    marks += ["tensorboard/events.out.tfevents.1"]
-    for mark in marks:
-        (tmp_path / mark).parent.mkdir(parents=True)
+    marks += ["tensorboard/events.out.tfevents.1", "best.old/model.safetensors", "best.partial/model.safetensors"]
+    others = ["eval/notes.jsonl", "tensorboard/notes", "notes/step_000004.jsonl"]
+    for mark in [*marks, *others]:
+        (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / mark).write_text("x")
     saved = save(tmp_path, 1)
     run = replace(config.run, tensorboard_path="tensorboard")
@@ -175,6 +209,7 @@ def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_n
     assert saved.exists() and all((tmp_path / mark).exists() for mark in marks)
     open_outputs(tmp_path, config, run)
     assert not saved.exists() and not any((tmp_path / mark).exists() for mark in marks)
+    assert all((tmp_path / other).exists() for other in others)
     assert (tmp_path / "config.yaml").exists()
 
 

@@ -95,13 +95,20 @@ def lines_of(folder):
 
 def test_each_epoch_sees_each_row_once_and_is_evaluated(tmp_path, seen):
     trainer = make()
-    boundary = Boundary(trainer)
+    boundary, judged, judge = Boundary(trainer), [], trainer.guard.judge
+
+    def note(role, step, result, scene):
+        judged.append((role, step, scene().constants["rows"]))
+        judge(role, step, result, scene)
+
+    trainer.guard.judge = note
     run(trainer, tmp_path, boundary)
     steps = [rows for rows in seen if rows != "eval"]
     first, second = sum(steps[:4], []), sum(steps[4:], [])
     assert sorted(first) == sorted(second) == [-1, *range(ROWS)] and first != second
     assert [len(rows) for rows in steps] == [2] * LAST and -1 in steps[3]
     assert boundary.passed == [(step, 0) for step in range(1, LAST + 1)]
+    assert judged == [("model", step, [[row] for row in rows]) for step, rows in enumerate(steps, start=1)]
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == list(range(LAST + 1))
     assert [line["step"] for line in lines if "eval_loss" in line] == [0, 3, 4, 6, 8]

@@ -209,18 +209,90 @@ def test_a_disk_that_refuses_is_told_and_leaves_no_checkpoint(tmp_path, engines,
         monkeypatch.setattr(keeper, "save_state", refuse)
     else:
         monkeypatch.setattr(CheckpointFolder, "commit", refuse)
-    run.trainer.position = (2, 0)
+    run.trainer.position, run.trainer.is_best = (2, 0), True
     with pytest.raises(StorageError, match="cannot be written"):
         run.keeper.finish()
+    assert run.folder.names() == [] and not (run.folder.root / "best").exists()
+
+
+@pytest.mark.parametrize("what", ["engine", "small files"])
+def test_what_one_rank_cannot_write_all_ranks_learn(tmp_path, engines, monkeypatch, what):
+    """Another rank has written all of its own, and waits in the gathering for what this one says."""
+
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    heard = []
+
+    def gather(mine):
+        heard.extend(problem for _, problem in mine if problem)
+        return [mine, [({}, None), ({}, None)]]
+
+    if what == "engine":
+        monkeypatch.setattr(keeper, "save_engine", lambda engine, folder, files: files.save({}, f"{folder}/no/file"))
+    else:
+        monkeypatch.setattr(keeper, "save_state", refuse)
+    monkeypatch.setattr(dist, "gather_objects", gather)
+    run = Run(tmp_path, NEVER)
+    with pytest.raises(StorageError) as problem:
+        run.keeper.finish()
+    assert heard == [str(problem.value)]
+
+
+def test_what_another_rank_cannot_write_leaves_no_checkpoint(tmp_path, engines, monkeypatch):
+    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [({}, None), ({}, "rank 1: no space")]])
+    run = Run(tmp_path, NEVER)
+    with pytest.raises(StorageError, match="rank 1: no space"):
+        run.keeper.finish()
     assert run.folder.names() == []
+
+
+def test_the_files_of_all_ranks_are_in_the_manifest(tmp_path, engines, monkeypatch):
+    run = Run(tmp_path, NEVER)
+
+    def gather(mine):
+        (run.folder.root / "step_000000.partial/rank_1.pt").write_bytes(b"four")
+        return [mine, [({"rank_1.pt": {"bytes": 4, "sha256": hashlib.sha256(b"four").hexdigest()}}, None), ({}, None)]]
+
+    monkeypatch.setattr(dist, "gather_objects", gather)
+    run.keeper.finish()
+    assert {"rank_0.pt", "rank_1.pt", "shared.pt"} < set(run.manifest("step_000000").files)
+    assert damage(run.folder.root / "step_000000") is None
+
+
+@pytest.mark.parametrize(
+    ("other", "ends"), [([1, 0, 0], True), ([0, 1, 0], False), ([0, 0, 1], False), ([0, 0, 0], False)]
+)
+def test_the_ranks_stop_save_and_wait_together(tmp_path, engines, monkeypatch, other, ends):
+    """Another rank is asked to stop, or it is time there, or its files are not written yet."""
+    run = Run(tmp_path, SafetyFlags(save_steps=4, save_minutes=0))
+    run.at(4, 0)
+    assert len(engines) == 2
+    theirs = torch.tensor(other, dtype=torch.int32)
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda mine, op="sum": (torch.maximum if op == "max" else torch.minimum)(mine, theirs)
+    )
+    if other[0]:
+        with pytest.raises(StopRequested):
+            run.at(4, 1)
+    else:
+        assert run.at(4, 1) == ([] if other[2] else ["step_000004"])
+    assert len(engines) == (4 if other[0] or other[1] else 2)
+
+
+def test_other_ranks_leave_the_clock_to_the_first(tmp_path, engines, monkeypatch):
+    run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0))
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    run.at(1, 0)
+    assert engines == []
 
 
 class Engine:
     """Optimizer and schedule of an engine; `load` puts those of another one in, as DeepSpeed does."""
 
-    def __init__(self, rate=0.5, warmup=10, **settings):
+    def __init__(self, rate=0.5, warmup=10, decay=0.25, **settings):
         weights = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
-        decays = [{"params": [weights[0]], "weight_decay": 0.25}, {"params": [weights[1]], "weight_decay": 0.0}]
+        decays = [{"params": [weights[0]], "weight_decay": decay}, {"params": [weights[1]], "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(decays, lr=rate, **settings)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, step / warmup))
 
@@ -245,6 +317,7 @@ def saved(tmp_path):
         torch.manual_seed(ranks)
         for rank in range(ranks):
             save_state(folder / f"rank_{rank}.pt", {"random": random_state(), "rank": rank})
+            torch.rand(1)
         save_state(folder / "shared.pt", {"shared": ranks})
         manifest_of(folder, step=6, update=1, world_size=ranks).write(folder)
         folders.append(folder)
@@ -288,6 +361,7 @@ def test_random_streams_go_on_with_as_many_ranks_and_are_seeded_anew_with_others
     monkeypatch.setattr(dist, "world_size", lambda: 2)
     monkeypatch.setattr(dist, "rank", lambda: 1)
     torch.manual_seed(2)
+    torch.rand(1)
     expected = torch.rand(3)
     restore(saved[0], trainer, seed=100)
     assert torch.equal(torch.rand(3), expected) and seeds == [106]
@@ -298,7 +372,7 @@ def test_random_streams_go_on_with_as_many_ranks_and_are_seeded_anew_with_others
     ({"rate": 0.25}, 0.25 * 0.4),
     ({"warmup": 8}, 0.5 * 0.5),
     ({"rate": 0.25, "warmup": 8}, 0.25 * 0.5),
-    ({"betas": (0.5, 0.75), "eps": 0.125}, 0.5 * 0.4),
+    ({"betas": (0.5, 0.75), "eps": 0.125, "decay": 0.75}, 0.5 * 0.4),
 ])  # fmt: skip
 def test_the_optimizer_goes_on_under_the_flags_of_now(saved, loads, monkeypatch, forced, rate):
     engine, trainer = Engine(**forced), Trainer()
@@ -307,7 +381,7 @@ def test_the_optimizer_goes_on_under_the_flags_of_now(saved, loads, monkeypatch,
     restore(saved[1], trainer, seed=0)
     groups = engine.optimizer.param_groups
     assert [group["lr"] for group in groups] == engine.lr_scheduler.get_last_lr() == [pytest.approx(rate)] * 2
-    assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+    assert [group["weight_decay"] for group in groups] == [forced.get("decay", 0.25), 0.0]
     assert {(group["betas"], group["eps"]) for group in groups} == {
         (forced.get("betas", (0.9, 0.999)), forced.get("eps", 1e-8))
     }

@@ -42,18 +42,16 @@ class Stream:
         self.taken = state["taken"]
 
 
-class Shaping(Stream):
+class Shaping:
     """Its KL coefficient adapts at each step."""
 
     def __init__(self):
-        super().__init__()
         self.kl_coef = SimpleNamespace(value=0.5)
 
     def state_dict(self):
-        return {**super().state_dict(), "value": self.kl_coef.value}
+        return {"value": self.kl_coef.value}
 
-    def load_state_dict(self, state, device=None):
-        super().load_state_dict(state)
+    def load_state_dict(self, state):
         self.kl_coef.value = state["value"]
 
 
@@ -94,7 +92,6 @@ class World:
     def shaped(self, rows, step):
         assert rows == step
         self.trainer.shaping.kl_coef.value += 1  # as it adapts
-        self.trainer.shaping.taken += 1
         made = experience(range(8))
         return None if step in self.bad_steps else replace(made, scores=made.scores + step)
 
@@ -115,7 +112,7 @@ class World:
 
     def evaluate(self, step):
         self.did.append(f"evaluate {step}")
-        score = {0: 1.0, 2: 3.0, 3: 2.0}[step]
+        score = {0: 1.0, 1: 0.5, 2: 3.0, 3: 2.0}[step]
         if self.trainer.validation.best is None or score > self.trainer.validation.best[0]:
             self.trainer.validation.best = (score, step)
         return {"eval/score": score}
@@ -193,7 +190,8 @@ def test_a_run_that_is_stopped_and_resumed_is_that_of_one_piece(tmp_path, at):
     after.trainer.load_state(load_state(tmp_path / "shared"), [load_state(tmp_path / "rank")])
     assert after.trainer.position == at and after.trainer.is_best is before.trainer.is_best is (at == (2, 0))
     assert after.did.pop(0) == ("average of", 1)
-    assert after.trainer.shaping.taken == after.trainer.collector.taken == at[0] + (at[1] > 0)
+    collected = at[0] + (at[1] > 0)
+    assert (after.trainer.collector.taken, after.trainer.shaping.kl_coef.value) == (collected, collected + 0.5)
     assert after.trainer.texts.stream.taken == at[0] * UPDATES + at[1]
     length = (tmp_path / "cut/metrics.jsonl").stat().st_size
     assert after.run(tmp_path / "cut", (length, at[0] + 1)) == result
@@ -228,7 +226,7 @@ def test_what_was_collected_while_the_run_was_asked_to_stop_is_collected_again(t
     with pytest.raises(StopRequested):
         world.run(tmp_path)
     assert passed[-1] == ((1, 0), 1, None), "nothing of step 2 is there"
-    assert world.trainer.shaping.taken == 1 and [line["step"] for line in lines_of(tmp_path)] == [0, 1]
+    assert world.trainer.shaping.kl_coef.value == 1.5 and [line["step"] for line in lines_of(tmp_path)] == [0, 1]
 
 
 def test_rows_that_are_not_finite_make_no_update_but_a_step(tmp_path):
@@ -290,6 +288,21 @@ def test_what_the_saved_run_did_not_have_begins_and_what_this_one_has_not_is_lef
     full.trainer.validation.best = (1.0, 2)
     plain.trainer.load_state(full.trainer.shared_state(), [full.trainer.rank_state()])
     assert plain.did == [] and plain.trainer.entropy_coef.value == 0.25 and not plain.trainer.is_best
+
+
+def test_before_is_before_the_first_step_although_that_one_is_evaluated_too(tmp_path):
+    world = World(steps=1)
+    world.trainer.plan.warmup_rollouts = 0
+    result = world.run(tmp_path)
+    assert (result["eval/score_before"], result["eval/score_after"], result["best_step"]) == (1.0, 0.5, 0)
+
+
+def test_evaluation_that_comes_later_does_not_make_a_first_one(tmp_path):
+    """`--resume_force`: the weights of before the first step are gone."""
+    world = World(steps=2)
+    world.trainer.progress = Progress(steps=1, evaluated={}, first={"a": 1.0}, last={"a": 1.0})
+    world.run(tmp_path)
+    assert [line["step"] for line in lines_of(tmp_path)] == [2] and "evaluate 0" not in world.did
 
 
 def test_nothing_is_evaluated_where_there_is_nothing_to_answer(tmp_path):

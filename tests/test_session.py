@@ -96,6 +96,13 @@ def test_a_run_ends_with_its_last_step_saved_and_a_longer_one_goes_on_from_there
     assert "crash" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_what_is_saved_already_is_not_saved_again(tmp_path):
+    run(tmp_path, 2)
+    written = (tmp_path / "checkpoints/step_000002/manifest.json").stat().st_mtime_ns
+    assert run(tmp_path, 2).position == (2, 0)
+    assert (tmp_path / "checkpoints/step_000002/manifest.json").stat().st_mtime_ns == written
+
+
 def test_a_run_is_described_by_its_flags_what_they_amount_to_and_its_rows(tmp_path):
     run(tmp_path, 1)
     manifest = Manifest.read(tmp_path / "checkpoints/step_000001")

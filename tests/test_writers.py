@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,12 +19,14 @@ def no_constant(name):
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
+    before = time.time()
     with MetricsWriter(tmp_path, None) as writer:
         writer.write(1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
         writer.write(2, {"loss": 2.0})
     first, second = (json.loads(line, parse_constant=no_constant) for line in (tmp_path / "metrics.jsonl").open())
     assert (first["step"], first["loss"], first["grad_norm"], first["lr"]) == (1, None, None, 0.5)
     assert (second["step"], second["loss"]) == (2, 2.0)
+    assert before - 0.01 < first["time"] <= second["time"] < time.time() + 0.01
 
 
 def test_result_is_json_and_leaves_nothing_partial(tmp_path):
