@@ -1,5 +1,7 @@
 """What goes into a checkpoint beside the engines comes back as it was."""
 
+import json
+
 import torch
 from datasets import Dataset
 from test_group_pool import clipped, rows
@@ -88,6 +90,7 @@ def test_a_step_in_flight_comes_back():
     progress.end_step({"a": 3.0})
     assert (progress.steps, progress.updates, progress.experience, progress.ended) == (5, 0, None, False)
     assert (progress.first, progress.last) == ({"a": 1.0}, {"a": 3.0})
+    assert progress.applied == 0 and progress.metrics == progress.sums.reduce() == {}
     other.load_state_dict(progress.state_dict(), MetricSums(), CPU)
     assert other.experience is None
 
@@ -103,7 +106,7 @@ def test_metrics_go_on_after_the_lines_of_the_checkpoint(tmp_path):
     assert len(lines) == 2 and '"step": 2' in lines[1] and '"a": 3.0' in lines[1]
     with MetricsWriter(tmp_path, None, (10**6, 2)) as writer:  # somebody has cut the file
         writer.write(3, {"a": 4.0})
-    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == 3
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3]
     with MetricsWriter(tmp_path, None):
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 

@@ -97,7 +97,7 @@ class Keeper:
         flags: when to save.
         about: what goes into the manifest.
         writer: of the metrics, whose length belongs to the state.
-        saved: position of the checkpoint that the run goes on from, or None.
+        saved: position of the checkpoint in this folder that the run goes on from, or None.
         to_go_on: what the user does after a stop.
     """
 

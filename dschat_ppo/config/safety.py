@@ -24,8 +24,8 @@ class SafetyFlags:
         "keep the newest N checkpoints (and the best of those saved right after an evaluation)", 2
     )
     resume: str = flag(
-        "'auto' goes on from the newest intact checkpoint in --output_dir (but with --overwrite_output_dir begins "
-        "anew), 'never' begins anew, a folder names the checkpoint to go on from",
+        "'auto' goes on from the newest intact checkpoint in --output_dir, 'never' begins anew, a folder names the "
+        "checkpoint to go on from",
         AUTO,
     )
     resume_force: bool = flag("resume although flags or data changed that change what the run computes", False)

@@ -98,7 +98,9 @@ class RunFlags:
 
     output_dir: str | None = flag("where the model, metrics and resolved configuration are written (required)", None)
     overwrite_output_dir: bool = flag(
-        "begin anew in an --output_dir that holds an earlier run, whose outputs and checkpoints are removed", False
+        "let --output_dir hold an earlier run, and begin anew there; only a run with the same settings that was "
+        "interrupted goes on (see --resume)",
+        False,
     )
     seed: int = flag("global seed; a run is reproducible from it", 1234)
     local_rank: int = flag("set by the deepspeed launcher", -1)

@@ -100,9 +100,9 @@ class Collector:
         return {"stream": self.stream.state_dict(), "pool": pool}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from `state_dict()`."""
+        """Go on from `state_dict()`; a pool that the saved run did not have begins empty."""
         self.stream.load_state_dict(state["stream"])
-        if self.pool is not None:
+        if self.pool is not None and state["pool"] is not None:
             self.pool.load_state_dict(state["pool"], device)
 
     def rollout(self, indices: list[int], step: int, number: int = 0) -> Rollout:

@@ -256,7 +256,7 @@ class PPOTrainer:
         self.entropy_coef.load_state_dict(shared["entropy_coef"])
         self.health.load_state_dict(shared["health"])
         self.guard.load_state_dict(shared["guard"])
-        if self.texts is not None:
+        if self.texts is not None and shared["texts"] is not None:
             self.texts.stream.load_state_dict(shared["texts"])
         if self.validation is not None and shared["best"] is not None:
             self.validation.best = tuple(shared["best"])

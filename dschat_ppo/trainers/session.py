@@ -41,22 +41,22 @@ class Session:
             StopRequested: the run was asked to stop, and is saved.
         """
         manifest = None if self.chosen is None else restore(self.chosen, trainer, self.run.seed)
-        resumed = None
+        resumed = saved = None
         if manifest is not None:
             logger().info(f"going on from {self.chosen}: {manifest.step} steps are done")
             ours = self.chosen is not None and lies_in(self.chosen, self.output)
             resumed = (manifest.metrics_offset if ours else 0, manifest.step + 1)
+            saved = (manifest.step, manifest.update) if ours else None
         with MetricsWriter(self.output, tensorboard_folder(self.run), resumed) as writer:
-            saved = None if manifest is None else (manifest.step, manifest.update)
             keeper = Keeper(self.output, trainer, self.safety, self.about, writer, saved, self._to_go_on())
             result = train(writer, keeper)
             keeper.finish()
         return result
 
     def _to_go_on(self) -> str:
-        if self.safety.resume == AUTO and not self.run.overwrite_output_dir:
+        if self.safety.resume == AUTO:
             return "run the same command again to go on"
-        return "run the command again with --resume auto and without --overwrite_output_dir to go on"
+        return "run the command again with --resume auto to go on"
 
 
 def open_session(
@@ -75,7 +75,6 @@ def open_session(
         UserError: see `choose` and `open_outputs`.
     """
     about = About(kind, flatten(config) | amounts, fingerprint(rows) if dist.is_main() else "")
-    begins_anew = config.run.overwrite_output_dir and config.safety.resume == AUTO
-    chosen = None if begins_anew else choose(output, config.safety, about)
+    chosen = choose(output, config.safety, about, config.run.overwrite_output_dir)
     open_outputs(output, config, config.run, resumed=chosen is not None and lies_in(chosen, output))
     return Session(output, about, config.run, config.safety, chosen)
