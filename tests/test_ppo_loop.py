@@ -15,7 +15,7 @@ from dschat_ppo.algorithms.controllers import AdaptiveEntropy
 from dschat_ppo.checkpoint.storage import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import PhaseClock
-from dschat_ppo.errors import StopRequested
+from dschat_ppo.errors import RolloutGivenUp, StopRequested
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.trainers import ppo
@@ -84,9 +84,11 @@ class World:
         trainer.entropy_coef = AdaptiveEntropy(0.25, target=10.0, delta=0.125, smallest=0, largest=9)
         trainer.validation = SimpleNamespace(best=None, due=lambda step, last: step in (0, 2, last), run=self.evaluate)
 
-    def collect(self, step):
+    def collect(self, step, boundary):
         self.did.append(f"collect {step}")
         self.trainer.collector.taken += 1
+        if boundary.asked_to_stop():
+            raise RolloutGivenUp
         return step, {"dynamic_sampling/rounds": 1.0}
 
     def shaped(self, rows, step):

@@ -76,6 +76,11 @@ def requested() -> bool:
     return reason() is not None
 
 
+def signalled() -> bool:
+    """Whether a signal came: the cheap part of `requested`, to be asked at every token."""
+    return _REQUESTS.signal is not None
+
+
 def reason() -> str | None:
     """Why this rank is asked to stop: "SIGTERM", "SIGINT", "the launcher has ended"; None: it is not."""
     if _REQUESTS.signal is not None:
