@@ -113,14 +113,14 @@ class Rollouts:
     def make(self, indices: list[int], step: int, number: int = 0, greedy: bool = False) -> Rollout:
         """Answer the prompts at `indices`, this rank's share of round `number` of PPO step `step`; collective.
 
-        After a signal to stop this rank generates no more: who calls this asks whether the run is to stop, and throws
+        Once the run is to stop this rank generates no more: who calls this asks whether the run is to stop, and throws
         the answers away then. `greedy` gives one greedy answer to each prompt.
         """
         how = replace(greedily(self.how), samples=1) if greedy else self.how
         path = (self.seed, step, number) if number else (self.seed, step)
         return self.answer(
             self.prompts, indices, how, dist.rank() * len(indices) * how.samples, *path,
-            given_up=never if greedy else stopping.signalled,
+            given_up=never if greedy else stopping.noticed,
         )  # fmt: skip
 
     def answer(self, prompts: Dataset, indices: list[int], how: Generation, first: int, *path: int,
