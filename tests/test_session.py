@@ -96,6 +96,11 @@ def test_a_run_ends_with_its_last_step_saved_and_a_longer_one_goes_on_from_there
     assert "crash" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_when_and_how_many_are_saved_is_the_command_s_affair(tmp_path):
+    assert run(tmp_path, 9, "--save_steps", "2", "--save_total_limit", "3").position == (9, 0)
+    assert names(tmp_path) == ["step_000006", "step_000008", "step_000009"]
+
+
 def test_what_is_saved_already_is_not_saved_again(tmp_path):
     run(tmp_path, 2)
     written = (tmp_path / "checkpoints/step_000002/manifest.json").stat().st_mtime_ns
