@@ -127,6 +127,9 @@ def test_a_finished_run_is_done_once_more_where_it_may_be_overwritten(tmp_path, 
     assert steps_of(tmp_path) == [1] and names(tmp_path) == ["step_000001"]
     assert run(tmp_path, 3, "--overwrite_output_dir", "True", "--seed", "5").position == (3, 0)
     assert steps_of(tmp_path) == [1, 2, 3], "what was interrupted goes on"
+    (tmp_path / "result.json").write_text("{}")
+    longer = open_run(tmp_path, "--resume_force", "True")
+    assert longer.chosen == tmp_path / "checkpoints/step_000003", "what is forced to be longer too"
 
 
 def test_a_run_that_was_stopped_goes_on_and_one_that_begins_anew_does_not(tmp_path, monkeypatch):
