@@ -25,3 +25,8 @@ class StopRequested(Exception):  # noqa: N818  nothing went wrong
 
     The message says how to go on. The entry points print it on rank 0 and exit with code 0.
     """
+
+
+def in_one_line(problem: BaseException) -> str:
+    """What another library says, without line breaks, to stand inside a message of ours."""
+    return " ".join(str(problem).split())

@@ -160,7 +160,7 @@ def bad(assets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def said(assets, bad, tmp_path_factory):
-    """Case -> [exit code, lines that begin with `error:`]."""
+    """Case -> [exit code, what is said from `error:` on, line by line]."""
     out = tmp_path_factory.mktemp("said")
     cases = {}
     for number, (name, (step, words, _)) in enumerate(CASES.items()):

@@ -22,12 +22,13 @@ def test_success_returns_0():
     assert run_step(lambda argv: argv, lambda config: None, ["--x"]) == 0
 
 
-def test_user_error_is_one_line_and_exit_code_2(capsys):
+@pytest.mark.parametrize("message", ["--data_path nowhere: no such file", "other settings:\n- --seed 1\n+ --seed 2"])
+def test_user_error_is_its_message_and_exit_code_2(capsys, message):
     def train(_config):
-        raise UserError("--data_path nowhere: no such file")
+        raise UserError(message)
 
     assert run_step(lambda argv: argv, train, []) == 2
-    assert capsys.readouterr().err == "error: --data_path nowhere: no such file\n"
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 @pytest.mark.parametrize(

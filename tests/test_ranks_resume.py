@@ -11,6 +11,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 NOT_COMPARED = ("time", "seconds/", "peak_memory_gib/", "tokens_per_second/")
 FIT = "--num_train_epochs 2 --max_seq_len 48 --learning_rate 0.01 --dropout 0.1 --eval_interval 3 --save_minutes 0"
+# the loss falls, and rises with the rate
+KEPT = "--learning_rate 1 --num_warmup_steps 7 --eval_fraction 0.2 --save_steps 3 --save_total_limit 1"
 PPO = (
     "--data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 6 --generation_batches 2 --ppo_epochs 2 "
     "--n_samples_per_prompt 2 --num_warmup_steps 0 --actor_learning_rate 0.003 --critic_learning_rate 0.003 "
@@ -28,7 +30,7 @@ SAMPLED = (
 
 def cases_of(assets) -> dict[str, tuple[str, str, list[int]]]:
     """Name -> (step, flags, boundaries at which the run is stopped, counted from each start)."""
-    sft = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 {FIT}"
+    sft = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 {FIT} {KEPT}"
     pairs = f"--data_path {assets}/pairs.jsonl --data_split 0,1,0 --per_device_train_batch_size 4 {FIT}"
     ppo = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward {PPO}"
     ppo += f" --data_path {assets}/prompts.jsonl --eval_data_path {assets}/prompts.jsonl"
@@ -90,6 +92,18 @@ def test_metrics_and_models_are_those_of_an_uninterrupted_run(runs, name):
     for one, other in zip(*weights.values(), strict=True):
         first, second = load_file(one), load_file(other)
         assert all(torch.equal(first[key], second[key]) for key in first.keys() | second.keys())
+
+
+@pytest.mark.parametrize("how", ["whole", "cut"])
+def test_the_checkpoint_of_the_best_evaluation_is_kept(runs, how):
+    folder = runs[0] / "sft" / how
+    losses = {line["step"]: line["eval_loss"] for line in metrics_of(folder) if line["step"] and "eval_loss" in line}
+    ups = [step for step in losses if losses[step] == min(losses[before] for before in losses if before <= step)]
+    best = max(step for step in ups if step % 3 == 0 or step == max(losses))
+    checkpoints = folder / "checkpoints"
+    assert (checkpoints / "best").read_text() == f"step_{best:06d}"
+    whole = {path.name for path in checkpoints.glob("step_*")}
+    assert whole == {f"step_{best:06d}", f"step_{max(losses):06d}"}
 
 
 def test_the_moving_average_is_of_the_actors_own_weights(runs):

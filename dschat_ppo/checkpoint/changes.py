@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from dschat_ppo.config.steps import STEPS
@@ -99,10 +100,11 @@ def report(changes: Sequence[Change]) -> str:
     return "\n".join(lines)
 
 
-def refuse(changes: Sequence[Change], force: bool) -> None:
+def refuse(folder: Path, changes: Sequence[Change], force: bool) -> None:
     """Let no run go on under a configuration that means something else.
 
     Args:
+        folder: of the checkpoint.
         changes: of `compare`.
         force: `--resume_force`.
 
@@ -112,7 +114,7 @@ def refuse(changes: Sequence[Change], force: bool) -> None:
     serious = [change for change in changes if change.matters]
     if serious and not force:
         raise UserError(
-            f"the checkpoint was saved under settings that compute something else:\n{report(serious)}\nGive the former "
+            f"{folder} was saved under settings that compute something else:\n{report(serious)}\nGive the former "
             "settings to go on, or --resume_force to go on under the new ones, or begin anew with --resume never or "
             "another --output_dir"
         )

@@ -95,7 +95,7 @@ def _check(folder: Path, flags: SafetyFlags, about: About) -> None:
     changes = compare(manifest.config, about.config)
     if manifest.data != about.data:
         changes.insert(0, Change("training rows (SHA-256)", manifest.data[:12], about.data[:12], matters=True))
-    refuse(changes, flags.resume_force)
+    refuse(folder, changes, flags.resume_force)
     if changes:
         logger().info(f"settings that changed since {folder.name} was saved:\n{report(changes)}")
 

@@ -23,9 +23,9 @@ _SPEAKER_HEAD_START_SECONDS = 20
 def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]) -> int:
     """Parse `argv`, train, and return the exit code (`common/failure.py`).
 
-    However the run ends, the user gets one message. `UserError` is one line on rank 0; of any other exception the
-    first rank that fails tells rank, phase, step and traceback. Ranks that fail after another one keep silent and
-    write their traceback to their log only; they end with the same exit code.
+    However the run ends, the user gets one message. Of `UserError` it is what the exception says, by rank 0; of any
+    other exception the first rank that fails tells rank, phase, step and traceback. Ranks that fail after another one
+    keep silent and write their traceback to their log only; they end with the same exit code.
     """
     phases.begin_anew()
     faulthandler.enable(2)
@@ -56,7 +56,7 @@ def _stop(board: Board, stop: StopRequested) -> int:
 
 
 def _tell_user(board: Board, problem: UserError) -> int:
-    """One line. The other ranks give rank 0 some time, because it most often has the same to say."""
+    """Its message alone. The other ranks give rank 0 some time, because it most often has the same to say."""
     deadline = time.monotonic() + _SPEAKER_HEAD_START_SECONDS
     while not dist.is_main() and board.claimed() is None and time.monotonic() < deadline:
         if stopping.requested() and not board.is_present(0):
@@ -64,10 +64,9 @@ def _tell_user(board: Board, problem: UserError) -> int:
         beat()
         time.sleep(0.05)
     claim = board.claim(exit_code(problem))
-    line = " ".join(str(problem).split())
-    to_log(f"error: {line}")
+    to_log(f"error: {problem}")
     if claim.rank == dist.rank() or claim.code == DONE:
-        _speak(f"error: {line}" if dist.is_main() else f"error on rank {dist.rank()}: {line}")
+        _speak(f"error: {problem}" if dist.is_main() else f"error on rank {dist.rank()}: {problem}")
     return claim.code or exit_code(problem)
 
 

@@ -13,7 +13,7 @@ from transformers import HfArgumentParser
 
 from dschat_ppo.config.schema import require
 from dschat_ppo.config.steps import STEPS, PPOConfig, Step
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, in_one_line
 
 
 class _StepParser(HfArgumentParser):
@@ -36,7 +36,7 @@ def _yaml_arguments(path: str, known: set[str]) -> list[str]:
     except UnicodeDecodeError as problem:
         raise UserError(f"--config {path}: is not UTF-8 text ({problem})") from None
     except yaml.YAMLError as problem:
-        raise UserError(f"--config {path}: is not YAML: {problem}") from None
+        raise UserError(f"--config {path}: is not YAML: {in_one_line(problem)}") from None
     require(isinstance(settings, dict), f"--config {path}: must be a mapping of flag names to values")
     words: list[str] = []
     for key, value in settings.items():

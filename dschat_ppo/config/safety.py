@@ -20,7 +20,9 @@ class SafetyFlags:
         "save a checkpoint every N steps (optimizer steps; in step 3 PPO steps); 0 = not by count", 0
     )
     save_minutes: float = flag("save a checkpoint when the last one is this old; 0 = not by time", 30.0)
-    save_total_limit: int = flag("keep the newest N checkpoints (and that of the best evaluation)", 2)
+    save_total_limit: int = flag(
+        "keep the newest N checkpoints (and the best of those saved right after an evaluation)", 2
+    )
     resume: str = flag(
         "'auto' goes on from the newest intact checkpoint in --output_dir, 'never' begins anew, a folder names the "
         "checkpoint to go on from",

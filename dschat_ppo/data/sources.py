@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset, Features, Value
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, in_one_line
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
@@ -91,7 +91,9 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
         if "corresponds to no data" in str(problem):
             raise UserError(f"{flag} {path}: the data set is empty") from None
         where = _first_odd_line(path) if builder == "json" else ""
-        raise UserError(f"{flag} {path}: cannot be read as a table: {where or problem.__cause__ or problem}") from None
+        raise UserError(
+            f"{flag} {path}: cannot be read as a table: {where or in_one_line(problem.__cause__ or problem)}"
+        ) from None
     if len(rows) == 0:
         raise UserError(f"{flag} {path}: the data set is empty")
     return _with_origin(rows, str(path))
@@ -142,7 +144,9 @@ def _load_hub(spec: str, flag: str, cache_dir: str | None, config_name: str | No
     try:
         found = datasets.load_dataset(spec, config_name, cache_dir=cache_dir)
     except (datasets.exceptions.DatasetNotFoundError, OSError, ValueError) as problem:
-        raise UserError(f"{flag} {spec}: neither a local file or folder nor a hub data set ({problem})") from None
+        raise UserError(
+            f"{flag} {spec}: neither a local file or folder nor a hub data set ({in_one_line(problem)})"
+        ) from None
     splits = {str(name): _with_origin(rows, f"{spec} ({name})") for name, rows in found.items()}
     if "train" not in splits:
         raise UserError(f"{flag} {spec}: has no 'train' split (it has {', '.join(splits)})")

@@ -25,7 +25,7 @@ from transformers import (
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, in_one_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_HEAD = "score.weight"
@@ -54,7 +54,9 @@ def model_folder(name: str, flag: str) -> str:
         with main_rank_of_node_first():
             return str(snapshot_download(name, allow_patterns=list(_WEIGHTS)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
-        raise UserError(f"{flag} {name}: neither a local folder nor a model on the hub ({problem})") from None
+        raise UserError(
+            f"{flag} {name}: neither a local folder nor a model on the hub ({in_one_line(problem)})"
+        ) from None
 
 
 def load_config(folder: str, flag: str) -> PretrainedConfig:
@@ -62,7 +64,7 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, StrictDataclassError) as problem:
-        raise UserError(f"{flag} {folder}: config.json cannot be used: {problem}") from None
+        raise UserError(f"{flag} {folder}: config.json cannot be used: {in_one_line(problem)}") from None
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
@@ -74,7 +76,7 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as problem:
-        raise UserError(f"{flag} {folder}: its tokenizer cannot be loaded: {problem}") from None
+        raise UserError(f"{flag} {folder}: its tokenizer cannot be loaded: {in_one_line(problem)}") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"{flag} {folder}: the tokenizer has no EOS token, so answers could not end; give it one")
     return tokenizer
@@ -254,7 +256,7 @@ def _checkpoint_names(folder: str) -> list[str]:
             for file in sorted(root.glob("pytorch_model*.bin")):
                 names += list(torch.load(file, map_location="meta", weights_only=True, mmap=True))
     except (SafetensorError, RuntimeError, pickle.UnpicklingError) as problem:
-        raise UserError(f"{file}: cannot be read ({problem}); copy the model again") from None
+        raise UserError(f"{file}: cannot be read ({in_one_line(problem)}); copy the model again") from None
     return names
 
 
@@ -274,7 +276,7 @@ def _check_weights(
             ignore_mismatched_sizes=True,
         )  # fmt: skip
     except (OSError, SafetensorError) as problem:
-        raise UserError(f"{folder}: its weights cannot be read: {problem}") from None
+        raise UserError(f"{folder}: its weights cannot be read: {in_one_line(problem)}") from None
     finally:
         transformers.logging.set_verbosity(verbosity)
     missing = set(info["missing_keys"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.rewards import RewardSourceFlags
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.rewards.functions import FLAG, FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.rewards.remote import RemoteReward, check_url
@@ -43,7 +43,7 @@ def _check_sandbox() -> None:
     try:
         missing = missing_isolation()
     except RuntimeError as problem:
-        raise UserError(f"{FLAG} code_tests: {problem}") from None
+        raise UserError(f"{FLAG} code_tests: {in_one_line(problem)}") from None
     for what in missing:
         logger().warning(f"{FLAG} code_tests: weaker isolation on this machine: {WEAKER[what]} (docs/rewards.md)")
 

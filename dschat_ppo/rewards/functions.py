@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import say
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.rewards.pool import CallError, Signature, Target, WorkerPool
 from dschat_ppo.rewards.request import RewardRequest
 from dschat_ppo.types import Rollout
@@ -112,7 +112,7 @@ def _checked(found: FunctionSpec, spec: str) -> FunctionSpec:
         try:
             SETTING_CHECKS.get((found.rule or "", key), str)(value)
         except (ValueError, re.error) as problem:
-            raise UserError(f"{FLAG} {spec}: setting {key} cannot be used: {problem}") from None
+            raise UserError(f"{FLAG} {spec}: setting {key} cannot be used: {in_one_line(problem)}") from None
     return found
 
 
@@ -136,7 +136,7 @@ class FunctionReward:
         try:
             self.pool = WorkerPool(spec.target, workers, timeout)
         except CallError as problem:
-            raise UserError(f"{FLAG} {spec.path}:{spec.name}: cannot be used: {problem}") from None
+            raise UserError(f"{FLAG} {spec.path}:{spec.name}: cannot be used: {in_one_line(problem)}") from None
 
     @property
     def name(self) -> str:

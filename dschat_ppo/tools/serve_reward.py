@@ -317,7 +317,7 @@ def main(words: Sequence[str]) -> int:
     try:
         serve(words)
     except UserError as problem:
-        print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr)
         return USER_ERROR
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ class Fit(Generic[Batch]):
         self.steps = 0
         self.before: dict[str, float] | None = None  # of the untrained model; None: not measured yet
         self.after: dict[str, float] = {}
+        self.best: tuple[float, int] | None = None  # least `eval_loss` while training, and the steps done then
         self.engine = train_engine(model, ds_config, settings)
         choose_ways(self.engine)
         self.rows = self._prepared(rows)
@@ -193,12 +195,18 @@ class Fit(Generic[Batch]):
 
     @property
     def is_best(self) -> bool:
-        """No evaluation is kept as the best."""
-        return False
+        """Whether the last evaluation was made at this position and has the least loss so far."""
+        return self.best is not None and self.best[1] == self.steps
 
     def shared_state(self) -> dict[str, Any]:
         """What a resumed run needs."""
-        return {"steps": self.steps, "before": self.before, "after": self.after, "guard": self.guard.state_dict()}
+        return {
+            "steps": self.steps,
+            "before": self.before,
+            "after": self.after,
+            "best": self.best,
+            "guard": self.guard.state_dict(),
+        }
 
     def rank_state(self) -> dict[str, Any]:
         """Nothing is this rank's alone."""
@@ -207,6 +215,7 @@ class Fit(Generic[Batch]):
     def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Go on from `shared_state()`."""
         self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
+        self.best = None if shared["best"] is None else tuple(shared["best"])
         self.guard.load_state_dict(shared["guard"])
 
     def run(self, writer: MetricsWriter, boundary: Boundary, title: str) -> None:
@@ -244,6 +253,9 @@ class Fit(Generic[Batch]):
         if step % per_epoch == 0 or (self.fit.eval_interval and step % self.fit.eval_interval == 0):
             self.after = self.evaluate()
             metrics |= self.after
+            loss, least = self.after.get("eval_loss", math.inf), math.inf if self.best is None else self.best[0]
+            if loss < least:
+                self.best = (loss, step)
         self._report(writer, step, {**metrics, "lr": rate, "epoch": step / per_epoch})
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from dschat_ppo.checkpoint.changes import Change, compare, report
+from dschat_ppo.checkpoint.changes import compare, report
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.lock import RunLock
 from dschat_ppo.common import dist, watchdog
@@ -87,7 +87,10 @@ def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | No
     unfinished = RESULT not in held or resume != AUTO or force
     if CheckpointFolder(folder).names() and unfinished:
         return None, None  # `choose` says whether it can be gone on from
-    changes = _changes_since(folder, config)
+    saved = _earlier_config(folder)
+    if saved is None:
+        return f"{refusal}; {ways_out}", None
+    changes = compare(saved, flatten(config))
     if any(change.matters for change in changes):
         return f"{refusal} of a run with other settings:\n{report(changes)}\n{ways_out}", None
     if RESULT in held:
@@ -96,14 +99,13 @@ def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | No
     return None, None
 
 
-def _changes_since(folder: Path, config: Any) -> list[Change]:
-    """What differs from the configuration that an earlier run left in the folder."""
-    path = folder / CONFIG
+def _earlier_config(folder: Path) -> dict[str, Any] | None:
+    """The configuration that an earlier run left in the folder; None: there is none that can be read."""
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        saved = None
-    return compare(saved if isinstance(saved, dict) else {}, flatten(config))
+        return None
+    return saved if isinstance(saved, dict) else None
 
 
 def _keep_old_metrics(folder: Path) -> None:

@@ -6,6 +6,7 @@ bad_input.py CASES_FILE OUT_FILE       cases: name -> [step, words]
 import contextlib
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -27,8 +28,7 @@ def main() -> None:
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
             code = run_step(lambda argv, step=step: parse(step, argv), TRAIN[step], words)
-        said = [line for line in errors.getvalue().splitlines() if line.startswith("error:")]
-        found[name] = [code, said]
+        found[name] = [code, re.search(r"^error:.*", errors.getvalue(), re.M | re.S)[0].splitlines()]
     Path(sys.argv[2]).write_text(json.dumps(found))
 
 
