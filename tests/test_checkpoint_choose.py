@@ -216,6 +216,7 @@ def test_outputs_without_their_configuration_are_refused(tmp_path, name, config)
         (tmp_path / "config.yaml").write_bytes(config)
     problem, _ = earlier(tmp_path)
     assert problem is not None and f"holds earlier outputs ({name}); name another folder" in problem
+    assert "\n" not in problem
 
 
 def test_a_run_that_ended_before_its_first_metrics_begins_anew(tmp_path):

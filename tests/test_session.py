@@ -97,6 +97,11 @@ def test_a_run_ends_with_its_last_step_saved_and_a_longer_one_goes_on_from_there
     assert "crash" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_when_and_how_many_are_saved_is_the_command_s_affair(tmp_path):
+    assert run(tmp_path, 9, "--save_steps", "2", "--save_total_limit", "3").position == (9, 0)
+    assert names(tmp_path) == ["step_000006", "step_000008", "step_000009"]
+
+
 def test_what_is_saved_already_is_not_saved_again(tmp_path):
     run(tmp_path, 2)
     written = (tmp_path / "checkpoints/step_000002/manifest.json").stat().st_mtime_ns
@@ -123,6 +128,9 @@ def test_a_finished_run_is_done_once_more_where_it_may_be_overwritten(tmp_path, 
     assert steps_of(tmp_path) == [1] and names(tmp_path) == ["step_000001"]
     assert run(tmp_path, 3, "--overwrite_output_dir", "True", "--seed", "5").position == (3, 0)
     assert steps_of(tmp_path) == [1, 2, 3], "what was interrupted goes on"
+    (tmp_path / "result.json").write_text("{}")
+    longer = open_run(tmp_path, "--resume_force", "True")
+    assert longer.chosen == tmp_path / "checkpoints/step_000003", "what is forced to be longer too"
 
 
 def test_a_run_that_was_stopped_goes_on_and_one_that_begins_anew_does_not(tmp_path, monkeypatch):
