@@ -154,7 +154,17 @@ def test_a_refusal_shows_what_matters_alone_and_the_ways_out():
     assert text.startswith(f"{FOLDER} was saved under settings")
     assert "- --seed 1\n+ --seed 2\n" in text
     assert "save_steps" not in text
-    assert all(way in text for way in ("--resume_force", "--resume never", "another --output_dir"))
+    assert all(way in text for way in ("--resume_force", "--overwrite_output_dir", "another --output_dir"))
+
+
+def test_a_refusal_shows_the_flags_that_a_product_is_made_of():
+    saved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows_per_update": 8, "zero_stage": 2}
+    now = {**saved, "per_device_train_batch_size": 2, "rows_per_update": 4, "zero_stage": 3}
+    with pytest.raises(UserError) as refusal:
+        refuse(FOLDER, compare(saved, now), force=False)
+    shown = [line for line in str(refusal.value).splitlines() if line.startswith(("- ", "+ "))]
+    flag = "--per_device_train_batch_size"
+    assert shown == ["- rows_per_update 8", "+ rows_per_update 4", f"- {flag} 4", f"+ {flag} 2"]
 
 
 def test_a_change_cannot_be_altered():

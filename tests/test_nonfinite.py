@@ -110,7 +110,7 @@ def test_skips_in_a_row_are_counted_for_each_role():
     judged(guard, BAD, GOOD, BAD, role="critic")
     assert guard.metrics("actor")["nonfinite/skipped"] == 6
     judged(guard, OVERFLOW, LEFT_OUT)  # neither good nor bad
-    with pytest.raises(NonFiniteError, match="It was the 3. in a row"):
+    with pytest.raises(NonFiniteError, match="; 3 were left out in a row"):
         judged(guard, BAD)
 
 
@@ -120,7 +120,7 @@ def test_a_resumed_run_goes_on_counting():
     judged(first, OVERFLOW, BAD, BAD)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.metrics("actor", "critic") == {"nonfinite/skipped": 2, "overflow/actor": 1, "overflow/critic": 0}
-    with pytest.raises(NonFiniteError, match="It was the 3. in a row"):
+    with pytest.raises(NonFiniteError, match="; 3 were left out in a row"):
         judged(second, BAD)
 
 
@@ -178,6 +178,11 @@ def test_half_dumps_and_newer_ones_are_refused(tmp_path, damage):
         (folder / damage).write_bytes((folder / damage).read_bytes()[:-9])
     with pytest.raises(UserError, match="newer version" if damage == "newer" else "no whole dump"):
         read_dump(folder)
+
+
+def test_a_dump_that_made_room_for_newer_ones_is_missed(tmp_path):
+    with pytest.raises(UserError, match="there is no such folder; of the dumps the newest are kept"):
+        read_dump(tmp_path / "nonfinite/step_000001_rank_0")
 
 
 # Rows of a PPO step

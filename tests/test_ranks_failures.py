@@ -18,6 +18,8 @@ import psutil
 import pytest
 from launch import ROOT, deepspeed_command, environment
 
+from dschat_ppo.common.failure import TO_GO_ON
+
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 LAUNCHER_KILLED = 256 - signal.SIGKILL  # launch.py ends with the negative code of a rank that was killed
@@ -148,8 +150,7 @@ def test_an_exception_of_one_rank_is_one_message(ended, rank):
 def test_what_all_ranks_raise_is_told_once(ended):
     run = ended["both raise"]
     assert run.code == 3
-    assert len(run.told()) == 1
-    assert run.err.count("NonFiniteError: the loss is nan") == 1
+    assert run.told() == ["error: the loss is nan"]
     assert [run.left(rank)["code"] for rank in range(2)] == [3, 3]
 
 
@@ -164,8 +165,8 @@ def test_a_user_error_of_another_rank_is_told_too(ended):
 def test_a_rank_that_is_killed(ended):
     run = ended["rank 1 is killed"]
     assert run.code in (5, LAUNCHER_KILLED)  # the code of the rank at which the launcher looks first
-    assert run.told() == ["rank 0: another rank is gone (phase 'update', step 5): the run ends"]
-    assert run.err.count("Traceback (most recent call last)") == 1
+    assert run.told() == [f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {TO_GO_ON}"]
+    assert "Traceback" not in run.err and "Traceback" in run.log(0)
     assert run.left(0)["code"] == 5
     assert run.left(1) is None
 

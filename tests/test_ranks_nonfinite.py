@@ -81,7 +81,7 @@ def test_skips_in_a_row_end_the_run_alike_on_every_rank(found):
     message = found["skip"]["stopped"]
     assert f"actor, step 6: the loss is not finite (rank {rank}, micro-batch " in message
     assert f"nonfinite/step_000006_rank_{rank}" in message
-    assert "2. in a row (--max_nonfinite_skips)" in message
+    assert "2 were left out in a row (--max_nonfinite_skips)" in message
 
 
 def test_values_that_are_not_finite_leave_a_whole_ppo_step_out(found):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import model_of, new_model
 
+from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.rollout import attention, continuous, parity
 from dschat_ppo.rollout.generator import Generation
 from dschat_ppo.rollout.kv_store import KeyValueStore
@@ -64,7 +65,7 @@ def test_a_model_that_no_engine_fits_is_an_error():
 def test_weights_that_give_no_numbers_are_an_error():
     model = new_model("llama")
     model.model.layers[0].mlp.down_proj.weight.data.fill_(float("nan"))
-    with pytest.raises(RuntimeError, match="does not agree"):
+    with pytest.raises(NonFiniteError, match="log-probs of LlamaForCausalLM are not finite"):
         choose_engine(model, HOW)
 
 

@@ -130,8 +130,8 @@ def test_holders_are_named_by_host():
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
-        with pytest.raises(UserError, match=rf"--output_dir {folder}: cannot be written \("):
+    for folder, what in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "inside", r"cannot be written \(")):
+        with pytest.raises(UserError, match=rf"--output_dir {folder}: {what}"):
             RunLock.acquire(folder)
 
 

@@ -208,3 +208,18 @@ def test_only_what_lies_in_the_folder_is_of_it(tmp_path):
     assert lies_in(out / "checkpoints/step_000001", out)
     assert lies_in(tmp_path / "link/checkpoints/step_000001", out)
     assert not lies_in(tmp_path / "output/checkpoints/step_000001", out)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_who_is_stopped_before_training_changes_nothing(tmp_path, monkeypatch, begun):
+    run(tmp_path, 2)
+    (tmp_path / "result.json").write_text("{}")
+    opened, trainer = open_run(tmp_path), Trainer()
+    kept = sorted(path.name for path in tmp_path.rglob("*"))
+    monkeypatch.setattr(stopping, "noticed", lambda: True)
+    with pytest.raises(StopRequested, match="before training began; run the same command again"):
+        if begun:
+            opened.train(trainer, trainer.to(9))
+        else:
+            open_run(tmp_path, "--resume", "never", "--overwrite_output_dir")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == kept and trainer.position == (0, 0)

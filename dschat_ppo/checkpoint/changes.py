@@ -109,12 +109,13 @@ def refuse(folder: Path, changes: Sequence[Change], force: bool) -> None:
         force: `--resume_force`.
 
     Raises:
-        UserError: something that matters changed, and `force` is False; with the diff of that.
+        UserError: something that matters changed, and `force` is False; with the diff of that and of its factors.
     """
-    serious = [change for change in changes if change.matters]
-    if serious and not force:
+    matter = {change.name for change in changes if change.matters}
+    if matter and not force:
+        shown = [change for change in changes if change.matters or FACTORS_OF.get(change.name) in matter]
         raise UserError(
-            f"{folder} was saved under settings that compute something else:\n{report(serious)}\nGive the former "
+            f"{folder} was saved under settings that compute something else:\n{report(shown)}\nGive the former "
             "settings to go on, or --resume_force to go on under the new ones, or begin anew with "
             "--overwrite_output_dir or another --output_dir"
         )

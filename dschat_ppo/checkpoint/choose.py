@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from dschat_ppo.checkpoint.changes import Change, compare, refuse, report
+from dschat_ppo.checkpoint.changes import WHERE_AND_WHEN, Change, compare, refuse, report
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.manifest import Manifest, damage
 from dschat_ppo.common import dist
@@ -106,8 +106,9 @@ def _check(folder: Path, flags: SafetyFlags, about: About) -> None:
             f"{folder} was saved inside a PPO step, whose updates have {manifest.config.get(UPDATE_ROWS)} rows each, "
             f"not {about.config.get(UPDATE_ROWS)}: keep them, or name an earlier checkpoint by --resume"
         )
-    if changes:
-        logger().info(f"settings that changed since {folder.name} was saved:\n{report(changes)}")
+    shown = [change for change in changes if change.name not in WHERE_AND_WHEN]
+    if shown:
+        logger().info(f"settings that changed since {folder.name} was saved:\n{report(shown)}")
 
 
 def _set_aside_later_ones(output: Path, chosen: Path) -> None:

@@ -170,7 +170,7 @@ class CheckpointFolder:
         except OSError as problem:
             raise StorageError(
                 f"checkpoint {self.root}: cannot be written ({problem.strerror or problem}); {self._to_go_on_from()}; "
-                "free space or set --output_dir elsewhere, then run the same command again"
+                "mend that, then run the same command again"
             ) from problem
 
     def _to_go_on_from(self) -> str:

@@ -58,7 +58,9 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
             if has_layout_of(engine, folder / role):
                 load_engine(engine, folder / role)
             else:
-                logger().info(f"{role}: saved on {manifest.world_size} ranks or in another layout; divided anew")
+                logger().info(
+                    f"{role}: saved by {manifest.world_size} ranks, with another layout of its states; divided anew"
+                )
                 load_engine_resharded(engine, folder / role)
     ranks = [load_state(folder / rank_file(rank)) for rank in range(manifest.world_size)]
     subject.load_state(load_state(folder / SHARED), ranks)

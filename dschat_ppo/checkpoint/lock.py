@@ -76,6 +76,8 @@ def _take_alone(folder: Path, processes: list[tuple[str, int]]) -> tuple[int | N
     """Rank 0: the lock's file descriptor, or why the run must not go on; neither where there are no locks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        return None, f"--output_dir {folder}: is a file; name a folder"
     except OSError as problem:
         return None, f"--output_dir {folder}: cannot be written ({problem.strerror})"
 

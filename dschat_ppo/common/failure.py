@@ -25,6 +25,8 @@ NOT_FINITE = 3  # numbers that are not finite
 NOT_WRITTEN = 4  # the disk is full, or the output may not be written
 RANK_LOST = 5  # a rank hung, or is gone without a word
 
+TO_GO_ON = "run the same command again to go on from the newest checkpoint"
+
 _CANNOT_WRITE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 _OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_"
 # What gloo, NCCL and the store of torch.distributed say when the process at the other end has ended.

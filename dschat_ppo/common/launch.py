@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from dschat_ppo.common import dist, phases, stopping, watchdog
-from dschat_ppo.common.failure import DONE, RANK_LOST, Board, exit_code, open_board, other_end_is_gone
+from dschat_ppo.common.failure import DONE, RANK_LOST, TO_GO_ON, Board, exit_code, open_board, other_end_is_gone
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import beat
 from dschat_ppo.common.rank_log import log_path, to_log
-from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 
 _SPEAKER_HEAD_START_SECONDS = 20
 
@@ -23,9 +23,9 @@ _SPEAKER_HEAD_START_SECONDS = 20
 def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]) -> int:
     """Parse `argv`, train, and return the exit code (`common/failure.py`).
 
-    However the run ends, the user gets one message. Of `UserError` it is what the exception says, by rank 0; of any
-    other exception the first rank that fails tells rank, phase, step and traceback. Ranks that fail after another one
-    keep silent and write their traceback to their log only; they end with the same exit code.
+    However the run ends, the user gets one message. Of `UserError` and `NonFiniteError` it is what the exception says,
+    by rank 0; of any other exception the first rank that fails tells rank, phase, step and traceback. Ranks that fail
+    after another one keep silent and write their traceback to their log only; they end with the same exit code.
     """
     phases.begin_anew()
     faulthandler.enable(2)
@@ -39,7 +39,7 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
         return DONE
     except StopRequested as stop:
         return _stop(board, stop)
-    except UserError as problem:
+    except (UserError, NonFiniteError) as problem:
         return _tell_user(board, problem)
     except (Exception, KeyboardInterrupt) as problem:  # noqa: BLE001  there is nothing above it
         return _fail(board, problem)
@@ -55,7 +55,7 @@ def _stop(board: Board, stop: StopRequested) -> int:
     return DONE
 
 
-def _tell_user(board: Board, problem: UserError) -> int:
+def _tell_user(board: Board, problem: UserError | NonFiniteError) -> int:
     """Its message alone. The other ranks give rank 0 some time, because it most often has the same to say."""
     deadline = time.monotonic() + _SPEAKER_HEAD_START_SECONDS
     while not dist.is_main() and board.claimed() is None and time.monotonic() < deadline:
@@ -71,7 +71,7 @@ def _tell_user(board: Board, problem: UserError) -> int:
 
 
 def _fail(board: Board, problem: BaseException) -> int:
-    """Message and traceback, of the first rank that fails."""
+    """Message and traceback, of the first rank that fails; what is no fault of this rank's code needs no traceback."""
     others_fault = other_end_is_gone(problem) or bool(board.lost_ranks())
     code = RANK_LOST if others_fault else exit_code(problem)
     claim = board.claim(code)
@@ -80,12 +80,14 @@ def _fail(board: Board, problem: BaseException) -> int:
     if told and (claim.code != DONE or others_fault):
         to_log(f"ends after rank {claim.rank}:\n{story}")
         return claim.code
-    head = f"rank {dist.rank()} failed in {phases.where(' at')}:"
+    said = f"rank {dist.rank()} failed in {phases.where(' at')}:\n{story}"
     if others_fault:
-        head = f"rank {dist.rank()}: another rank is gone ({phases.where()}): the run ends"
+        said = f"rank {dist.rank()}: another rank is gone ({phases.where()}): the run ends; {TO_GO_ON}"
+    elif isinstance(problem, KeyboardInterrupt):
+        said = f"rank {dist.rank()} was interrupted a second time ({phases.where()}): the run ends at once; {TO_GO_ON}"
     logs = log_path()
-    to_log(f"{head}\n{story}")
-    _speak(f"{head}\n{story}" + (f"\n(the logs of all ranks are in {logs.parent})" if logs else ""))
+    to_log(said if said.endswith(story) else f"{said}\n{story}")
+    _speak(said + (f"\n(the logs of all ranks are in {logs.parent})" if logs else ""))
     return code
 
 

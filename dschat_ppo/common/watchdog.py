@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import NoReturn
 
 from dschat_ppo.common import dist, progress, stopping
-from dschat_ppo.common.failure import RANK_LOST, USER_ERROR, Board, Claim
+from dschat_ppo.common.failure import RANK_LOST, TO_GO_ON, USER_ERROR, Board, Claim
+from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import where
 from dschat_ppo.common.progress import beat, patient
 from dschat_ppo.common.rank_log import to_log
@@ -41,6 +42,7 @@ class _Watch:
     def __init__(self, board: Board):
         self.board = board
         self.limit: float | None = None
+        self._stops = False  # the run is to stop, and everybody knows
         self._stopped = threading.Event()
         self._armed = threading.Lock()
         self._armed_at = -math.inf
@@ -91,11 +93,16 @@ class _Watch:
 
     def _pass_on_stop(self) -> None:
         """The launcher sends its signal to one rank and waits for its end before it sends it to the next."""
-        if stopping.reason() is not None:
-            self.board.ask_to_stop()
-            stopping.tell()
-        elif self.board.asks_to_stop():
-            stopping.tell()
+        if self._stops or (stopping.reason() is None and not self.board.asks_to_stop()):
+            return
+        self._stops = True
+        self.board.ask_to_stop()
+        stopping.tell()
+        if dist.is_main():
+            logger().info(
+                f"stopping ({stopping.reason()}): the state is saved after this optimizer step; a second Ctrl-C ends "
+                "the run at once"
+            )
 
     def _nothing_moves(self) -> bool:
         """Whether no rank of this machine makes progress. One that waits for another that works is all right."""
@@ -130,10 +137,10 @@ class _Watch:
         """A rank was killed, and this one's main thread has not noticed."""
         lost = ", ".join(map(str, self.board.lost_ranks()))
         claim = self.board.claim(RANK_LOST)
-        text = f"rank {dist.rank()}: another rank is gone (rank {lost}; {where()}): the run ends\n{_stacks()}"
+        text = f"rank {dist.rank()}: another rank is gone (rank {lost}; {where()}): the run ends; {TO_GO_ON}\n"
         if claim.rank == dist.rank():
             _to_stderr(text)
-        to_log(text)
+        to_log(text + _stacks())
         self._leave(claim.code)
 
     def _leave(self, code: int) -> NoReturn:

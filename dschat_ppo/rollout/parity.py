@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.algorithms.logprobs import token_logprobs
 from dschat_ppo.common.dist import all_reduce
+from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.backbone import hidden_window
 from dschat_ppo.models.forward import position_arguments, position_arguments_at, vocabulary_size
 from dschat_ppo.rollout.attention import Block, RolloutAttention, RolloutCache, UnsupportedAttentionError, installed
@@ -54,6 +56,7 @@ def choose_engine(model: PreTrainedModel, how: Generation, agree: Agree | None =
         agree: as in `generate`.
 
     Raises:
+        NonFiniteError: the model's log-probs are not finite.
         RuntimeError: the padded engine does not agree with the plain forward pass either.
     """
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, COARSE)
@@ -65,6 +68,11 @@ def choose_engine(model: PreTrainedModel, how: Generation, agree: Agree | None =
             return how
         _log.warning(f"rollout: continuous batching does not fit {name} ({_shown(found)}); padded batches are slower")
     found = check(model, how, "padded", agree)
+    if math.isnan(found.logprob_difference):
+        raise NonFiniteError(
+            f"the log-probs of {name} are not finite: there are NaN or infinite numbers in its weights, or --dtype is "
+            "too narrow for it"
+        )
     if not found.holds(tolerance):
         raise RuntimeError(f"generation does not agree with the forward pass of {name}: {_shown(found)}")
     return replace(how, engine="padded")

@@ -179,6 +179,10 @@ def read_dump(folder: Path) -> tuple[dict[str, Any], list[Any], list[Tensor]]:
     Raises:
         UserError: the folder is no whole dump, or one of a newer version.
     """
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder}: there is no such folder; of the dumps the newest are kept, --max_nonfinite_skips + 1"
+        )
     try:
         what = json.loads((folder / WHAT).read_text(encoding="utf-8"))
         tensors = load_file(folder / BATCH)

@@ -77,12 +77,14 @@ class NonFiniteGuard:
         folder = self.dumps.write(step, rank, scene, what) if self.dumps else "(no dump)"
         self._in_a_row[role] += 1
         self._skipped += 1
-        line = f"{problem}. Replay: python -m dschat_ppo.tools.replay {folder}"
+        replay = folder if folder.startswith("(") else f"Replay: python -m dschat_ppo.tools.replay {folder}"
         if self.flags.on_nonfinite == "stop":
-            raise NonFiniteError(f"{line}. Lower the learning rate, use --dtype fp32, or --on_nonfinite skip")
-        if self._in_a_row[role] > self.flags.max_nonfinite_skips:
-            raise NonFiniteError(f"{line}. It was the {self._in_a_row[role]}. in a row (--max_nonfinite_skips)")
-        logger().warning(line)
+            advice = "Lower the learning rate, use --dtype fp32, or --on_nonfinite skip."
+            raise NonFiniteError(f"{problem}. {advice} {replay}")
+        in_a_row = self._in_a_row[role]
+        if in_a_row > self.flags.max_nonfinite_skips:
+            raise NonFiniteError(f"{problem}; {in_a_row} were left out in a row (--max_nonfinite_skips). {replay}")
+        logger().warning(f"{problem}. {replay}")
 
     def metrics(self, *roles: str) -> dict[str, float]:
         """What was left out so far in the run: for bad numbers, and for fp16 overflows of each role."""

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from datasets import Dataset
 
 from dschat_ppo.checkpoint.choose import About, choose, lies_in
 from dschat_ppo.checkpoint.keeper import Keeper, restore
 from dschat_ppo.checkpoint.resumable import Boundary, Resumable
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, stopping
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.safety import AUTO, SafetyFlags
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.data.fingerprint import fingerprint
+from dschat_ppo.errors import StopRequested
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.trainers.setup import open_outputs, tensorboard_folder
 
@@ -40,6 +42,7 @@ class Session:
         Raises:
             StopRequested: the run was asked to stop, and is saved.
         """
+        _stop_if_asked()
         manifest = None if self.chosen is None else restore(self.chosen, trainer, self.run.seed)
         resumed = saved = None
         if manifest is not None:
@@ -72,9 +75,17 @@ def open_session(
         amounts: what the flags amount to, see `checkpoint.changes`.
 
     Raises:
+        StopRequested: the run was asked to stop meanwhile; nothing is changed.
         UserError: see `choose` and `open_outputs`.
     """
+    _stop_if_asked()
     about = About(kind, flatten(config) | amounts, fingerprint(rows) if dist.is_main() else "")
     chosen = choose(output, config.safety, about, config.run.overwrite_output_dir)
     open_outputs(output, config, config.run, resumed=chosen is not None and lies_in(chosen, output))
     return Session(output, about, config.run, config.safety, chosen)
+
+
+def _stop_if_asked() -> None:
+    """Before training there is nothing to save. Collective."""
+    if dist.all_reduce(torch.tensor([stopping.noticed()], dtype=torch.int32, device=dist.device()), "max"):
+        raise StopRequested("stopped as asked before training began; run the same command again")

@@ -90,8 +90,8 @@ def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | No
     saved = _earlier_config(folder)
     if saved is None:
         return f"{refusal}; {ways_out}", None
-    changes = compare(saved, flatten(config))
-    if any(change.matters for change in changes):
+    changes = [change for change in compare(saved, flatten(config)) if change.matters]
+    if changes:
         return f"{refusal} of a run with other settings:\n{report(changes)}\n{ways_out}", None
     if RESULT in held:
         return None, f"{folder / RESULT} is there: this run is done (--overwrite_output_dir does it once more)"
