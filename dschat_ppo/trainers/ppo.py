@@ -163,8 +163,9 @@ class PPOTrainer:
         """One optimizer step, and what it measured."""
         progress = self.progress
         outcome = self.update_once(part, progress.sums, step > self.plan.warmup_rollouts, step)
+        once = torch.tensor([dist.is_main()], device=self.device)  # all ranks know it, and their number may change
         for role, norm in outcome.norms.items():
-            progress.sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device))
+            progress.sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device), once)
         if progress.updates == 0:
             first = progress.sums.reduce()
             for name in ("mean", "max"):
@@ -245,11 +246,8 @@ class PPOTrainer:
         }
 
     def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Go on from `shared_state` and the `rank_state` of each rank of the saved run; on another number of ranks the
-        first takes what all of them have measured."""
-        own = [ranks[dist.rank()]] if len(ranks) == dist.world_size() else ranks if dist.is_main() else []
-        sums = MetricSums.restored([state["sums"] for state in own], self.device)
-        self.progress.load_state_dict(shared["progress"], sums, self.device)
+        """Go on from `shared_state` and the `rank_state` of each rank of the saved run."""
+        self.progress.load_state_dict(shared["progress"], self._sums_of(ranks), self.device)
         self._load_average([state["actor_average"] for state in ranks])
         self.collector.load_state_dict(shared["collector"], self.device)
         self.shaping.load_state_dict(shared["shaping"])
@@ -260,6 +258,14 @@ class PPOTrainer:
             self.texts.stream.load_state_dict(shared["texts"])
         if self.validation is not None and shared["best"] is not None:
             self.validation.best = tuple(shared["best"])
+
+    def _sums_of(self, ranks: list[dict[str, Any]]) -> MetricSums:
+        """This rank's part; on another number of ranks the first takes what all of them have measured, and the others
+        its names, without which their next `reduce` would be another collective than the first rank's."""
+        if len(ranks) == dist.world_size():
+            return MetricSums.restored([ranks[dist.rank()]["sums"]], self.device)
+        sums = MetricSums.restored([state["sums"] for state in ranks], self.device)
+        return sums if dist.is_main() else sums.emptied()
 
     def _load_average(self, saved: list[dict[str, Tensor] | None]) -> None:
         average, parts = self.engines.actor_average, [part for part in saved if part is not None]
