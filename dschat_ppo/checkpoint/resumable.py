@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """What `rank_state` gave on each rank of the saved run; files that may be large.
+
+    `own` is this rank's, or None where the run was saved on another number of ranks. `read_all` reads those of all its
+    ranks, from rank 0 on, one at a time: for whoever has to divide anew what was divided among them.
+    """
+
+    own: dict[str, Any] | None
+    read_all: Callable[[], Iterator[dict[str, Any]]]
 
 
 class Resumable(Protocol):
@@ -26,8 +40,8 @@ class Resumable(Protocol):
     def rank_state(self) -> dict[str, Any]:
         """What this rank alone has."""
 
-    def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Go on from what the ranks of the saved run gave: `shared_state` of any, `rank_state` of each."""
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
+        """Go on from what the ranks of the saved run gave: `shared_state` of rank 0, `rank_state` of each."""
 
 
 class Boundary(Protocol):

@@ -15,7 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.resumable import Boundary
+from dschat_ppo.checkpoint.resumable import Boundary, RankStates
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock, announce, announce_step
@@ -212,7 +212,7 @@ class Fit(Generic[Batch]):
         """Nothing is this rank's alone."""
         return {}
 
-    def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
         """Go on from `shared_state()`."""
         self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
         self.best = None if shared["best"] is None else tuple(shared["best"])

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
-from dschat_ppo.checkpoint.resumable import NO_BOUNDARY, Boundary
+from dschat_ppo.checkpoint.resumable import NO_BOUNDARY, Boundary, RankStates
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock, announce_step
@@ -245,10 +244,10 @@ class PPOTrainer:
             "actor_average": None if average is None else average.state_dict(),
         }
 
-    def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
         """Go on from `shared_state` and the `rank_state` of each rank of the saved run."""
         self.progress.load_state_dict(shared["progress"], self._sums_of(ranks), self.device)
-        self._load_average([state["actor_average"] for state in ranks])
+        self._load_average(ranks)
         self.collector.load_state_dict(shared["collector"], self.device)
         self.shaping.load_state_dict(shared["shaping"])
         self.entropy_coef.load_state_dict(shared["entropy_coef"])
@@ -259,20 +258,23 @@ class PPOTrainer:
         if self.validation is not None and shared["best"] is not None:
             self.validation.best = tuple(shared["best"])
 
-    def _sums_of(self, ranks: list[dict[str, Any]]) -> MetricSums:
+    def _sums_of(self, ranks: RankStates) -> MetricSums:
         """This rank's part; on another number of ranks the first takes what all of them have measured, and the others
         its names, without which their next `reduce` would be another collective than the first rank's."""
-        if len(ranks) == dist.world_size():
-            return MetricSums.restored([ranks[dist.rank()]["sums"]], self.device)
-        sums = MetricSums.restored([state["sums"] for state in ranks], self.device)
+        if ranks.own is not None:
+            return MetricSums.restored([ranks.own["sums"]], self.device)
+        sums = MetricSums.restored([state["sums"] for state in ranks.read_all()], self.device)
         return sums if dist.is_main() else sums.emptied()
 
-    def _load_average(self, saved: list[dict[str, Tensor] | None]) -> None:
-        average, parts = self.engines.actor_average, [part for part in saved if part is not None]
-        if average is not None and parts:
-            average.load_state_dicts(parts)
-        elif average is not None:  # it is asked for from here on
-            average.begin()
+    def _load_average(self, ranks: RankStates) -> None:
+        average = self.engines.actor_average
+        if average is None:
+            return
+        own = None if ranks.own is None else ranks.own["actor_average"]
+        if own is not None and average.has_layout_of(own):
+            average.load_state_dict(own)
+        elif not average.load_parts(state["actor_average"] or {} for state in ranks.read_all()):
+            average.begin()  # it is asked for from here on
 
     def validate(self, step: int) -> dict[str, float]:
         """Metrics of the held-out prompts, if it is time for them; else {}. Collective."""
