@@ -53,6 +53,7 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
         seed: of the run.
     """
     manifest = Manifest.read(folder)
+    _say_other_versions(manifest.versions, _versions())
     for role, engine in subject.engines_to_save.items():
         with _flags_of_optimizer(engine):
             if has_layout_of(engine, folder / role):
@@ -69,6 +70,17 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
     else:
         seed_this_rank(seed + manifest.step)
     return manifest
+
+
+def _versions() -> dict[str, str]:
+    """Package -> version, of what a run computes with."""
+    return {"dschat_ppo": dschat_ppo.__version__, **{name: version(name) for name in PACKAGES}}
+
+
+def _say_other_versions(saved: dict[str, str], now: dict[str, str]) -> None:
+    changed = [f"{name} {saved.get(name)} -> {here}" for name, here in now.items() if saved.get(name) != here]
+    if changed:
+        logger().info(f"versions that changed since the checkpoint was saved: {', '.join(changed)}")
 
 
 @contextmanager
@@ -196,7 +208,7 @@ class Keeper:
             update=update,
             world_size=dist.world_size(),
             config=self._about.config,
-            versions={"dschat_ppo": dschat_ppo.__version__, **{name: version(name) for name in PACKAGES}},
+            versions=_versions(),
             data=self._about.data,
             files={},
             best=self._subject.is_best,

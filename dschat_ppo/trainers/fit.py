@@ -33,6 +33,7 @@ from dschat_ppo.models.startup import choose_ways
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.trainers.dumps import Scene
+from dschat_ppo.trainers.inputs import EVAL_ROWS, Inputs
 from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.session import Session
 from dschat_ppo.trainers.setup import show_plan
@@ -291,6 +292,12 @@ def train_to_the_end(fit: Fit[Any], session: Session, tokenizer: PreTrainedToken
     write_result(session.output, result)
     logger().info(f"{title}: saved to {session.output}")
     return result
+
+
+def fit_inputs(rows: TokenRows, folder: str, run: RunFlags) -> Inputs:
+    """What steps 1 and 2 read; `folder` is that of the model that they begin with."""
+    models, files = [("--model_name_or_path", folder)], [("--deepspeed_config", run.deepspeed_config)]
+    return Inputs(rows.train, {EVAL_ROWS: rows.eval}, models, files)
 
 
 def amounts_of(plan: FitPlan) -> dict[str, int]:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from datasets import Dataset
-
 from dschat_ppo.checkpoint.choose import About, choose
 from dschat_ppo.checkpoint.keeper import Keeper, restore
 from dschat_ppo.checkpoint.resumable import Boundary, Resumable
@@ -19,6 +17,7 @@ from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.trainers.inputs import Inputs, contents_of
 from dschat_ppo.trainers.setup import open_outputs, tensorboard_folder
 
 Result = TypeVar("Result")
@@ -60,7 +59,7 @@ def manifest_is_of(checkpoint: Path | None, output: Path) -> bool:
 
 
 def open_session(
-    kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, rows: Dataset, amounts: dict[str, int]
+    kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, inputs: Inputs, amounts: dict[str, int]
 ) -> Session:
     """Choose what the run goes on from, and make the output folder ready. Collective; before any model is loaded.
 
@@ -68,13 +67,16 @@ def open_session(
         kind: the step.
         output: locked by this run.
         config: of the step.
-        rows: token rows of training.
+        inputs: what it reads; looked through on rank 0.
         amounts: what the flags amount to, see `checkpoint.changes`.
 
     Raises:
         UserError: see `choose` and `open_outputs`.
     """
-    about = About(kind, flatten(config) | amounts, fingerprint(rows) if dist.is_main() else "")
+    settings = flatten(config) | amounts
+    about = About(kind, settings, "")
+    if dist.is_main():
+        about = About(kind, settings | contents_of(inputs), fingerprint(inputs.train))
     chosen = choose(output, config.safety, about)
     open_outputs(output, config, config.run, resumed=chosen is not None)
     return Session(output, about, config.run, config.safety, chosen)
