@@ -49,6 +49,14 @@ def test_on_as_many_ranks_no_other_ranks_file_is_read_unless_asked_for(tmp_path,
         next(trainer.ranks.read_all())
 
 
+def test_an_engine_that_was_not_trained_before_begins_anew(tmp_path, monkeypatch, capsys):
+    trainer = Trainer()
+    trainer.engines_to_save = {"critic": None}  # which nothing may be loaded into
+    restore(saved_on(tmp_path, 1), trainer, seed=7)
+    assert "critic: was not trained when the checkpoint was saved, so it begins anew" in capsys.readouterr().out
+    assert trainer.shared == {"steps": 12}
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_on_another_number_of_ranks_nothing_is_its_own(ranks, tmp_path, monkeypatch):
     folder, trainer = saved_on(tmp_path, 2), Trainer()

@@ -55,6 +55,9 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
     manifest = Manifest.read(folder)
     _say_other_versions(manifest.versions, _versions())
     for role, engine in subject.engines_to_save.items():
+        if not (folder / role).is_dir():
+            logger().info(f"{role}: was not trained when the checkpoint was saved, so it begins anew")
+            continue
         with _flags_of_optimizer(engine):
             if has_layout_of(engine, folder / role):
                 load_engine(engine, folder / role)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dschat_ppo.common.logging import logger
+
 
 @dataclass(frozen=True)
 class RankStates:
@@ -17,6 +19,28 @@ class RankStates:
 
     own: dict[str, Any] | None
     read_all: Callable[[], Iterator[dict[str, Any]]]
+
+
+def load_saved(what: str, state: Any, load: Callable[[Any], object]) -> None:
+    """Let a part of a trainer that is on now go on from its saved state.
+
+    It has none where it was off when the checkpoint was saved (`--resume_force`); then it stays as it was built, and
+    that is said.
+
+    Args:
+        what: the flag that turns it on.
+        state: None or empty where there is none.
+        load: takes the state.
+    """
+    if state:
+        load(state)
+    else:
+        say_it_begins_anew(what)
+
+
+def say_it_begins_anew(what: str) -> None:
+    """Log that the checkpoint knows nothing of what this flag turns on."""
+    logger().info(f"{what}: was off when the checkpoint was saved, so it begins anew")
 
 
 class Resumable(Protocol):
