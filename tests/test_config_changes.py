@@ -3,15 +3,19 @@
 import dataclasses
 import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from dschat_ppo.checkpoint.changes import FACTORS_OF, FLAGS, HARMLESS, Change, compare, refuse, report
+from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
+from dschat_ppo.trainers.ppo_run import amounts_of
 
 SFT = ["--model_name_or_path", "m", "--output_dir", "o"]
 PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "--output_dir", "o"]
+FOLDER = Path("output/checkpoints/step_000004")
 PLANS = {"sft": {"rows_per_update": 16}, "ppo": {"rows_per_update": 16, "rows_per_step": 32}}
 
 
@@ -41,7 +45,7 @@ def test_the_flags_are_those_of_the_command_lines():
 def test_the_same_command_changes_nothing(step):
     assert changed(step) == {}
     assert report([]) == ""
-    refuse([], force=False)
+    refuse(FOLDER, [], force=False)
 
 
 HARMLESS_WORDS = [
@@ -73,7 +77,7 @@ def test_what_computes_the_same_does_not_stop_a_run(step, words):
     [change] = changed(step, *words.split()).values()
     assert not change.matters
     assert change.name == words.split()[0].removeprefix("--")
-    refuse([change], force=False)
+    refuse(FOLDER, [change], force=False)
 
 
 @pytest.mark.parametrize("step, words", SERIOUS_WORDS)
@@ -81,8 +85,8 @@ def test_what_computes_something_else_stops_it(step, words):
     [change] = changed(step, *words.split()).values()
     assert change.matters
     with pytest.raises(UserError, match=change.name):
-        refuse([change], force=False)
-    refuse([change], force=True)
+        refuse(FOLDER, [change], force=False)
+    refuse(FOLDER, [change], force=True)
 
 
 def test_other_rows_of_a_step_matter_and_their_factors_alone_do_not():
@@ -147,11 +151,23 @@ def test_the_report_is_a_diff():
 def test_a_refusal_shows_what_matters_alone_and_the_ways_out():
     changes = compare({"seed": 1, "save_steps": 1}, {"seed": 2, "save_steps": 2})
     with pytest.raises(UserError) as refusal:
-        refuse(changes, force=False)
+        refuse(FOLDER, changes, force=False)
     text = str(refusal.value)
+    assert text.startswith(f"{FOLDER} was saved under settings")
     assert "- --seed 1\n+ --seed 2\n" in text
     assert "save_steps" not in text
     assert all(way in text for way in ("--resume_force", "--resume never", "another --output_dir"))
+
+
+@pytest.mark.parametrize("words, refused", [("--dynamic_sampling", True), ("", False)])
+def test_another_number_of_ranks_matters_to_dynamic_sampling_alone(words, refused):
+    found = []
+    for ranks, rows in ((2, 4), (1, 8)):
+        sizes = f"--per_device_generation_batch_size {rows} --per_device_training_batch_size {rows}"
+        config = parse("ppo", [*PPO, *f"{sizes} --n_samples_per_prompt 2 {words}".split()])
+        found.append(flatten(config) | amounts_of(config, plan_ppo(config.ppo, 64, ranks)))
+    serious = [(change.name, change.before, change.after) for change in compare(*found) if change.matters]
+    assert serious == ([("ranks", "2", "1")] if refused else [])
 
 
 def test_a_change_cannot_be_altered():

@@ -104,9 +104,10 @@ def trainer(words: str = "", texts: bool = False, average: bool = False) -> PPOT
     return made
 
 
-def go_on(before: PPOTrainer, after: PPOTrainer) -> PPOTrainer:
+def go_on(before: PPOTrainer, after: PPOTrainer, alone: bool = False) -> PPOTrainer:
+    """`after` in the state of `before`; `alone`: without looking at other ranks' files."""
     own = before.rank_state()
-    after.load_state(before.shared_state(), RankStates(own, lambda: iter([own])))
+    after.load_state(before.shared_state(), RankStates(own, (lambda: pytest.fail()) if alone else lambda: iter([own])))
     return after
 
 
@@ -124,7 +125,8 @@ def test_a_trainer_passes_over_what_is_off_and_goes_on_with_what_stays(capsys):
     before.entropy_coef.update(1.0, 1)
     before.texts.stream.take(3)
     go_on(before, trainer())
-    after = go_on(before, trainer(ENTROPY, texts=True, average=True))
+    go_on(trainer(), trainer())
+    after = go_on(before, trainer(ENTROPY, texts=True, average=True), alone=True)
     assert capsys.readouterr().out == ""
     assert after.entropy_coef.value == before.entropy_coef.value == 0.015
     assert after.texts.stream.taken == 3
@@ -146,6 +148,15 @@ def test_rows_in_flight_that_lack_what_is_asked_for_now_are_refused():
                 go_on(before, trainer(words))
         else:
             assert go_on(before, trainer(words)).progress.experience is not None
+
+
+def test_waiting_rows_that_lack_what_is_asked_for_now_are_refused():
+    before, after = trainer("--advantage_estimator grpo --n_samples_per_prompt 2 --kl_coef 0"), trainer()
+    before.collector.pool, after.collector.pool = GroupPool(2, clipped), GroupPool(2, clipped)
+    go_on(before, after)
+    before.collector.pool.add(rows([0, 0], [0.0, 1.0]))
+    with pytest.raises(UserError, match="have no values, ref_logprobs, which"):
+        go_on(before, after)
 
 
 def test_rows_that_are_gone_are_left_out_of_a_stream():

@@ -74,7 +74,7 @@ class MovingAverage:
         Returns:
             Whether any rank held a part. If none did, nothing is changed.
         """
-        first = {name: self._first(name) for name in self._parts}
+        first = {name: dist.rank() * part.numel() for name, part in self._parts.items()}  # whole ones are on rank 0
         seen = dict.fromkeys(self._parts, 0)
         found = False
         for state in ranks:
@@ -84,10 +84,6 @@ class MovingAverage:
                 _copy_overlap(self._parts[name].view(-1), first[name], part, seen[name])
                 seen[name] += len(part)
         return found
-
-    def _first(self, name: str) -> int:
-        """Where this rank's part begins in the flat tensor."""
-        return dist.rank() * self._parts[name].numel() if _is_partitioned(self._parameters[name]) else 0
 
 
 def _shapes(parts: dict[str, Tensor]) -> dict[str, torch.Size]:

@@ -78,8 +78,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)
     _say_notes(config)
     started = time.perf_counter()
-    amounts = {"rows_per_update": plan.global_batch, "rows_per_step": plan.rollout_prompts}
-    session = open_session("ppo", output, config, inputs_of(config, folders, rows, texts), amounts)
+    session = open_session("ppo", output, config, inputs_of(config, folders, rows, texts), amounts_of(config, plan))
     announce("load models")
     engines = RLHFEngine(config, plan, folders)
     rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
@@ -114,6 +113,13 @@ def _model_folders(config: PPOConfig) -> ModelFolders:
     return ModelFolders(
         actor, folder(config.critic_folder, config.critic_flag), folder(config.reward_folder, config.reward_flag)
     )
+
+
+def amounts_of(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
+    """What the flags amount to, for a checkpoint's manifest. Dynamic sampling asks for as many prompts on each rank, so
+    that the number of ranks decides how many there are in a round, and by that which prompts the later steps see."""
+    amounts = {"rows_per_update": plan.global_batch, "rows_per_step": plan.rollout_prompts}
+    return amounts | ({"ranks": plan.world_size} if config.algorithm.dynamic_sampling else {})
 
 
 def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: TextBatches | None) -> Inputs:
