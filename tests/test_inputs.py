@@ -14,8 +14,9 @@ from dschat_ppo.checkpoint.choose import choose
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.keeper import _say_other_versions
 from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.config.cli import parse
+from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.safety import SafetyFlags
+from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
@@ -24,6 +25,7 @@ from dschat_ppo.trainers.fit import fit_inputs
 from dschat_ppo.trainers.inputs import Inputs, contents_of, function_files
 from dschat_ppo.trainers.ppo_run import inputs_of
 from dschat_ppo.trainers.ptx import TextBatches
+from dschat_ppo.trainers.session import open_session
 
 TRAIN = Dataset.from_dict({"ids": [[1], [2]]})
 LARGE = 3 * BLOCKS * BLOCK_BYTES + 17
@@ -108,6 +110,16 @@ def test_names_and_contents(folder):
     assert found.keys() == {"texts", "contents of --actor_model_name_or_path", reward}
     assert found[reward] == hashlib.sha256((folder / "reward.py").read_bytes()).hexdigest()[:16]
     assert contents_of(inputs(folder)) == found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_session_is_described_by_what_its_run_reads_on_rank_0(rank, folder, monkeypatch):
+    monkeypatch.setenv("RANK", str(rank))
+    config = parse("sft", ["--model_name_or_path", "m", "--output_dir", f"{folder}/output", "--resume", "never"])
+    session = open_session("sft", folder / "output", config, inputs(folder), {"rows_per_update": 8})
+    found = contents_of(inputs(folder)) if rank == 0 else {}
+    assert session.about.config == flatten(config) | {"rows_per_update": 8} | found
+    assert session.about.data == ("" if rank else fingerprint(TRAIN))
 
 
 def edit_reward(folder: Path) -> str:
