@@ -27,6 +27,10 @@ class StopRequested(Exception):  # noqa: N818  nothing went wrong
     """
 
 
+class RolloutGivenUp(Exception):  # noqa: N818  nothing went wrong
+    """The run is to stop, so the answers of this PPO step are thrown away; raised on every rank."""
+
+
 def in_one_line(problem: BaseException) -> str:
     """What another library says, without line breaks, to stand inside a message of ours."""
     return " ".join(str(problem).split())

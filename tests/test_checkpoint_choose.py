@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and what is left of an earlier run in its folder."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dschat_ppo.checkpoint.manifest import Manifest, describe_file
 from dschat_ppo.config.cli import flatten, parse, write_config
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.errors import UserError
+from dschat_ppo.trainers import setup
 from dschat_ppo.trainers.setup import _earlier_outputs, open_outputs
 
 WORDS = ["--model_name_or_path", "m", "--zero_stage", "2"]
@@ -48,11 +50,13 @@ def test_nothing_saved_is_a_beginning(tmp_path):
     assert choose(tmp_path, SafetyFlags(), about(tmp_path)) is None
 
 
-def test_the_newest_intact_one_is_taken_and_damage_is_said(tmp_path, caplog):
+def test_the_newest_intact_one_is_taken_and_damage_is_said(tmp_path, capsys):
     first, second = save(tmp_path, 1), save(tmp_path, 2, 3)
     assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == second
+    assert capsys.readouterr().out == ""
     flip(second / "shared.pt")
     assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == first
+    assert "step_000002_update_0003: shared.pt: checksum differs" in capsys.readouterr().out
     assert second.with_name(f"{second.name}.set_aside").exists(), "else it would be the newest for ever"
     flip(first / "shared.pt")
     with pytest.raises(UserError, match="no intact checkpoint.*checksum differs.*--overwrite_output_dir"):
@@ -65,6 +69,22 @@ def test_a_latest_that_names_nothing_is_no_beginning(tmp_path, content):
     (tmp_path / "checkpoints/latest").write_text(content)
     with pytest.raises(UserError, match="no intact checkpoint"):
         choose(tmp_path, SafetyFlags(), about(tmp_path))
+
+
+def test_overwriting_does_a_finished_run_once_more_and_goes_on_with_an_interrupted_one(tmp_path, capsys):
+    saved = save(tmp_path, 1)
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) == saved
+    (tmp_path / "result.json").write_text("{}")
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved, "or forced to be longer"
+    assert choose(tmp_path, SafetyFlags(resume=str(saved)), about(tmp_path), overwrite=True) == saved
+    (tmp_path / "result.json").unlink()
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5"), overwrite=True) is None
+    assert "as --overwrite_output_dir says" in (said := capsys.readouterr().out) and "+ --seed 5" in said
+    with pytest.raises(UserError, match="--seed"):
+        choose(tmp_path, SafetyFlags(resume=str(saved)), about(tmp_path, "--seed", "5"), overwrite=True)
+    flip(saved / "shared.pt")
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
 
 
 def test_never_does_not_look(tmp_path):
@@ -80,7 +100,31 @@ def test_a_named_one_sets_later_ones_aside(tmp_path):
     assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == second
     save(tmp_path, 4)
     assert choose(tmp_path, SafetyFlags(resume=str(second)), about(tmp_path)) == second
-    assert not third.exists(), "a second time too"
+    assert not third.exists() and third.with_name("step_000004.set_aside1").exists(), "a second time too"
+    aside = third.with_name("step_000004.set_aside")
+    fourth = save(tmp_path, 5)
+    assert choose(tmp_path, SafetyFlags(resume=str(aside)), about(tmp_path)) == aside
+    assert aside.exists() and not fourth.exists()
+
+
+def test_what_is_named_elsewhere_leaves_the_folder_to_who_clears_it(tmp_path):
+    elsewhere, here = save(tmp_path / "a", 1), save(tmp_path / "b", 2)
+    assert choose(tmp_path / "b", SafetyFlags(resume=str(elsewhere)), about(tmp_path)) == elsewhere
+    assert here.exists()
+
+
+def test_updates_of_another_size_cannot_go_on_inside_a_ppo_step(tmp_path):
+    between, inside, force = save(tmp_path, 1), save(tmp_path, 1, 2), SafetyFlags(resume_force=True)
+    other = about(tmp_path)
+    other = replace(other, config=other.config | {"rows_per_update": 4})
+    with pytest.raises(UserError, match="step_000001_update_0002 was saved inside .* 8 rows each, not 4"):
+        choose(tmp_path, force, other)
+    assert choose(tmp_path, replace(force, resume=str(between)), other) == between
+    assert not inside.exists()
+
+
+def test_a_name_that_is_no_intact_checkpoint_is_refused(tmp_path):
+    first = save(tmp_path, 1)
     with pytest.raises(UserError, match="--resume .*/none: there is no such folder"):
         choose(tmp_path, SafetyFlags(resume=str(tmp_path / "none")), about(tmp_path))
     flip(first / "shared.pt")
@@ -88,14 +132,31 @@ def test_a_named_one_sets_later_ones_aside(tmp_path):
         choose(tmp_path, SafetyFlags(resume=str(first)), about(tmp_path))
 
 
-def test_what_means_something_else_is_refused_unless_forced(tmp_path):
+def test_a_link_to_the_folder_names_the_same_checkpoint_and_a_copy_beside_them_another(tmp_path):
+    output, link = tmp_path / "output", tmp_path / "link"
+    link.symlink_to(output)
+    saved, later = save(output, 1), save(output, 2)
+    copy = saved.with_name("kept")
+    shutil.copytree(saved, copy)
+    assert choose(output, SafetyFlags(resume=str(copy)), about(output)) == copy
+    assert saved.exists() and not later.exists()
+    assert choose(output, SafetyFlags(), about(output)) == saved, "what is at the same place stays"
+    later = save(output, 2)
+    assert choose(output, SafetyFlags(resume=str(link / "checkpoints/step_000001")), about(output)).samefile(saved)
+    assert not later.exists()
+
+
+def test_what_means_something_else_is_refused_unless_forced(tmp_path, capsys):
     saved = save(tmp_path, 1)
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved
+    assert capsys.readouterr().out == ""
     assert choose(tmp_path, SafetyFlags(), about(tmp_path, "--zero_stage", "3")) == saved
-    with pytest.raises(UserError, match="- --seed 1234\n.*--seed 5\n"):
+    assert "since step_000001 was saved:\n- --zero_stage 2\n+ --zero_stage 3\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match="step_000001 was saved under .*:\n- --seed 1234\n.*--seed 5\n"):
         choose(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5"))
     assert choose(tmp_path, SafetyFlags(resume_force=True), about(tmp_path, "--seed", "5")) == saved
-    with pytest.raises(UserError, match="training rows"):
-        choose(tmp_path, SafetyFlags(), about(tmp_path, data="b" * 64))
+    with pytest.raises(UserError, match=r"something else:\n- training rows .* a+\n\+ training rows .* b+\n- --seed"):
+        choose(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5", data="b" * 64))
     with pytest.raises(UserError, match="of the step 'sft', not of 'ppo'"):
         choose(tmp_path, SafetyFlags(), replace(about(tmp_path), kind="ppo"))
 
@@ -126,7 +187,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_and_keeps_its_
     assert (tmp_path / "metrics.jsonl").exists(), "nothing was touched"
 
 
-def test_a_run_that_is_done_says_so_and_others_are_refused(tmp_path):
+def test_a_run_that_is_done_says_so_and_others_are_refused(tmp_path, monkeypatch):
     write_config(config_of(tmp_path), tmp_path)
     (tmp_path / "result.json").write_text("{}")
     save(tmp_path, 4)
@@ -137,24 +198,47 @@ def test_a_run_that_is_done_says_so_and_others_are_refused(tmp_path):
     assert done is None and problem is not None and "result.json" in problem
     assert earlier(tmp_path, "--num_train_epochs", "2", "--resume_force", "True") == (None, None)
     assert earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
+    problem, _ = earlier(tmp_path, "--resume", str(tmp_path.parent / "elsewhere"))
+    assert problem is not None and "result.json" in problem
+    monkeypatch.chdir(tmp_path)
     problem, _ = earlier(tmp_path, "--resume", "never")
     assert problem is not None and "result.json" in problem
-    problem, _ = earlier(tmp_path, "--resume", str(tmp_path.parent / "elsewhere"))
-    assert problem is not None
+    assert earlier(tmp_path, "--resume", "checkpoints/step_000004") == (None, None)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert earlier(tmp_path, "--resume", str(tmp_path / "link/checkpoints/step_000004")) == (None, None)
 
 
-def test_outputs_without_their_configuration_are_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "model-00001-of-00002.safetensors", "result.json"])
+@pytest.mark.parametrize("config", [None, b"", b"\xff", b"a: [", b"[1]"])
+def test_outputs_without_their_configuration_are_refused(tmp_path, name, config):
+    (tmp_path / name).write_text("{}\n")
+    if config is not None:
+        (tmp_path / "config.yaml").write_bytes(config)
     problem, _ = earlier(tmp_path)
-    assert problem is not None and "metrics.jsonl" in problem and "\n" not in problem
+    assert problem is not None and f"holds earlier outputs ({name}); name another folder" in problem
+    assert "\n" not in problem
+
+
+def test_a_run_that_ended_before_its_first_metrics_begins_anew(tmp_path):
+    (tmp_path / "config.json").write_text("{}\n")
+    write_config(config_of(tmp_path), tmp_path)
+    assert earlier(tmp_path) == (None, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "config.yaml"]
 
 
 def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_not(tmp_path):
     config = config_of(tmp_path)
-    marks = ["eval/step_000004.jsonl", "best/actor/model.safetensors", "nonfinite/step_1/what.json"]
-    marks += ["tensorboard/events.out.tfevents.1"]
-    for mark in marks:
-        (tmp_path / mark).parent.mkdir(parents=True)
+    marks = [
+        "actor_ema/model.safetensors",
+        "critic/model.safetensors",
+        "eval/step_000004.jsonl",
+        "best/actor/model.safetensors",
+        "nonfinite/step_1/what.json",
+    ]
+    marks += ["tensorboard/events.out.tfevents.1", "best.old/model.safetensors", "best.partial/model.safetensors"]
+    others = ["eval/notes.jsonl", "tensorboard/notes", "notes/step_000004.jsonl"]
+    for mark in [*marks, *others]:
+        (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / mark).write_text("x")
     saved = save(tmp_path, 1)
     run = replace(config.run, tensorboard_path="tensorboard")
@@ -162,7 +246,25 @@ def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_n
     assert saved.exists() and all((tmp_path / mark).exists() for mark in marks)
     open_outputs(tmp_path, config, run)
     assert not saved.exists() and not any((tmp_path / mark).exists() for mark in marks)
+    assert all((tmp_path / other).exists() for other in others)
     assert (tmp_path / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_run_that_begins_is_not_finished_and_is_so_until_what_is_old_is_gone(tmp_path, monkeypatch, resumed):
+    config = config_of(tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    save(tmp_path, 1)
+    removed = []
+
+    def rmtree(path):
+        removed.append(path.name)
+        assert (tmp_path / "result.json").exists()
+
+    monkeypatch.setattr(setup.shutil, "rmtree", rmtree)
+    open_outputs(tmp_path, config, config.run, resumed)
+    assert removed == ([] if resumed else ["checkpoints"])
+    assert not (tmp_path / "result.json").exists()
 
 
 def test_a_checkpoint_that_was_being_replaced_is_put_back_before_anything_is_looked_at(tmp_path):

@@ -153,21 +153,24 @@ def test_a_newline_after_the_name_is_no_fault(folder):
 
 def test_the_newest_stay_and_the_best(folder):
     for step in (1, 2, 3, 4, 5, 6):
-        save(folder, step)
-    folder.mark_best("step_000002")
+        save(folder, step, best=step < 3)
     assert folder.best() == "step_000002"
     assert folder.prune(2, protect={"step_000003", "nothing"}) == ["step_000001", "step_000004"]
     assert folder.names() == ["step_000002", "step_000003", "step_000005", "step_000006"]
     assert folder.prune(1) == ["step_000003", "step_000005"]
-    assert entries(folder) == ["best", "latest", "step_000002", "step_000006"]
+    assert entries(folder) == ["latest", "step_000002", "step_000006"]
     assert folder.prune(1) == []
 
 
-def test_the_best_does_not_count_where_it_is_not_there(folder):
+def test_the_best_does_not_count_where_its_manifest_cannot_be_read(folder):
     save(folder, 1)
     assert folder.best() is None
-    folder.mark_best("step_000009")
-    assert folder.best() is None
+    save(folder, 2, best=True)
+    save(folder, 3, best=True)
+    cut(folder, "step_000003")
+    assert folder.best() == "step_000003", "what it says still counts"
+    (folder.root / "step_000003/manifest.json").unlink()
+    assert folder.best() == "step_000002"
 
 
 def test_no_more_is_removed_than_the_limit_says(folder):

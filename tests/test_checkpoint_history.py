@@ -31,7 +31,8 @@ class History:
         self.there: list[str] = []
         self.sizes_wrong: set[str] = set()
         self.content_wrong: set[str] = set()
-        self.best: str | None = None
+        self.best: set[str] = set()
+        self.without_manifest: set[str] = set()
         self.saved = 0
 
     def intact(self, wrong: set[str]) -> list[str]:
@@ -40,21 +41,21 @@ class History:
     def save(self, best: bool) -> None:
         self.saved += 1
         name = checkpoint_name(self.saved // 3, self.saved % 3)
-        fill(self.folder.partial(name))
+        fill(self.folder.partial(name), best=best)
         self.folder.commit(name)
         self.there.append(name)
         if best:
-            self.folder.mark_best(name)
-            self.best = name
+            self.best.add(name)
 
     def prune(self, limit: int) -> None:
         by_size = self.intact(self.sizes_wrong)
+        best = ([name for name in self.there if name in self.best - self.without_manifest] or [None])[-1]
         removed = self.folder.prune(limit)
         if removed:
             assert self.there[-1] in by_size and len(by_size) >= limit
         kept = [name for name in self.there if name not in removed]
         assert self.folder.names() == kept
-        assert self.best not in removed
+        assert best not in removed
         assert by_size[-limit:] == [name for name in by_size if name in kept][-limit:]
         self.there = kept
 
@@ -78,6 +79,8 @@ class History:
             path.unlink()
         if kind != "flip" or file == "manifest.json":
             self.sizes_wrong.add(self.there[-1 - back])
+        if file == "manifest.json":
+            self.without_manifest.add(self.there[-1 - back])
 
     def check(self) -> None:
         for checksums in (True, False):

@@ -156,7 +156,7 @@ def test_a_refusal_shows_what_matters_alone_and_the_ways_out():
     assert text.startswith(f"{FOLDER} was saved under settings")
     assert "- --seed 1\n+ --seed 2\n" in text
     assert "save_steps" not in text
-    assert all(way in text for way in ("--resume_force", "--resume never", "another --output_dir"))
+    assert all(way in text for way in ("--resume_force", "--overwrite_output_dir", "another --output_dir"))
 
 
 @pytest.mark.parametrize("words, refused", [("--dynamic_sampling", True), ("", False)])

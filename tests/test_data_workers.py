@@ -1,13 +1,17 @@
 """A process that prepares data is killed: the run ends, and says so."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 
+from dschat_ppo.common.processes import Process
+from dschat_ppo.data import workers
 from dschat_ppo.data.workers import data_workers
 from dschat_ppo.errors import UserError
 
@@ -34,6 +38,62 @@ except workers.UserError as problem:
     sys.exit(2)
 sys.exit(9)
 """
+
+
+class Lost(Exception):  # noqa: N818
+    """Stands for the end of the process."""
+
+
+def watched(monkeypatch, ticks_of, polls: int) -> tuple[list[tuple[int, int]], int | None]:
+    """Watch for so many polls, one a second: the processes that were killed, and the second when the pool was given up.
+
+    `ticks_of(second)` are the ticks of the workers by their numbers; process 7 was there before and computes always.
+    """
+    clock = SimpleNamespace(now=0)
+    clock.monotonic = lambda: clock.now
+
+    def wait(seconds):
+        clock.now += 1
+        return clock.now > polls
+
+    def children():
+        numbers = {7: clock.now} | (ticks_of(clock.now) if clock.now else {})
+        return {pid: Process(1, 0, False, ticks) for pid, ticks in numbers.items()}
+
+    def give_up(text):
+        assert "--preprocessing_num_workers" in text
+        raise Lost
+
+    killed = []
+    for name, value in {"time": clock, "children": children, "give_up": give_up}.items():
+        monkeypatch.setattr(workers, name, value)
+    monkeypatch.setattr(workers.os, "kill", lambda pid, number: killed.append((pid, number)))
+    try:
+        workers._watch(SimpleNamespace(wait=wait))
+    except Lost:
+        return killed, clock.now
+    return killed, None
+
+
+def test_workers_that_compute_are_left_alone(monkeypatch):
+    assert watched(monkeypatch, lambda second: {8: 5, 9: second // 50}, 500) == ([], None)
+    assert watched(monkeypatch, lambda second: {8: 5, 9: 5}, 60) == ([], None)
+
+
+def test_a_pool_in_which_nobody_computes_for_a_minute_is_lost(monkeypatch):
+    killed = [(8, signal.SIGKILL), (9, signal.SIGKILL)]
+    assert watched(monkeypatch, lambda second: {8: 5, 9: 5}, 500) == (killed, 62)
+    assert watched(monkeypatch, lambda second: {8: min(second, 100), 9: 5}, 500) == (killed, 161)
+
+
+def test_one_process_or_none_is_not_watched(monkeypatch):
+    monkeypatch.setattr(workers, "_watch", lambda over: 1 / 0)
+    monkeypatch.setattr(workers.threading, "Thread", lambda **how: 1 / 0)
+    for count in (None, 1):
+        with data_workers(count):
+            pass
+    with pytest.raises(ZeroDivisionError), data_workers(2):
+        pass
 
 
 @pytest.mark.slow

@@ -258,6 +258,27 @@ def test_a_wrong_number_of_seeds_is_refused(count, samples):
         answer(seeds=torch.arange(count), samples=samples)
 
 
+# Answers that are given up
+
+
+@pytest.mark.parametrize("tokens", [0, 5, 14])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_given_up_answers_have_no_token_and_finished_ones_are_as_ever(engine, tokens):
+    """Asked once before the first pass (padded: twice, for the batch and for its first token) and once a token."""
+    whole, asked = answer(engine=engine, rows=COUNT), []
+
+    def given_up() -> bool:
+        asked.append(True)
+        return len(asked) > tokens + (engine == "padded")
+
+    how = Generation(WARM, WITH_ENDS, rows=COUNT, engine=engine)
+    found = generate(model_of("llama"), prompts_of(), SEEDS, how, given_up=given_up)
+    expected = [row if len(row) <= tokens else [] for row in tokens_of(whole)]
+    assert tokens_of(found) == expected
+    assert (found.finish_reason < 0).tolist() == [not row for row in expected]
+    assert tokens in (0, 14) or 0 < sum(not row for row in expected) < COUNT, "or nothing is shown"
+
+
 # Rows that memory allows
 
 

@@ -208,7 +208,9 @@ def test_a_stop_is_orderly(ended, case, code, reasons):
     assert run.told() == []  # and the watchdog had no reason to speak
     assert len(re.findall(r"saved after step \d+; run the same command again", run.out)) == 1
     assert [run.left(rank)["code"] for rank in range(2)] == [0, 0]
-    assert {run.left(rank)["reason"] for rank in range(2)} in (reasons, reasons - {None})
+    found = {run.left(rank)["reason"] for rank in range(2)}
+    passed_on = {None, "another rank is to stop"} if None in reasons else set()
+    assert reasons - {None} <= found <= reasons | passed_on
 
 
 def test_nothing_is_left_in_the_temporary_folder(ended):

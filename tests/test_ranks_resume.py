@@ -7,6 +7,8 @@ import torch
 from launch import deepspeed, metrics_of, succeed
 from safetensors.torch import load_file
 
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 NOT_COMPARED = ("time", "seconds/", "peak_memory_gib/", "tokens_per_second/")
@@ -155,7 +157,7 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(runs, how):
     ups = [step for step in losses if losses[step] == min(losses[before] for before in losses if before <= step)]
     best = max(step for step in ups if step % 3 == 0 or step == max(losses))
     checkpoints = folder / "checkpoints"
-    assert (checkpoints / "best").read_text() == f"step_{best:06d}"
+    assert CheckpointFolder(folder).best() == f"step_{best:06d}"
     whole = {path.name for path in checkpoints.glob("step_*")}
     assert whole == {f"step_{best:06d}", f"step_{max(losses):06d}"}
 

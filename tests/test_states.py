@@ -1,5 +1,7 @@
 """What goes into a checkpoint beside the engines comes back as it was."""
 
+import json
+
 import torch
 from datasets import Dataset
 from test_group_pool import clipped, rows
@@ -11,6 +13,7 @@ from dschat_ppo.experience.group_pool import GroupPool
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.trainers.collector import Collector
 from dschat_ppo.trainers.progress import Progress
 
 CPU = torch.device("cpu")
@@ -41,6 +44,26 @@ def test_groups_that_wait_come_back():
     assert theirs.scores.tolist() == [5.0, 3.0, 1.0, 0.0]
     other.load_state_dict(pool.state_dict(), CPU)
     assert other.missing == 4
+
+
+def test_a_collector_goes_on_with_its_prompts_and_with_the_groups_if_any_wait():
+    def collector(pool: GroupPool | None) -> Collector:
+        made = object.__new__(Collector)
+        made.stream, made.pool = RowStream(7, seed=3), pool
+        return made
+
+    waiting = GroupPool(4, clipped)
+    waiting.add(rows([0, 0, 1, 1, 2, 2], [0.0, 1.0, 2.0, 1.0, 5.0, 3.0]))
+    waiting.take()
+    for before, after, missing in ((waiting, GroupPool(4, clipped), 2), (None, GroupPool(4, clipped), 4)):
+        saved, other = collector(before), collector(after)
+        saved.stream.take(3)
+        other.load_state_dict(saved.state_dict(), CPU)
+        assert (other.stream.taken, other.pool.missing) == (3, missing)
+        assert other.stream.take(9) == saved.stream.take(9)
+    other = collector(None)
+    other.load_state_dict(collector(waiting).state_dict(), CPU)
+    assert other.pool is None
 
 
 def test_sums_of_several_ranks_become_those_of_one():
@@ -102,6 +125,7 @@ def test_a_step_in_flight_comes_back():
     progress.end_step({"a": 3.0})
     assert (progress.steps, progress.updates, progress.experience, progress.ended) == (5, 0, None, False)
     assert (progress.first, progress.last) == ({"a": 1.0}, {"a": 3.0})
+    assert progress.applied == 0 and progress.metrics == progress.sums.reduce() == {}
     other.load_state_dict(progress.state_dict(), MetricSums(), CPU)
     assert other.experience is None
 
@@ -117,7 +141,7 @@ def test_metrics_go_on_after_the_lines_of_the_checkpoint(tmp_path):
     assert len(lines) == 2 and '"step": 2' in lines[1] and '"a": 3.0' in lines[1]
     with MetricsWriter(tmp_path, None, (10**6, 2)) as writer:  # somebody has cut the file
         writer.write(3, {"a": 4.0})
-    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == 3
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3]
     with MetricsWriter(tmp_path, None):
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 

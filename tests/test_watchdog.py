@@ -1,13 +1,15 @@
 """What ends a run that does not end by itself; each case is a process of its own."""
 
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-from dschat_ppo.common import progress, watchdog
+from dschat_ppo.common import progress, stopping, watchdog
 from dschat_ppo.common.failure import Board
 
 SCRIPT = """
@@ -107,6 +109,44 @@ def test_another_rank_is_gone_and_this_one_does_not_notice(ended):
     assert "rank 0: another rank is gone (rank 1; phase 'start', step 3): the run ends" in errors
     assert errors.count("in sleeps_long") == 1
     assert "in sleeps_long" in log
+
+
+@pytest.fixture
+def watched(tmp_path):
+    stopping.install()
+    watchdog.watch(Board(tmp_path))
+    yield Board(tmp_path)
+    watchdog.stop()
+    stopping.restore()
+
+
+def soon(what) -> bool:
+    deadline = time.monotonic() + 20
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return what()
+
+
+def test_a_request_to_stop_reaches_the_other_ranks(watched):
+    time.sleep(3 * watchdog.POLL_SECONDS)
+    assert not stopping.noticed() and not watched.asks_to_stop()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert soon(watched.asks_to_stop)
+    assert stopping.reason() == "SIGTERM"
+
+
+def test_a_request_of_another_rank_is_noticed(watched):
+    watched.ask_to_stop()
+    assert soon(stopping.noticed)
+    assert stopping.reason() == "another rank is to stop" and stopping.requested()
+    stopping.install()
+    assert not stopping.noticed(), "of the run before"
+
+
+def test_that_the_launcher_is_gone_is_noticed_between_boundaries(watched, monkeypatch):
+    monkeypatch.setattr(stopping, "_launcher_is_gone", lambda: True)
+    assert soon(stopping.noticed)
+    assert stopping.reason() == "the launcher has ended" and soon(watched.asks_to_stop)
 
 
 def test_patience_nests_and_ends():

@@ -16,20 +16,25 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
     python -m dschat_ppo.tools.toy "$out/toy"
 fi
 
-redo=no # once a step ran, what follows it is old
+before="" # mark of the step before: what is older was made from other models
 run_step() { # run_step NAME SCRIPT ARGS...: skipped if NAME is done, timed if not
-    local name="$1"
+    local name="$1" anew=() start=$SECONDS
+    local result="$out/$name/result.json" settings="$out/$name/config.yaml" mark="$out/$name.seconds"
     shift
-    if [ "$redo" = no ] && [ -e "$out/$name/result.json" ] && [ -e "$out/$name.seconds" ]; then
+    if [ -e "$result" ] && [ -e "$mark" ] && [ ! "$mark" -ot "$before" ]; then
         echo "quickstart: step '$name' is done, skipped"
-        return
+    else
+        echo "quickstart: step '$name'"
+        # a step that was interrupted goes on from its last checkpoint
+        if [ -e "$settings" ] && [ "$settings" -ot "$before" ]; then anew=(--overwrite_output_dir --resume never); fi
+        bash "$@" "${anew[@]}"
+        if [ ! -e "$result" ]; then
+            echo "quickstart: step '$name' was stopped; run again to go on"
+            exit 1
+        fi
+        echo $((SECONDS - start)) >"$mark"
     fi
-    echo "quickstart: step '$name'"
-    local start=$SECONDS anew=() # a step that was interrupted goes on from its last checkpoint
-    [ "$redo" = no ] || anew=(--overwrite_output_dir)
-    redo=yes
-    bash "$@" "${anew[@]}"
-    echo $((SECONDS - start)) >"$out/$name.seconds"
+    before="$mark"
 }
 
 run_step sft "$here/toy/run_step1_sft.sh" "$out/toy" "$out/sft"

@@ -22,8 +22,8 @@ WHERE_AND_WHEN = frozenset({
     "remote_reward_timeout", "remote_reward_retries", "remote_reward_batch_size",
 })  # fmt: skip
 
-# The same numbers, but for rounding: how the work is laid out on the machine. (Sizes of evaluation batches decide which
-# answers an evaluation samples, and where a bounded one ends, but nothing of what is trained.)
+# The same numbers, but for rounding: how the work is laid out on the machine. (`--per_device_eval_batch_size` also
+# decides where an evaluation bounded by `--eval_iters` ends, but nothing of what is trained.)
 HOW_IT_IS_COMPUTED = frozenset({
     "zero_stage", "actor_zero_stage", "critic_zero_stage",
     "offload", "offload_reference_model", "offload_reward_model",
@@ -116,8 +116,8 @@ def refuse(folder: Path, changes: Sequence[Change], force: bool) -> None:
     if serious and not force:
         raise UserError(
             f"{folder} was saved under settings that compute something else:\n{report(serious)}\nGive the former "
-            "settings to go on, or --resume_force to go on under the new ones, or begin anew with --resume never or "
-            "another --output_dir"
+            "settings to go on, or --resume_force to go on under the new ones, or begin anew with "
+            "--overwrite_output_dir or another --output_dir"
         )
 
 

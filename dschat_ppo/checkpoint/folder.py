@@ -12,14 +12,14 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
-from dschat_ppo.checkpoint.manifest import damage
+from dschat_ppo.checkpoint.manifest import Manifest, damage, read_manifest
 from dschat_ppo.checkpoint.storage import write_text
 from dschat_ppo.common.durable import PARTIAL, sync_entries, sync_folder
 from dschat_ppo.errors import StorageError
 
 REMOVED = ".removed"  # on its way out
 REPLACED = ".replaced"  # whole, until the new one of its name is in place
-LATEST, BEST = "latest", "best"
+LATEST = "latest"
 _NAME = re.compile(r"step_(\d+)(?:_update_(\d+))?")
 
 
@@ -38,14 +38,14 @@ class CheckpointFolder:
     def __init__(self, output: Path):
         self.root = output / "checkpoints"
 
-    def names(self) -> list[str]:
-        """Names of the checkpoints that are there, damaged or not, oldest first."""
+    def names(self, since: tuple[int, int] = (0, 0)) -> list[str]:
+        """Names of the checkpoints that are there, damaged or not, oldest first; from a position (step, update) on."""
         found = []
         for path in self.root.iterdir() if self.root.is_dir() else []:
             number = _NAME.fullmatch(path.name)
             if number and path.is_dir():
-                found.append((int(number[1]), int(number[2] or 0), path.name))
-        return [name for *_, name in sorted(found)]
+                found.append(((int(number[1]), int(number[2] or 0)), path.name))
+        return [name for position, name in sorted(found) if position >= since]
 
     def clear_partials(self) -> None:
         """Take away what a crash left half done. Once at the start, with the lock held.
@@ -100,18 +100,13 @@ class CheckpointFolder:
             _remove(replaced)
         write_text(self.root / LATEST, name)
 
-    def mark_best(self, name: str) -> None:
-        """Let `best` name this checkpoint, that of the best evaluation; `prune` keeps it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        write_text(self.root / BEST, name)
-
     def best(self) -> str | None:
-        """The checkpoint that `best` names, if it is there."""
-        named = self._named_by(BEST)
-        return named if named in self.names() else None
+        """The checkpoint of the best evaluation: the newest whose manifest says that it was the best so far."""
+        for name in reversed(self.names()):
+            manifest = read_manifest(self.root / name)
+            if isinstance(manifest, Manifest) and manifest.best:
+                return name
+        return None
 
     def newest_intact(self, checksums: bool = True) -> tuple[str | None, list[str]]:
         """The checkpoint to go on from.
@@ -135,8 +130,8 @@ class CheckpointFolder:
     def prune(self, limit: int, protect: Set[str] = frozenset()) -> list[str]:
         """Remove the oldest checkpoints, so that the newest `limit` whole ones stay, by manifests and sizes.
 
-        Nothing is removed while the newest checkpoint is damaged, or fewer than `limit` are whole; the one that `best`
-        names, and those of `protect`, stay in any case.
+        Nothing is removed while the newest checkpoint is damaged, or fewer than `limit` are whole; `best`, and
+        those of `protect`, stay in any case.
 
         Args:
             limit: 1 or more.
@@ -185,16 +180,10 @@ class CheckpointFolder:
             newest = None
         return f"the newest intact checkpoint is {newest}" if newest else "no intact checkpoint is there"
 
-    def _named_by(self, pointer: str) -> str | None:
-        try:
-            return (self.root / pointer).read_bytes().decode("utf-8", errors="replace").strip()
-        except FileNotFoundError:
-            return None
-
     def _complaints_of_latest(self, names: list[str]) -> list[str]:
         path = self.root / LATEST
         try:
-            latest = self._named_by(LATEST)
+            latest = path.read_bytes().decode("utf-8", errors="replace").strip() if path.exists() else None
         except OSError as problem:
             return [f"{path} cannot be read ({problem.strerror})"]
         if latest is None:

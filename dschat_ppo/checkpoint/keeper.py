@@ -88,19 +88,18 @@ def _say_other_versions(saved: dict[str, str], now: dict[str, str]) -> None:
 
 @contextmanager
 def _flags_of_optimizer(engine: Any) -> Iterator[None]:
-    """Learning rate, betas, epsilon and weight decay stay those that the engine was built with, where the states that
-    are loaded inside hold others (`--resume_force`)."""
+    """Learning rate and its schedule, betas, epsilon and weight decay stay those that the engine was built with, where
+    the states that are loaded inside hold others (`--resume_force`)."""
     scheduler, names = engine.lr_scheduler, ("betas", "eps", "weight_decay")
     rates = list(scheduler.base_lrs)
     settings = [{name: group[name] for name in names} for group in engine.optimizer.param_groups]
     yield
     for group, setting in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(setting)
-    if list(scheduler.base_lrs) != rates:
-        scheduler.base_lrs = rates
-        for group, rate, factor in zip(engine.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
-            group["lr"] = rate * factor(scheduler.last_epoch)
-        scheduler._last_lr = [group["lr"] for group in engine.optimizer.param_groups]
+    scheduler.base_lrs = rates
+    for group, rate, factor in zip(engine.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
+        group["lr"] = rate * factor(scheduler.last_epoch)  # of a schedule that may be longer than the saved one
+    scheduler._last_lr = [group["lr"] for group in engine.optimizer.param_groups]
 
 
 class Keeper:
@@ -115,18 +114,20 @@ class Keeper:
         flags: when to save.
         about: what goes into the manifest.
         writer: of the metrics, whose length belongs to the state.
-        saved: position of the checkpoint that the run goes on from, or None.
+        saved: position of the checkpoint in this folder that the run goes on from, or None.
+        to_go_on: what the user does after a stop.
     """
 
     def __init__(
         self, output: Path, subject: Resumable, flags: SafetyFlags, about: About, writer: MetricsWriter,
-        saved: tuple[int, int] | None = None,
+        saved: tuple[int, int] | None = None, to_go_on: str = "run the same command again to go on",
     ):  # fmt: skip
         self._folder = CheckpointFolder(output)
         self._subject = subject
         self._flags = flags
         self._about = about
         self._metrics = writer
+        self._to_go_on = to_go_on
         self._files = BackgroundWriter()
         self._pending: Manifest | None = None  # written in the background, not committed
         self._shared_file: Written = {}, None
@@ -142,7 +143,7 @@ class Keeper:
         if stop:
             self.finish()
             place = self._folder.root / checkpoint_name(*self._subject.position)
-            raise StopRequested(f"stopped as asked, saved as {place}; run the same command again to go on")
+            raise StopRequested(f"stopped as asked, saved as {place}; {self._to_go_on}")
         if due:
             self._save()
 
@@ -247,9 +248,7 @@ class Keeper:
     def _commit_on_main(self, name: str, pending: Manifest, files: dict[str, FileEntry]) -> None:
         replace(pending, files=files).write(self._partial(name))
         self._folder.commit(name)
-        if pending.best:
-            self._folder.mark_best(name)
-        for removed in self._folder.prune(self._flags.save_total_limit):
+        for removed in self._folder.prune(self._flags.save_total_limit, protect={name}):
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
 
     def _on_main(self, act: Callable[[], None]) -> None:

@@ -66,7 +66,7 @@ class Manifest:
         Raises:
             UserError: there is none, or it cannot be used; the message names folder and fault.
         """
-        found = _read(folder)
+        found = read_manifest(folder)
         if isinstance(found, str):
             raise UserError(f"checkpoint {folder}: {found}")
         return found
@@ -87,7 +87,7 @@ def damage(folder: Path, checksums: bool = True) -> str | None:
         folder: of the checkpoint.
         checksums: False looks at the manifest and the sizes alone.
     """
-    manifest = _read(folder)
+    manifest = read_manifest(folder)
     if isinstance(manifest, str):
         return manifest
     look = (_wrong_size, _wrong_content) if checksums else (_wrong_size,)
@@ -126,8 +126,8 @@ def _seal(content: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def _read(folder: Path) -> Manifest | str:
-    """The manifest, or what is wrong with it."""
+def read_manifest(folder: Path) -> Manifest | str:
+    """The manifest of a checkpoint folder, or what is wrong with it."""
     try:
         content = json.loads((folder / FILE_NAME).read_bytes())
     except FileNotFoundError:

@@ -110,6 +110,16 @@ class Board:
         """Whether this rank, of this machine, is on the board and its process works."""
         return self._present().get(rank, False)
 
+    def ask_to_stop(self) -> None:
+        """Let the other ranks know that this one is asked to stop."""
+        if self.folder is not None:
+            with suppress(OSError):  # a full disk: they learn of it at the next boundary
+                (self.folder / "stop").touch()
+
+    def asks_to_stop(self) -> bool:
+        """Whether a rank of this machine is asked to stop."""
+        return self.folder is not None and (self.folder / "stop").exists()
+
     def show_progress(self) -> None:
         """This rank makes progress now."""
         if self.folder is not None:

@@ -22,10 +22,12 @@ _RUNNERS = {"deepspeed", "ds"}
 
 @dataclass
 class _Requests:
-    """`signal`: the first that came; `interrupted`: there was a SIGINT; `launcher`, and `runner` above it: process
+    """`signal`: the first that came; `told`: who watches says that the run is to stop; `interrupted`: there was a
+    SIGINT; `launcher`, and `runner` above it: process
     numbers where they are DeepSpeed's, else None."""
 
     signal: int | None = None
+    told: bool = False
     interrupted: bool = False
     launcher: int | None = None
     runner: int | None = None
@@ -65,7 +67,7 @@ def restore() -> None:
 
 def _forget() -> None:
     _REQUESTS.signal = _REQUESTS.launcher = _REQUESTS.runner = None
-    _REQUESTS.interrupted = False
+    _REQUESTS.interrupted = _REQUESTS.told = False
 
 
 def requested() -> bool:
@@ -76,11 +78,24 @@ def requested() -> bool:
     return reason() is not None
 
 
+def noticed() -> bool:
+    """Whether a signal came or `tell` was called: the cheap part of `requested`, to be asked at every token."""
+    return _REQUESTS.told or _REQUESTS.signal is not None
+
+
+def tell() -> None:
+    """Who watches (the launcher, the other ranks) says that the run is to stop; from any thread."""
+    _REQUESTS.told = True
+
+
 def reason() -> str | None:
-    """Why this rank is asked to stop: "SIGTERM", "SIGINT", "the launcher has ended"; None: it is not."""
+    """Why this rank is asked to stop ("SIGTERM", "SIGINT", "the launcher has ended", "another rank is to stop"), or
+    None."""
     if _REQUESTS.signal is not None:
         return signal.Signals(_REQUESTS.signal).name
-    return "the launcher has ended" if _launcher_is_gone() else None
+    if _launcher_is_gone():
+        return "the launcher has ended"
+    return "another rank is to stop" if _REQUESTS.told else None
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """A thread of each rank that ends a run which no longer gets anywhere, and says where it stands.
 
 It looks at three things: whether this rank makes progress (`beat`), whether another rank has claimed the run's end
-(`failure.Board`), and whether another rank's process is gone. A thread that runs C code and holds the interpreter's
-lock keeps this one from looking; then faulthandler's own thread, which needs no lock, writes the stacks and ends the
-process a little later, with exit code 1, which is the only one that it knows.
+(`failure.Board`), and whether another rank's process is gone. It also passes on that the run is to stop. A thread that
+runs C code and holds the interpreter's lock keeps this one from looking; then faulthandler's own thread, which needs no
+lock, writes the stacks and ends the process a little later, with exit code 1, which is the only one that it knows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 from typing import NoReturn
 
-from dschat_ppo.common import dist, progress
+from dschat_ppo.common import dist, progress, stopping
 from dschat_ppo.common.failure import RANK_LOST, USER_ERROR, Board, Claim
 from dschat_ppo.common.phases import where
 from dschat_ppo.common.progress import beat, patient
@@ -78,6 +78,7 @@ class _Watch:
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
+            self._pass_on_stop()
             claim = self.board.claimed()
             if self._nothing_moves() and (claim is None or not claim.code):
                 claim = self._claim()
@@ -87,6 +88,14 @@ class _Watch:
                 self._follow(claim)
             elif claim is None and self._lasts("gone", bool(self.board.lost_ranks()), GONE_SECONDS):
                 self._say_gone()
+
+    def _pass_on_stop(self) -> None:
+        """The launcher sends its signal to one rank and waits for its end before it sends it to the next."""
+        if stopping.reason() is not None:
+            self.board.ask_to_stop()
+            stopping.tell()
+        elif self.board.asks_to_stop():
+            stopping.tell()
 
     def _nothing_moves(self) -> bool:
         """Whether no rank of this machine makes progress. One that waits for another that works is all right."""

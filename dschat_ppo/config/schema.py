@@ -97,7 +97,11 @@ class RunFlags:
     _argument_group_name: ClassVar[str] = "run"
 
     output_dir: str | None = flag("where the model, metrics and resolved configuration are written (required)", None)
-    overwrite_output_dir: bool = flag("allow an --output_dir that already holds a finished run", False)
+    overwrite_output_dir: bool = flag(
+        "let --output_dir hold an earlier run, and begin anew there; only a run with the same settings that was "
+        "interrupted goes on (see --resume)",
+        False,
+    )
     seed: int = flag("global seed; a run is reproducible from it", 1234)
     local_rank: int = flag("set by the deepspeed launcher", -1)
     dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")

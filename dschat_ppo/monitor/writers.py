@@ -13,6 +13,8 @@ from typing import Any
 from dschat_ppo.common.dist import is_main
 from dschat_ppo.errors import StorageError
 
+RESULT, METRICS = "result.json", "metrics.jsonl"
+
 
 class MetricsWriter:
     """Rank 0 writes one JSON object a line to `metrics.jsonl`, and mirrors its numbers to TensorBoard.
@@ -28,7 +30,7 @@ class MetricsWriter:
         self._file: Any = None
         self._board: Any = None
         if is_main():
-            self._file = (folder / "metrics.jsonl").open("ab")
+            self._file = (folder / METRICS).open("ab")
             self._file.truncate(min(resumed[0], self._file.tell()) if resumed else 0)
             if tensorboard is not None:
                 from torch.utils.tensorboard import SummaryWriter
@@ -84,6 +86,6 @@ def write_result(folder: Path, result: dict[str, float]) -> None:
     A number that is not finite becomes null.
     """
     if is_main():
-        temporary = folder / "result.json.partial"
+        temporary = folder / f"{RESULT}.partial"
         temporary.write_text(json.dumps(_finite_or_null(result), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / "result.json")
+        temporary.replace(folder / RESULT)

@@ -23,6 +23,11 @@ from dschat_ppo.rollout.scheduler import Prefill, Scheduler
 Agree = Callable[[int], int]
 
 
+def never() -> bool:
+    """Answers are not given up."""
+    return False
+
+
 class ContinuousBatching:
     """Generates all `answers` with at most `rows` at work.
 
@@ -34,11 +39,12 @@ class ContinuousBatching:
         agree: this rank's number -> the largest of all ranks. Given where each forward pass is collective: every rank
             then makes as many passes as the busiest. None: ranks go their own way.
         poll: with a fixed store, tokens between two looks at which rows are finished.
+        given_up: asked before each token; once it is true, what is not finished stays so.
     """
 
     def __init__(
         self, model: PreTrainedModel, answers: Answers, scheduler: Scheduler, sampling: Sampling,
-        agree: Agree | None = None, poll: int = 1,
+        agree: Agree | None = None, poll: int = 1, given_up: Callable[[], bool] = never,
     ):  # fmt: skip
         self.model = model
         self.answers = answers
@@ -50,6 +56,7 @@ class ContinuousBatching:
         self.cache = RolloutCache()
         self.device = answers.sequence.device
         self.poll = poll
+        self.given_up = given_up
         self.graphed = self._graphed()
 
     def _graphed(self) -> GraphedDecoder | None:
@@ -58,9 +65,9 @@ class ContinuousBatching:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Until every answer is finished. Out of memory: begins the answers at work anew, with half the rows."""
+        """Until every answer is finished, or given up. Out of memory: the answers at work begin anew, half as many."""
         with installed(self.model, self.attention):
-            while self.agree(int(self.scheduler.work_left())):
+            while self.agree(int(self.scheduler.work_left() and not self.given_up())):
                 try:
                     self._round()
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout.answers import Answers
-from dschat_ppo.rollout.continuous import Agree, ContinuousBatching
+from dschat_ppo.rollout.continuous import Agree, ContinuousBatching, never
 from dschat_ppo.rollout.kv_store import KeyValueStore
 from dschat_ppo.rollout.memory import rows_for_memory
 from dschat_ppo.rollout.padded import PaddedBatches
@@ -49,7 +50,7 @@ class Generation:
 
 def generate(
     model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, how: Generation, agree: Agree | None = None,
-    limits: Tensor | None = None,
+    limits: Tensor | None = None, given_up: Callable[[], bool] = never,
 ) -> Rollout:  # fmt: skip
     """Sample answers.
 
@@ -62,9 +63,11 @@ def generate(
         agree: needed where forward passes are collective (ZeRO-3 weights gathered layer by layer): this rank's number
             -> the largest of all ranks. Every rank then makes the same number of passes.
         limits: (B * samples,) int64, most tokens of each answer, from 1 to `max_new_tokens`; None: `max_new_tokens`.
+        given_up: asked before each token; once it is true this rank generates no more.
 
     Returns:
-        B * samples rows, the answers of a prompt one after another, as long as the longest answer.
+        B * samples rows, the answers of a prompt one after another, as long as the longest answer. Given
+        up, those that are not finished have no token.
 
     Raises:
         ValueError: no prompts, an empty one, not one seed or limit in range per answer, an end that is no token of the
@@ -79,10 +82,10 @@ def generate(
     with prepacked(model, TYPICAL_ROWS) if pack else nullcontext():
         rows = min(how.rows or rows_for_memory(model, answers.width), answers.count)
         if how.engine == "padded":
-            PaddedBatches(model, answers, how.sampling, rows, agree).run()
+            PaddedBatches(model, answers, how.sampling, rows, agree, given_up).run()
         else:
             scheduler = _scheduler(answers, how.samples, rows, static)
-            ContinuousBatching(model, answers, scheduler, how.sampling, agree, poll).run()
+            ContinuousBatching(model, answers, scheduler, how.sampling, agree, poll, given_up).run()
     return answers.rollout()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -10,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from dschat_ppo.common.progress import beat
 from dschat_ppo.models.forward import last_logits_argument, position_arguments
 from dschat_ppo.rollout.answers import Answers
-from dschat_ppo.rollout.continuous import Agree
+from dschat_ppo.rollout.continuous import Agree, never
 from dschat_ppo.rollout.memory import is_out_of_memory, warn_of_memory
 from dschat_ppo.rollout.sampling import Sampling, sample
 
@@ -61,20 +63,22 @@ class PaddedBatches:
     """
 
     def __init__(
-        self, model: PreTrainedModel, answers: Answers, sampling: Sampling, rows: int, agree: Agree | None = None
-    ):
+        self, model: PreTrainedModel, answers: Answers, sampling: Sampling, rows: int, agree: Agree | None = None,
+        given_up: Callable[[], bool] = never,
+    ):  # fmt: skip
         self.model = model
         self.answers = answers
         self.sampling = sampling
         self.rows = rows
         self.agree: Agree = agree or (lambda number: number)
         self.lockstep = agree is not None
+        self.given_up = given_up
 
     @torch.no_grad()
     def run(self) -> None:
-        """Until every answer is finished. Out of memory: begins the batch anew, with half the rows."""
+        """Until every answer is finished or given up. Out of memory: begins the batch anew, with half the rows."""
         waiting = torch.argsort(self.answers.prompt_length[:-1], descending=True, stable=True)
-        while self.agree(len(waiting)):
+        while self.agree(0 if self.given_up() else len(waiting)):
             batch = waiting[: self.rows]
             try:
                 self._batch(batch)
@@ -96,7 +100,7 @@ class PaddedBatches:
         cache = new_cache(self.model)
         working = torch.full_like(chosen, len(rows) > 0, dtype=torch.bool)
         count = torch.zeros_like(chosen)
-        while self.agree(int(working.any())):
+        while self.agree(int(working.any() and not self.given_up())):
             beat()
             logits = self._forward(ids, mask, cache)
             tokens, logprobs = sample(

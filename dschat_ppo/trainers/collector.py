@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.checkpoint.resumable import load_saved
+from dschat_ppo.checkpoint.resumable import NO_BOUNDARY, Boundary, load_saved
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, say
 from dschat_ppo.common.phases import PhaseClock
@@ -17,6 +17,7 @@ from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.sampler import RowStream
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
+from dschat_ppo.errors import RolloutGivenUp
 from dschat_ppo.experience.group_pool import GroupPool
 from dschat_ppo.experience.maker import ExperienceMaker, Scoring
 from dschat_ppo.experience.mini_dataset import MiniDataset
@@ -58,20 +59,28 @@ class Collector:
         how = Scoring(ppo.temperature, plan.micro_batch_tokens, config.recompute_old_logprobs, algorithm.kl_estimator)
         self.maker = ExperienceMaker(engines.actor, engines.reference, engines.critic, how)
 
-    def collect(self, step: int) -> tuple[ScoredRollout, dict[str, float]]:
-        """The rows of one PPO step, of all ranks, and metrics of their collection. Collective."""
+    def collect(self, step: int, boundary: Boundary = NO_BOUNDARY) -> tuple[ScoredRollout, dict[str, float]]:
+        """The rows of one PPO step, of all ranks, and metrics of their collection. Collective.
+
+        Raises:
+            RolloutGivenUp: the run is to stop, as the boundary says. Whoever stops a run may have hurt the processes of
+                reward functions first, so what was scored meanwhile is not trusted either.
+        """
         if self.pool is None:
-            rows, metrics = self._round(self.plan.prompts_per_rank, step, 0), dict[str, float]()
+            rows, metrics = self._round(self.plan.prompts_per_rank, step, 0, boundary), dict[str, float]()
         else:
-            rows, metrics = self._sample_dynamically(self.pool, step)
+            rows, metrics = self._sample_dynamically(self.pool, step, boundary)
         faults = torch.tensor(self.judge.mixture.take_faults(), device=rows.scores.device)
+        _give_up_if_asked(boundary)
         return rows, {**metrics, "reward/function_faults": float(dist.all_reduce(faults))}
 
-    def _sample_dynamically(self, pool: GroupPool, step: int) -> tuple[ScoredRollout, dict[str, float]]:
+    def _sample_dynamically(
+        self, pool: GroupPool, step: int, boundary: Boundary
+    ) -> tuple[ScoredRollout, dict[str, float]]:
         """Rounds until the pool has enough groups whose scores differ, or the rounds are used up."""
         rounds = 0
         while pool.missing and rounds < self.rounds:
-            pool.add(self._round(self._prompts_to_try(pool), step, rounds))
+            pool.add(self._round(self._prompts_to_try(pool), step, rounds, boundary))
             rounds += 1
         metrics = {"dynamic_sampling/rounds": float(rounds), "dynamic_sampling/kept_share": pool.kept_share}
         rows, filled = pool.take()
@@ -87,12 +96,13 @@ class Collector:
         wanted = pool.missing / self.plan.samples / max(pool.kept_share, 0.1)
         return min(self.plan.prompts_per_rank, -int(-wanted // dist.world_size()))
 
-    def _round(self, per_rank: int, step: int, number: int) -> ScoredRollout:
+    def _round(self, per_rank: int, step: int, number: int, boundary: Boundary) -> ScoredRollout:
         """Rows of all ranks that answer the next prompts, `per_rank` on each."""
         first = self.stream.taken + dist.rank() * per_rank
         taken = self.stream.take(per_rank * dist.world_size())
         indices = taken[dist.rank() * per_rank : (dist.rank() + 1) * per_rank]
         rollout = self.rollout(indices, step, number)
+        _give_up_if_asked(boundary)
         self.mini_dataset.add(self.score(rollout, indices, first, step))
         return self.mini_dataset.collect()
 
@@ -102,7 +112,7 @@ class Collector:
         return {"stream": self.stream.state_dict(), "pool": pool}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from `state_dict()`."""
+        """Go on from `state_dict()`; a pool that the saved run did not have begins empty."""
         self.stream.load_state_dict(state["stream"])
         if self.pool is not None:
             load = partial(self.pool.load_state_dict, device=device)
@@ -156,3 +166,8 @@ class Collector:
                 for prompt, answer, score in zip(prompts, answers, rows.scores.tolist(), strict=True):
                     say(f"[rank {turn}, step {step}, score {score:.3f}] {prompt!r} -> {answer!r}")
             dist.barrier()
+
+
+def _give_up_if_asked(boundary: Boundary) -> None:
+    if boundary.asked_to_stop():
+        raise RolloutGivenUp

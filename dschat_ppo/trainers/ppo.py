@@ -19,7 +19,7 @@ from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.build import learning_rate
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import RolloutGivenUp, UserError
 from dschat_ppo.experience.mini_dataset import MiniDataset, Update
 from dschat_ppo.experience.shaping import Shaping
 from dschat_ppo.monitor.health import HealthWatch
@@ -125,15 +125,15 @@ class PPOTrainer:
         return self._result({**progress.first, **progress.evaluated}, progress.last)
 
     def _collect(self, boundary: Boundary) -> bool:
-        """Experience of the next PPO step. False: it was thrown away, because the run is to stop.
+        """Experience of the next PPO step. False: it was given up, because the run is to stop.
 
-        Whoever stops a run may have hurt the processes of reward functions first, so what was collected meanwhile is
-        not trusted; the seeds of answers depend on nothing but the step, so a resumed run collects the same again.
+        The seeds of answers depend on nothing but the step, so a resumed run collects the same.
         """
         step, before = self.progress.steps + 1, self.collector.state_dict()
         announce_step(step)
-        rows, metrics = self.collector.collect(step)
-        if boundary.asked_to_stop():
+        try:
+            rows, metrics = self.collector.collect(step, boundary)
+        except RolloutGivenUp:
             self.collector.load_state_dict(before, self.device)
             return False
         kl_coef = self.shaping.kl_coef.value  # of this step: it adapts once the rows are seen

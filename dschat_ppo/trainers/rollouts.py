@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, stopping
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.ppo import PPOFlags
@@ -16,6 +17,7 @@ from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import filler_id
+from dschat_ppo.rollout.continuous import never
 from dschat_ppo.rollout.generator import Generation, generate
 from dschat_ppo.rollout.parity import choose_engine
 from dschat_ppo.rollout.sampling import Sampling
@@ -55,7 +57,7 @@ def generation_of(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: Pr
     def decode(rows: list[list[int]]) -> list[str]:
         return list(tokenizer.batch_decode(rows))
 
-    stopping = Stopping(
+    ends = Stopping(
         flags.max_answer_seq_len,
         end_ids(tokenizer, model),
         tuple(flags.stop_token_ids),
@@ -66,7 +68,7 @@ def generation_of(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: Pr
     sampling = Sampling(flags.temperature, flags.top_p, flags.top_k, flags.min_p, flags.repetition_penalty)
     return Generation(
         sampling,
-        stopping,
+        ends,
         flags.n_samples_per_prompt,
         flags.rollout_rows,
         flags.prepack_weights,
@@ -111,13 +113,19 @@ class Rollouts:
     def make(self, indices: list[int], step: int, number: int = 0, greedy: bool = False) -> Rollout:
         """Answer the prompts at `indices`, this rank's share of round `number` of PPO step `step`; collective.
 
-        `greedy` gives one greedy answer to each prompt.
+        Once the run is to stop this rank generates no more: who calls this asks whether the run is to stop, and throws
+        the answers away then. `greedy` gives one greedy answer to each prompt.
         """
         how = replace(greedily(self.how), samples=1) if greedy else self.how
         path = (self.seed, step, number) if number else (self.seed, step)
-        return self.answer(self.prompts, indices, how, dist.rank() * len(indices) * how.samples, *path)
+        return self.answer(
+            self.prompts, indices, how, dist.rank() * len(indices) * how.samples, *path,
+            given_up=never if greedy else stopping.noticed,
+        )  # fmt: skip
 
-    def answer(self, prompts: Dataset, indices: list[int], how: Generation, first: int, *path: int) -> Rollout:
+    def answer(self, prompts: Dataset, indices: list[int], how: Generation, first: int, *path: int,
+        given_up: Callable[[], bool] = never,
+    ) -> Rollout:  # fmt: skip
         """Answers to some prompts; collective.
 
         An answer's seed is made of `path` and its number over all ranks, so that it does not matter which rank
@@ -129,8 +137,9 @@ class Rollouts:
             how: sampling and number of answers.
             first: number of the first answer over all ranks.
             path: the run's seed, the step, ...
+            given_up: see `generate`.
         """
         batch = to_device(collate_prompts(prompts, indices, self.filler), self.device)
         seeds = row_seeds(first, len(indices) * how.samples, *path)
         with self.hybrid.generating() as model:
-            return generate(model, batch, seeds.to(self.device), how, self.hybrid.agree)
+            return generate(model, batch, seeds.to(self.device), how, self.hybrid.agree, given_up=given_up)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from dschat_ppo.checkpoint.choose import About, choose
+from dschat_ppo.checkpoint.choose import About, choose, lies_in
 from dschat_ppo.checkpoint.keeper import Keeper, restore
 from dschat_ppo.checkpoint.resumable import Boundary, Resumable
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import flatten
-from dschat_ppo.config.safety import SafetyFlags
+from dschat_ppo.config.safety import AUTO, SafetyFlags
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.monitor.writers import MetricsWriter
@@ -40,22 +40,22 @@ class Session:
             StopRequested: the run was asked to stop, and is saved.
         """
         manifest = None if self.chosen is None else restore(self.chosen, trainer, self.run.seed)
-        resumed = None
+        resumed = saved = None
         if manifest is not None:
             logger().info(f"going on from {self.chosen}: {manifest.step} steps are done")
-            ours = manifest_is_of(self.chosen, self.output)
+            ours = self.chosen is not None and lies_in(self.chosen, self.output)
             resumed = (manifest.metrics_offset if ours else 0, manifest.step + 1)
+            saved = (manifest.step, manifest.update) if ours else None
         with MetricsWriter(self.output, tensorboard_folder(self.run), resumed) as writer:
-            saved = None if manifest is None else (manifest.step, manifest.update)
-            keeper = Keeper(self.output, trainer, self.safety, self.about, writer, saved)
+            keeper = Keeper(self.output, trainer, self.safety, self.about, writer, saved, self._to_go_on())
             result = train(writer, keeper)
             keeper.finish()
         return result
 
-
-def manifest_is_of(checkpoint: Path | None, output: Path) -> bool:
-    """Whether a checkpoint lies in this output folder, so that `metrics.jsonl` there goes with it."""
-    return checkpoint is not None and checkpoint.resolve().is_relative_to(output.resolve())
+    def _to_go_on(self) -> str:
+        if self.safety.resume == AUTO:
+            return "run the same command again to go on"
+        return "run the command again with --resume auto to go on"
 
 
 def open_session(
@@ -77,6 +77,6 @@ def open_session(
     about = About(kind, settings, "")
     if dist.is_main():
         about = About(kind, settings | contents_of(inputs), fingerprint(inputs.train))
-    chosen = choose(output, config.safety, about)
-    open_outputs(output, config, config.run, resumed=chosen is not None)
+    chosen = choose(output, config.safety, about, config.run.overwrite_output_dir)
+    open_outputs(output, config, config.run, resumed=chosen is not None and lies_in(chosen, output))
     return Session(output, about, config.run, config.safety, chosen)

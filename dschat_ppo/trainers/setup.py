@@ -23,8 +23,9 @@ from dschat_ppo.config.cli import flatten, notes, write_config
 from dschat_ppo.config.safety import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.monitor.writers import METRICS, RESULT
 
-RESULT, METRICS, CONFIG = "result.json", "metrics.jsonl", "config.yaml"
+CONFIG = "config.yaml"
 
 _LOCKED: dict[Path, RunLock] = {}  # output folders of this process, until it ends
 
@@ -82,7 +83,7 @@ def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | No
     refusal = f"--output_dir {folder} holds earlier outputs ({held[0]})"
     ways_out = "name another folder or add --overwrite_output_dir"
     if resume == NEVER or (resume != AUTO and not Path(resume).resolve().is_relative_to(folder.resolve())):
-        return f"{refusal}; {ways_out}", None
+        return f"{refusal}; to go on there give --resume auto, else {ways_out}", None
     unfinished = RESULT not in held or resume != AUTO or force
     if CheckpointFolder(folder).names() and unfinished:
         return None, None  # `choose` says whether it can be gone on from
@@ -129,7 +130,7 @@ def open_outputs(folder: Path, config: Any, run: RunFlags, resumed: bool = False
         folder: of the outputs.
         config: of the step.
         run: its flags.
-        resumed: the run goes on from a checkpoint.
+        resumed: the run goes on from a checkpoint in this folder.
 
     Raises:
         UserError: the folder cannot be written.
@@ -142,9 +143,9 @@ def open_outputs(folder: Path, config: Any, run: RunFlags, resumed: bool = False
 def _write_start(folder: Path, config: Any, run: RunFlags, resumed: bool) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULT).unlink(missing_ok=True)
         if not resumed:
             _remove_earlier(folder, run)
+        (folder / RESULT).unlink(missing_ok=True)  # not before: it tells that what is removed is of a finished run
         write_config(config, folder)
     except OSError as problem:
         return f"--output_dir {folder}: cannot be written ({problem.strerror})"
@@ -152,10 +153,13 @@ def _write_start(folder: Path, config: Any, run: RunFlags, resumed: bool) -> str
 
 
 def _remove_earlier(folder: Path, run: RunFlags) -> None:
-    """Answers of evaluations, best models, checkpoints, dumps and TensorBoard files of an earlier run."""
+    """What an earlier run left and this one may not write over: answers of evaluations, models that only some runs
+    make, checkpoints, dumps and TensorBoard files."""
+    if saved := CheckpointFolder(folder).names():
+        logger().warning(f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})")
     for answers in (folder / "eval").glob("step_*.jsonl"):
         answers.unlink()
-    for part in ("best", "best.old", "best.partial", "checkpoints", "nonfinite"):
+    for part in ("best", "best.old", "best.partial", "actor_ema", "critic", "checkpoints", "nonfinite"):
         if (folder / part).is_dir():
             shutil.rmtree(folder / part)
     board = folder / run.tensorboard_path

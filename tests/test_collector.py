@@ -1,0 +1,65 @@
+"""When the collection of a PPO step is given up: after generation, and after the rewards."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dschat_ppo.data.sampler import RowStream
+from dschat_ppo.errors import RolloutGivenUp
+from dschat_ppo.trainers.collector import Collector
+
+
+class Asked:
+    """A boundary that is asked to stop from its question `number` on."""
+
+    def __init__(self, number):
+        self.number, self.seen = number, 0
+
+    def pass_by(self):
+        raise AssertionError("inside a rollout nothing is saved")
+
+    def asked_to_stop(self):
+        self.seen += 1
+        return self.seen >= self.number
+
+
+def collector_of(rounds: int) -> tuple[Collector, list[str]]:
+    """One whose pool wants `rounds` rounds (0: no pool), and what it does."""
+    did: list[str] = []
+    collector = object.__new__(Collector)
+    collector.plan = SimpleNamespace(prompts_per_rank=2, samples=1)
+    collector.stream, collector.rounds = RowStream(8, 1), rounds
+    collector.rollout = lambda indices, step, number=0: did.append(f"rollout {number}")
+    collector.score = lambda rollout, indices, first, step: did.append("score")
+    rows = SimpleNamespace(scores=torch.zeros(2))
+    collector.mini_dataset = SimpleNamespace(add=lambda rows: did.append("add"), collect=lambda: rows)
+    collector.judge = SimpleNamespace(mixture=SimpleNamespace(take_faults=lambda: 0))
+    collector.pool = None
+    if rounds:
+        pool = SimpleNamespace(missing=2, kept_share=1.0, add=lambda rows: None, take=lambda: (rows, 0))
+        collector.pool = pool
+    return collector, did
+
+
+@pytest.mark.parametrize(
+    ("rounds", "asked", "expected"),
+    [
+        (0, 1, ["rollout 0"]),
+        (0, 2, ["rollout 0", "score", "add"]),
+        (2, 2, ["rollout 0", "score", "add", "rollout 1"]),
+        (2, 3, ["rollout 0", "score", "add", "rollout 1", "score", "add"]),
+    ],
+)
+def test_it_is_given_up_before_and_after_scoring(rounds, asked, expected):
+    collector, did = collector_of(rounds)
+    with pytest.raises(RolloutGivenUp):
+        collector.collect(1, Asked(asked))
+    assert did == expected
+
+
+def test_without_a_request_the_rows_are_handed_over():
+    collector, did = collector_of(0)
+    rows, metrics = collector.collect(1, Asked(99))
+    assert rows.scores.tolist() == [0, 0] and metrics == {"reward/function_faults": 0}
+    assert did == ["rollout 0", "score", "add"]
