@@ -29,6 +29,8 @@ SAMPLED = (
     "--lr_scheduler_type linear --enable_ema --ema_decay 0"
 )
 
+INSIDE = "step_000001_update_0002"  # a place inside a PPO step that trains the actor too
+
 
 def cases_of(assets) -> dict[str, tuple[str, str, list[int]]]:
     """Name -> (step, flags, boundaries at which the run is stopped, counted from each start)."""
@@ -68,7 +70,7 @@ def moved_flags(assets) -> tuple[str, str]:
     return two, one.replace("zero_stage 3", "zero_stage 2")
 
 
-def moved_case(folder, name: str, flags: str, stops: list[int], to_the_end: bool) -> tuple:
+def moved_case(folder, name: str, flags: str, stops: list[str], to_the_end: bool) -> tuple:
     return "ppo", [*flags.split(), "--output_dir", f"{folder}/moved/{name}"], stops, to_the_end
 
 
@@ -86,7 +88,7 @@ def runs(assets, tmp_path_factory):
             cases[f"{name} {how}"] = (step, [*flags.split(), "--output_dir", f"{folder}/{name}/{how}"], at, True)
     two, _ = moved_flags(assets)
     cases["moved whole"] = moved_case(folder, "whole", two, [], True)
-    cases["moved fewer"] = moved_case(folder, "fewer", two, [8], False)
+    cases["moved fewer"] = moved_case(folder, "fewer", two, [INSIDE], False)
     return folder, launch(cases, folder, ranks=2)
 
 
@@ -102,8 +104,8 @@ def later(runs, assets):
     bound = "--critic_warmup_rollouts 0 --max_log_ratio 0.001"
     alone = {
         "fewer": moved_case(folder, "fewer", one, [], True),
-        "more": moved_case(folder, "more", one, [8], False),
-        "refused": moved_case(folder, "refused", f"{one} {bound}", [2], False),
+        "more": moved_case(folder, "more", one, [INSIDE], False),
+        "refused": moved_case(folder, "refused", f"{one} {bound}", ["step_000000_update_0001"], False),
     }
     alone = launch(alone, folder, ranks=1)
     step, flags, _ = cases_of(assets)["sft"]
@@ -197,7 +199,7 @@ def test_a_finished_run_is_not_done_again_but_may_be_made_longer_by_force(runs, 
 def test_on_other_ranks_and_another_stage_it_goes_on_within_rounding(later, name):
     folder, found = later
     assert found[name][-1]["ended"] == "done" and "divided anew" in found[name][-1]["said"]
-    assert "checkpoints/step_000001_update_0002: 1 steps are done" in found[name][-1]["said"]
+    assert f"checkpoints/{INSIDE}: 1 steps are done" in found[name][-1]["said"]
     for expected, line in zip(compared(folder / "moved/whole"), compared(folder / "moved" / name), strict=True):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
     averages = [load_file(folder / "moved" / run / "actor_ema/model.safetensors") for run in ("whole", name)]
