@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from dschat_ppo.checkpoint.changes import FACTORS_OF, FLAGS, HARMLESS, Change, compare, refuse, report
+from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
+from dschat_ppo.trainers.ppo_run import amounts_of
 
 SFT = ["--model_name_or_path", "m", "--output_dir", "o"]
 PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "--output_dir", "o"]
@@ -165,6 +167,17 @@ def test_a_refusal_shows_the_flags_that_a_product_is_made_of():
     shown = [line for line in str(refusal.value).splitlines() if line.startswith(("- ", "+ "))]
     flag = "--per_device_train_batch_size"
     assert shown == ["- rows_per_update 8", "+ rows_per_update 4", f"- {flag} 4", f"+ {flag} 2"]
+
+
+@pytest.mark.parametrize("words, refused", [("--dynamic_sampling", True), ("", False)])
+def test_another_number_of_ranks_matters_to_dynamic_sampling_alone(words, refused):
+    found = []
+    for ranks, rows in ((2, 4), (1, 8)):
+        sizes = f"--per_device_generation_batch_size {rows} --per_device_training_batch_size {rows}"
+        config = parse("ppo", [*PPO, *f"{sizes} --n_samples_per_prompt 2 {words}".split()])
+        found.append(flatten(config) | amounts_of(config, plan_ppo(config.ppo, 64, ranks)))
+    serious = [(change.name, change.before, change.after) for change in compare(*found) if change.matters]
+    assert serious == ([("ranks", "2", "1")] if refused else [])
 
 
 def test_a_change_cannot_be_altered():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from dschat_ppo.checkpoint.resumable import NO_BOUNDARY
+from dschat_ppo.checkpoint.resumable import NO_BOUNDARY, RankStates
 from dschat_ppo.checkpoint.storage import load_state, save_state
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.safety import SafetyFlags
@@ -142,7 +142,7 @@ def test_a_run_that_is_stopped_sees_the_rows_that_are_left(tmp_path, seen, at):
     evaluated = [before.before, before.after]
     after = make()
     after.engine.made = at
-    after.load_state(load_state(tmp_path / "state"), [before.rank_state()])
+    after.load_state(load_state(tmp_path / "state"), RankStates(before.rank_state(), lambda: iter([])))
     assert after.is_best is before.is_best is (at in (3, 4))
     assert (after.position, [after.before, after.after]) == ((at, 0), evaluated)
     assert after.best == before.best
@@ -162,7 +162,7 @@ def test_without_evaluation_rows_nothing_is_evaluated_and_step_0_says_so_once(tm
     run(trainer, tmp_path)
     assert "eval" not in seen and trainer.before == trainer.after == {}
     again = make()
-    again.load_state(trainer.shared_state(), [{}])
+    again.load_state(trainer.shared_state(), RankStates({}, lambda: iter([])))
     again.rows = trainer.rows
     run(again, tmp_path / ".", resumed=((tmp_path / "metrics.jsonl").stat().st_size, 9))
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(LAST + 1))

@@ -38,7 +38,8 @@ def saved(tmp_path):
     folders = []
     for ranks in (2, 1):
         folder = tmp_path / f"of_{ranks}"
-        folder.mkdir()
+        for role in ("actor", "critic"):
+            (folder / role).mkdir(parents=True)
         torch.manual_seed(ranks)
         for rank in range(ranks):
             save_state(folder / f"rank_{rank}.pt", {"random": random_state(), "rank": rank})
@@ -69,7 +70,7 @@ def test_each_engine_gets_its_own_states_and_the_trainer_those_of_all_ranks(save
     actor, critic = trainer.engines_to_save.values()
     assert loads == [("whole", actor, "actor"), ("anew", critic, "critic")]
     shared, ranks = trainer.loaded
-    assert shared == {"shared": 2} and [rank["rank"] for rank in ranks] == [0, 1]
+    assert shared == {"shared": 2} and [rank["rank"] for rank in ranks.read_all()] == [0, 1]
 
 
 def test_random_streams_go_on_with_as_many_ranks_and_are_seeded_anew_with_others(saved, loads, monkeypatch):

@@ -22,7 +22,8 @@ def test_the_average_by_hand_over_updates_and_across_a_restart():
         if step == 2:
             state = {name: part.clone() for name, part in average.state_dict().items()}
             average = MovingAverage(model, 0.75)
-            average.load_state_dicts([state, state])  # whole on each of two ranks
+            assert average.has_layout_of(state)
+            average.load_state_dict(state)
     found = average.gathered()
     assert found["weight"].dtype == torch.bfloat16 and found["weight"].shape == (2, 3)
     np.testing.assert_allclose(average.state_dict()["weight"].numpy(), expected, rtol=1e-6)
@@ -31,8 +32,55 @@ def test_the_average_by_hand_over_updates_and_across_a_restart():
 def test_partitions_of_saved_ranks_are_put_together():
     average = MovingAverage(nn.Linear(5, 1, bias=False), 0.5)
     parts = ([0.0, 1.0], [2.0, 3.0], [4.0, 99.0])  # the last one is filled up
-    average.load_state_dicts([{"weight": torch.tensor(part)} for part in parts])
+    states = [{"weight": torch.tensor(part)} for part in parts]
+    assert not average.has_layout_of(states[0])
+    assert average.load_parts(states)
     assert average.gathered()["weight"].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
+def partitioned(numel: int, size: int) -> nn.Module:
+    """A model whose one weight is divided into pieces of this size, as ZeRO-3 marks it."""
+    model = nn.Linear(numel, 1, bias=False)
+    marks = {"ds_id": 0, "ds_tensor": torch.zeros(size), "ds_numel": numel, "ds_shape": (1, numel)}
+    for name, value in marks.items():
+        setattr(model.weight, name, value)
+    return model
+
+
+@pytest.mark.parametrize("saved", [
+    [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 99.0]],  # four ranks, the last one filled up
+    [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], None, None],  # whole on the first
+    [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]],
+])  # fmt: skip
+def test_a_partition_is_cut_from_any_other_division(saved, monkeypatch):
+    states = [{} if part is None else {"weight": torch.tensor(part)} for part in saved]
+    for rank, expected in enumerate(([0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0])):
+        monkeypatch.setenv("RANK", str(rank))
+        average = MovingAverage(partitioned(7, 3), 0.5)
+        assert average.state_dict()["weight"].tolist() == [0.0, 0.0, 0.0]
+        assert not any(average.has_layout_of(state) for state in states)
+        assert average.load_parts(iter(states))
+        assert average.state_dict()["weight"].tolist()[: len(expected)] == expected
+
+
+def test_whole_weights_are_averaged_on_the_first_rank_alone(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    model = nn.Linear(2, 1)
+    average = MovingAverage(model, 0.5)
+    average.begin()
+    average.update()
+    assert average.state_dict() == {} and average.gathered() == {}
+    assert average.has_layout_of({})
+    average.load_state_dict({})
+    assert average.load_parts([{"weight": torch.ones(1, 2), "bias": torch.ones(1)}, {}])
+    assert average.state_dict() == {}
+
+
+def test_without_any_saved_part_nothing_is_loaded():
+    average = MovingAverage(nn.Linear(2, 1, bias=False), 0.5)
+    before = average.state_dict()["weight"].clone()
+    assert not average.load_parts([{}, {}])
+    assert torch.equal(average.state_dict()["weight"], before)
 
 
 def test_it_begins_from_the_weights_as_they_are():

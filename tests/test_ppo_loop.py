@@ -12,6 +12,7 @@ import torch
 from test_mini_dataset import experience
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy
+from dschat_ppo.checkpoint.resumable import RankStates
 from dschat_ppo.checkpoint.storage import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import PhaseClock
@@ -27,6 +28,11 @@ from dschat_ppo.trainers.updater import Outcome
 CPU = torch.device("cpu")
 UPDATES = 4  # of a PPO step: 8 rows, 4 an update, 2 epochs
 MEASURED = ("time", "seconds/", "tokens_per_second/", "peak_memory_gib/")
+
+
+def alone(state):
+    """The states of a run on one rank."""
+    return RankStates(state, lambda: iter([state]))
 
 
 class Stream:
@@ -63,18 +69,22 @@ class World:
         self.bad_steps, self.applied, self.ends_at, self.stop_at_boundary = (), ("actor", "critic"), None, None
         self.asked_in_step = None
         self.trainer = trainer = object.__new__(PPOTrainer)
-        trainer.config = SimpleNamespace(ppo=SimpleNamespace(ppo_epochs=2), recompute_old_logprobs=False)
+        flags = SimpleNamespace(has_critic=True, has_reference=True, policy_loss="ppo", entropy_target=10.0)
+        ppo_flags = SimpleNamespace(ppo_epochs=2)
+        trainer.config = SimpleNamespace(ppo=ppo_flags, algorithm=flags, recompute_old_logprobs=False)
         trainer.plan = SimpleNamespace(ppo_steps=steps, warmup_rollouts=1, global_batch=4)
         roles = {"actor": "A", "critic": "C"}
         modes = {mode: lambda mode=mode: self.did.append(mode) for mode in ("train", "eval")}
         average = SimpleNamespace(update=lambda: self.did.append("average"), state_dict=lambda: {"w": torch.ones(1)})
-        average.load_state_dicts = lambda parts: self.did.append(("average of", len(parts)))
+        average.has_layout_of = lambda part: part.keys() == {"w"}
+        average.load_state_dict = lambda part: self.did.append("average goes on")
+        average.load_parts = self.load_average
         average.begin = lambda: self.did.append("average begins")
         trainer.engines = SimpleNamespace(trained=roles, actor_average=average, **modes)
         trainer.device, trainer.progress, trainer.clock, trainer.health = CPU, Progress(), PhaseClock(), HealthWatch()
         trainer.texts = SimpleNamespace(stream=Stream())
         trainer.collector = Stream()
-        trainer.collector.collect = self.collect
+        trainer.collector.collect, trainer.collector.pool = self.collect, None
         trainer.collector.judge = SimpleNamespace(mixture=SimpleNamespace(names=["model"]))
         trainer.shaping = Shaping()
         trainer.rows_check = SimpleNamespace(experience=self.shaped)
@@ -83,6 +93,11 @@ class World:
         trainer.guard = NonFiniteGuard(SimpleNamespace())
         trainer.entropy_coef = AdaptiveEntropy(0.25, target=10.0, delta=0.125, smallest=0, largest=9)
         trainer.validation = SimpleNamespace(best=None, due=lambda step, last: step in (0, 2, last), run=self.evaluate)
+
+    def load_average(self, parts):
+        found = [part for part in parts if part]
+        self.did += [("average of", len(found))] * bool(found)
+        return bool(found)
 
     def collect(self, step, boundary):
         self.did.append(f"collect {step}")
@@ -189,9 +204,9 @@ def test_a_run_that_is_stopped_and_resumed_is_that_of_one_piece(tmp_path, at):
         before.run(tmp_path / "cut")
     save_state(tmp_path / "shared", before.trainer.shared_state())
     save_state(tmp_path / "rank", before.trainer.rank_state())
-    after.trainer.load_state(load_state(tmp_path / "shared"), [load_state(tmp_path / "rank")])
+    after.trainer.load_state(load_state(tmp_path / "shared"), alone(load_state(tmp_path / "rank")))
     assert after.trainer.position == at and after.trainer.is_best is before.trainer.is_best is (at == (2, 0))
-    assert after.did.pop(0) == ("average of", 1)
+    assert after.did.pop(0) == "average goes on"
     collected = at[0] + (at[1] > 0)
     assert (after.trainer.collector.taken, after.trainer.shaping.kl_coef.value) == (collected, collected + 0.5)
     assert after.trainer.texts.stream.taken == at[0] * UPDATES + at[1]
@@ -210,7 +225,7 @@ def test_the_health_of_the_past_and_what_was_left_out_go_along(tmp_path):
     before.trainer.guard.load_state_dict({"in_a_row": {}, "skipped": 3, "overflows": {"actor": 2}})
     with pytest.raises(StopRequested):
         before.run(tmp_path)
-    after.trainer.load_state(before.trainer.shared_state(), [before.trainer.rank_state()])
+    after.trainer.load_state(before.trainer.shared_state(), alone(before.trainer.rank_state()))
     assert len(after.trainer.health.state_dict()["past"]) == 2
     assert after.trainer.guard.metrics("actor") == {"nonfinite/skipped": 3, "overflow/actor": 2}
 
@@ -261,7 +276,7 @@ def test_updates_of_the_critic_alone_move_neither_average_nor_entropy_bonus(tmp_
     assert lines_of(tmp_path)[-1]["policy/updates_done_share"] == 0
 
 
-@pytest.mark.parametrize(("ranks", "rank", "mine"), [(1, 0, 6.0), (2, 0, 2.0), (2, 1, 4.0), (3, 0, 6.0), (3, 2, None)])
+@pytest.mark.parametrize(("ranks", "rank", "mine"), [(1, 0, 6.0), (2, 0, 2.0), (2, 1, 4.0), (3, 0, 6.0), (3, 2, 0.0)])
 def test_what_the_ranks_measured_is_counted_once(monkeypatch, ranks, rank, mine):
     """Two ranks have saved, with sums 2 and 4."""
     world, saved = World(), []
@@ -272,10 +287,11 @@ def test_what_the_ranks_measured_is_counted_once(monkeypatch, ranks, rank, mine)
     shared, other = world.trainer.shared_state(), World()
     monkeypatch.setattr(dist, "world_size", lambda: ranks)
     monkeypatch.setattr(dist, "rank", lambda: rank)
-    other.trainer.load_state(shared, saved)
+    own = saved[rank] if ranks == 2 else None
+    other.trainer.load_state(shared, RankStates(own, lambda: iter(saved)))
     means = other.trainer.progress.sums.state_dict()["means"]
-    assert ({name: float(part[0]) for name, part in means.items()}) == ({} if mine is None else {"a": mine})
-    assert other.did == [("average of", 2)]
+    assert {name: float(part[0]) for name, part in means.items()} == {"a": mine}, "the name is on every rank"
+    assert other.did == ["average goes on" if ranks == 2 else ("average of", 2)]
 
 
 def test_what_the_saved_run_did_not_have_begins_and_what_this_one_has_not_is_left(tmp_path):
@@ -283,12 +299,13 @@ def test_what_the_saved_run_did_not_have_begins_and_what_this_one_has_not_is_lef
     plain, full = World(), World()
     plain.trainer.engines.actor_average = plain.trainer.texts = plain.trainer.validation = None
     plain.trainer.entropy_coef = ppo.FixedCoefficient(0.25)
-    without, ranks = plain.trainer.shared_state(), [plain.trainer.rank_state()]
+    plain.trainer.config.algorithm.entropy_target = None
+    without, ranks = plain.trainer.shared_state(), alone(plain.trainer.rank_state())
     full.trainer.load_state(without, ranks)
     assert full.did == ["average begins"] and full.trainer.validation.best is None
     assert full.trainer.texts.stream.taken == 0 and full.trainer.entropy_coef.value == 0.25
     full.trainer.validation.best = (1.0, 2)
-    plain.trainer.load_state(full.trainer.shared_state(), [full.trainer.rank_state()])
+    plain.trainer.load_state(full.trainer.shared_state(), alone(full.trainer.rank_state()))
     assert plain.did == [] and plain.trainer.entropy_coef.value == 0.25 and not plain.trainer.is_best
 
 

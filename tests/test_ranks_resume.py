@@ -29,6 +29,8 @@ SAMPLED = (
     "--lr_scheduler_type linear --enable_ema --ema_decay 0"
 )
 
+INSIDE = "step_000001_update_0002"  # a place inside a PPO step that trains the actor too
+
 
 def cases_of(assets) -> dict[str, tuple[str, str, list[int]]]:
     """Name -> (step, flags, boundaries at which the run is stopped, counted from each start)."""
@@ -61,21 +63,75 @@ def launch(cases: dict, folder, ranks: int) -> dict:
     return json.loads(found.read_text())
 
 
+def moved_flags(assets) -> tuple[str, str]:
+    """Flags of one PPO run: for two ranks at ZeRO-3, and for one at ZeRO-2."""
+    two = cases_of(assets)["ppo"][1].replace("--actor_dropout 0.1", "")
+    one = two.replace("batch_size 2", "batch_size 4").replace("training_batch_size 4", "training_batch_size 8")
+    return two, one.replace("zero_stage 3", "zero_stage 2")
+
+
+def moved_case(folder, name: str, flags: str, stops: list[str], to_the_end: bool) -> tuple:
+    return "ppo", [*flags.split(), "--output_dir", f"{folder}/moved/{name}"], stops, to_the_end
+
+
 @pytest.fixture(scope="module")
 def runs(assets, tmp_path_factory):
-    """(folder with `whole` and `cut` below each name of `cases_of`, what each start of each gave)."""
+    """(folder with `whole` and `cut` below each name of `cases_of`, what each start of each gave).
+
+    Below `moved` are a run that is not stopped and one that stops inside a PPO step, for another number of ranks.
+    """
     folder = tmp_path_factory.mktemp("resumed")
     (assets / "plain.jsonl").write_text('{"text": "a few words"}\n' * 9)
     cases = {}
     for name, (step, flags, stops) in cases_of(assets).items():
         for how, at in (("whole", []), ("cut", stops)):
             cases[f"{name} {how}"] = (step, [*flags.split(), "--output_dir", f"{folder}/{name}/{how}"], at, True)
+    two, _ = moved_flags(assets)
+    cases["moved whole"] = moved_case(folder, "whole", two, [], True)
+    cases["moved fewer"] = moved_case(folder, "fewer", two, [INSIDE], False)
     return folder, launch(cases, folder, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def later(runs, assets):
+    """(folder, name -> what each start gave): what goes on from `runs`, on the same ranks and on others.
+
+    Of the runs below `moved`, `fewer` goes from two ranks to one, `more` from one to two, and `refused` from one to two
+    where no update is made any more in the PPO step in flight. `again` and `other` start sft once more.
+    """
+    folder, before = runs
+    two, one = moved_flags(assets)
+    bound = "--critic_warmup_rollouts 0 --max_log_ratio 0.001"
+    alone = {
+        "fewer": moved_case(folder, "fewer", one, [], True),
+        "more": moved_case(folder, "more", one, [INSIDE], False),
+        "refused": moved_case(folder, "refused", f"{one} {bound}", ["step_000000_update_0001"], False),
+    }
+    alone = launch(alone, folder, ranks=1)
+    step, flags, _ = cases_of(assets)["sft"]
+    words = [*flags.split(), "--output_dir", f"{folder}/sft/whole"]
+    other = [*flags.replace("--num_train_epochs 2", "--num_train_epochs 3").split(), "--learning_rate", "0.02"]
+    other += ["--lr_scheduler_type", "constant", "--output_dir", f"{folder}/sft/cut", "--resume_force", "True"]
+    together = {
+        "more": moved_case(folder, "more", two, [], True),
+        "refused": moved_case(folder, "refused", f"{two} {bound}", [], True),
+        "again": (step, words, [], True),
+        "other": (step, other, [], True),
+    }
+    together = launch(together, folder, ranks=2)
+    first = {"fewer": before["moved fewer"], **{name: alone[name] for name in ("more", "refused")}}
+    last = {"fewer": alone["fewer"], **together}
+    return folder, {name: first.get(name, []) + last[name] for name in last}
 
 
 def compared(folder) -> list[dict]:
     """Metrics of each step without those that measure the machine."""
     return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in metrics_of(folder)]
+
+
+def place_of(start: dict) -> str:
+    """Name of the checkpoint that a stopped run has left."""
+    return start["ended"].split("checkpoints/")[1].split(";")[0]
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "ppo", "sampled"])
@@ -122,18 +178,14 @@ def test_the_moving_average_is_of_the_actors_own_weights(runs):
 
 def test_runs_were_stopped_between_and_inside_ppo_steps(runs):
     starts = runs[1]["ppo cut"]
-    places = [start["ended"].split("checkpoints/")[1].split(";")[0] for start in starts[:-1]]
+    places = [place_of(start) for start in starts[:-1]]
     assert any("_update_" in place for place in places) and any("_update_" not in place for place in places)
 
 
-def test_a_finished_run_is_not_done_again_but_may_be_made_longer_by_force(runs, assets):
+def test_a_finished_run_is_not_done_again_but_may_be_made_longer_by_force(runs, request):
     folder, _ = runs
     before = (folder / "sft/whole/metrics.jsonl").read_bytes()
-    step, flags, _ = cases_of(assets)["sft"]
-    words = [*flags.split(), "--output_dir", f"{folder}/sft/whole"]
-    other = [*flags.replace("--num_train_epochs 2", "--num_train_epochs 3").split(), "--learning_rate", "0.02"]
-    other += ["--lr_scheduler_type", "constant", "--output_dir", f"{folder}/sft/cut", "--resume_force", "True"]
-    found = launch({"again": (step, words, [], True), "other": (step, other, [], True)}, folder, ranks=2)
+    _, found = request.getfixturevalue("later")
     assert "this run is done" in found["again"][0]["ended"]
     assert (folder / "sft/whole/metrics.jsonl").read_bytes() == before
     lines = metrics_of(folder / "sft/cut")
@@ -143,17 +195,20 @@ def test_a_finished_run_is_not_done_again_but_may_be_made_longer_by_force(runs, 
     assert "+ --learning_rate 0.02" in found["other"][0]["said"]
 
 
-def test_on_one_rank_and_another_stage_it_goes_on_within_rounding(runs, assets, tmp_path):
-    """Two ranks stop inside a PPO step at ZeRO-3; one rank goes on at ZeRO-2."""
-    _, flags, _ = cases_of(assets)["ppo"]
-    flags = flags.replace("--actor_dropout 0.1", "")
-    whole, cut = ([*flags.split(), "--output_dir", f"{tmp_path}/{name}"] for name in ("whole", "cut"))
-    launch({"whole": ("ppo", whole, [], True), "cut": ("ppo", cut, [6], False)}, tmp_path, ranks=2)
-    one = flags.replace("batch_size 2", "batch_size 4").replace("training_batch_size 4", "training_batch_size 8")
-    one = one.replace("zero_stage 3", "zero_stage 2")
-    [found] = launch({"one": ("ppo", [*one.split(), "--output_dir", f"{tmp_path}/cut"], [], True)}, tmp_path, 1)["one"]
-    assert found["ended"] == "done" and "divided anew" in found["said"]
-    for expected, line in zip(compared(tmp_path / "whole"), compared(tmp_path / "cut"), strict=True):
+@pytest.mark.parametrize("name", ["fewer", "more"])
+def test_on_other_ranks_and_another_stage_it_goes_on_within_rounding(later, name):
+    folder, found = later
+    assert found[name][-1]["ended"] == "done" and "divided anew" in found[name][-1]["said"]
+    assert f"checkpoints/{INSIDE}: 1 steps are done" in found[name][-1]["said"]
+    for expected, line in zip(compared(folder / "moved/whole"), compared(folder / "moved" / name), strict=True):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    averages = [load_file(tmp_path / name / "actor_ema/model.safetensors") for name in ("whole", "cut")]
+    averages = [load_file(folder / "moved" / run / "actor_ema/model.safetensors") for run in ("whole", name)]
     assert all(torch.allclose(averages[0][key], averages[1][key], atol=1e-4) for key in averages[0])
+
+
+def test_a_new_rank_agrees_on_the_metrics_of_a_step_whose_updates_are_over(later):
+    folder, found = later
+    start, end = found["refused"]
+    assert place_of(start) == "step_000000_update_0001" and end["ended"] == "done"
+    first, *_ = compared(folder / "moved/refused")[1:]
+    assert first["policy/updates_done_share"] == 0.25 and first["grad_norm/actor"] > 0

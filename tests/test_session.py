@@ -19,6 +19,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.trainers import session
+from dschat_ppo.trainers.inputs import Inputs
 from dschat_ppo.trainers.session import open_session
 
 ROWS = Dataset.from_dict({"ids": [[1], [2, 3]]})
@@ -61,7 +62,7 @@ def config_of(output, *more):
 
 
 def open_run(output, *more):
-    return open_session("sft", output, config_of(output, *more), ROWS, {"rows_per_update": 8})
+    return open_session("sft", output, config_of(output, *more), Inputs(ROWS), {"rows_per_update": 8})
 
 
 def run(output, last, *more) -> Trainer:

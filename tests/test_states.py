@@ -80,6 +80,20 @@ def test_sums_of_several_ranks_become_those_of_one():
     assert MetricSums.restored([], CPU).reduce() == {}
 
 
+def test_a_rank_that_is_new_has_all_names_and_changes_no_value():
+    saved = MetricSums()
+    saved.add_mean("mean", torch.tensor([-2.0, -4.0]))
+    saved.add_max("most", torch.tensor([-7.0]))
+    new = MetricSums.restored([saved.state_dict()], CPU).emptied()
+    assert new.reduce() == {"mean": 0.0, "most": 0.0}, "all names, nothing counted"
+    both = MetricSums.restored([saved.state_dict(), new.state_dict()], CPU)
+    assert both.reduce() == {"mean": -3.0, "most": -7.0}
+    new.add_mean("mean", torch.tensor([5.0]))
+    new.add_max("most", torch.tensor([-9.0]))
+    assert new.reduce() == {"mean": 5.0, "most": -9.0}
+    assert saved.reduce() == {"mean": -3.0, "most": -7.0}
+
+
 def test_a_warning_that_stands_is_not_given_again():
     metrics = {"reward/score_std": 0.0, "answers/distinct_share": 1.0, "answers/ended_share": 1.0}
     watch, other = HealthWatch(), HealthWatch()

@@ -76,7 +76,8 @@ def compare(saved: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     Args:
         saved: `Manifest.config`.
         now: the same of this run: `config.cli.flatten(config)`, with `rows_per_update` (rows of an optimizer step over
-            all ranks) and in step 3 `rows_per_step` (prompts of a PPO step over all ranks).
+            all ranks), in step 3 `rows_per_step` (prompts of a PPO step over all ranks) and, where their number decides
+            more than rounding, `ranks`, and with digests of what the flags name (`trainers/inputs.py`).
 
     Returns:
         The changes, those that matter first, each part in the order of `now`.

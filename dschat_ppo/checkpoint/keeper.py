@@ -19,7 +19,7 @@ from dschat_ppo.checkpoint.engine_files import BackgroundWriter, has_layout_of, 
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manifest import FileEntry, Manifest, describe_file
 from dschat_ppo.checkpoint.randomness import random_state, restore_random_state
-from dschat_ppo.checkpoint.resumable import Resumable
+from dschat_ppo.checkpoint.resumable import RankStates, Resumable
 from dschat_ppo.checkpoint.storage import load_state, save_state
 from dschat_ppo.checkpoint.universal import load_engine_resharded
 from dschat_ppo.common import dist, stopping
@@ -53,7 +53,11 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
         seed: of the run.
     """
     manifest = Manifest.read(folder)
+    _say_other_versions(manifest.versions, _versions())
     for role, engine in subject.engines_to_save.items():
+        if not (folder / role).is_dir():
+            logger().info(f"{role}: was not trained when the checkpoint was saved, so it begins anew")
+            continue
         with _flags_of_optimizer(engine):
             if has_layout_of(engine, folder / role):
                 load_engine(engine, folder / role)
@@ -62,13 +66,26 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
                     f"{role}: saved by {manifest.world_size} ranks, with another layout of its states; divided anew"
                 )
                 load_engine_resharded(engine, folder / role)
-    ranks = [load_state(folder / rank_file(rank)) for rank in range(manifest.world_size)]
+    own = load_state(folder / rank_file(dist.rank())) if manifest.world_size == dist.world_size() else None
+    everybody = range(manifest.world_size)
+    ranks = RankStates(own, lambda: (load_state(folder / rank_file(rank)) for rank in everybody))
     subject.load_state(load_state(folder / SHARED), ranks)
-    if manifest.world_size == dist.world_size():
-        restore_random_state(ranks[dist.rank()]["random"])
+    if own is not None:
+        restore_random_state(own["random"])
     else:
         seed_this_rank(seed + manifest.step)
     return manifest
+
+
+def _versions() -> dict[str, str]:
+    """Package -> version, of what a run computes with."""
+    return {"dschat_ppo": dschat_ppo.__version__, **{name: version(name) for name in PACKAGES}}
+
+
+def _say_other_versions(saved: dict[str, str], now: dict[str, str]) -> None:
+    changed = [f"{name} {saved.get(name)} -> {here}" for name, here in now.items() if saved.get(name) != here]
+    if changed:
+        logger().info(f"versions that changed since the checkpoint was saved: {', '.join(changed)}")
 
 
 @contextmanager
@@ -115,7 +132,7 @@ class Keeper:
         self._to_go_on = to_go_on
         self._files = BackgroundWriter()
         self._pending: Manifest | None = None  # written in the background, not committed
-        self._small_files: Written = {}, None
+        self._shared_file: Written = {}, None
         self._saved = saved
         self._saved_at = time.monotonic()
 
@@ -163,21 +180,21 @@ class Keeper:
         folder = self._partial(name)
         for role, engine in subject.engines_to_save.items():
             save_engine(engine, folder / role, self._files)
-        self._small_files = self._save_small_files(folder)
+        own = {"random": random_state(), **subject.rank_state()}
+        self._files.save(own, str(folder / rank_file(dist.rank())))
+        self._shared_file = self._save_shared(folder)
         self._pending = self._manifest()
         self._saved, self._saved_at = subject.position, time.monotonic()
         logger().info(f"checkpoint {name}: copied in {time.perf_counter() - started:.1f} s, being written")
 
-    def _save_small_files(self, folder: Path) -> Written:
-        """What is not the engines', at once."""
-        states = {rank_file(dist.rank()): {"random": random_state(), **self._subject.rank_state()}}
-        if dist.is_main():
-            states[SHARED] = self._subject.shared_state()
+    def _save_shared(self, folder: Path) -> Written:
+        """What all ranks have in common, by rank 0 and at once: it is small."""
+        if not dist.is_main():
+            return {}, None
         try:
             with self._folder.writing():
-                for name, state in states.items():
-                    save_state(folder / name, state)
-                return {name: describe_file(folder / name) for name in states}, None
+                save_state(folder / SHARED, self._subject.shared_state())
+                return {SHARED: describe_file(folder / SHARED)}, None
         except StorageError as problem:
             return {}, str(problem)
 
@@ -197,7 +214,7 @@ class Keeper:
             update=update,
             world_size=dist.world_size(),
             config=self._about.config,
-            versions={"dschat_ppo": dschat_ppo.__version__, **{name: version(name) for name in PACKAGES}},
+            versions=_versions(),
             data=self._about.data,
             files={},
             best=self._subject.is_best,
@@ -210,7 +227,7 @@ class Keeper:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         name = checkpoint_name(pending.step, pending.update)
-        found = [part for rank in dist.gather_objects([self._small_files, self._engine_files(name)]) for part in rank]
+        found = [part for rank in dist.gather_objects([self._shared_file, self._files_of_rank(name)]) for part in rank]
         for _, problem in found:
             if problem is not None:
                 raise StorageError(problem)
@@ -219,8 +236,8 @@ class Keeper:
         size = sum(entry["bytes"] for entry in everything.values())
         logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
 
-    def _engine_files(self, name: str) -> Written:
-        """What this rank has written of the engines, once it is on the disk."""
+    def _files_of_rank(self, name: str) -> Written:
+        """What this rank has written in the background, once it is on the disk."""
         files: dict[str, FileEntry] = {}
         try:
             with self._folder.writing():

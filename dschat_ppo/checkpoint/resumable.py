@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from dschat_ppo.common.logging import logger
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """What `rank_state` gave on each rank of the saved run; files that may be large.
+
+    `own` is this rank's, or None where the run was saved on another number of ranks. `read_all` reads those of all its
+    ranks, from rank 0 on, one at a time: for whoever has to divide anew what was divided among them.
+    """
+
+    own: dict[str, Any] | None
+    read_all: Callable[[], Iterator[dict[str, Any]]]
+
+
+def load_saved(what: str, state: Any, load: Callable[[Any], object]) -> None:
+    """Let a part of a trainer that is on now go on from its saved state.
+
+    It has none where it was off when the checkpoint was saved (`--resume_force`); then it stays as it was built, and
+    that is said.
+
+    Args:
+        what: the flag that turns it on.
+        state: None or empty where there is none.
+        load: takes the state.
+    """
+    if state:
+        load(state)
+    else:
+        say_it_begins_anew(what)
+
+
+def say_it_begins_anew(what: str) -> None:
+    """Log that the checkpoint knows nothing of what this flag turns on."""
+    logger().info(f"{what}: was off when the checkpoint was saved, so it begins anew")
 
 
 class Resumable(Protocol):
@@ -26,8 +64,8 @@ class Resumable(Protocol):
     def rank_state(self) -> dict[str, Any]:
         """What this rank alone has."""
 
-    def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Go on from what the ranks of the saved run gave: `shared_state` of any, `rank_state` of each."""
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
+        """Go on from what the ranks of the saved run gave: `shared_state` of rank 0, `rank_state` of each."""
 
 
 class Boundary(Protocol):

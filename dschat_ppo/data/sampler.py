@@ -64,5 +64,9 @@ class RowStream:
         return {"epoch": self._epoch, "pending": list(self._pending), "taken": self.taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave, over the same rows with the same seed."""
-        self._epoch, self._pending, self.taken = state["epoch"], list(state["pending"]), state["taken"]
+        """Go on from what `state_dict` gave, over the same rows with the same seed.
+
+        Over fewer rows (`--resume_force`) the numbers of those that are gone are left out.
+        """
+        self._epoch, self.taken = state["epoch"], state["taken"]
+        self._pending = [row for row in state["pending"] if row < self._num_rows]

@@ -21,6 +21,7 @@ from dschat_ppo.algorithms.estimators import ESTIMATORS
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.masked import masked_sum, masked_whiten
 from dschat_ppo.algorithms.scores import RunningScale, clip_scores, missing_eos, overlong_penalty
+from dschat_ppo.checkpoint.resumable import load_saved
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.algorithm import AlgorithmFlags
 from dschat_ppo.types import Experience, ScoredRollout
@@ -129,9 +130,12 @@ class Shaping:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
-        return {"kl_coef": self.kl_coef.state_dict(), "running": self.running.state_dict()}
+        running = self.running.state_dict() if self.flags.normalize_rewards == "running" else {}
+        return {"kl_coef": self.kl_coef.state_dict(), "running": running}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`."""
-        self.kl_coef.load_state_dict(state["kl_coef"])
-        self.running.load_state_dict(state["running"])
+        """Go on from `state_dict()`, as far as the flags ask for what is in it."""
+        if self.flags.kl_target is not None:
+            load_saved("--kl_target", state["kl_coef"], self.kl_coef.load_state_dict)
+        if self.flags.normalize_rewards == "running":
+            load_saved("--normalize_rewards running", state["running"], self.running.load_state_dict)

@@ -55,6 +55,13 @@ class MetricSums:
                 merged._maxima[name] = torch.maximum(merged._maxima.get(name, here), here)
         return merged
 
+    def emptied(self) -> MetricSums:
+        """The same names with nothing counted under them: beside other ranks' parts it changes no value."""
+        empty = MetricSums()
+        empty._means = {name: torch.zeros_like(part) for name, part in self._means.items()}
+        empty._maxima = {name: torch.full_like(part, -math.inf) for name, part in self._maxima.items()}
+        return empty
+
     def merge(self, other: MetricSums) -> None:
         """Count everything that was counted into `other`."""
         for name, part in other._means.items():

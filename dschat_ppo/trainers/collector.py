@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_ppo.checkpoint.resumable import NO_BOUNDARY, Boundary
+from dschat_ppo.checkpoint.resumable import NO_BOUNDARY, Boundary, load_saved
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, say
 from dschat_ppo.common.phases import PhaseClock
@@ -113,8 +114,9 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on from `state_dict()`; a pool that the saved run did not have begins empty."""
         self.stream.load_state_dict(state["stream"])
-        if self.pool is not None and state["pool"] is not None:
-            self.pool.load_state_dict(state["pool"], device)
+        if self.pool is not None:
+            load = partial(self.pool.load_state_dict, device=device)
+            load_saved("--dynamic_sampling", state["pool"], load)
 
     def rollout(self, indices: list[int], step: int, number: int = 0) -> Rollout:
         """Sample the answers to each prompt; `number` is that of the round in the step."""

@@ -15,7 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.resumable import Boundary
+from dschat_ppo.checkpoint.resumable import Boundary, RankStates
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock, announce, announce_step
@@ -33,6 +33,7 @@ from dschat_ppo.models.startup import choose_ways
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.trainers.dumps import Scene
+from dschat_ppo.trainers.inputs import EVAL_ROWS, Inputs
 from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.session import Session
 from dschat_ppo.trainers.setup import show_plan
@@ -212,7 +213,7 @@ class Fit(Generic[Batch]):
         """Nothing is this rank's alone."""
         return {}
 
-    def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
         """Go on from `shared_state()`."""
         self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
         self.best = None if shared["best"] is None else tuple(shared["best"])
@@ -291,6 +292,12 @@ def train_to_the_end(fit: Fit[Any], session: Session, tokenizer: PreTrainedToken
     write_result(session.output, result)
     logger().info(f"{title}: saved to {session.output}")
     return result
+
+
+def fit_inputs(rows: TokenRows, folder: str, run: RunFlags) -> Inputs:
+    """What steps 1 and 2 read; `folder` is that of the model that they begin with."""
+    models, files = [("--model_name_or_path", folder)], [("--deepspeed_config", run.deepspeed_config)]
+    return Inputs(rows.train, {EVAL_ROWS: rows.eval}, models, files)
 
 
 def amounts_of(plan: FitPlan) -> dict[str, int]:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
-from dschat_ppo.checkpoint.resumable import NO_BOUNDARY, Boundary
+from dschat_ppo.checkpoint.resumable import NO_BOUNDARY, Boundary, RankStates, load_saved, say_it_begins_anew
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock, announce_step
@@ -20,7 +19,7 @@ from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.build import learning_rate
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.errors import RolloutGivenUp
+from dschat_ppo.errors import RolloutGivenUp, UserError
 from dschat_ppo.experience.mini_dataset import MiniDataset, Update
 from dschat_ppo.experience.shaping import Shaping
 from dschat_ppo.monitor.health import HealthWatch
@@ -164,8 +163,9 @@ class PPOTrainer:
         """One optimizer step, and what it measured."""
         progress = self.progress
         outcome = self.update_once(part, progress.sums, step > self.plan.warmup_rollouts, step)
+        once = torch.tensor([dist.is_main()], device=self.device)  # all ranks know it, and their number may change
         for role, norm in outcome.norms.items():
-            progress.sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device))
+            progress.sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=self.device), once)
         if progress.updates == 0:
             first = progress.sums.reduce()
             for name in ("mean", "max"):
@@ -245,28 +245,56 @@ class PPOTrainer:
             "actor_average": None if average is None else average.state_dict(),
         }
 
-    def load_state(self, shared: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Go on from `shared_state` and the `rank_state` of each rank of the saved run; on another number of ranks the
-        first takes what all of them have measured."""
-        own = [ranks[dist.rank()]] if len(ranks) == dist.world_size() else ranks if dist.is_main() else []
-        sums = MetricSums.restored([state["sums"] for state in own], self.device)
-        self.progress.load_state_dict(shared["progress"], sums, self.device)
-        self._load_average([state["actor_average"] for state in ranks])
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
+        """Go on from `shared_state` and the `rank_state` of each rank of the saved run.
+
+        Raises:
+            UserError: rows of a PPO step in flight lack what the flags now ask for.
+        """
+        self.progress.load_state_dict(shared["progress"], self._sums_of(ranks), self.device)
+        self._load_average(ranks)
         self.collector.load_state_dict(shared["collector"], self.device)
+        self._check_rows()
         self.shaping.load_state_dict(shared["shaping"])
-        self.entropy_coef.load_state_dict(shared["entropy_coef"])
+        if self.config.algorithm.entropy_target is not None:
+            load_saved("--entropy_target", shared["entropy_coef"], self.entropy_coef.load_state_dict)
         self.health.load_state_dict(shared["health"])
         self.guard.load_state_dict(shared["guard"])
-        if self.texts is not None and shared["texts"] is not None:
-            self.texts.stream.load_state_dict(shared["texts"])
+        if self.texts is not None:
+            load_saved("--unsupervised_dataset_name", shared["texts"], self.texts.stream.load_state_dict)
         if self.validation is not None and shared["best"] is not None:
             self.validation.best = tuple(shared["best"])
 
-    def _load_average(self, saved: list[dict[str, Tensor] | None]) -> None:
-        average, parts = self.engines.actor_average, [part for part in saved if part is not None]
-        if average is not None and parts:
-            average.load_state_dicts(parts)
-        elif average is not None:  # it is asked for from here on
+    def _check_rows(self) -> None:
+        """Rows of a PPO step in flight, and those that wait for the next, were made under the saved flags."""
+        algorithm, pool = self.config.algorithm, self.collector.pool
+        asked = {"values": algorithm.has_critic, "ref_logprobs": algorithm.has_reference}
+        asked["selected"] = algorithm.policy_loss in ("clip_cov", "kl_cov")
+        kept = [vars(rows) for rows in (self.progress.experience, pool and pool.accepted) if rows is not None]
+        lacking = [name for name in asked if asked[name] and any(name in rows and rows[name] is None for rows in kept)]
+        if lacking:
+            raise UserError(
+                f"--resume_force: rows of a PPO step in the checkpoint have no {', '.join(lacking)}, which the flags "
+                "now ask for; give the former settings, or go on from a checkpoint without such rows by --resume FOLDER"
+            )
+
+    def _sums_of(self, ranks: RankStates) -> MetricSums:
+        """This rank's part; on another number of ranks the first takes what all of them have measured, and the others
+        its names, without which their next `reduce` would be another collective than the first rank's."""
+        if ranks.own is not None:
+            return MetricSums.restored([ranks.own["sums"]], self.device)
+        sums = MetricSums.restored([state["sums"] for state in ranks.read_all()], self.device)
+        return sums if dist.is_main() else sums.emptied()
+
+    def _load_average(self, ranks: RankStates) -> None:
+        average = self.engines.actor_average
+        if average is None:
+            return
+        own = None if ranks.own is None else ranks.own["actor_average"]
+        if own is not None and average.has_layout_of(own):
+            average.load_state_dict(own)
+        elif not average.load_parts(state["actor_average"] or {} for state in ranks.read_all()):
+            say_it_begins_anew("--enable_ema")
             average.begin()
 
     def validate(self, step: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
@@ -41,6 +41,7 @@ from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.rewards.model import ForeignModelReward, ModelReward
 from dschat_ppo.rewards.request import RewardSource
 from dschat_ppo.rewards.standardised import STATISTICS, StandardisedReward, saved_statistics
+from dschat_ppo.trainers.inputs import EVAL_ROWS, TEXT_BLOCKS, Inputs, function_files
 from dschat_ppo.trainers.judge import Judge
 from dschat_ppo.trainers.ppo import PPOTrainer
 from dschat_ppo.trainers.ptx import TextBatches
@@ -77,8 +78,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)
     _say_notes(config)
     started = time.perf_counter()
-    amounts = {"rows_per_update": plan.global_batch, "rows_per_step": plan.rollout_prompts}
-    session = open_session("ppo", output, config, rows.train, amounts)
+    session = open_session("ppo", output, config, inputs_of(config, folders, rows, texts), amounts_of(config, plan))
     announce("load models")
     engines = RLHFEngine(config, plan, folders)
     rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
@@ -112,6 +112,28 @@ def _model_folders(config: PPOConfig) -> ModelFolders:
     actor = model_folder(config.ppo.actor_model_name_or_path, ACTOR)
     return ModelFolders(
         actor, folder(config.critic_folder, config.critic_flag), folder(config.reward_folder, config.reward_flag)
+    )
+
+
+def amounts_of(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
+    """What the flags amount to, for a checkpoint's manifest. Dynamic sampling asks for as many prompts on each rank, so
+    that the number of ranks decides how many there are in a round, and by that which prompts the later steps see."""
+    amounts = {"rows_per_update": plan.global_batch, "rows_per_step": plan.rollout_prompts}
+    return amounts | ({"ranks": plan.world_size} if config.algorithm.dynamic_sampling else {})
+
+
+def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: TextBatches | None) -> Inputs:
+    """What step 3 reads. The actor's folder is the reference's too."""
+    scored_by = config.validation.eval_reward_function
+    return Inputs(
+        rows.train,
+        {EVAL_ROWS: rows.eval, TEXT_BLOCKS: None if texts is None else texts.rows},
+        [(ACTOR, folders.actor), (config.critic_flag, folders.critic), (config.reward_flag, folders.reward)],
+        [
+            ("--deepspeed_config", config.run.deepspeed_config),
+            *function_files("--reward_function", config.rewards.reward_function),
+            *function_files("--eval_reward_function", [scored_by] if scored_by else []),
+        ],
     )
 
 

@@ -25,7 +25,7 @@ from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.trainers.dpo import dpo_objective
 from dschat_ppo.trainers.dumps import Dumps
-from dschat_ppo.trainers.fit import Fit, amounts_of, fit_ds_config, train_to_the_end
+from dschat_ppo.trainers.fit import Fit, amounts_of, fit_ds_config, fit_inputs, train_to_the_end
 from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.reward import reward_objective
 from dschat_ppo.trainers.session import open_session
@@ -59,7 +59,7 @@ def train_preferences(config: RewardConfig) -> dict[str, Any]:
     if config.reward.objective != "reward" and any(rows.train["margin"]):
         logger().info(f"data: --objective {config.reward.objective} does not use the column `margin`")
     plan = plan_fit(fit, len(rows.train), dist.world_size())
-    session = open_session("reward", output, config, rows.train, amounts_of(plan))
+    session = open_session("reward", output, config, fit_inputs(rows, folder, config.run), amounts_of(plan))
     announce("load models")
     ds_config = fit_ds_config(fit, config.run)
     model = load_trained_model(folder, config, ds_config)

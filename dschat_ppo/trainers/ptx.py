@@ -27,7 +27,7 @@ class TextBatches:
     def __init__(
         self, rows: Dataset, rows_per_update: int, micro_batch: int, seed: int, pad_id: int, device: torch.device
     ):
-        self._rows = rows
+        self.rows = rows
         self._rows_per_update = rows_per_update
         self._micro_batch = micro_batch
         self._pad_id = pad_id
@@ -38,6 +38,6 @@ class TextBatches:
         """This rank's micro-batches of the next optimizer step, and the tokens that all ranks' count. Collective."""
         taken = self.stream.take(self._rows_per_update)[dist.rank() :: dist.world_size()]
         parts = [taken[start : start + self._micro_batch] for start in range(0, len(taken), self._micro_batch)]
-        batches = [to_device(collate_sft(self._rows, part, self._pad_id, True), self._device) for part in parts]
+        batches = [to_device(collate_sft(self.rows, part, self._pad_id, True), self._device) for part in parts]
         counts = torch.stack([batch.loss_mask.sum() for batch in batches])
         return batches, dist.all_reduce(counts.sum())

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from datasets import Dataset
 
 from dschat_ppo.checkpoint.choose import About, choose, lies_in
 from dschat_ppo.checkpoint.keeper import Keeper, restore
@@ -21,6 +20,7 @@ from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.trainers.inputs import Inputs, contents_of
 from dschat_ppo.trainers.setup import open_outputs, tensorboard_folder
 
 Result = TypeVar("Result")
@@ -63,7 +63,7 @@ class Session:
 
 
 def open_session(
-    kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, rows: Dataset, amounts: dict[str, int]
+    kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, inputs: Inputs, amounts: dict[str, int]
 ) -> Session:
     """Choose what the run goes on from, and make the output folder ready. Collective; before any model is loaded.
 
@@ -71,7 +71,7 @@ def open_session(
         kind: the step.
         output: locked by this run.
         config: of the step.
-        rows: token rows of training.
+        inputs: what it reads; looked through on rank 0.
         amounts: what the flags amount to, see `checkpoint.changes`.
 
     Raises:
@@ -79,7 +79,10 @@ def open_session(
         UserError: see `choose` and `open_outputs`.
     """
     _stop_if_asked()
-    about = About(kind, flatten(config) | amounts, fingerprint(rows) if dist.is_main() else "")
+    settings = flatten(config) | amounts
+    about = About(kind, settings, "")
+    if dist.is_main():
+        about = About(kind, settings | contents_of(inputs), fingerprint(inputs.train))
     chosen = choose(output, config.safety, about, config.run.overwrite_output_dir)
     open_outputs(output, config, config.run, resumed=chosen is not None and lies_in(chosen, output))
     return Session(output, about, config.run, config.safety, chosen)

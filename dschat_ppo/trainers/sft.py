@@ -28,7 +28,7 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.dumps import Dumps
-from dschat_ppo.trainers.fit import Fit, Objective, amounts_of, fit_ds_config, train_to_the_end
+from dschat_ppo.trainers.fit import Fit, Objective, amounts_of, fit_ds_config, fit_inputs, train_to_the_end
 from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.session import open_session
 from dschat_ppo.trainers.setup import begin
@@ -75,7 +75,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         fit.eval_fraction,
     )
     plan = plan_fit(fit, len(rows.train), dist.world_size())
-    session = open_session("sft", output, config, rows.train, amounts_of(plan))
+    session = open_session("sft", output, config, fit_inputs(rows, folder, config.run), amounts_of(plan))
     announce("load models")
     ds_config = fit_ds_config(fit, config.run)
     model = PolicyModel(load_causal_lm(folder, config.run.dtype, ds_config, fit.dropout))

@@ -2,38 +2,51 @@
 
 resumes.py CASES_FILE OUT_FILE
 
-    cases: name -> [step, words, boundaries at which to stop, whether to go on to the end]
+    cases: name -> [step, words, places at which to stop, whether to go on to the end]
     out: name -> [what each start said and how it ended, ...]
 """
 
 import contextlib
 import io
 import json
+import math
 import sys
 from pathlib import Path
 
+from dschat_ppo.checkpoint.folder import checkpoint_name
+from dschat_ppo.checkpoint.keeper import Keeper
 from dschat_ppo.common import dist, stopping
 from dschat_ppo.common.launch import leave
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import StopRequested
-from dschat_ppo.trainers import ppo_run, preference, sft
+from dschat_ppo.trainers import ppo_run, preference, session, sft
 from workers.quick import be_quick
 
 TRAIN = {"sft": sft.train_sft, "reward": preference.train_preferences, "ppo": ppo_run.train_ppo}
 
 
 class StopAt:
-    """Asks to stop when the boundary (or the question between) of this number since the start is reached."""
+    """Asks to stop at a place: the boundary (or the question between) of this number since the start, or the boundary
+    where the state is saved under this name."""
 
-    def __init__(self, number: int | None):
-        self.number, self.seen = number, 0
+    def __init__(self, place: int | str | None):
+        self.place, self.seen, self.name = place, 0, ""
 
     def __call__(self) -> bool:
         self.seen += 1
-        return self.number is not None and self.seen >= self.number
+        return self.name == self.place if isinstance(self.place, str) else self.seen >= (self.place or math.inf)
 
 
-def start(step: str, words: list[str], stop_at: int | None) -> dict:
+class NamedKeeper(Keeper):
+    """Lets `StopAt` know at which boundary it is asked."""
+
+    def pass_by(self) -> None:
+        stopping.requested.name = checkpoint_name(*self._subject.position)
+        super().pass_by()
+        stopping.requested.name = ""
+
+
+def start(step: str, words: list[str], stop_at: int | str | None) -> dict:
     said = io.StringIO()
     stopping.requested = StopAt(stop_at)
     try:
@@ -48,6 +61,7 @@ def start(step: str, words: list[str], stop_at: int | None) -> dict:
 
 def main() -> None:
     be_quick()
+    session.Keeper = NamedKeeper
     found = {}
     for name, (step, words, stops, to_the_end) in json.loads(Path(sys.argv[-2]).read_text()).items():
         print("---", name, flush=True)
