@@ -1,10 +1,11 @@
-"""A process that prepares data is killed: the run ends, and says so."""
+"""A process that prepares data is killed: the run ends, and says so. The run is killed: they end with it."""
 
 import os
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from datasets import Dataset
 
@@ -34,6 +35,50 @@ except workers.UserError as problem:
     sys.exit(2)
 sys.exit(9)
 """
+
+KILLED = """
+import os, sys, threading, time
+import psutil
+from datasets import Dataset
+from dschat_ppo.data.workers import data_workers
+
+late, count = float(sys.argv[1]), int(sys.argv[2])
+
+def tell():
+    while len(found := psutil.Process().children(recursive=True)) < count:
+        time.sleep(0.01)
+    print(*(process.pid for process in found), flush=True)
+
+def begin(row):
+    if os.fork():
+        return {"y": os.wait()}
+    time.sleep(60)
+
+os.register_at_fork(after_in_child=lambda: time.sleep(late))
+rows = Dataset.from_dict({"x": [1, 2]})
+threading.Thread(target=tell, daemon=True).start()
+with data_workers(2):
+    rows.map(begin, num_proc=2, load_from_cache_file=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end on Linux alone")
+def test_what_a_killed_process_has_forked_ends_with_it():
+    """Two workers, their manager and a child of each worker; then all that there is before any has asked the kernel."""
+    running = [
+        subprocess.Popen([sys.executable, "-c", KILLED, *words], stdout=subprocess.PIPE, text=True, env={**os.environ})
+        for words in (("0", "5"), ("1.5", "3"))
+    ]
+    for process in running:
+        forked = [psutil.Process(int(word)) for word in process.stdout.readline().split()]
+        process.kill()
+        _, left = psutil.wait_procs(forked, timeout=10)
+        for orphan in left:
+            orphan.kill()
+        process.wait()
+        process.stdout.close()
+        assert len(forked) >= 3 and not left
 
 
 @pytest.mark.slow
