@@ -72,6 +72,7 @@ FAULTS = [
     "user error on rank 1",
     "rank 1 holds the lock",
     "rank 1 hangs",
+    "rank 1 hangs while rank 0 writes",
     "rank 1 raises",
     "rank 0 raises",
     "both raise",
@@ -181,6 +182,19 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(ended):
     assert "in hang" in of_rank_1 and "in all_reduce" not in of_rank_1
     assert "in hang" in run.log(1) and "in all_reduce" in run.log(0)
     assert "Traceback" not in run.err
+
+
+def test_a_slow_disk_is_no_hang_and_hides_none(ended):
+    run = ended["rank 1 hangs while rank 0 writes"]
+    assert run.code == 5
+    idle = [
+        int(re.fullmatch(r"rank \d makes no progress since (\d+) s: phase 'update', step 5", line)[1])
+        for line in run.told()
+    ]
+    assert idle[0] in (3, 4), "counted from the end of the write that is waited for, not from those beside it"
+    assert idle[1] >= 9
+    of_rank_0 = run.err[run.err.index("rank 0 makes") : run.err.index("rank 1 makes")]
+    assert "in all_reduce" in of_rank_0
 
 
 def test_a_hang_in_c_code_ends_too(ended):
