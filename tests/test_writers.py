@@ -1,13 +1,28 @@
-"""What stands in `metrics.jsonl` and `result.json`."""
+"""What stands in `metrics.jsonl` and `result.json`, and what is said when it cannot stand there."""
 
+import errno
 import json
+import logging
 import math
+import os
 
+import pytest
+
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import StorageError
+from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 
 
 def no_constant(name):
     raise AssertionError(f"{name} is no JSON")
+
+
+def fails(number):
+    def act(*_):
+        raise OSError(number, os.strerror(number))
+
+    return act
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
@@ -19,6 +34,32 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     assert (second["step"], second["loss"]) == (2, 2.0)
 
 
+def test_a_file_that_has_lost_lines_is_named_with_its_numbers(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logger(), "propagate", True)
+    with MetricsWriter(tmp_path, None) as writer:
+        writer.write(1, {"loss": 2.0})
+        offset = writer.saved_offset()
+        writer.write(2, {"loss": 1.0})
+    for resumed in ((offset, 2), (0, 2)):
+        with MetricsWriter(tmp_path, None, resumed):
+            pass
+    assert caplog.messages == []
+    (tmp_path / "metrics.jsonl").write_bytes(b"{}\n")
+    with MetricsWriter(tmp_path, None, (offset, 2)):
+        pass
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING
+    assert f"{tmp_path}/metrics.jsonl: has 3 bytes, but {offset} when" in said.getMessage()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"{}\n"
+
+
+def test_a_length_that_cannot_be_synced_is_the_users_to_mend(tmp_path, monkeypatch):
+    with MetricsWriter(tmp_path, None) as writer:
+        monkeypatch.setattr(os, "fsync", fails(errno.EDQUOT))
+        with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written \(Disk quota exceeded\)"):
+            writer.saved_offset()
+
+
 def test_result_is_json_and_leaves_nothing_partial(tmp_path):
     write_result(tmp_path, {"grad_norm_after": math.inf, "steps": 3})
     assert json.loads((tmp_path / "result.json").read_text(), parse_constant=no_constant) == {
@@ -26,3 +67,27 @@ def test_result_is_json_and_leaves_nothing_partial(tmp_path):
         "steps": 3,
     }
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_result_is_on_the_disk_before_it_has_its_name_and_its_name_after(tmp_path, monkeypatch):
+    calls, sync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (calls.append(os.readlink(f"/proc/self/fd/{number}")), sync(number))
+    )
+    monkeypatch.setattr(os, "replace", lambda one, other: (calls.append("replace"), replace(one, other)))
+    write_result(tmp_path, {"steps": 3})
+    assert calls == [f"{tmp_path}/result.json.partial", "replace", str(tmp_path)]
+
+
+def test_a_result_that_cannot_be_written_is_told_to_all_ranks(tmp_path, monkeypatch):
+    (tmp_path / "result.json").write_text("old")
+    told = []
+    monkeypatch.setattr(writers, "broadcast_object", lambda value: told.append(value) or value)
+    monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
+    with pytest.raises(StorageError, match=r"result\.json: cannot be written \(No space left on device\); free space"):
+        write_result(tmp_path, {"steps": 3})
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+    monkeypatch.setattr(writers, "is_main", lambda: False)
+    monkeypatch.setattr(writers, "broadcast_object", lambda value: told[0])
+    with pytest.raises(StorageError, match="No space left"):
+        write_result(tmp_path, {"steps": 3})
