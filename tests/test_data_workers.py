@@ -124,6 +124,7 @@ def test_a_process_that_a_thread_has_forked_outlives_the_thread():
         if not forked[0]:
             time.sleep(60)
             os._exit(0)
+        time.sleep(0.3)  # so that the child may have asked before the thread ends
 
     with data_workers(2):
         thread = threading.Thread(target=fork)
