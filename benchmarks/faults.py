@@ -184,15 +184,15 @@ class Bench:
             if fault.outside is not None:
                 fault.outside(process, output)
             code = process.wait()
-            finished = (output / "result.json").exists()
             orphans = left_over(str(output))
+            finished = (output / "result.json").exists()
             saved = saved_steps(self.log_of(output).read_text(encoding="utf-8", errors="replace"))
             if fault.mend is not None:
                 fault.mend(output)
             again = self.start({}, output).wait() if code or not fault.may_survive else 0
             resumed = resumed_at(self.log_of(output).read_text(encoding="utf-8", errors="replace"))
             equal = again == 0 and same_outputs(self.whole, output)
-            lost = max(0, saved - resumed) if code else 0
+            lost = 0 if finished else max(0, saved - resumed)
             met = code != 0 or fault.may_survive or (fault.silent and not finished)
             return Outcome(fault.name, code, met, orphans, lost, equal, time.perf_counter() - started)
         finally:
@@ -337,6 +337,9 @@ def others() -> list[Fault]:
         Fault("rank 0 hangs, update 3", {"rank": 0, "place": "update", "count": 3, "act": "hang"}),
         *remount,
         Fault("a data worker out of memory", {"rank": 0, "place": "data worker"}),
+        Fault(  # there is one such moment, on the rank that prepares for all: nothing to draw
+            "SIGKILL of rank 0, preparing 1", {"rank": 0, "place": "preparing", "count": 1, "act": "kill"}
+        ),
         Fault(
             f"reward service away for {AWAY_SECONDS} s", outside=after_a_checkpoint(take_service_away),
             mend=wait_for_service, may_survive=True,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import datasets
+import multiprocess.managers
 import psutil
 
 from dschat_ppo.checkpoint import engine_files, folder
@@ -28,6 +29,7 @@ from dschat_ppo.trainers.ppo import PPOTrainer
 
 # place -> (what holds the function, its name)
 PLACES: dict[str, tuple[Any, str]] = {
+    "preparing": (multiprocess.managers.SyncManager, "Queue"),  # the workers and their manager have just begun
     "loading": (ppo_run, "RLHFEngine"),
     "rollout": (Collector, "rollout"),
     "scoring": (Collector, "score"),

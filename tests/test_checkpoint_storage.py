@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.checkpoint import storage
 from dschat_ppo.checkpoint.storage import checksum, load_state, save_state, write_text
+from dschat_ppo.common import durable
 from dschat_ppo.common.durable import sync_folder
 from dschat_ppo.errors import UserError
 
@@ -200,7 +200,7 @@ def test_checksum_is_sha256_of_the_content(tmp_path, monkeypatch):
     content = bytes(range(256)) * 40
     (tmp_path / "file").write_bytes(content)
     assert checksum(tmp_path / "file") == hashlib.sha256(content).hexdigest()
-    monkeypatch.setattr(storage, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(durable, "_BLOCK_BYTES", 1000)
     assert checksum(tmp_path / "file") == hashlib.sha256(content).hexdigest()
     (tmp_path / "file").write_bytes(b"abc")  # FIPS 180-2, appendix B.1
     published = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

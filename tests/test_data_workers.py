@@ -1,12 +1,14 @@
-"""A process that prepares data is killed: the run ends, and says so."""
+"""A process that prepares data is killed: the run ends, and says so. The run is killed: they end with it."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from datasets import Dataset
 
@@ -38,6 +40,54 @@ except workers.UserError as problem:
     sys.exit(2)
 sys.exit(9)
 """
+
+KILLED = """
+import os, sys, threading, time
+import psutil
+from datasets import Dataset
+from dschat_ppo.data.workers import data_workers
+
+late = sys.argv[1] == "late"
+
+def tell():
+    while len(found := psutil.Process().children(recursive=True)) < (1 if late else 5):
+        time.sleep(0.01)
+    print(*(process.pid for process in found), flush=True)
+
+def begin(row):
+    if os.fork():
+        return {"y": os.wait()}
+    time.sleep(60)
+
+if late:
+    os.register_at_fork(after_in_child=lambda: time.sleep(1.0))
+rows = Dataset.from_dict({"x": [1, 2]})
+threading.Thread(target=tell, daemon=True).start()
+with data_workers(2):
+    if late:
+        os.fork()
+        time.sleep(60)
+    rows.map(begin, num_proc=2, load_from_cache_file=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end on Linux alone")
+def test_what_a_killed_process_has_forked_ends_with_it():
+    """A process that asks the kernel when it is too late; and two workers, their manager and a child of each worker."""
+    running = [
+        subprocess.Popen([sys.executable, "-c", KILLED, case], stdout=subprocess.PIPE, text=True, env={**os.environ})
+        for case in ("late", "in time")
+    ]
+    for process, count in zip(running, (1, 5), strict=True):
+        forked = [psutil.Process(int(word)) for word in process.stdout.readline().split()]
+        process.kill()
+        _, left = psutil.wait_procs(forked, timeout=10)
+        for orphan in left:
+            orphan.kill()
+        process.wait()
+        process.stdout.close()
+        assert len(forked) == count and not left
 
 
 class Lost(Exception):  # noqa: N818
@@ -121,3 +171,27 @@ def test_a_map_that_is_whole_is_left_alone():
         raise RuntimeError("One of the subprocesses has abruptly died during map operation.")
     with pytest.raises(RuntimeError, match="abruptly died"), data_workers(1):
         raise RuntimeError("abruptly died")
+
+
+@pytest.mark.slow
+def test_a_process_that_a_thread_has_forked_outlives_the_thread():
+    """The pool's own thread forks those that take the place of the killed, and ends before they do."""
+    forked = []
+
+    def fork():
+        forked.append(os.fork())
+        if not forked[0]:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.3)  # so that the child may have asked before the thread ends
+
+    with data_workers(2):
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        time.sleep(0.3)
+        alive = os.waitpid(forked[0], os.WNOHANG) == (0, 0)
+    if alive:
+        os.kill(forked[0], signal.SIGKILL)
+        os.waitpid(forked[0], 0)
+    assert alive

@@ -1,6 +1,7 @@
 """Who says how a run ends, and with which exit code."""
 
 import errno
+import math
 import os
 import shutil
 import subprocess
@@ -93,6 +94,18 @@ def test_the_last_to_leave_takes_the_folder_away(ranks):
     boards[0].leave()
     assert not boards[0].folder.exists()
     assert boards[0].claimed() is None
+
+
+def test_ranks_that_leave_at_once_do_not_trip_over_each_other(ranks, monkeypatch):
+    board = ranks(0)
+
+    def gone(folder):
+        raise FileNotFoundError(2, "No such file or directory", str(folder))
+
+    monkeypatch.setattr(os, "scandir", gone)  # the other one takes the folder away between two looks of this one
+    assert board.lost_ranks() == board.untold_ranks() == []
+    assert board.seconds_since_progress() == math.inf
+    board.leave()
 
 
 def test_a_process_that_ends_without_leaving_is_lost(ranks):

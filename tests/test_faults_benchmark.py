@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ checkpoint step_000003: copied in 0.0 s, being written
 """
 
 
-def test_twenty_kills_are_drawn_from_a_seed_and_hit_every_place():
+def test_twenty_kills_are_drawn_from_a_seed_and_with_the_others_hit_every_place(monkeypatch):
+    monkeypatch.setattr(faults, "may_mount", lambda: True)
+    places = {fault.inject.get("place") for fault in faults.others() if fault.inject.get("act") == "kill"}
     drawn = faults.kills(0, 20)
     assert len({fault.name for fault in drawn}) == 20
     assert [fault.inject for fault in drawn] == [fault.inject for fault in faults.kills(0, 20)]
     assert [fault.inject for fault in drawn] != [fault.inject for fault in faults.kills(1, 20)]
-    assert {fault.inject["place"] for fault in drawn} == set(faulty_main.PLACES)
+    assert {fault.inject["place"] for fault in drawn} | places == set(faulty_main.PLACES)
     assert {fault.inject["rank"] for fault in drawn} == {0, 1}
 
 
@@ -35,6 +38,34 @@ def test_what_was_saved_and_where_the_second_start_went_on():
     assert faults.resumed_at(LOG) == 0
     again = "going on from /out/checkpoints/step_000002: 2 steps are done\n"
     assert faults.resumed_at(LOG + again + LOG) == 2
+
+
+@pytest.mark.parametrize("code", [0, 5])
+@pytest.mark.parametrize(("finished", "resumed", "lost"), [(False, 2, 0), (False, 1, 1), (False, 0, 2), (True, 0, 0)])
+def test_steps_are_lost_whatever_code_an_unfinished_run_gives(tmp_path, monkeypatch, code, finished, resumed, lost):
+    starts = []
+
+    def start(self, inject, output):
+        starts.append(inject)
+        output.mkdir(exist_ok=True)
+        log = (
+            LOG
+            if inject
+            else f"going on from /out/checkpoints/step_{resumed:06d}: so many steps are done\n" * bool(resumed)
+        )
+        with self.log_of(output).open("a") as file:
+            file.write(log)
+        if finished:
+            (output / "result.json").write_text("{}")
+        return SimpleNamespace(wait=lambda: code if inject else 0)
+
+    monkeypatch.setattr(faults, "make_models", lambda folder: None)
+    monkeypatch.setattr(faults.Bench, "start", start)
+    monkeypatch.setattr(faults, "same_outputs", lambda one, other: True)
+    outcome = faults.Bench(tmp_path).meet(faults.Fault("f", {"place": "x"}, silent=True))
+    assert starts == [{"place": "x"}, {}]
+    assert (outcome.code, outcome.steps_lost, outcome.met) == (code, lost, code != 0 or not finished)
+    assert outcome.survived is (outcome.met and lost == 0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 import pytest
 from torch.utils import cpp_extension
 
-from dschat_ppo.common import op_builds
+from dschat_ppo.common import op_builds, progress
 
 
 @pytest.fixture
@@ -26,7 +26,8 @@ def said(monkeypatch):
 
 def seconds_of(**words):
     start = time.monotonic()
-    op_builds.wait_for_build("cpu_adam", poll=0.01, **words)
+    free = op_builds.wait_for_build("cpu_adam", poll=0.01, **words)
+    assert free is not bool(op_builds.held_locks("cpu_adam"))
     return time.monotonic() - start
 
 
@@ -48,8 +49,12 @@ def test_a_compiler_at_work_is_waited_for(place, said, monkeypatch):
     began = time.monotonic()
     monkeypatch.setattr(op_builds, "own_names", lambda: ["ninja"] if time.monotonic() - began < 0.5 else ["bash"])
     place.touch()
+    beats = []
+    progress.heed(beats.append)
     assert seconds_of(patience=0.2) >= 0.65
+    progress.heed(None)
     assert len(said) == 1
+    assert began + 0.3 < max(beats) < began + 0.65  # the compiler's end, not that of the waiting
 
 
 def test_a_lock_that_goes_away_is_no_fault(place, said, monkeypatch):

@@ -1,5 +1,6 @@
-"""What stands in `metrics.jsonl` and `result.json`."""
+"""What stands in `metrics.jsonl` and `result.json`, and what is said when it cannot stand there."""
 
+import errno
 import json
 import math
 import os
@@ -10,12 +11,21 @@ from types import SimpleNamespace
 import pytest
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError
+from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 
 
 def no_constant(name):
     raise AssertionError(f"{name} is no JSON")
+
+
+def fails(number):
+    def act(*_):
+        raise OSError(number, os.strerror(number))
+
+    return act
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
@@ -27,6 +37,32 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     assert (first["step"], first["loss"], first["grad_norm"], first["lr"]) == (1, None, None, 0.5)
     assert (second["step"], second["loss"]) == (2, 2.0)
     assert before - 0.01 < first["time"] <= second["time"] < time.time() + 0.01
+
+
+def test_a_file_that_has_lost_lines_is_named_with_its_numbers(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(logger(), "warning", said.append)
+    with MetricsWriter(tmp_path, None) as writer:
+        writer.write(1, {"loss": 2.0})
+        offset = writer.saved_offset()
+        writer.write(2, {"loss": 1.0})
+    for resumed in ((offset, 2), (0, 2)):
+        with MetricsWriter(tmp_path, None, resumed):
+            pass
+    assert said == []
+    (tmp_path / "metrics.jsonl").write_bytes(b"{}\n")
+    with MetricsWriter(tmp_path, None, (offset, 2)):
+        pass
+    assert len(said) == 1
+    assert f"{tmp_path}/metrics.jsonl: has 3 bytes, but {offset} when" in said[0]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"{}\n"
+
+
+def test_a_length_that_cannot_be_synced_is_the_users_to_mend(tmp_path, monkeypatch):
+    with MetricsWriter(tmp_path, None) as writer:
+        monkeypatch.setattr(os, "fsync", fails(errno.EDQUOT))
+        with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written \(Disk quota exceeded\)"):
+            writer.saved_offset()
 
 
 def test_result_is_json_and_leaves_nothing_partial(tmp_path):
@@ -101,3 +137,27 @@ def test_a_result_is_replaced_as_a_whole(tmp_path):
     os.link(tmp_path / "result.json", tmp_path / "kept")
     write_result(tmp_path, {"a": 1})
     assert (tmp_path / "kept").read_text() == "the old one", "a new file took its place"
+
+
+def test_result_is_on_the_disk_before_it_has_its_name_and_its_name_after(tmp_path, monkeypatch):
+    calls, sync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (calls.append(os.readlink(f"/proc/self/fd/{number}")), sync(number))
+    )
+    monkeypatch.setattr(os, "replace", lambda one, other: (calls.append("replace"), replace(one, other)))
+    write_result(tmp_path, {"steps": 3})
+    assert calls == [f"{tmp_path}/result.json.partial", "replace", str(tmp_path)]
+
+
+def test_a_result_that_cannot_be_written_is_told_to_all_ranks(tmp_path, monkeypatch):
+    (tmp_path / "result.json").write_text("old")
+    told = []
+    monkeypatch.setattr(writers, "broadcast_object", lambda value: told.append(value) or value)
+    monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
+    with pytest.raises(StorageError, match=r"result\.json: cannot be written \(No space left on device\); free space"):
+        write_result(tmp_path, {"steps": 3})
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+    monkeypatch.setattr(writers, "is_main", lambda: False)
+    monkeypatch.setattr(writers, "broadcast_object", lambda value: told[0])
+    with pytest.raises(StorageError, match="No space left"):
+        write_result(tmp_path, {"steps": 3})

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dschat_ppo.common.dist import world_size
 from dschat_ppo.common.logging import quiet_prints
+from dschat_ppo.common.progress import beat, patient
 from dschat_ppo.errors import UserError
 
 TAG = "state"
@@ -77,15 +78,18 @@ class BackgroundWriter(CheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
         """The state in `path`, on the host. Weights are mapped from the file; what optimizers keep is copied."""
-        state = load_file(path)
-        return {key: value if key == "module" else host_copy(value) for key, value in state.items()}
+        with patient():  # the disk alone is waited for
+            state = load_file(path)
+            return {key: value if key == "module" else host_copy(value) for key, value in state.items()}
 
     def done(self) -> bool:
         """True if nothing is left to write, so that `wait` returns (or raises) at once."""
         return all(future.done() for future in self._written.values())
 
     def wait(self) -> dict[Path, tuple[int, str]]:
-        """Wait until everything that was saved since the last call is on the disk.
+        """Wait until everything that was saved since the last call is on the disk, however long the disk takes.
+
+        The thread that writes gives no sign of life: while training goes on beside it, it must not speak for it.
 
         Returns:
             For each file of this rank its length in bytes and the SHA-256 of its content, as 64 hex digits.
@@ -95,7 +99,8 @@ class BackgroundWriter(CheckpointEngine):
         """
         written, problem = self._written, self._problem
         self._written, self._problem = {}, None
-        failures = [failure for future in written.values() if (failure := future.exception())]
+        with patient():
+            failures = [failure for future in written.values() if (failure := future.exception())]
         if problem or failures:
             raise problem or failures[0]
         return {path: future.result() for path, future in written.items()}
@@ -158,6 +163,7 @@ def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "s
         identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
         if value.numel() == 0 or identity not in seen:
             seen[identity] = value.detach().to("cpu", copy=True).contiguous()
+            beat()
         return seen[identity]
     if isinstance(value, LossScaler | DynamicLossScaler):
         return copy.copy(value)  # training changes it in place
@@ -274,13 +280,20 @@ def replay_bias_correction(engine: Any) -> None:
 def _files_of(engine: Any, files: BackgroundWriter) -> Iterator[None]:
     """Let `files` write and read for the engine, and keep DeepSpeed from copying its recovery scripts.
 
-    That copying raises on rank 0 alone when the disk is full, and the other ranks would wait for it for ever.
+    That copying raises on rank 0 alone when the disk is full, and the other ranks would wait for it for ever. Weights
+    are read from a mapped file as each rank copies them, so that copying has the patience that `load` has.
     """
-    own = engine.checkpoint_engine
+    own, copy_weights = engine.checkpoint_engine, engine.load_module_state_dict
+
+    def copy_patiently(*args: Any, **kwargs: Any) -> None:
+        with patient():
+            copy_weights(*args, **kwargs)
+
     engine.checkpoint_engine = files
     engine._copy_recovery_script = lambda save_path: None
+    engine.load_module_state_dict = copy_patiently
     try:
         yield
     finally:
         engine.checkpoint_engine = own
-        del engine._copy_recovery_script
+        del engine._copy_recovery_script, engine.load_module_state_dict

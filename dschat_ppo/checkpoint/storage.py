@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import pickle
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dschat_ppo.common.durable import PARTIAL, sync_entries
+from dschat_ppo.common.durable import blocks_of, write_file
+from dschat_ppo.common.progress import patient
 from dschat_ppo.errors import UserError
 
 _PLAIN = (str, int, float, bool, type(None))
-_BLOCK_BYTES = 2**22
 
 
 def write_text(path: Path, text: str) -> None:
@@ -25,7 +23,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; the old content is still there.
     """
-    _write(path, text.encode("utf-8"))
+    write_file(path, text.encode("utf-8"))
 
 
 def save_state(path: Path, state: dict[Any, Any]) -> None:
@@ -43,7 +41,7 @@ def save_state(path: Path, state: dict[Any, Any]) -> None:
     # Packed in memory first: torch reports a full disk by exceptions of several kinds, a file by OSError alone.
     packed = io.BytesIO()
     torch.save(_storable(state, "state"), packed)
-    _write(path, packed.getbuffer())
+    write_file(path, packed.getbuffer())
 
 
 def load_state(path: Path) -> dict[Any, Any]:
@@ -53,7 +51,8 @@ def load_state(path: Path) -> dict[Any, Any]:
         UserError: it cannot be read, is damaged, or holds anything but tensors and plain values.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with patient():
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # its own message tells how to open the file all the same
         raise UserError(f"{path}: not loaded: it is damaged, or holds more than tensors and plain values") from None
     except (OSError, RuntimeError, EOFError) as problem:
@@ -67,25 +66,9 @@ def load_state(path: Path) -> dict[Any, Any]:
 def checksum(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
+    for block in blocks_of(path):
+        digest.update(block)
     return digest.hexdigest()
-
-
-def _write(path: Path, content: bytes | memoryview) -> None:
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        with suppress(OSError):  # the first failure is the one to tell
-            partial.unlink()
-        raise
-    sync_entries(path.parent)
 
 
 def _storable(value: Any, where: str) -> Any:

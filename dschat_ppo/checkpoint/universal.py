@@ -45,6 +45,7 @@ from dschat_ppo.checkpoint.engine_files import (
 )
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_prints
+from dschat_ppo.common.progress import beat
 from dschat_ppo.errors import UserError
 
 WEIGHTS, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
@@ -229,6 +230,7 @@ def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequenc
     for target in wanted:
         for source, states in held[target.name]:
             _copy_overlap(target, flats[target.flat], source, states)
+            beat()  # the states of the other ranks are read from their files here
     return flats
 
 

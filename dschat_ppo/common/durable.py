@@ -1,12 +1,57 @@
-"""Files and folders that are whole or not there, whenever the machine stops."""
+"""Files and folders that are whole or not there, whenever the machine stops.
+
+A disk may be slow. A sign of life is given for each block that it takes or gives, and `patient` holds while the kernel
+empties its buffers, which is one call however much there is. Nothing here waits for another rank.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from dschat_ppo.common.progress import beat, patient
+
 PARTIAL = ".partial"
+_BLOCK_BYTES = 2**22
+
+
+def blocks_of(path: Path) -> Iterator[bytes]:
+    """The content of a file, block by block."""
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            beat()
+            yield block
+
+
+def write_file(path: Path, content: bytes | memoryview) -> None:
+    """Write a file beside its place, sync it to the disk, and rename it into its place.
+
+    Raises:
+        OSError: it cannot be written; the old content is still there.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with partial.open("wb") as file:
+            for start in range(0, len(content), _BLOCK_BYTES):
+                file.write(content[start : start + _BLOCK_BYTES])
+                beat()
+            file.flush()
+            sync_file(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):  # the first failure is the one to tell
+            partial.unlink()
+        raise
+    sync_entries(path.parent)
+
+
+def sync_file(number: int) -> None:
+    """Have the content of an open file, given by its descriptor, on the disk before this returns."""
+    with patient():
+        os.fsync(number)
 
 
 def sync_folder(folder: Path) -> None:
@@ -24,8 +69,7 @@ def sync_entries(folder: Path) -> None:
 
 def empty_folder(path: Path) -> Path:
     """`path` as a new folder; what was there is removed."""
-    if path.exists():
-        shutil.rmtree(path)
+    _remove(path)
     path.mkdir(parents=True)
     return path
 
@@ -43,19 +87,23 @@ def replace_folder(folder: Path, finished: Path) -> None:
     """Let `finished` take the place of `folder`, which stands beside it as `*.old` until then."""
     sync_folder(finished)
     old = folder.with_name(f"{folder.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
+    _remove(old)
     if folder.exists():
         os.rename(folder, old)
     os.rename(finished, folder)
     sync_entries(folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        with patient():
+            shutil.rmtree(folder)
 
 
 def _sync(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        sync_file(number)
     finally:
         os.close(number)

@@ -131,7 +131,7 @@ class Board:
     def seconds_since_progress(self) -> float:
         """Seconds since any rank of this machine made progress; infinite where that is not known."""
         latest = -math.inf
-        for path in self.folder.glob("rank_*") if self.folder else ():
+        for path in self._files("rank_*"):
             with suppress(OSError):  # it leaves just now
                 latest = max(latest, path.stat().st_mtime)
         return time.time() - latest
@@ -144,19 +144,25 @@ class Board:
 
     def untold_ranks(self) -> list[int]:
         """Ranks of this machine that work and have not written their stacks."""
-        told = {path.name.removeprefix("told_") for path in self.folder.glob("told_*")} if self.folder else set()
+        told = {path.name.removeprefix("told_") for path in self._files("told_*")}
         return sorted(rank for rank, works in self._present().items() if works and str(rank) not in told)
 
     def _present(self) -> dict[int, bool]:
         """Whether their process works, of all ranks on the board."""
         found = {}
-        for path in self.folder.glob("rank_*") if self.folder else ():
+        for path in self._files("rank_*"):
             with suppress(OSError):  # it leaves just now
                 pid, started = map(int, path.read_text(encoding="ascii").split())
                 process = look_up(pid)
                 works = process is not None and process.started == started and not process.ended
                 found[int(path.name.removeprefix("rank_"))] = works
         return found
+
+    def _files(self, pattern: str) -> list[Path]:
+        """None where there is no folder, or where the last rank takes it away just now."""
+        with suppress(OSError):
+            return list(self.folder.glob(pattern)) if self.folder else []
+        return []
 
     def leave(self) -> None:
         """This rank ends in order. The last one takes the folder away."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.processes import own_names
+from dschat_ppo.common.progress import beat
 
 _COMPILERS = {"ninja", "c++", "g++", "cc1plus", "clang++", "nvcc", "cicc", "ptxas", "hipcc"}
 PATIENCE_SECONDS = 30.0
@@ -24,21 +25,26 @@ def held_locks(operator: str) -> list[Path]:
     return sorted(lock for place in places if (lock := place / operator / "lock").exists())
 
 
-def wait_for_build(operator: str, patience: float = PATIENCE_SECONDS, poll: float = 1.0) -> None:
+def wait_for_build(operator: str, patience: float = PATIENCE_SECONDS, poll: float = 1.0) -> bool:
     """Call this before an operator is loaded: loading waits for ever for the lock of a compilation that was killed.
 
     Returns when there is no lock, or when it was there for `patience` seconds in which no compiler of this user ran;
     then a warning names it. Loading goes on once it is taken away.
+
+    Returns:
+        Whether there is no lock.
     """
     quiet_since = time.monotonic()
     while locks := held_locks(operator):
         if not _COMPILERS.isdisjoint(own_names()):
             quiet_since = time.monotonic()
+            beat()
         if time.monotonic() - quiet_since >= patience:
             names = " ".join(map(str, locks))
             logger().warning(
                 f"the lock of an earlier compilation of DeepSpeed's operator {operator} is there, and no compiler "
                 f"runs: the compilation was killed, and the run waits until you take the lock away: rm {names}"
             )
-            return
+            return False
         time.sleep(poll)
+    return True

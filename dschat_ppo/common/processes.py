@@ -1,11 +1,26 @@
-"""What the kernel knows of other processes, where there is a /proc (Linux)."""
+"""What the kernel knows of other processes, where there is a /proc, and tells of their end (Linux)."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def signal_at_parents_end(number: int) -> None:
+    """From here on the kernel sends this process signal `number` when the thread that forked it ends, however it does.
+
+    The processes that this one forks do not take it over. Of a thread that has ended already nothing is told. Without
+    effect where the system is not Linux.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(number))
 
 
 @dataclass(frozen=True)

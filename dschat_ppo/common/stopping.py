@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,10 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dschat_ppo.common.processes import command, look_up
+from dschat_ppo.common.processes import command, look_up, signal_at_parents_end
 from dschat_ppo.errors import StopRequested
 
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _RUNNERS = {"deepspeed", "ds"}
 
 
@@ -139,8 +136,7 @@ def _find_launcher() -> None:
     words = command(process.parent)
     if "deepspeed.launcher.runner" in words or not _RUNNERS.isdisjoint(Path(word).name for word in words[:2]):
         _REQUESTS.runner = process.parent
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGTERM))
+    signal_at_parents_end(signal.SIGTERM)
 
 
 def _launcher_is_gone() -> bool:

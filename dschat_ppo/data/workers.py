@@ -1,4 +1,4 @@
-"""The processes that prepare data, and what happens when one of them is killed."""
+"""The processes that prepare data, and what happens when one of them, or the one that started them, is killed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 
-from dschat_ppo.common.processes import children
+from dschat_ppo.common.processes import children, signal_at_parents_end
 from dschat_ppo.common.watchdog import give_up
 from dschat_ppo.errors import UserError
 
@@ -21,6 +23,17 @@ _HINT = (
 )
 
 
+@dataclass
+class _Forks:
+    """Processes that this thread of this process forks end with it; None: outside `data_workers`."""
+
+    thread: int | None = None
+    parent: int = 0
+
+
+_FORKS = _Forks()
+
+
 @contextmanager
 def data_workers(count: int | None) -> Iterator[None]:
     """For one `Dataset.map` over `count` processes, of which one may be killed.
@@ -28,6 +41,11 @@ def data_workers(count: int | None) -> Iterator[None]:
     `datasets` notices when a worker of its pool was replaced. But a worker that is killed while it waits for work holds
     the pool's lock, for which then all others and the end of the pool wait for ever; so a thread looks too, and ends
     the process.
+
+    Workers and the manager of their queue end with the process, even if it is killed (on Linux). They are forked by
+    the thread that runs the block. A worker that the pool's own thread forks in the place of one that was killed is
+    left out: that thread ends before the pool does, and the kernel would take its end for the process's. `datasets`
+    ends the pool then.
 
     Raises:
         UserError: a worker was killed, and the pool has noticed.
@@ -38,6 +56,8 @@ def data_workers(count: int | None) -> Iterator[None]:
     over = threading.Event()
     watch = threading.Thread(target=_watch, args=(over,), daemon=True)
     watch.start()
+    _look_at_forks()
+    _FORKS.thread, _FORKS.parent = threading.get_ident(), os.getpid()
     try:
         yield
     except RuntimeError as problem:
@@ -45,8 +65,25 @@ def data_workers(count: int | None) -> Iterator[None]:
             raise
         raise UserError(_HINT) from problem
     finally:
+        _FORKS.thread = None
         over.set()
         watch.join()
+
+
+@cache
+def _look_at_forks() -> None:
+    """Once in a process, since it cannot be undone."""
+    os.register_at_fork(after_in_child=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    if _FORKS.thread != threading.get_ident():
+        _FORKS.thread = None
+        return
+    signal_at_parents_end(signal.SIGKILL)
+    if os.getppid() != _FORKS.parent:  # it ended before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
+    _FORKS.parent = os.getpid()  # of what this process forks in turn
 
 
 def _watch(over: threading.Event) -> None:

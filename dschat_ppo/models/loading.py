@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dschat_ppo.common.dist import main_rank_of_node_first
+from dschat_ppo.common.dist import local_rank, main_rank_of_node_first
+from dschat_ppo.common.durable import blocks_of
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.progress import patient
 from dschat_ppo.errors import UserError, in_one_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -130,10 +133,16 @@ def check_length(folder: str, longest: int, flags: str) -> None:
 
 
 @contextmanager
-def _zero3_loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """Inside, `from_pretrained` builds each layer already partitioned over the ranks if the config is ZeRO-3."""
+def _loading(folder: str, ds_config: dict[str, Any] | None) -> Iterator[None]:
+    """Inside, `from_pretrained` builds each layer already partitioned over the ranks if the config is ZeRO-3.
+
+    Then ranks wait for each other inside, and the watchdog has no patience.
+    """
+    if local_rank() == 0:
+        _read_through(folder)
     if ds_config is None or ds_config["zero_optimization"]["stage"] != 3:
-        yield
+        with patient():
+            yield
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -143,6 +152,15 @@ def _zero3_loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
     finally:
         del keep_alive
         unset_hf_deepspeed_config()
+
+
+@cache
+def _read_through(folder: str) -> None:
+    """Once, so that the machine has the weights in memory. It is from a mapped file that they are copied later, in
+    between collectives, where a disk that is slow cannot be told from a rank that hangs; here it can."""
+    for file in _weight_files(folder):
+        for _ in blocks_of(file):
+            pass
 
 
 def _require_causal(folder: str, config: PretrainedConfig) -> None:
@@ -171,7 +189,7 @@ def load_causal_lm(
     """
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
-    with _zero3_loading(ds_config):
+    with _loading(folder, ds_config):
         return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype])
 
 
@@ -218,7 +236,7 @@ def load_sequence_classifier(
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
     config = _with_dropout(load_config(folder, "model"), dropout)
     config.num_labels = 1
-    with _zero3_loading(ds_config):
+    with _loading(folder, ds_config):
         return AutoModelForSequenceClassification.from_pretrained(
             folder,
             config=config,
@@ -244,17 +262,21 @@ def _deepspeed_chat_mapping(folder: str, config: PretrainedConfig) -> dict[str, 
     return {r"^rwtransformer\.": f"{model_class.base_model_prefix}.", r"^v_head\.": "score."}
 
 
+def _weight_files(folder: str) -> list[Path]:
+    root = Path(folder)
+    return sorted(root.glob("*.safetensors")) or sorted(root.glob("pytorch_model*.bin"))
+
+
 def _checkpoint_names(folder: str) -> list[str]:
     """Names of the weights in a checkpoint, read without the weights themselves."""
-    root = Path(folder)
     names: list[str] = []
     try:
-        for file in sorted(root.glob("*.safetensors")):
+        for file in _weight_files(folder):
+            if file.suffix == ".bin":
+                names += list(torch.load(file, map_location="meta", weights_only=True, mmap=True))
+                continue
             with safe_open(file, framework="pt") as weights:
                 names += list(weights.keys())
-        if not names:
-            for file in sorted(root.glob("pytorch_model*.bin")):
-                names += list(torch.load(file, map_location="meta", weights_only=True, mmap=True))
     except (SafetensorError, RuntimeError, pickle.UnpicklingError) as problem:
         raise UserError(f"{file}: cannot be read ({in_one_line(problem)}); copy the model again") from None
     return names
@@ -271,10 +293,11 @@ def _check_weights(
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
     try:
-        _, info = auto_class.from_pretrained(
-            folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
-            ignore_mismatched_sizes=True,
-        )  # fmt: skip
+        with patient():
+            _, info = auto_class.from_pretrained(
+                folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
+                ignore_mismatched_sizes=True,
+            )  # fmt: skip
     except (OSError, SafetensorError) as problem:
         raise UserError(f"{folder}: its weights cannot be read: {in_one_line(problem)}") from None
     finally:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from dschat_ppo.common.dist import broadcast_object, is_main
 from dschat_ppo.common.durable import PARTIAL, empty_folder, move_files_up
-from dschat_ppo.common.progress import beat
+from dschat_ppo.common.progress import beat, patient
 from dschat_ppo.errors import StorageError
 from dschat_ppo.models.scalar_head import ScalarModel
 
@@ -89,10 +89,10 @@ def _write(
     """Write beside the place, then into it; why that cannot be done, or None."""
     try:
         partial = empty_folder(folder / PARTIAL)
-        with torch.no_grad():
+        with torch.no_grad(), patient():
             # not the names that a DeepSpeed-Chat checkpoint came with, but those that transformers loads
             model.save_pretrained(partial, state_dict=state, save_original_format=False)
-        tokenizer.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
         move_files_up(partial)
     except (OSError, SafetensorError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else problem

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dschat_ppo.common.dist import is_main
+from dschat_ppo.common.dist import broadcast_object, is_main
+from dschat_ppo.common.durable import sync_file, write_file
+from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError
 
 RESULT, METRICS = "result.json", "metrics.jsonl"
@@ -24,6 +26,8 @@ class MetricsWriter:
         tensorboard: TensorBoard folder; None for none.
         resumed: (`saved_offset` when the state that a run goes on from was saved, the first step to come); lines from
             there on are cut off, since those steps are done again. None: a new file.
+
+    A file that is shorter than what was saved has lost lines of steps that are done: a warning says so.
     """
 
     def __init__(self, folder: Path, tensorboard: Path | None, resumed: tuple[int, int] | None = None):
@@ -31,18 +35,34 @@ class MetricsWriter:
         self._board: Any = None
         if is_main():
             self._file = (folder / METRICS).open("ab")
-            self._file.truncate(min(resumed[0], self._file.tell()) if resumed else 0)
+            self._begin_at(resumed[0] if resumed else 0)
             if tensorboard is not None:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._board = SummaryWriter(str(tensorboard), purge_step=resumed[1] if resumed else None)
 
     def saved_offset(self) -> int:
-        """Bytes of `metrics.jsonl`, all of them on the disk; 0 on the ranks that do not write."""
+        """Bytes of `metrics.jsonl`, all of them on the disk; 0 on the ranks that do not write.
+
+        Raises:
+            StorageError: they cannot be put there; on rank 0 alone.
+        """
         if self._file is None:
             return 0
-        os.fsync(self._file.fileno())
-        return int(self._file.seek(0, os.SEEK_END))
+        try:
+            sync_file(self._file.fileno())
+            return int(self._file.seek(0, os.SEEK_END))
+        except OSError as problem:
+            raise StorageError(_cannot_write(self._file.name, problem)) from problem
+
+    def _begin_at(self, offset: int) -> None:
+        there = self._file.tell()
+        if there < offset:
+            logger().warning(
+                f"{self._file.name}: has {there} bytes, but {offset} when the checkpoint was saved from which the run "
+                "goes on: lines of steps that are done are lost"
+            )
+        self._file.truncate(min(offset, there))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of one step; a number that is not finite becomes null in the file.
@@ -58,7 +78,7 @@ class MetricsWriter:
             self._file.write(f"{json.dumps(line)}\n".encode())
             self._file.flush()
         except OSError as problem:
-            raise StorageError(f"{self._file.name}: cannot be written ({problem.strerror})") from problem
+            raise StorageError(_cannot_write(self._file.name, problem)) from problem
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
@@ -81,11 +101,23 @@ def _finite_or_null(metrics: dict[str, float]) -> dict[str, float | None]:
 
 
 def write_result(folder: Path, result: dict[str, float]) -> None:
-    """Write `result.json`, the mark of a finished step. Rank 0 only; the last file that a step writes.
+    """Write `result.json` durably, the mark of a finished step and the last file that it writes. Collective.
 
-    A number that is not finite becomes null.
+    Rank 0 writes. A number that is not finite becomes null.
+
+    Raises:
+        StorageError: it cannot be written; on every rank.
     """
+    file, problem = folder / RESULT, None
     if is_main():
-        temporary = folder / f"{RESULT}.partial"
-        temporary.write_text(json.dumps(_finite_or_null(result), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / RESULT)
+        try:
+            write_file(file, (json.dumps(_finite_or_null(result), indent=2) + "\n").encode())
+        except OSError as raised:
+            problem = _cannot_write(str(file), raised)
+    problem = broadcast_object(problem)
+    if problem is not None:
+        raise StorageError(problem)
+
+
+def _cannot_write(file: str, problem: OSError) -> str:
+    return f"{file}: cannot be written ({problem.strerror}); free space, then run the same command again"

@@ -44,6 +44,20 @@ def take_time() -> None:
         time.sleep(LIMIT + 9.0)
 
 
+def write_slowly() -> None:
+    """Rank 1 hangs. Rank 0 waits for a slow disk, longer than the limit, and then for rank 1, while it writes on."""
+    if dist.rank() == 1:
+        hang()
+    with watchdog.patient():
+        from dschat_ppo.checkpoint import engine_files
+    engine_files._write = lambda state, path: time.sleep(2 * LIMIT)
+    writer = engine_files.BackgroundWriter()
+    writer.save({}, "first")
+    writer.wait()
+    for number in range(20):
+        writer.save({}, f"more_{number}")
+
+
 def fail(problem: Exception) -> None:
     raise problem
 
@@ -60,6 +74,7 @@ FAULTS = {  # case: rank, what it does
     "rank 1 is killed": (1, be_killed),
     "rank 1 hangs": (1, hang),
     "rank 1 holds the lock": (1, hold_the_lock),
+    "rank 1 hangs while rank 0 writes": (None, write_slowly),
     "rank 1 takes its time": (1, take_time),
 }
 
