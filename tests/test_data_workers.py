@@ -128,6 +128,7 @@ def watched(monkeypatch, ticks_of, polls: int) -> tuple[list[tuple[int, int]], i
 def test_workers_that_compute_are_left_alone(monkeypatch):
     assert watched(monkeypatch, lambda second: {8: 5, 9: second // 50}, 500) == ([], None)
     assert watched(monkeypatch, lambda second: {8: 5, 9: 5}, 60) == ([], None)
+    assert watched(monkeypatch, lambda second: {}, 500) == ([], None), "nor is who works without any"
 
 
 def test_a_pool_in_which_nobody_computes_for_a_minute_is_lost(monkeypatch):

@@ -50,11 +50,11 @@ def test_a_file_that_has_lost_lines_is_named_with_its_numbers(tmp_path, monkeypa
         with MetricsWriter(tmp_path, None, resumed):
             pass
     assert said == []
-    (tmp_path / "metrics.jsonl").write_bytes(b"{}\n")
+    (tmp_path / "metrics.jsonl").write_bytes(b'{}\n{"step": 1')
     with MetricsWriter(tmp_path, None, (offset, 2)):
         pass
     assert len(said) == 1
-    assert f"{tmp_path}/metrics.jsonl: has 3 bytes, but {offset} when" in said[0]
+    assert f"{tmp_path}/metrics.jsonl: has 13 bytes, but {offset} when" in said[0]
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"{}\n"
 
 

@@ -87,12 +87,12 @@ def _end_with_parent() -> None:
 
 
 def _watch(over: threading.Event) -> None:
-    """Workers compute all the time; where none of them does any more the pool is lost."""
+    """Workers, while there are any, compute all the time; where none of them does any more the pool is lost."""
     before, ticks, since = set(children()), -1, time.monotonic()
     while not over.wait(POLL_SECONDS):
         workers = {pid: process for pid, process in children().items() if pid not in before}
         now = sum(process.ticks for process in workers.values())
-        if now != ticks:
+        if now != ticks or not workers:
             ticks, since = now, time.monotonic()
         if time.monotonic() - since > IDLE_SECONDS:
             for pid in workers:  # they would wait for ever too

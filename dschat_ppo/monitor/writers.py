@@ -62,7 +62,9 @@ class MetricsWriter:
                 f"{self._file.name}: has {there} bytes, but {offset} when the checkpoint was saved from which the run "
                 "goes on: lines of steps that are done are lost"
             )
-        self._file.truncate(min(offset, there))
+            with Path(self._file.name).open("rb") as lines:  # the last one may have been cut
+                offset = sum(len(line) for line in lines if line.endswith(b"\n"))
+        self._file.truncate(offset)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of one step; a number that is not finite becomes null in the file.
