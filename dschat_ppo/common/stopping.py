@@ -20,8 +20,7 @@ _RUNNERS = {"deepspeed", "ds"}
 @dataclass
 class _Requests:
     """`signal`: the first that came; `told`: who watches says that the run is to stop; `interrupted`: there was a
-    SIGINT; `launcher`, and `runner` above it: process
-    numbers where they are DeepSpeed's, else None."""
+    SIGINT; `launcher`, and `runner` above it: process numbers where they are DeepSpeed's, else None."""
 
     signal: int | None = None
     told: bool = False
