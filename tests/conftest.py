@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from dschat_ppo.tools import toy
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts with `&` ignore it
 
 
 def tiny_config(**changes) -> LlamaConfig:

@@ -225,10 +225,10 @@ def test_a_failure_to_write_says_where_the_run_can_go_on_from(folder):
     assert isinstance(failure.value, UserError)
     assert str(failure.value) == (
         f"checkpoint {folder.root}: cannot be written (No space left on device); the newest intact checkpoint is "
-        "step_000001; free space or set --output_dir elsewhere, then run the same command again"
+        "step_000001; mend that, then run the same command again"
     )
     cut(folder, "step_000001")
-    with pytest.raises(StorageError, match=r"\(odd\); no intact checkpoint is there; free"), folder.writing():
+    with pytest.raises(StorageError, match=r"\(odd\); no intact checkpoint is there; mend"), folder.writing():
         raise OSError("odd")
 
 

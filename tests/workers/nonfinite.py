@@ -218,7 +218,7 @@ def run_case(assets: Path, out: Path) -> dict:
     """The whole loop, with bad scores in its second PPO step."""
     trainer, scored = trainer_for(assets, out / "run", (2, 3), "--on_nonfinite", "skip", "--entropy_target", 3)
     bad = replace(scored, scores=torch.where(torch.arange(16) == 9, math.nan, scored.scores))
-    trainer.collector.collect = lambda step: (bad if step == 2 else scored, {})
+    trainer.collector.collect = lambda step, _: (bad if step == 2 else scored, {})
     writer = Lines()
     trainer.run(writer)
     return {
