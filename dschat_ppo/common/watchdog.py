@@ -30,6 +30,7 @@ __all__ = ["beat", "give_up", "patient", "start", "stop", "watch"]
 POLL_SECONDS = 0.5
 _TURN_SECONDS = 0.25  # of each rank, to write its stacks
 _LAST_WORDS_SECONDS = 3.0  # after the last turn
+_LEAST_SECONDS = 1.0  # to write them, however late it is
 _NET_SECONDS = 8.0  # after the limit, when all others have written
 _REARM_SECONDS = 1.0
 GONE_SECONDS = 5.0  # for the main thread to notice by itself that a rank is gone
@@ -153,16 +154,17 @@ class _Watch:
         first = claim.when + POLL_SECONDS + 0.1  # by then every rank has seen the claim
         end = first + turns * _TURN_SECONDS + _LAST_WORDS_SECONDS
         stacks = _stacks()
-        timer = threading.Timer(max(0.0, end - time.time()), self._leave, [RANK_LOST])
+        # one that was kept from looking until now (a signal of the launcher wakes it) still says where it was
+        timer = threading.Timer(max(_LEAST_SECONDS, end - time.time()), self._leave, [RANK_LOST])
         timer.daemon = True
         timer.start()  # before anything is written: the disk that holds the log may be what hangs
-        faulthandler.cancel_dump_traceback_later()
         what = f"makes no progress since {idle:.0f} s"
         if claim.rank != dist.rank() and self.limit is not None and idle < self.limit / 2:
             what = f"ends because rank {claim.rank} makes no progress"
         text = f"rank {dist.rank()} {what}: {where()}\n{stacks}"
         time.sleep(max(0.0, first + dist.local_rank() * _TURN_SECONDS - time.time()))
         _to_stderr(text)
+        faulthandler.cancel_dump_traceback_later()  # not before: C code may take the interpreter's lock again
         self.board.mark_told()
         to_log(text)
         time.sleep(max(0.0, end - 0.5 - time.time()))
