@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import fault_kinds  # noqa: E402
 import faults  # noqa: E402
 import faulty_main  # noqa: E402
 import long_run  # noqa: E402
@@ -22,7 +23,7 @@ checkpoint step_000003: copied in 0.0 s, being written
 
 
 def test_twenty_kills_are_drawn_from_a_seed_and_with_the_others_hit_every_place(monkeypatch):
-    monkeypatch.setattr(faults, "may_mount", lambda: True)
+    monkeypatch.setattr(fault_kinds, "may_mount", lambda: True)
     places = {fault.inject.get("place") for fault in faults.others() if fault.inject.get("act") == "kill"}
     drawn = faults.kills(0, 20)
     assert len({fault.name for fault in drawn}) == 20

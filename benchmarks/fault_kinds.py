@@ -1,0 +1,163 @@
+"""The kinds of faults that `faults.py` injects, and what acts on a run from outside for them."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+STEPS, UPDATES = 4, 4
+AWAY_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`inject` is what `faulty_main.py` is told; `outside`, if any, acts on the running command from without and is
+    given its process and the output folder; `mend` makes the place good again before the second start."""
+
+    name: str
+    inject: dict[str, Any] = field(default_factory=dict)
+    outside: Callable[[subprocess.Popen[str], Path], None] | None = None
+    mend: Callable[[Path], None] | None = None
+    disk: str | None = None  # size of a file system of its own for the outputs
+    may_survive: bool = False  # the run may also come to its end
+    silent: bool = False  # the command gives 0 although the run did not come to its end (DeepSpeed's runner does)
+
+
+class Service(BaseHTTPRequestHandler):
+    """A reward service: the length of each text; nothing but 503 while it is away."""
+
+    away_until = 0.0
+
+    def do_POST(self) -> None:  # noqa: N802
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = json.dumps({"rewards": [float(len(text)) for text in body["query"]]}).encode()
+        self.send_response(503 if time.monotonic() < Service.away_until else 200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silence."""
+
+
+def mount(*words: str) -> None:
+    """`mount` with these words.
+
+    Raises:
+        subprocess.CalledProcessError: it is not permitted.
+    """
+    subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+def unmount(place: Path) -> None:
+    """Take a file system away, whoever still looks at it."""
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def may_mount() -> bool:
+    """Whether small file systems can be mounted here."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, check=False
+        )
+        if done.returncode == 0:
+            subprocess.run(["umount", folder], check=False)
+        return done.returncode == 0
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Until it holds or the process has ended."""
+    while not condition() and process.poll() is None:
+        time.sleep(0.05)
+
+
+def after_a_checkpoint(act: Callable[[subprocess.Popen[str], Path], None]) -> Callable[..., None]:
+    """Acts once the first checkpoint is there."""
+
+    def outside(process: subprocess.Popen[str], output: Path) -> None:
+        wait_for((output / "checkpoints/latest").exists, process)
+        act(process, output)
+
+    return outside
+
+
+def launcher_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """The process that starts the ranks, below the command."""
+    return psutil.Process(process.pid).children()[0]
+
+
+def take_service_away(process: subprocess.Popen[str], output: Path) -> None:
+    Service.away_until = time.monotonic() + AWAY_SECONDS
+
+
+def wait_for_service(output: Path) -> None:
+    time.sleep(max(0.0, Service.away_until - time.monotonic()))
+
+
+def kills(seed: int, count: int) -> list[Fault]:
+    """SIGKILL of either rank at places drawn from a seed."""
+    draw = random.Random(seed)
+    most = {
+        "loading": 1, "rollout": STEPS, "scoring": STEPS, "update": STEPS * UPDATES, "saving": 3 * STEPS,
+        "committing": STEPS, "pointing": STEPS, "exporting": 1,
+    }  # fmt: skip
+    found: dict[str, Fault] = {}
+    turn = 0
+    while len(found) < count:
+        place = list(most)[turn % len(most)]
+        turn += 1
+        rank = 0 if place in ("committing", "pointing") else draw.randrange(2)
+        inject = {"rank": rank, "place": place, "count": draw.randint(1, most[place]), "act": "kill"}
+        name = f"SIGKILL of rank {rank}, {place} {inject['count']}"
+        found[name] = Fault(name, inject)
+    return list(found.values())
+
+
+def others() -> list[Fault]:
+    """Every other kind of fault."""
+    remount = [
+        Fault("disk full", disk="2m", mend=lambda output: mount("-o", "remount,size=64m", str(output))),
+        Fault(
+            "disk read-only",
+            outside=after_a_checkpoint(lambda _, out: mount("-t", "tmpfs", "-o", "ro", "tmpfs", f"{out}/checkpoints")),
+            mend=lambda output: unmount(output / "checkpoints"),
+        ),
+    ]  # fmt: skip
+    if not may_mount():
+        print("full and read-only disks are left out: file systems cannot be mounted without root", flush=True)
+        remount = []
+    return [
+        Fault("rank 1 raises, update 6", {"rank": 1, "place": "update", "count": 6, "act": "raise"}),
+        Fault("rank 0 raises, scoring 2", {"rank": 0, "place": "scoring", "count": 2, "act": "raise"}),
+        Fault("rank 1 hangs, rollout 2", {"rank": 1, "place": "rollout", "count": 2, "act": "hang"}),
+        Fault("rank 0 hangs, update 3", {"rank": 0, "place": "update", "count": 3, "act": "hang"}),
+        *remount,
+        Fault("a data worker out of memory", {"rank": 0, "place": "data worker"}),
+        Fault(  # there is one such moment, on the rank that prepares for all: nothing to draw
+            "SIGKILL of rank 0, preparing 1", {"rank": 0, "place": "preparing", "count": 1, "act": "kill"}
+        ),
+        Fault(
+            f"reward service away for {AWAY_SECONDS} s", outside=after_a_checkpoint(take_service_away),
+            mend=wait_for_service, may_survive=True,
+        ),
+        Fault(
+            "SIGTERM to the launcher",
+            outside=after_a_checkpoint(lambda process, _: launcher_of(process).send_signal(signal.SIGTERM)),
+        ),
+        Fault("SIGTERM to the command", outside=after_a_checkpoint(lambda process, _: process.terminate())),
+        Fault(
+            "SIGKILL of the launcher", outside=after_a_checkpoint(lambda process, _: launcher_of(process).kill()),
+            silent=True,
+        ),
+    ]  # fmt: skip
