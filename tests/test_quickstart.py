@@ -1,7 +1,6 @@
 """The quickstart, as a newcomer runs it: what it must reach, and going on where it stopped."""
 
 import json
-import shutil
 
 import pytest
 from launch import run, succeed
@@ -37,12 +36,11 @@ def test_quickstart_shows_samples_and_places(out):
         assert str(out / place) in log
 
 
-def test_second_run_goes_on_at_the_first_step_that_is_not_done(out):
-    kept = {step: (out / step / "metrics.jsonl").read_text() for step in ("sft", "reward")}
-    shutil.rmtree(out / "ppo")
+def test_a_second_run_does_nothing_again(out):
+    """Which steps it does in other cases: `test_quickstart_script.py`."""
+    kept = {step: (out / step / "metrics.jsonl").read_bytes() for step in ("sft", "reward", "ppo")}
     result = succeed(run(["bash", "training_scripts/quickstart.sh", str(out)], timeout=900))
-    for step in ("sft", "reward"):
+    for step, metrics in kept.items():
         assert f"step '{step}' is done, skipped" in result.stdout
-        assert (out / step / "metrics.jsonl").read_text() == kept[step]
-    assert "step 'ppo' is done" not in result.stdout
-    assert (out / "ppo/result.json").exists()
+        assert (out / step / "metrics.jsonl").read_bytes() == metrics
+    assert str(out / "ppo/actor") in result.stdout
