@@ -241,7 +241,7 @@ def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_n
         (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / mark).write_text("x")
     saved = save(tmp_path, 1)
-    run = replace(config.run, tensorboard_path="tensorboard")
+    run = replace(config.run, tensorboard_path="tensorboard", overwrite_output_dir=True)
     open_outputs(tmp_path, config, run, resumed=True)
     assert saved.exists() and all((tmp_path / mark).exists() for mark in marks)
     open_outputs(tmp_path, config, run)
@@ -261,6 +261,7 @@ def test_a_run_that_begins_is_not_finished_and_is_so_until_what_is_old_is_gone(t
         removed.append(path.name)
         assert (tmp_path / "result.json").exists()
 
+    write_config(config, tmp_path)
     monkeypatch.setattr(setup.shutil, "rmtree", rmtree)
     open_outputs(tmp_path, config, config.run, resumed)
     assert removed == ([] if resumed else ["checkpoints"])
@@ -275,3 +276,15 @@ def test_a_checkpoint_that_was_being_replaced_is_put_back_before_anything_is_loo
     assert earlier(tmp_path) == (None, None)
     assert (tmp_path / "metrics.jsonl").exists()
     assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved
+
+
+def test_folders_that_no_run_of_ours_made_are_left_alone(tmp_path):
+    config = config_of(tmp_path)
+    mine = ["checkpoints/thesis.txt", "best/photo.jpg", "critic/model.safetensors", "actor_ema/notes"]
+    for name in mine:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    open_outputs(tmp_path, config, config.run)
+    assert all((tmp_path / name).exists() for name in mine)
+    open_outputs(tmp_path, config, config.run)
+    assert (tmp_path / "critic/model.safetensors").exists(), "not without --overwrite_output_dir"

@@ -143,7 +143,7 @@ def open_outputs(folder: Path, config: Any, run: RunFlags, resumed: bool = False
 def _write_start(folder: Path, config: Any, run: RunFlags, resumed: bool) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not resumed:
+        if not resumed and (run.overwrite_output_dir or (folder / CONFIG).exists()):  # else it is no run's of ours
             _remove_earlier(folder, run)
         (folder / RESULT).unlink(missing_ok=True)  # not before: it tells that what is removed is of a finished run
         write_config(config, folder)
@@ -159,7 +159,8 @@ def _remove_earlier(folder: Path, run: RunFlags) -> None:
         logger().warning(f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})")
     for answers in (folder / "eval").glob("step_*.jsonl"):
         answers.unlink()
-    for part in ("best", "best.old", "best.partial", "actor_ema", "critic", "checkpoints", "nonfinite"):
+    parts = ["best", "best.old", "best.partial", "checkpoints", "nonfinite"]
+    for part in [*parts, "actor_ema", "critic"] if run.overwrite_output_dir else parts:
         if (folder / part).is_dir():
             shutil.rmtree(folder / part)
     board = folder / run.tensorboard_path
