@@ -45,14 +45,6 @@ def test_adaptive_kl_multiplies_step_by_step_and_goes_on_from_its_state():
     assert other.value == pytest.approx(0.5 * 1.05 * 1.025)
 
 
-def test_an_adaptive_coefficient_begins_where_the_saved_run_had_a_fixed_one():
-    state = FixedCoefficient(0.3).state_dict()
-    kl, entropy = AdaptiveKL(0.5, target=6.0, horizon=400), AdaptiveEntropy(0.01, 0.5, 0.005, 0.0, 0.02)
-    for adaptive, value in ((kl, 0.5), (entropy, 0.01)):
-        adaptive.load_state_dict(state)
-        assert adaptive.value == value
-
-
 @pytest.mark.parametrize(("target", "horizon"), [(0.0, 10), (-1.0, 10), (1.0, 0), (1.0, -5)])
 def test_adaptive_kl_refuses_what_it_cannot_divide_by(target, horizon):
     with pytest.raises(ValueError, match="above 0"):

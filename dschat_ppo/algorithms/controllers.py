@@ -54,8 +54,8 @@ class AdaptiveKL:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` gave; from the start where a `FixedCoefficient` gave it."""
-        self.value = state.get("value", self.value)
+        """Go on from what `state_dict` gave."""
+        self.value = state["value"]
 
 
 class AdaptiveEntropy:
@@ -93,6 +93,5 @@ class AdaptiveEntropy:
         return {"coefficient": self._coefficient, "applied": float(self._applied)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` gave; from the start where a `FixedCoefficient` gave it."""
-        self._coefficient = state.get("coefficient", self._coefficient)
-        self._applied = bool(state.get("applied", self._applied))
+        """Go on from what `state_dict` gave."""
+        self._coefficient, self._applied = state["coefficient"], bool(state["applied"])
