@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 
-from dschat_ppo.config.cli import parse
+from dschat_ppo.config.cli import parse, write_config
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.errors import UserError
@@ -61,14 +61,18 @@ def outputs(folder, *words):
     return parse("sft", ["--model_name_or_path", "m", "--output_dir", str(folder), *words])
 
 
+@pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
-def test_old_tensorboard_files_go_only_where_they_are_of_this_folder(tmp_path, inside):
+def test_old_tensorboard_files_go_only_where_they_are_of_an_earlier_run(tmp_path, inside, ours):
     board = tmp_path / ("out/board" if inside else "shared_board")
     board.mkdir(parents=True)
     (board / "events.out.tfevents.1").write_text("old")
     config = outputs(tmp_path / "out", "--tensorboard_path", "board" if inside else str(board))
+    if ours:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        write_config(config, tmp_path / "out")
     open_outputs(tmp_path / "out", config, config.run)
-    assert (board / "events.out.tfevents.1").exists() is not inside
+    assert (board / "events.out.tfevents.1").exists() is not (inside and ours)
 
 
 @pytest.mark.parametrize("model", ["out", "out/actor", "out/critic"])
