@@ -7,7 +7,14 @@ import sys
 
 from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
-from dschat_ppo.trainers.sft import train_sft
+from dschat_ppo.config.steps import SFTConfig
+
+
+def train(config: SFTConfig) -> None:
+    from dschat_ppo.trainers.sft import train_sft  # here: --help need not wait for DeepSpeed
+
+    train_sft(config)
+
 
 if __name__ == "__main__":
-    leave(run_step(lambda argv: parse("sft", argv), train_sft, sys.argv[1:]))
+    leave(run_step(lambda argv: parse("sft", argv), train, sys.argv[1:]))

@@ -7,7 +7,14 @@ import sys
 
 from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
-from dschat_ppo.trainers.preference import train_preferences
+from dschat_ppo.config.steps import RewardConfig
+
+
+def train(config: RewardConfig) -> None:
+    from dschat_ppo.trainers.preference import train_preferences  # here: --help need not wait for DeepSpeed
+
+    train_preferences(config)
+
 
 if __name__ == "__main__":
-    leave(run_step(lambda argv: parse("reward", argv), train_preferences, sys.argv[1:]))
+    leave(run_step(lambda argv: parse("reward", argv), train, sys.argv[1:]))

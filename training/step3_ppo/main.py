@@ -7,7 +7,14 @@ import sys
 
 from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
-from dschat_ppo.trainers.ppo_run import train_ppo
+from dschat_ppo.config.steps import PPOConfig
+
+
+def train(config: PPOConfig) -> None:
+    from dschat_ppo.trainers.ppo_run import train_ppo  # here: --help need not wait for DeepSpeed
+
+    train_ppo(config)
+
 
 if __name__ == "__main__":
-    leave(run_step(lambda argv: parse("ppo", argv), train_ppo, sys.argv[1:]))
+    leave(run_step(lambda argv: parse("ppo", argv), train, sys.argv[1:]))
