@@ -30,6 +30,7 @@ setup(
         "plot": ["matplotlib==3.11.2"],
         "test": [
             "pytest==9.2.0",
+            "pytest-xdist==3.8.0",
             "ruff==0.17.5",
             "mypy==2.4.1",
             "types-PyYAML==6.0.12.20261113",

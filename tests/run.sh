@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv, install the package with the test extra, check style and types, and run the tests.
-#   tests/run.sh [pytest arguments]
+# Make .venv, install the package with the test extra, check style and types, and run the tests: first those of one
+# process, two at a time, then those that launch ranks, which use all cores themselves.
+#   tests/run.sh [pytest arguments]     with arguments: one pytest with them
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash training_scripts/setup_venv.sh test
@@ -8,4 +9,6 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 mypy
-exec pytest "$@"
+[ $# -eq 0 ] || exec pytest "$@"
+pytest -n 2 -m "not ranks"
+pytest -m ranks
