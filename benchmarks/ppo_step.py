@@ -75,7 +75,7 @@ def our_step(trainer: PPOTrainer, work: Workload) -> None:
         rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), how, limits=work.answer_lengths)
     assert int(rollout.response_mask.sum()) == work.tokens
     trainer.mini_dataset.add(trainer.collector.score(rollout, list(range(BATCH)), 0, step=1))
-    trainer.update(trainer.shaping.experience(trainer.mini_dataset.collect(), step=1), step=1)
+    trainer.update(trainer.shaping.experience(trainer.mini_dataset.collect(), step=1))
 
 
 def ways_of(trainer: PPOTrainer, work: Workload) -> dict[str, Any]:
