@@ -84,9 +84,7 @@ class PPOTrainer:
         self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed)
         judge = Judge(rewards, prompts, tokenizer)
         self.shaping = Shaping(algorithm, ppo.max_answer_seq_len, seed)
-        self.collector = Collector(
-            config, plan, engines, rollouts, judge, self.mini_dataset, self.shaping.shaped, self.clock
-        )
+        self.collector = Collector(config, plan, engines, rollouts, judge, self.shaping.shaped, self.clock)
         self.guard = NonFiniteGuard(config.safety, Dumps("ppo", config, tokenizer))
         self.rows_check = RowsCheck(config, engines, self.shaping, self.guard)
         self.updater = Updater(config, engines, texts, self.guard)
