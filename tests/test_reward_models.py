@@ -5,9 +5,10 @@ import torch
 from conftest import tiny_config
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
+from dschat_ppo.data.collators import right_padded
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.rewards import model as rewards_model
-from dschat_ppo.rewards.model import ForeignModelReward, ModelReward, right_padded, scores_in_batches
+from dschat_ppo.rewards.model import ForeignModelReward, ModelReward, scores_in_batches
 from dschat_ppo.rewards.request import RewardRequest
 from dschat_ppo.types import Rollout
 
@@ -77,12 +78,6 @@ def test_a_rank_with_fewer_passes_repeats_its_last(engine, monkeypatch):
     assert asked == [(2, "max")]
     assert counting.shapes == [(2, 3), (1, 1), (1, 1), (1, 1)]
     assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
-
-
-def test_right_padded():
-    ids, lengths = right_padded([[1], [2, 3, 4], [5, 6]], 9)
-    assert ids.tolist() == [[1, 9, 9], [2, 3, 4], [5, 6, 9]]
-    assert lengths.tolist() == [1, 3, 2]
 
 
 def test_a_model_of_the_actors_vocabulary(engine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import say
 from dschat_ppo.common.progress import beat
+from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.templates import Messages, encode_answer, encode_prompt, is_messages
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import filler_id
@@ -99,15 +99,6 @@ class ForeignModelReward:
         given: str | Messages = row["prompt"] if has_template and is_messages(row.get("prompt")) else prompt
         answer = encode_answer(self.tokenizer, given, response)
         return encode_prompt(self.tokenizer, given) + (answer if ended else answer[:-1])
-
-
-def right_padded(rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
-    """Rows of token ids, none empty, as `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest."""
-    lengths = torch.tensor([len(row) for row in rows])
-    input_ids = torch.full((len(rows), int(lengths.max())), filler)
-    for number, row in enumerate(rows):
-        input_ids[number, : len(row)] = torch.tensor(row)
-    return input_ids, lengths
 
 
 @torch.no_grad()
