@@ -56,9 +56,9 @@ class Counting:
 def test_rows_in_passes_of_a_budget(engine):
     rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [15, 16], [17] * 5]
     counting = Counting(engine)
-    scores = scores_in_batches(counting, *right_padded(rows, 0), 13)  # 13 // 6 = 2 rows to a pass, longest first
+    scores = scores_in_batches(counting, *right_padded(rows, 0), 13)  # 13 // 6 = 2 rows, then up to 13 // 3 = 4
     assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
-    assert counting.shapes == [(2, 6), (2, 3), (1, 1)]
+    assert counting.shapes == [(2, 6), (3, 3)]
     assert scores.dtype == torch.float32
     counting.shapes.clear()
     scores_in_batches(counting, *right_padded(rows, 0), 1)

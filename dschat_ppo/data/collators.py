@@ -65,13 +65,13 @@ def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]]
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Rows of token ids, none empty, as `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest."""
-    lengths = [len(sequence) for sequence in sequences]
-    rows = [[*sequence, *[pad_id] * (max(lengths) - len(sequence))] for sequence in sequences]
-    return torch.tensor(rows), torch.tensor(lengths)
+    longest = max(len(sequence) for sequence in sequences)
+    input_ids = torch.tensor([[*sequence, *[pad_id] * (longest - len(sequence))] for sequence in sequences])
+    return input_ids, torch.tensor([len(sequence) for sequence in sequences])
 
 
 def _mask_from(starts: Sequence[int], input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """(B, T) bool, True from each row's start to its end."""
+    """(B, T) bool, True on each row's tokens from `starts` (B) on."""
     columns = torch.arange(input_ids.shape[1])
     return (columns >= torch.tensor(starts).unsqueeze(1)) & (columns < lengths.unsqueeze(1))
 
@@ -82,7 +82,8 @@ def _both_answers(records: Sequence[dict[str, Any]], pad_id: int) -> tuple[Tenso
 
 
 def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_prompt: bool) -> SFTBatch:
-    """Prompt and answer as one row; the loss covers the answer with its EOS, or with `train_on_prompt` everything."""
+    """Prompt and answer as one row. The loss covers the answer with its EOS, or with `train_on_prompt` all but the row's
+    first token."""
     records, real = rows_at(rows, indices)
     ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
     starts = [1 if train_on_prompt else len(r["prompt_ids"]) for r in records]

@@ -15,6 +15,7 @@ from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.templates import Messages, encode_answer, encode_prompt, is_messages
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import filler_id
+from dschat_ppo.models.micro_batches import even_passes
 from dschat_ppo.rewards.request import RewardRequest
 from dschat_ppo.types import Rollout, full_sequences
 
@@ -103,26 +104,21 @@ class ForeignModelReward:
 
 @torch.no_grad()
 def scores_in_batches(engine: Any, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
-    """`last_token_scores` of right-padded rows, sorted by length, in passes of a fixed number of rows.
+    """`last_token_scores` of right-padded rows, in passes of rows of similar length.
 
-    Collective: a rank with fewer passes than the busiest repeats its last one, because under ZeRO-3 a forward pass
-    gathers weights from all ranks.
+    Collective: every rank makes as many passes as the busiest, because under ZeRO-3 a pass gathers weights from all.
 
     Args:
         engine: see `last_token_scores`.
         input_ids: (B, T) int64, right-padded, B above 0.
         lengths: (B,) int64, above 0.
-        batch_tokens: as many rows to a pass as fit if all had the longest row's length, at least one.
+        batch_tokens: most tokens of a pass, padding included; a longer row goes alone.
 
     Returns:
         (B,) fp32.
     """
-    rows = max(1, batch_tokens // int(lengths.max()))
-    order = torch.argsort(lengths, descending=True, stable=True)
-    parts = list(order.split(rows))
-    passes = int(dist.all_reduce(torch.tensor(len(parts), device=input_ids.device), "max"))
-    scores = torch.empty(len(order), device=input_ids.device)
-    for part in parts + (passes - len(parts)) * parts[-1:]:
+    scores = torch.empty(len(lengths), device=input_ids.device)
+    for part in even_passes(lengths, batch_tokens)[0]:
         beat()
         width = int(lengths[part].max())
         scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()
