@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
-from dschat_ppo.models.backbone import accepts, backbone_states, slot_arguments
+from dschat_ppo.models.backbone import backbone_states, last_logits_argument, slot_arguments
 from dschat_ppo.models.packing import CHECKPOINTING, packed_states, worth_packing
 
 
@@ -107,7 +107,7 @@ class PolicyModel(nn.Module):
         places = wanted[:, 1:]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first
-        kept: dict[str, Any] = {"logits_to_keep": count} if accepts(self.lm, "logits_to_keep") else {}
+        kept: dict[str, Any] = {**last_logits_argument(self.lm, count)}
         mask = None
         if router:
             kept["output_router_logits"] = True
