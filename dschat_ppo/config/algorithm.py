@@ -22,7 +22,7 @@ WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 DISCOUNTED = (*WHITENED, "remax")
 STANDARDISED = ("grpo", "grpo_pass_at_k")
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
-SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
+SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")  # their papers aggregate by seq_mean_token_mean
 
 
 @dataclass(frozen=True)
