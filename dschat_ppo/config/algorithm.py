@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -22,6 +23,7 @@ WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 DISCOUNTED = (*WHITENED, "remax")
 STANDARDISED = ("grpo", "grpo_pass_at_k")
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")  # their papers aggregate by seq_mean_token_mean
 
 
@@ -109,13 +111,13 @@ class AlgorithmFlags:
     dynamic_sampling: bool = flag(
         "drop prompts whose answers all get the same score, and sample others until the PPO step is full", False
     )
+    dynamic_sampling_rounds: int = flag("most rounds of sampling for a PPO step; then dropped prompts fill it", 8)
     target_kl: float | None = flag(
         "leave out the rest of a PPO step's updates once the KL of one (k3, nats a token) is above this", None
     )
     max_log_ratio: float | None = flag(
         "an update in which a token's log-ratio is beyond this is not applied, and the PPO step ends there", None
     )
-    dynamic_sampling_rounds: int = flag("most rounds of sampling for a PPO step; then dropped prompts fill it", 8)
 
     def __post_init__(self) -> None:
         require_positive(
@@ -160,52 +162,42 @@ class AlgorithmFlags:
         require(self.importance_cap > 1, f"--importance_cap must be above 1, got {self.importance_cap}")
         self._check_effects()
 
-    def _uses(self) -> dict[str, tuple[bool, str]]:
-        """Option -> (whether it has an effect under the others, what it is for)."""
+    def _uses(self) -> list[tuple[bool, str, str]]:
+        """(whether these options have an effect under the others, what they are for, the options)."""
         loss, estimator = self.policy_loss, self.advantage_estimator
-        covariance = loss in ("clip_cov", "kl_cov")
         kl_loss, correction = self.kl_loss_coef > 0, self.importance_correction != "none"
-        return {
-            "clip_eps": (loss in CLIPPED_LOSSES, f"--policy_loss {' or '.join(CLIPPED_LOSSES)}"),
-            "clip_eps_low": (loss in CLIPPED_LOSSES, f"--policy_loss {' or '.join(CLIPPED_LOSSES)}"),
-            "clip_eps_high": (loss in CLIPPED_LOSSES, f"--policy_loss {' or '.join(CLIPPED_LOSSES)}"),
-            "dual_clip": (loss in ("ppo", "clip_cov", "gspo"), "--policy_loss ppo, clip_cov or gspo"),
-            "sapo_tau_positive": (loss == "sapo", "--policy_loss sapo"),
-            "sapo_tau_negative": (loss == "sapo", "--policy_loss sapo"),
-            "covariance_share": (covariance, "--policy_loss clip_cov or kl_cov"),
-            "clip_cov_low": (loss == "clip_cov", "--policy_loss clip_cov"),
-            "clip_cov_high": (loss == "clip_cov", "--policy_loss clip_cov"),
-            "kl_cov_coef": (loss == "kl_cov", "--policy_loss kl_cov"),
-            "critic_warmup_rollouts": (estimator == "gae", "--advantage_estimator gae"),
-            "gae_lambda": (estimator == "gae", "--advantage_estimator gae"),
-            "value_clip_eps": (estimator == "gae", "--advantage_estimator gae"),
-            "gamma": (estimator in DISCOUNTED, f"--advantage_estimator {' or '.join(DISCOUNTED)}"),
-            "whiten_advantages": (estimator in WHITENED, f"--advantage_estimator {' or '.join(WHITENED)}"),
-            "normalize_group_std": (estimator in STANDARDISED, f"--advantage_estimator {' or '.join(STANDARDISED)}"),
-            "entropy_delta": (self.entropy_target is not None, "--entropy_target"),
-            "entropy_coef_max": (self.entropy_target is not None, "--entropy_target"),
-            "kl_target": (self.kl_coef > 0, "a --kl_coef above 0, from which it starts"),
-            "kl_horizon": (self.kl_target is not None, "--kl_target"),
-            "kl_loss_estimator": (kl_loss, "--kl_loss_coef above 0"),
-            "kl_straight_through": (
-                kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs"),
-                "a KL loss k1, k3 or abs",
-            ),
-            "kl_estimator": (self.kl_coef > 0, "--kl_coef above 0"),
-            "importance_mode": (correction, "--importance_correction"),
-            "importance_cap": (correction, "--importance_correction"),
-            "overlong_penalty": (self.overlong_buffer > 0, "--overlong_buffer"),
-            "dynamic_sampling_rounds": (self.dynamic_sampling, "--dynamic_sampling"),
-        }
+        own_slope = kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs")
+        adapts = self.entropy_target is not None
+        return [
+            (loss in CLIPPED_LOSSES, _one_of("policy_loss", CLIPPED_LOSSES), "clip_eps clip_eps_low clip_eps_high"),
+            (loss in ("ppo", "clip_cov", "gspo"), "--policy_loss ppo, clip_cov or gspo", "dual_clip"),
+            (loss == "sapo", "--policy_loss sapo", "sapo_tau_positive sapo_tau_negative"),
+            (self.selects_tokens, _one_of("policy_loss", COVARIANCE_LOSSES), "covariance_share"),
+            (loss == "clip_cov", "--policy_loss clip_cov", "clip_cov_low clip_cov_high"),
+            (loss == "kl_cov", "--policy_loss kl_cov", "kl_cov_coef"),
+            (self.has_critic, "--advantage_estimator gae", "critic_warmup_rollouts gae_lambda value_clip_eps"),
+            (estimator in DISCOUNTED, _one_of("advantage_estimator", DISCOUNTED), "gamma"),
+            (estimator in WHITENED, _one_of("advantage_estimator", WHITENED), "whiten_advantages"),
+            (estimator in STANDARDISED, _one_of("advantage_estimator", STANDARDISED), "normalize_group_std"),
+            (adapts, "--entropy_target", "entropy_delta entropy_coef_max"),
+            (self.kl_coef > 0, "a --kl_coef above 0, from which it starts", "kl_target"),
+            (self.kl_target is not None, "--kl_target", "kl_horizon"),
+            (kl_loss, "--kl_loss_coef above 0", "kl_loss_estimator"),
+            (own_slope, "a KL loss k1, k3 or abs", "kl_straight_through"),
+            (self.kl_coef > 0, "--kl_coef above 0", "kl_estimator"),
+            (correction, "--importance_correction", "importance_mode importance_cap"),
+            (self.overlong_buffer > 0, "--overlong_buffer", "overlong_penalty"),
+            (self.dynamic_sampling, "--dynamic_sampling", "dynamic_sampling_rounds"),
+        ]
 
     def _check_effects(self) -> None:
         """An option without effect under the others is an error."""
         defaults = {field.name: field.default for field in fields(self)}
-        for name, (used, purpose) in self._uses().items():
-            value = vars(self)[name]
-            require(
-                used or value == defaults[name], f"--{name} {value} has no effect: it is for {purpose}; leave it out"
-            )
+        for used, purpose, names in self._uses():
+            for name in names.split():
+                value = vars(self)[name]
+                idle = f"--{name} {value} has no effect: it is for {purpose}; leave it out"
+                require(used or value == defaults[name], idle)
         require(
             (self.clip_eps_low or self.clip_eps) < 1, "the lower clip, --clip_eps_low or --clip_eps, must be below 1"
         )
@@ -245,6 +237,11 @@ class AlgorithmFlags:
         return "constant" if self.advantage_estimator == "dr_grpo" else "token_mean"
 
     @property
+    def selects_tokens(self) -> bool:
+        """Whether the policy's loss treats a choice of tokens in its own way."""
+        return self.policy_loss in COVARIANCE_LOSSES
+
+    @property
     def needs_entropies(self) -> bool:
         """Whether the scoring pass must tell the entropy at each token."""
         return self.high_entropy_share < 1
@@ -253,3 +250,7 @@ class AlgorithmFlags:
     def needs_training_logprobs(self) -> bool:
         """Whether old log-probs must come from a training forward pass, beside the recorded ones."""
         return self.needs_entropies or self.importance_correction != "none" or self.kl_estimator == "full"
+
+
+def _one_of(flag: str, values: Sequence[str]) -> str:
+    return f"--{flag} {' or '.join(values)}"

@@ -267,7 +267,7 @@ class PPOTrainer:
         """Rows of a PPO step in flight, and those that wait for the next, were made under the saved flags."""
         algorithm, pool = self.config.algorithm, self.collector.pool
         asked = {"values": algorithm.has_critic, "ref_logprobs": algorithm.has_reference}
-        asked["selected"] = algorithm.policy_loss in ("clip_cov", "kl_cov")
+        asked["selected"] = algorithm.selects_tokens
         kept = [vars(rows) for rows in (self.progress.experience, pool and pool.accepted) if rows is not None]
         lacking = [name for name in asked if asked[name] and any(name in rows and rows[name] is None for rows in kept)]
         if lacking:
