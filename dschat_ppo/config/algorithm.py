@@ -38,25 +38,25 @@ class AlgorithmFlags:
         "prompt need --n_samples_per_prompt 2 or more",
         "gae",
     )
-    gamma: float = flag("discount", 1.0)
+    gamma: float = flag("discount of rewards, per token", 1.0)
     gae_lambda: float = flag("lambda of generalised advantage estimation", 0.95)
     whiten_advantages: bool = flag(
         "whiten advantages over all valid tokens of all ranks (gae, reinforce_plus_plus and its baseline form)", True
     )
     normalize_group_std: bool = flag("divide by the standard deviation of the group (grpo, grpo_pass_at_k)", True)
 
-    policy_loss: POLICY_LOSS = flag("loss of the policy", "ppo")
+    policy_loss: POLICY_LOSS = flag("loss of the policy (docs/algorithms.md)", "ppo")
     loss_aggregation: AGGREGATION | None = flag(
         "how token losses become one number, always over the whole optimizer step; not given: the usual one "
         "(token_mean; seq_mean_token_mean for gspo, gmpo and sapo; constant for dr_grpo)",
         None,
     )
-    clip_eps: float = flag("the policy ratio is clipped to 1 +- this", 0.2)
+    clip_eps: float = flag("the policy ratio is clipped to 1 +- this (gmpo: its logarithm to +- this)", 0.2)
     clip_eps_low: float | None = flag("lower clip, 1 - this; not given: --clip_eps", None)
     clip_eps_high: float | None = flag("upper clip, 1 + this; not given: --clip_eps", None)
-    dual_clip: float = flag("bound of the ratio for negative advantages (ppo, clip_cov), above 1; 0 = off", 0.0)
+    dual_clip: float = flag("bound of the ratio for negative advantages (ppo, gspo, clip_cov), above 1; 0 = off", 0.0)
     sapo_tau_positive: float = flag("temperature of sapo's gate for positive advantages", 1.0)
-    sapo_tau_negative: float = flag("temperature of sapo's gate for the others", 1.05)
+    sapo_tau_negative: float = flag("temperature of sapo's gate for advantages of 0 or below", 1.05)
     covariance_share: float = flag("share of tokens that clip_cov or kl_cov acts on", 0.0002)
     clip_cov_low: float = flag("clip_cov acts on covariances above this", 1.0)
     clip_cov_high: float = flag("clip_cov acts on covariances below this", 5.0)
@@ -65,26 +65,26 @@ class AlgorithmFlags:
     critic_warmup_rollouts: int = flag("PPO steps at the start in which only the critic is trained", 0)
 
     entropy_coef: float = flag("weight of the entropy bonus; with --entropy_target, where it starts", 0.0)
-    entropy_target: float | None = flag("adapt the weight of the bonus to keep this entropy (nats a token)", None)
+    entropy_target: float | None = flag("adapt the weight of the bonus to keep this entropy (nats per token)", None)
     entropy_delta: float = flag("step of the adapted weight, once per PPO step", 0.005)
     entropy_coef_max: float = flag("largest adapted weight", 1.0)
     high_entropy_share: float = flag("only this share of tokens, those of highest entropy, trains the policy", 1.0)
 
     kl_coef: float = flag("weight of the per-token KL penalty in the reward", 0.1)
     kl_estimator: KL_FORM = flag(
-        "KL in the reward: estimated from the sampled tokens, or 'full' over the vocabulary", "k1"
+        "form of the KL in the reward: estimated from the sampled tokens, or 'full' over the vocabulary", "k1"
     )
-    kl_target: float | None = flag("adapt --kl_coef to keep this KL (nats a token)", None)
-    kl_horizon: int = flag("answers over which --kl_coef adapts", 10_000)
+    kl_target: float | None = flag("adapt --kl_coef to keep this KL (nats per token)", None)
+    kl_horizon: int = flag("answers over which the adapted --kl_coef changes by a fifth at most", 10_000)
     kl_loss_coef: float = flag("weight of the KL to the reference as a loss", 0.0)
-    kl_loss_estimator: KL_FORM = flag("KL as a loss", "k3")
+    kl_loss_estimator: KL_FORM = flag("form of the KL as a loss", "k3")
     kl_straight_through: bool = flag(
         "give the losses k1, k3 and abs the gradient of k2, which is that of the KL (their own is biased)", True
     )
 
     importance_correction: Literal["none", "token", "sequence"] = flag(
-        "weigh the policy loss by the training policy's probability over the recorded one: of each token, or of the "
-        "whole answer",
+        "weigh the policy loss by the probability that training gives, over the one recorded while sampling: of each "
+        "token, or of the whole answer",
         "none",
     )
     importance_mode: Literal["truncate", "mask"] = flag(
@@ -93,7 +93,8 @@ class AlgorithmFlags:
     )
     importance_cap: float = flag("largest weight of the correction, above 1", 2.0)
     off_policy_delta: float | None = flag(
-        "leave out answers of negative advantage whose mean log-prob fell by more than this since they were sampled",
+        "leave out answers of negative advantage whose log-prob fell by more than this since they were scored (nats, "
+        "mean over tokens)",
         None,
     )
     router_loss_coef: float = flag("weight of the load-balancing loss of a mixture-of-experts actor", 0.0)
@@ -106,17 +107,19 @@ class AlgorithmFlags:
     )
     missing_eos_penalty: float = flag("subtracted from the score of an answer cut by the length limit", 0.0)
     overlong_buffer: int = flag("tokens before the length limit over which --overlong_penalty grows; 0 = off", 0)
-    overlong_penalty: float = flag("subtracted from the score of an answer of the greatest length", 1.0)
+    overlong_penalty: float = flag(
+        "subtracted from the score of an answer of the greatest length; it grows to this over --overlong_buffer", 1.0
+    )
     mask_truncated_answers: bool = flag("answers cut by the length limit do not train the policy", False)
     dynamic_sampling: bool = flag(
         "drop prompts whose answers all get the same score, and sample others until the PPO step is full", False
     )
     dynamic_sampling_rounds: int = flag("most rounds of sampling for a PPO step; then dropped prompts fill it", 8)
     target_kl: float | None = flag(
-        "leave out the rest of a PPO step's updates once the KL of one (k3, nats a token) is above this", None
+        "end a PPO step's updates after one whose KL (k3, nats per token) is above this", None
     )
     max_log_ratio: float | None = flag(
-        "an update in which a token's log-ratio is beyond this is not applied, and the PPO step ends there", None
+        "do not apply an update in which a token's log-ratio is beyond +- this, and end the PPO step's updates", None
     )
 
     def __post_init__(self) -> None:

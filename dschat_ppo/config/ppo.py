@@ -27,21 +27,21 @@ class PPOFlags:
 
     actor_model_name_or_path: str = flag("SFT model: the actor starts from it, the reference stays it")
     critic_model_name_or_path: str | None = flag(
-        "reward model: the critic starts from it, the reward stays it (unless --reward_model_name_or_path names "
-        "another). Not needed where there is neither a critic nor a learned reward; without a learned reward a model "
-        "without a score head gets a new one",
+        "reward model: the critic starts from it, and it gives the reward unless --reward_model_name_or_path names "
+        "another. Not needed with neither a critic nor a learned reward. With --use_reward_model False it may lack a "
+        "score head: the critic gets a new one",
         None,
     )
 
     per_device_generation_batch_size: int = flag(
-        "prompts per device; times --generation_batches, those of one PPO step", 16
+        "prompts per device; times --generation_batches: the prompts per device of one PPO step", 16
     )
     per_device_training_batch_size: int = flag(
         "rows of a PPO micro-batch on one device, if they are at their longest (see --micro_batch_tokens)",
         16,
     )
     micro_batch_tokens: int = flag(
-        "most tokens of one forward pass of scoring and training, padding included; shorter rows go more to a pass. "
+        "most tokens of one forward pass of scoring and training, padding included, so a pass takes more short rows. "
         "0: --per_device_training_batch_size x (--max_prompt_seq_len + --max_answer_seq_len)",
         0,
     )

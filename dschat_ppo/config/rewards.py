@@ -17,11 +17,13 @@ class RewardSourceFlags:
 
     use_reward_model: bool = flag("score with a learned reward; False: with functions or a remote service alone", True)
     reward_model_name_or_path: str | None = flag(
-        "reward model other than the critic's start, with a tokenizer of its own; not given: the critic's", None
+        "reward model, where it is not what the critic starts from; its tokenizer may be another than the actor's", None
     )
     reward_model_weight: float = flag("weight of the learned reward; 0: only reported", 1.0)
     reward_model_max_length: int | None = flag(
-        "most tokens of a row of --reward_model_name_or_path, cut on the left; not given: the positions it knows", None
+        "most tokens of a row for a --reward_model_name_or_path with a tokenizer of its own; longer rows lose their "
+        "start. Not given: the positions that it knows",
+        None,
     )
     reward_function: list[str] = flag_list(
         "functions that score: path.py:name, module.path:name or the name of a shipped rule, each with ?key=value "
