@@ -45,7 +45,9 @@ class TokenRows:
     eval: Dataset | None
 
 
-def fit_row(prompt: list[int], answers: list[list[int]], limit: int, policy: str) -> tuple[list[int], Any, str]:
+def fit_row(
+    prompt: list[int], answers: list[list[int]], limit: int, policy: str
+) -> tuple[list[int], list[list[int]], str]:
     """Apply the length limit to one row, prompt and longest answer together.
 
     Args:

@@ -277,8 +277,8 @@ class PPOTrainer:
             )
 
     def _sums_of(self, ranks: RankStates) -> MetricSums:
-        """This rank's part; on another number of ranks the first takes what all of them have measured, and the others
-        its names, without which their next `reduce` would be another collective than the first rank's."""
+        """This rank's part. On another number of ranks the first one takes what all of them have measured; the others
+        take the same names with nothing counted, so that `reduce` is one collective on all ranks."""
         if ranks.own is not None:
             return MetricSums.restored([ranks.own["sums"]], self.device)
         sums = MetricSums.restored([state["sums"] for state in ranks.read_all()], self.device)
