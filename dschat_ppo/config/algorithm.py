@@ -124,33 +124,14 @@ class AlgorithmFlags:
 
     def __post_init__(self) -> None:
         require_positive(
-            clip_eps=self.clip_eps,
-            clip_eps_low=self.clip_eps_low,
-            clip_eps_high=self.clip_eps_high,
-            sapo_tau_positive=self.sapo_tau_positive,
-            sapo_tau_negative=self.sapo_tau_negative,
-            entropy_delta=self.entropy_delta,
-            entropy_coef_max=self.entropy_coef_max,
-            kl_target=self.kl_target,
-            target_kl=self.target_kl,
-            max_log_ratio=self.max_log_ratio,
-            kl_horizon=self.kl_horizon,
-            dynamic_sampling_rounds=self.dynamic_sampling_rounds,
+            self,
+            "clip_eps clip_eps_low clip_eps_high sapo_tau_positive sapo_tau_negative entropy_delta entropy_coef_max "
+            "kl_target target_kl max_log_ratio kl_horizon dynamic_sampling_rounds",
         )
         require_not_negative(
-            value_clip_eps=self.value_clip_eps,
-            critic_warmup_rollouts=self.critic_warmup_rollouts,
-            entropy_coef=self.entropy_coef,
-            entropy_target=self.entropy_target,
-            kl_coef=self.kl_coef,
-            kl_loss_coef=self.kl_loss_coef,
-            kl_cov_coef=self.kl_cov_coef,
-            off_policy_delta=self.off_policy_delta,
-            router_loss_coef=self.router_loss_coef,
-            reward_clip=self.reward_clip,
-            missing_eos_penalty=self.missing_eos_penalty,
-            overlong_buffer=self.overlong_buffer,
-            overlong_penalty=self.overlong_penalty,
+            self,
+            "value_clip_eps critic_warmup_rollouts entropy_coef entropy_target kl_coef kl_loss_coef kl_cov_coef "
+            "off_policy_delta router_loss_coef reward_clip missing_eos_penalty overlong_buffer overlong_penalty",
         )
         for name, value in (("gamma", self.gamma), ("gae_lambda", self.gae_lambda)):
             require(0 <= value <= 1, f"--{name} must lie between 0 and 1, got {value}")

@@ -132,34 +132,17 @@ class PPOFlags:
 
     def __post_init__(self) -> None:
         require_positive(
-            per_device_generation_batch_size=self.per_device_generation_batch_size,
-            per_device_training_batch_size=self.per_device_training_batch_size,
-            generation_batches=self.generation_batches,
-            ppo_epochs=self.ppo_epochs,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            num_train_epochs=self.num_train_epochs,
-            max_prompt_seq_len=self.max_prompt_seq_len,
-            max_answer_seq_len=self.max_answer_seq_len,
-            temperature=self.temperature,
-            actor_learning_rate=self.actor_learning_rate,
-            critic_learning_rate=self.critic_learning_rate,
-            print_answers_interval=self.print_answers_interval,
-            n_samples_per_prompt=self.n_samples_per_prompt,
-            repetition_penalty=self.repetition_penalty,
+            self,
+            "per_device_generation_batch_size per_device_training_batch_size generation_batches ppo_epochs "
+            "gradient_accumulation_steps num_train_epochs max_prompt_seq_len max_answer_seq_len temperature "
+            "actor_learning_rate critic_learning_rate print_answers_interval n_samples_per_prompt repetition_penalty",
         )
         require_not_negative(
-            micro_batch_tokens=self.micro_batch_tokens,
-            top_k=self.top_k,
-            min_answer_seq_len=self.min_answer_seq_len,
-            rollout_rows=self.rollout_rows,
-            unsup_coef=self.unsup_coef,
-            actor_weight_decay=self.actor_weight_decay,
-            critic_weight_decay=self.critic_weight_decay,
-            num_warmup_steps=self.num_warmup_steps,
-            test_stop_step=self.test_stop_step,
-            max_grad_norm=self.max_grad_norm,
+            self,
+            "micro_batch_tokens top_k min_answer_seq_len rollout_rows unsup_coef actor_weight_decay "
+            "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm",
         )
-        require_fraction(actor_dropout=self.actor_dropout, critic_dropout=self.critic_dropout, ema_decay=self.ema_decay)
+        require_fraction(self, "actor_dropout critic_dropout ema_decay")
         require(0 <= self.min_p < 1, f"--min_p must be at least 0 and below 1, got {self.min_p}")
         require(0 < self.top_p <= 1, f"--top_p must be above 0 and at most 1, got {self.top_p}")
         self._check_combinations()

@@ -48,8 +48,8 @@ class RewardFlags:
     print_loss: bool = flag("print the loss of every step (a line is printed each step in any case)", False)
 
     def __post_init__(self) -> None:
-        require_not_negative(center_rewards_coef=self.center_rewards_coef, label_smoothing=self.label_smoothing)
-        require_positive(beta=self.beta, nll_coef=self.nll_coef)
+        require_not_negative(self, "center_rewards_coef label_smoothing")
+        require_positive(self, "beta nll_coef")
         defaults = {field.name: field.default for field in fields(self)}
         for name, objectives in ONLY_FOR.items():
             value = vars(self)[name]

@@ -41,13 +41,10 @@ class RewardSourceFlags:
 
     def __post_init__(self) -> None:
         require_positive(
-            reward_model_max_length=self.reward_model_max_length,
-            reward_workers=self.reward_workers,
-            reward_timeout=self.reward_timeout,
-            remote_reward_timeout=self.remote_reward_timeout,
-            remote_reward_batch_size=self.remote_reward_batch_size,
+            self,
+            "reward_model_max_length reward_workers reward_timeout remote_reward_timeout remote_reward_batch_size",
         )
-        require_not_negative(remote_reward_retries=self.remote_reward_retries)
+        require_not_negative(self, "remote_reward_retries")
         for name, value in (
             ("reward_model_weight", self.reward_model_weight),
             ("reward_default", self.reward_default),
