@@ -18,7 +18,7 @@ from dschat_ppo.algorithms.advantages import gae, token_rewards
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.masked import masked_whiten
 from dschat_ppo.algorithms.policy_loss import PolicyLossSettings, PolicyTerms, ppo
-from dschat_ppo.algorithms.value_loss import clipped_value_loss
+from dschat_ppo.algorithms.value_loss import value_losses
 from dschat_ppo.engine.build import optimizer_step
 from dschat_ppo.trainers.ppo import PPOTrainer
 
@@ -86,7 +86,7 @@ def step(trainer: PPOTrainer, work: Workload) -> None:
 
     def critic_loss(_: int) -> Tensor:
         now = values_of(critic, ids, mask)[:, prompt - 1 : -1]
-        return clipped_value_loss(now, values, returns, response_mask, flags.value_clip_eps, count).loss
+        return value_losses(now, values, returns, response_mask, flags.value_clip_eps)[0].sum() / count
 
     assert optimizer_step(engines.actor, [0], actor_loss).applied
     assert optimizer_step(engines.critic, [0], critic_loss).applied

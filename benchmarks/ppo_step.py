@@ -34,6 +34,7 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
+from dschat_ppo.experience.mini_dataset import gather_rows
 from dschat_ppo.models.loading import load_tokenizer
 from dschat_ppo.rewards.build import build_sources
 from dschat_ppo.rollout.generator import generate
@@ -74,8 +75,8 @@ def our_step(trainer: PPOTrainer, work: Workload) -> None:
     with trainer.engines.hybrid.generating() as model:
         rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), how, limits=work.answer_lengths)
     assert int(rollout.response_mask.sum()) == work.tokens
-    trainer.mini_dataset.add(trainer.collector.score(rollout, list(range(BATCH)), 0, step=1))
-    trainer.update(trainer.shaping.experience(trainer.mini_dataset.collect(), step=1), step=1)
+    rows = gather_rows(trainer.collector.score(rollout, list(range(BATCH)), 0, step=1))
+    trainer.update(trainer.shaping.experience(rows, step=1))
 
 
 def ways_of(trainer: PPOTrainer, work: Workload) -> dict[str, Any]:

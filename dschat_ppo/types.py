@@ -17,6 +17,7 @@ Rows = TypeVar("Rows", "PromptBatch", "Rollout", "ScoredRollout", "Experience")
 
 Record = TypeVar("Record")
 
+# Of the fields of a record these are (B, P), these have one entry a row, and all others are (B, R), right-padded.
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
 PER_ROW = ("finish_reason", "source_scores", "scores", "baselines", "groups")
 

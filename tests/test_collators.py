@@ -9,6 +9,7 @@ from dschat_ppo.data.collators import (
     collate_preferences,
     collate_prompts,
     collate_sft,
+    right_padded,
     rows_at,
     with_reference,
 )
@@ -34,6 +35,12 @@ def pair_rows() -> Dataset:
             {"prompt_ids": [7], "answers": [[8, 0], [0]], "margin": 2.0},
         ]
     )
+
+
+def test_right_padded():
+    ids, lengths = right_padded([[1], [2, 3, 4], [5, 6]], 9)
+    assert ids.tolist() == [[1, 9, 9], [2, 3, 4], [5, 6, 9]]
+    assert lengths.tolist() == [1, 3, 2]
 
 
 def test_sft_rows_are_right_padded_to_the_longest():

@@ -7,6 +7,7 @@ import torch
 
 from dschat_ppo.data.sampler import RowStream
 from dschat_ppo.errors import RolloutGivenUp
+from dschat_ppo.trainers import collector as collector_module
 from dschat_ppo.trainers.collector import Collector
 
 
@@ -24,6 +25,11 @@ class Asked:
         return self.seen >= self.number
 
 
+@pytest.fixture(autouse=True)
+def _noted_gathering(monkeypatch):
+    monkeypatch.setattr(collector_module, "gather_rows", lambda rows: rows.did.append("gather") or rows)
+
+
 def collector_of(rounds: int) -> tuple[Collector, list[str]]:
     """One whose pool wants `rounds` rounds (0: no pool), and what it does."""
     did: list[str] = []
@@ -31,9 +37,8 @@ def collector_of(rounds: int) -> tuple[Collector, list[str]]:
     collector.plan = SimpleNamespace(prompts_per_rank=2, samples=1)
     collector.stream, collector.rounds = RowStream(8, 1), rounds
     collector.rollout = lambda indices, step, number=0: did.append(f"rollout {number}")
-    collector.score = lambda rollout, indices, first, step: did.append("score")
-    rows = SimpleNamespace(scores=torch.zeros(2))
-    collector.mini_dataset = SimpleNamespace(add=lambda rows: did.append("add"), collect=lambda: rows)
+    rows = SimpleNamespace(scores=torch.zeros(2), did=did)
+    collector.score = lambda rollout, indices, first, step: did.append("score") or rows
     collector.judge = SimpleNamespace(mixture=SimpleNamespace(take_faults=lambda: 0))
     collector.pool = None
     if rounds:
@@ -46,9 +51,9 @@ def collector_of(rounds: int) -> tuple[Collector, list[str]]:
     ("rounds", "asked", "expected"),
     [
         (0, 1, ["rollout 0"]),
-        (0, 2, ["rollout 0", "score", "add"]),
-        (2, 2, ["rollout 0", "score", "add", "rollout 1"]),
-        (2, 3, ["rollout 0", "score", "add", "rollout 1", "score", "add"]),
+        (0, 2, ["rollout 0", "score", "gather"]),
+        (2, 2, ["rollout 0", "score", "gather", "rollout 1"]),
+        (2, 3, ["rollout 0", "score", "gather", "rollout 1", "score", "gather"]),
     ],
 )
 def test_it_is_given_up_before_and_after_scoring(rounds, asked, expected):
@@ -62,4 +67,4 @@ def test_without_a_request_the_rows_are_handed_over():
     collector, did = collector_of(0)
     rows, metrics = collector.collect(1, Asked(99))
     assert rows.scores.tolist() == [0, 0] and metrics == {"reward/function_faults": 0}
-    assert did == ["rollout 0", "score", "add"]
+    assert did == ["rollout 0", "score", "gather"]

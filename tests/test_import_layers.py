@@ -1,6 +1,7 @@
 """Imports go down only: the layers of the package, read from its sources."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,20 @@ def test_algorithms_import_torch_and_themselves_alone(module):
 def test_configuration_imports_no_torch(module):
     for line, name in imports_of(module):
         assert name.split(".")[0] not in ("torch", "deepspeed", "datasets"), f"{module}:{line} imports {name}"
+
+
+def modules_of(package: str) -> set[str]:
+    return {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
+
+
+def test_the_architecture_names_every_layer_package_and_module():
+    text = (Path(__file__).parent.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
+    assert {package: int(layer) for layer, package, _ in rows} == LAYER_OF
+    generation = text.partition("## How answers are generated")[2].partition("A *bank*")[0]
+    for _, package, cell in rows:
+        named = re.findall(r"`(\w+)\.py`", generation.replace("rollout/", "")) if package == "rollout" else None
+        assert set(re.findall(r"`(\w+)`", cell) if named is None else named) == modules_of(package), package
 
 
 def test_the_reader_of_imports_sees_some():

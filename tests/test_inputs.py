@@ -21,7 +21,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.fingerprint import BLOCK_BYTES, BLOCKS, model_fingerprint
-from dschat_ppo.trainers.fit import fit_inputs
+from dschat_ppo.trainers.fit_run import fit_inputs
 from dschat_ppo.trainers.inputs import Inputs, contents_of, function_files
 from dschat_ppo.trainers.ppo_run import inputs_of
 from dschat_ppo.trainers.ptx import TextBatches

@@ -7,8 +7,8 @@ import torch
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
-from dschat_ppo.experience.mini_dataset import MiniDataset
-from dschat_ppo.types import Experience
+from dschat_ppo.experience.mini_dataset import MiniDataset, gather_rows
+from dschat_ppo.types import Experience, concat_rows
 
 LENGTHS = (3, 1, 4, 0, 2, 5, 1, 3)
 CUT = 4  # a row that trains no policy
@@ -50,11 +50,9 @@ def experience(rows: range) -> Experience:
 
 
 def collected(rows_per_update=2, budget=1000, seed=0) -> tuple[MiniDataset, Experience]:
-    """Rows 0 to 7, brought in three calls of different widths."""
-    dataset = MiniDataset(rows_per_update, budget, LONGEST, seed)
-    for rows in (range(3), range(3, 4), range(4, 8)):
-        dataset.add(experience(rows))
-    return dataset, dataset.collect()
+    """Rows 0 to 7, put together from parts of different widths."""
+    rows = gather_rows(concat_rows([experience(part) for part in (range(3), range(3, 4), range(4, 8))]))
+    return MiniDataset(rows_per_update, budget, LONGEST, seed), rows
 
 
 def served(updates) -> list[int]:
@@ -73,17 +71,11 @@ def check_row(part: Experience, place: int) -> None:
     assert part.ended[place].item() is (row % 2 == 0)
 
 
-def test_collect_keeps_all_rows_in_order():
+def test_one_rank_gathers_all_its_rows_in_order():
     _, rows = collected()
     assert rows.scores.tolist() == list(range(8))
     for place in range(8):
         check_row(rows, place)
-
-
-def test_collect_empties_the_cache():
-    dataset, _ = collected()
-    dataset.add(experience(range(2)))
-    assert dataset.collect().scores.tolist() == [0.0, 1.0]
 
 
 def tokens_of(row: int) -> int:
@@ -152,9 +144,7 @@ def test_a_rank_with_fewer_micro_batches_fills_up_with_rows_that_count_for_nothi
     # Rows 5, 2, 7, 0 have 8, 7, 5, 4 tokens: rank 0 is dealt 5 and 0, rank 1 is dealt 2 and 7. In 14 tokens, 2 and 7
     # make one pass, 5 and 0 two.
     dataset = MiniDataset(4, 14, LONGEST, 0)
-    for row in (0, 2, 5, 7):
-        dataset.add(experience(range(row, row + 1)))
-    rows = dataset.collect()
+    rows = concat_rows([experience(range(row, row + 1)) for row in (0, 2, 5, 7)])
     ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
     sizes = [[part.scores.tolist() for part in rank[0].micro_batches] for rank in ranks]
     assert sizes == [[[5.0], [0.0]], [[2.0, 7.0], [0.0]]]
@@ -196,8 +186,7 @@ def test_denominators_count_the_whole_update():
 
 def test_denominators_of_empty_answers_can_divide():
     dataset = MiniDataset(1, 8, LONGEST, 0)
-    dataset.add(experience(range(3, 4)))
-    [update] = dataset.updates(dataset.collect(), ppo_epochs=1, step=1)
+    [update] = dataset.updates(experience(range(3, 4)), ppo_epochs=1, step=1)
     assert update.over == Denominators(1.0, 1.0, LONGEST)
     assert update.value_tokens == 1.0
     assert update.micro_batches[0].advantages.tolist() == [[0.0]]

@@ -16,6 +16,7 @@ from dschat_ppo.checkpoint.resumable import RankStates
 from dschat_ppo.checkpoint.storage import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.config.algorithm import AlgorithmFlags
 from dschat_ppo.errors import RolloutGivenUp, StopRequested
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.writers import MetricsWriter
@@ -69,7 +70,7 @@ class World:
         self.bad_steps, self.applied, self.ends_at, self.stop_at_boundary = (), ("actor", "critic"), None, None
         self.asked_in_step = None
         self.trainer = trainer = object.__new__(PPOTrainer)
-        flags = SimpleNamespace(has_critic=True, has_reference=True, policy_loss="ppo", entropy_target=10.0)
+        flags = AlgorithmFlags(entropy_target=10.0)
         ppo_flags = SimpleNamespace(ppo_epochs=2)
         trainer.config = SimpleNamespace(ppo=ppo_flags, algorithm=flags, recompute_old_logprobs=False)
         trainer.plan = SimpleNamespace(ppo_steps=steps, warmup_rollouts=1, global_batch=4)
@@ -299,7 +300,7 @@ def test_what_the_saved_run_did_not_have_begins_and_what_this_one_has_not_is_lef
     plain, full = World(), World()
     plain.trainer.engines.actor_average = plain.trainer.texts = plain.trainer.validation = None
     plain.trainer.entropy_coef = ppo.FixedCoefficient(0.25)
-    plain.trainer.config.algorithm.entropy_target = None
+    plain.trainer.config.algorithm = AlgorithmFlags()
     without, ranks = plain.trainer.shared_state(), alone(plain.trainer.rank_state())
     full.trainer.load_state(without, ranks)
     assert full.did == ["average begins"] and full.trainer.validation.best is None

@@ -5,9 +5,10 @@ import torch
 from conftest import tiny_config
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
+from dschat_ppo.data.collators import right_padded
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.rewards import model as rewards_model
-from dschat_ppo.rewards.model import ForeignModelReward, ModelReward, right_padded, scores_in_batches
+from dschat_ppo.rewards.model import ForeignModelReward, ModelReward, scores_in_batches
 from dschat_ppo.rewards.request import RewardRequest
 from dschat_ppo.types import Rollout
 
@@ -55,9 +56,9 @@ class Counting:
 def test_rows_in_passes_of_a_budget(engine):
     rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [15, 16], [17] * 5]
     counting = Counting(engine)
-    scores = scores_in_batches(counting, *right_padded(rows, 0), 13)  # 13 // 6 = 2 rows to a pass, longest first
+    scores = scores_in_batches(counting, *right_padded(rows, 0), 13)  # 13 // 6 = 2 rows, then up to 13 // 3 = 4
     assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
-    assert counting.shapes == [(2, 6), (2, 3), (1, 1)]
+    assert counting.shapes == [(2, 6), (3, 3)]
     assert scores.dtype == torch.float32
     counting.shapes.clear()
     scores_in_batches(counting, *right_padded(rows, 0), 1)
@@ -77,12 +78,6 @@ def test_a_rank_with_fewer_passes_repeats_its_last(engine, monkeypatch):
     assert asked == [(2, "max")]
     assert counting.shapes == [(2, 3), (1, 1), (1, 1), (1, 1)]
     assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
-
-
-def test_right_padded():
-    ids, lengths = right_padded([[1], [2, 3, 4], [5, 6]], 9)
-    assert ids.tolist() == [[1, 9, 9], [2, 3, 4], [5, 6, 9]]
-    assert lengths.tolist() == [1, 3, 2]
 
 
 def test_a_model_of_the_actors_vocabulary(engine):

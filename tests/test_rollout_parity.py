@@ -126,12 +126,12 @@ def no_cap_in_steps(monkeypatch):
 
 
 def positions_one_later(monkeypatch):
-    original = continuous.position_arguments_at
+    original = continuous.position_arguments
 
     def later(model, positions):
         return original(model, positions + (positions.shape[1] == 1))
 
-    monkeypatch.setattr(continuous, "position_arguments_at", later)
+    monkeypatch.setattr(continuous, "position_arguments", later)
 
 
 def keys_of_another_row(monkeypatch):

@@ -1,16 +1,24 @@
 """The clipped value loss: by hand, against a loop, and its gradient by finite differences."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.algorithms.value_loss import clipped_value_loss, value_losses
+from dschat_ppo.algorithms.value_loss import value_losses
 
 LENGTHS = (5, 3, 0, 1)
 
 
 def ragged_mask(lengths=LENGTHS, width=5) -> torch.Tensor:
     return torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+
+
+def clipped_value_loss(values, old_values, returns, mask, clip_eps, num_tokens) -> SimpleNamespace:
+    """The losses of tokens as the critic's loss takes them: their sum, over the tokens of the whole step."""
+    losses, clipped = value_losses(values, old_values, returns, mask, clip_eps)
+    return SimpleNamespace(loss=losses.sum() / num_tokens, clipped=clipped)
 
 
 def random_inputs(dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

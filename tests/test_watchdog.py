@@ -15,7 +15,7 @@ from dschat_ppo.common.failure import TO_GO_ON, Board
 SCRIPT = """
 import ctypes, os, sys, threading, time
 from pathlib import Path
-from dschat_ppo.common import failure, rank_log, watchdog
+from dschat_ppo.common import failure, progress, rank_log, watchdog
 from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.common.phases import announce_step
 
@@ -46,7 +46,7 @@ def train(_):
         watchdog._WATCH[-1].board.claim(0)
     if case == "beats":
         for _ in range(25):
-            watchdog.beat()
+            progress.beat()
             time.sleep(0.1)
     elif case == "lock":
         in_c_code()

@@ -1,8 +1,8 @@
 """Advantage estimators by name: one line here for each, and one function of `AdvantageInputs`.
 
 Each returns (advantages, returns), both (B, R) fp32 and 0 outside the mask. `returns` are the critic's targets for gae;
-the others report the discounted return-to-go there. Nothing is whitened here: the caller does it over the tokens of all
-ranks, for `WHITENED_ESTIMATORS`.
+the others report the discounted return-to-go there. Nothing is whitened here: the caller does it, over the tokens of
+all ranks (`WHITENED` in `config/algorithm.py`).
 """
 
 from __future__ import annotations
@@ -107,10 +107,6 @@ ESTIMATORS: dict[str, Estimator] = {
     "gpg": gpg,
     "grpo_pass_at_k": grpo_pass_at_k,
 }
-
-CRITIC_ESTIMATORS = {"gae"}
-GROUP_ESTIMATORS = {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_at_k"}
-WHITENED_ESTIMATORS = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 
 def _returns(inputs: AdvantageInputs) -> Tensor:

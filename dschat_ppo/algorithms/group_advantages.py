@@ -119,6 +119,18 @@ def lead_of_the_best(group: GroupScores) -> Tensor:
     return torch.where(is_best & alone, -_spread_max(others, group.index), 0.0)
 
 
+def groups_that_differ(scores: Tensor, groups: Tensor) -> Tensor:
+    """(B,) bool, True on rows of a group whose scores are not all equal, or not all finite.
+
+    Args:
+        scores: (B,) fp32.
+        groups: (B,) int64, any number for each group, rows in any order.
+    """
+    index = torch.unique(groups, return_inverse=True)[1]
+    spread = _spread_max(scores, index) + _spread_max(-scores, index)
+    return (spread > 0) | ~spread.isfinite()
+
+
 def _spread_sum(values: Tensor, index: Tensor) -> Tensor:
     """(B,) each row's group's sum of `values`."""
     return torch.zeros_like(values).index_add(0, index, values)[index]

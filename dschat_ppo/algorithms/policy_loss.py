@@ -168,8 +168,6 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTerms, PolicyLossSettings], TokenLosses
     "kl_cov": kl_cov,
 }
 
-SEQUENCE_LOSSES = {"gspo", "gmpo", "sapo"}  # their papers aggregate by seq_mean_token_mean
-
 
 def _clipped_surrogate(ratio: Tensor, terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     advantages = zero_outside(terms.advantages, terms.mask)

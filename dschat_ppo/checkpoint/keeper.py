@@ -23,6 +23,7 @@ from dschat_ppo.checkpoint.resumable import RankStates, Resumable
 from dschat_ppo.checkpoint.storage import load_state, save_state
 from dschat_ppo.checkpoint.universal import load_engine_resharded
 from dschat_ppo.common import dist, stopping
+from dschat_ppo.common.durable import PARTIAL
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.safety import SafetyFlags
@@ -199,7 +200,7 @@ class Keeper:
             return {}, str(problem)
 
     def _partial(self, name: str) -> Path:
-        return self._folder.root / f"{name}.partial"
+        return self._folder.root / f"{name}{PARTIAL}"
 
     def _make_folders(self, name: str) -> None:
         folder = self._folder.partial(name)

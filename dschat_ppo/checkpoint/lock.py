@@ -56,10 +56,10 @@ class RunLock:
         locked = dist.broadcast_object(first[0] is not None)
         mine = first if dist.is_main() or not locked else _take_shared(folder)
         lock = cls(mine[0])
-        problems = [problem for problem in dist.gather_objects(mine[1]) if problem]
-        if problems:
+        problem = dist.first_problem(mine[1])
+        if problem is not None:
             lock.release()
-            raise UserError(problems[0])
+            raise UserError(problem)
         if not locked:
             logger().warning(f"--output_dir {folder}: its file system has no locks, so a second run is not kept out")
         return lock

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: each is written beside its place, synced to the disk, and then renamed into it."""
+"""A state as a file: nested tensors and plain values, written durably, read without executing anything; checksums."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def barrier() -> None:
 
 
 def all_reduce(value: Tensor, op: str = "sum") -> Tensor:
-    """`value` reduced over all ranks: "sum", "max" or "min". A new tensor of the same shape and dtype."""
+    """`value` reduced over all ranks by "sum" or "max". A new tensor of the same shape and dtype."""
     result = value.clone()
     if torch_dist.is_initialized() and world_size() > 1:
         torch_dist.all_reduce(result, op=getattr(torch_dist.ReduceOp, op.upper()))
@@ -133,6 +133,11 @@ def gather_objects(value: Any) -> list[Any]:
     box: list[Any] = [None] * world_size()
     torch_dist.all_gather_object(box, value)
     return box
+
+
+def first_problem(problem: str | None) -> str | None:
+    """What the first rank that has a problem says of it, on every rank; None if no rank has one. Collective."""
+    return next((found for found in gather_objects(problem) if found), None)
 
 
 @contextmanager

@@ -19,19 +19,17 @@ def seed_everything(seed: int) -> None:
 
 def seed_this_rank(seed: int) -> None:
     """Give torch's default stream (dropout) a seed of this rank's own, once the weights are made."""
-    torch.manual_seed(rank_generator(seed, "cpu").initial_seed())
-
-
-def rank_generator(seed: int, device: torch.device | str) -> torch.Generator:
-    """A stream of this rank's own on `device`, reproducible from `seed`: ranks draw uncorrelated samples."""
-    mixed = np.random.SeedSequence([seed, rank()]).generate_state(1, dtype=np.uint64)[0]
-    return torch.Generator(device=device).manual_seed(int(mixed >> np.uint64(1)))
+    torch.manual_seed(_mixed(seed, rank()))
 
 
 def shared_generator(seed: int, *path: int) -> torch.Generator:
     """A CPU stream that is the same on every rank; `path` (epoch, step, ...) separates its uses."""
-    mixed = np.random.SeedSequence([seed, *path]).generate_state(1, dtype=np.uint64)[0]
-    return torch.Generator().manual_seed(int(mixed >> np.uint64(1)))
+    return torch.Generator().manual_seed(_mixed(seed, *path))
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed of 63 bits, made of all the numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, dtype=np.uint64)[0] >> np.uint64(1))
 
 
 def splitmix64(state: np.ndarray) -> np.ndarray:

@@ -22,10 +22,7 @@ from dschat_ppo.common import dist, progress, stopping
 from dschat_ppo.common.failure import RANK_LOST, TO_GO_ON, USER_ERROR, Board, Claim
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import where
-from dschat_ppo.common.progress import beat, patient
 from dschat_ppo.common.rank_log import to_log
-
-__all__ = ["beat", "give_up", "patient", "start", "stop", "watch"]
 
 POLL_SECONDS = 0.5
 _TURN_SECONDS = 0.25  # of each rank, to write its stacks
@@ -55,7 +52,7 @@ class _Watch:
         """Count from now."""
         self.limit = seconds
         progress.heed(self._arm)
-        beat()
+        progress.beat()
 
     def end(self) -> None:
         """Stop looking."""

@@ -104,15 +104,18 @@ class PPOPlan:
 
     @property
     def updates_per_rollout(self) -> int:
+        """Optimizer steps of one PPO step."""
         return self.rollout_rows // self.global_batch * self.ppo_epochs
 
     @property
     def ppo_steps(self) -> int:
+        """PPO steps of the run, the last one filled up; no more than the test mode makes."""
         steps = -(-self.prompts * self.train_epochs // self.rollout_prompts)
         return min(steps, self.stop_step) if self.stop_step else steps
 
     @property
     def total_updates(self) -> int:
+        """Optimizer steps of the run."""
         return self.ppo_steps * self.updates_per_rollout
 
     @property
@@ -121,7 +124,6 @@ class PPOPlan:
         return (self.ppo_steps - self.warmup_rollouts) * self.updates_per_rollout
 
     def table(self) -> list[tuple[str, str]]:
-        per_epoch = self.rollout_rows // self.global_batch
         return [
             ("prompts", f"{self.prompts}"),
             ("ranks", f"{self.world_size}"),
@@ -141,7 +143,7 @@ class PPOPlan:
             ),
             (
                 "updates per PPO step",
-                f"{self.rollout_rows} / {self.global_batch} x {self.ppo_epochs} = {per_epoch * self.ppo_epochs}",
+                f"{self.rollout_rows} / {self.global_batch} x {self.ppo_epochs} = {self.updates_per_rollout}",
             ),
             ("PPO steps", f"{self.ppo_steps}"),
             (
@@ -183,8 +185,7 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         f"--critic_warmup_rollouts {warmup_rollouts} is not below the {plan.ppo_steps} PPO steps of this run: the "
         "actor would never be trained",
     )
-    per_update = plan.micro_batch * plan.accumulation
-    made, taken = plan.rows_per_rank, per_update
+    made, taken = plan.rows_per_rank, plan.micro_batch * plan.accumulation
     require(
         made % taken == 0,
         "the rows of a PPO step are not a whole number of optimizer steps: "

@@ -27,21 +27,21 @@ class PPOFlags:
 
     actor_model_name_or_path: str = flag("SFT model: the actor starts from it, the reference stays it")
     critic_model_name_or_path: str | None = flag(
-        "reward model: the critic starts from it, the reward stays it (unless --reward_model_name_or_path names "
-        "another). Not needed where there is neither a critic nor a learned reward; without a learned reward a model "
-        "without a score head gets a new one",
+        "reward model: the critic starts from it, and it gives the reward unless --reward_model_name_or_path names "
+        "another. Not needed with neither a critic nor a learned reward. With --use_reward_model False it may lack a "
+        "score head: the critic gets a new one",
         None,
     )
 
     per_device_generation_batch_size: int = flag(
-        "prompts per device; times --generation_batches, those of one PPO step", 16
+        "prompts per device; times --generation_batches: the prompts per device of one PPO step", 16
     )
     per_device_training_batch_size: int = flag(
         "rows of a PPO micro-batch on one device, if they are at their longest (see --micro_batch_tokens)",
         16,
     )
     micro_batch_tokens: int = flag(
-        "most tokens of one forward pass of scoring and training, padding included; shorter rows go more to a pass. "
+        "most tokens of one forward pass of scoring and training, padding included, so a pass takes more short rows. "
         "0: --per_device_training_batch_size x (--max_prompt_seq_len + --max_answer_seq_len)",
         0,
     )
@@ -132,34 +132,17 @@ class PPOFlags:
 
     def __post_init__(self) -> None:
         require_positive(
-            per_device_generation_batch_size=self.per_device_generation_batch_size,
-            per_device_training_batch_size=self.per_device_training_batch_size,
-            generation_batches=self.generation_batches,
-            ppo_epochs=self.ppo_epochs,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            num_train_epochs=self.num_train_epochs,
-            max_prompt_seq_len=self.max_prompt_seq_len,
-            max_answer_seq_len=self.max_answer_seq_len,
-            temperature=self.temperature,
-            actor_learning_rate=self.actor_learning_rate,
-            critic_learning_rate=self.critic_learning_rate,
-            print_answers_interval=self.print_answers_interval,
-            n_samples_per_prompt=self.n_samples_per_prompt,
-            repetition_penalty=self.repetition_penalty,
+            self,
+            "per_device_generation_batch_size per_device_training_batch_size generation_batches ppo_epochs "
+            "gradient_accumulation_steps num_train_epochs max_prompt_seq_len max_answer_seq_len temperature "
+            "actor_learning_rate critic_learning_rate print_answers_interval n_samples_per_prompt repetition_penalty",
         )
         require_not_negative(
-            micro_batch_tokens=self.micro_batch_tokens,
-            top_k=self.top_k,
-            min_answer_seq_len=self.min_answer_seq_len,
-            rollout_rows=self.rollout_rows,
-            unsup_coef=self.unsup_coef,
-            actor_weight_decay=self.actor_weight_decay,
-            critic_weight_decay=self.critic_weight_decay,
-            num_warmup_steps=self.num_warmup_steps,
-            test_stop_step=self.test_stop_step,
-            max_grad_norm=self.max_grad_norm,
+            self,
+            "micro_batch_tokens top_k min_answer_seq_len rollout_rows unsup_coef actor_weight_decay "
+            "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm",
         )
-        require_fraction(actor_dropout=self.actor_dropout, critic_dropout=self.critic_dropout, ema_decay=self.ema_decay)
+        require_fraction(self, "actor_dropout critic_dropout ema_decay")
         require(0 <= self.min_p < 1, f"--min_p must be at least 0 and below 1, got {self.min_p}")
         require(0 < self.top_p <= 1, f"--top_p must be above 0 and at most 1, got {self.top_p}")
         self._check_combinations()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from dschat_ppo.config.schema import flag, require, require_not_negative, require_positive
 
@@ -48,13 +48,15 @@ class RewardFlags:
     print_loss: bool = flag("print the loss of every step (a line is printed each step in any case)", False)
 
     def __post_init__(self) -> None:
-        require_not_negative(center_rewards_coef=self.center_rewards_coef, label_smoothing=self.label_smoothing)
-        require_positive(beta=self.beta, nll_coef=self.nll_coef)
+        require_not_negative(self, "center_rewards_coef label_smoothing")
+        require_positive(self, "beta nll_coef")
+        defaults = {field.name: field.default for field in fields(self)}
         for name, objectives in ONLY_FOR.items():
+            value = vars(self)[name]
             require(
-                self.objective in objectives or self._value(name) == self._default(name),
-                f"--{name} {self._value(name)} has no effect under --objective {self.objective}; leave it out, or use "
-                f"--objective {' or '.join(objectives)}",
+                self.objective in objectives or value == defaults[name],
+                f"--{name} {value} has no effect under --objective {self.objective}; leave it out, or use --objective "
+                f"{' or '.join(objectives)}",
             )
         if self.objective in ONLY_FOR["label_smoothing"]:
             require(
@@ -62,9 +64,3 @@ class RewardFlags:
                 f"--label_smoothing must be above 0 and below 0.5 for --objective {self.objective}, got "
                 f"{self.label_smoothing}",
             )
-
-    def _value(self, name: str) -> Any:
-        return vars(self)[name]
-
-    def _default(self, name: str) -> Any:
-        return next(field.default for field in fields(self) if field.name == name)

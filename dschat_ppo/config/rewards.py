@@ -17,11 +17,13 @@ class RewardSourceFlags:
 
     use_reward_model: bool = flag("score with a learned reward; False: with functions or a remote service alone", True)
     reward_model_name_or_path: str | None = flag(
-        "reward model other than the critic's start, with a tokenizer of its own; not given: the critic's", None
+        "reward model, where it is not what the critic starts from; its tokenizer may be another than the actor's", None
     )
     reward_model_weight: float = flag("weight of the learned reward; 0: only reported", 1.0)
     reward_model_max_length: int | None = flag(
-        "most tokens of a row of --reward_model_name_or_path, cut on the left; not given: the positions it knows", None
+        "most tokens of a row for a --reward_model_name_or_path with a tokenizer of its own; longer rows lose their "
+        "start. Not given: the positions that it knows",
+        None,
     )
     reward_function: list[str] = flag_list(
         "functions that score: path.py:name, module.path:name or the name of a shipped rule, each with ?key=value "
@@ -39,13 +41,10 @@ class RewardSourceFlags:
 
     def __post_init__(self) -> None:
         require_positive(
-            reward_model_max_length=self.reward_model_max_length,
-            reward_workers=self.reward_workers,
-            reward_timeout=self.reward_timeout,
-            remote_reward_timeout=self.remote_reward_timeout,
-            remote_reward_batch_size=self.remote_reward_batch_size,
+            self,
+            "reward_model_max_length reward_workers reward_timeout remote_reward_timeout remote_reward_batch_size",
         )
-        require_not_negative(remote_reward_retries=self.remote_reward_retries)
+        require_not_negative(self, "remote_reward_retries")
         for name, value in (
             ("reward_model_weight", self.reward_model_weight),
             ("reward_default", self.reward_default),

@@ -40,9 +40,5 @@ class SafetyFlags:
     max_nonfinite_skips: int = flag("with --on_nonfinite skip: stop after this many skipped updates in a row", 3)
 
     def __post_init__(self) -> None:
-        require_not_negative(save_steps=self.save_steps, save_minutes=self.save_minutes)
-        require_positive(
-            save_total_limit=self.save_total_limit,
-            collective_timeout=self.collective_timeout,
-            max_nonfinite_skips=self.max_nonfinite_skips,
-        )
+        require_not_negative(self, "save_steps save_minutes")
+        require_positive(self, "save_total_limit collective_timeout max_nonfinite_skips")

@@ -33,22 +33,27 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def require_positive(**values: float | None) -> None:
-    """Each keyword is a flag; its value must be above 0 (None passes: not given)."""
-    for name, value in values.items():
+def require_positive(flags: object, names: str) -> None:
+    """These flags (names with blanks between) must be above 0; None passes: not given."""
+    for name, value in _named(flags, names):
         require(value is None or 0 < value < math.inf, f"--{name} must be finite and above 0, got {value}")
 
 
-def require_not_negative(**values: float | None) -> None:
-    """Each keyword is a flag; its value must be 0 or above (None passes: not given)."""
-    for name, value in values.items():
+def require_not_negative(flags: object, names: str) -> None:
+    """These flags must be 0 or above; None passes."""
+    for name, value in _named(flags, names):
         require(value is None or 0 <= value < math.inf, f"--{name} must be finite, 0 or above, got {value}")
 
 
-def require_fraction(**values: float | None) -> None:
-    """Each keyword is a flag; its value must lie in [0, 1) (None passes: not given)."""
-    for name, value in values.items():
+def require_fraction(flags: object, names: str) -> None:
+    """These flags must lie in [0, 1); None passes."""
+    for name, value in _named(flags, names):
         require(value is None or 0 <= value < 1, f"--{name} must be at least 0 and below 1, got {value}")
+
+
+def _named(flags: object, names: str) -> list[tuple[str, float | None]]:
+    """(name, value) of these flags."""
+    return [(name, vars(flags)[name]) for name in names.split()]
 
 
 def parse_data_split(text: str) -> tuple[float, float, float]:
@@ -85,9 +90,9 @@ class DataFlags:
 
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)
-        require_not_negative(data_split_seed=self.data_split_seed)
+        require_not_negative(self, "data_split_seed")
         require(len(self.data_path) > 0, "--data_path is empty: name at least one data set")
-        require_positive(preprocessing_num_workers=self.preprocessing_num_workers)
+        require_positive(self, "preprocessing_num_workers")
 
 
 @dataclass(frozen=True)
@@ -118,9 +123,9 @@ class RunFlags:
     def __post_init__(self) -> None:
         if self.output_dir is None:
             raise UserError("--output_dir is required: name the folder for the model and its metrics")
-        require_not_negative(seed=self.seed)
-        require_positive(adam_epsilon=self.adam_epsilon)
-        require_fraction(adam_beta1=self.adam_beta1, adam_beta2=self.adam_beta2)
+        require_not_negative(self, "seed")
+        require_positive(self, "adam_epsilon")
+        require_fraction(self, "adam_beta1 adam_beta2")
 
     @property
     def folder(self) -> str:
@@ -168,21 +173,13 @@ class FitFlags:
     def __post_init__(self) -> None:
         require(self.max_seq_len >= 2, f"--max_seq_len must hold a prompt and an answer token, got {self.max_seq_len}")
         require_positive(
-            per_device_train_batch_size=self.per_device_train_batch_size,
-            per_device_eval_batch_size=self.per_device_eval_batch_size,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            learning_rate=self.learning_rate,
-            num_train_epochs=self.num_train_epochs,
+            self,
+            "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate "
+            "num_train_epochs",
         )
-        require_not_negative(
-            weight_decay=self.weight_decay,
-            num_warmup_steps=self.num_warmup_steps,
-            max_grad_norm=self.max_grad_norm,
-            eval_interval=self.eval_interval,
-            eval_iters=self.eval_iters,
-        )
+        require_not_negative(self, "weight_decay num_warmup_steps max_grad_norm eval_interval eval_iters")
         require(
             not self.offload or self.zero_stage > 0,
             "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps all on the device",
         )
-        require_fraction(dropout=self.dropout, eval_fraction=self.eval_fraction)
+        require_fraction(self, "dropout eval_fraction")

@@ -194,12 +194,7 @@ _RUN_NOTES = {
 _EOT_NOTE = "the tokenizer's EOS is the one terminator, in every step"
 _PADDING_NOTE = "the score position comes from the attention mask"
 _PRINT_NOTE = "a line with the loss is printed at every step"
-_LORA = {
-    "lora_dim": "LoRA",
-    "only_optimize_lora": "LoRA",
-    "lora_module_name": "LoRA",
-    "lora_learning_rate": "LoRA",
-}
+_LORA = dict.fromkeys(("lora_dim", "only_optimize_lora", "lora_module_name", "lora_learning_rate"), "LoRA")
 
 STEPS = {
     "sft": Step(

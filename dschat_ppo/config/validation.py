@@ -30,8 +30,8 @@ class ValidationFlags:
     save_best: bool = flag("keep the models of the best evaluation in `best/` inside --output_dir", True)
 
     def __post_init__(self) -> None:
-        require_not_negative(eval_interval=self.eval_interval, eval_max_prompts=self.eval_max_prompts)
-        require_positive(eval_samples=self.eval_samples, eval_batch_size=self.eval_batch_size)
+        require_not_negative(self, "eval_interval eval_max_prompts")
+        require_positive(self, "eval_samples eval_batch_size")
         values = asdict(self)
         others = [field for field in fields(self) if field.name != "eval_data_path"]
         given = [f"--{field.name}" for field in others if values[field.name] != field.default]

@@ -63,38 +63,46 @@ def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]]
     return [rows[max(index, 0)] for index in indices], [index != FILLER for index in indices]
 
 
-def _right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    length = max(len(sequence) for sequence in sequences)
-    ids = torch.tensor([[*sequence, *[pad_id] * (length - len(sequence))] for sequence in sequences])
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    return ids, (torch.arange(length) < lengths.unsqueeze(1)).long()
+def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Rows of token ids, none empty, as `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest."""
+    longest = max(len(sequence) for sequence in sequences)
+    input_ids = torch.tensor([[*sequence, *[pad_id] * (longest - len(sequence))] for sequence in sequences])
+    return input_ids, torch.tensor([len(sequence) for sequence in sequences])
+
+
+def _mask_from(starts: Sequence[int], input_ids: Tensor, lengths: Tensor) -> Tensor:
+    """(B, T) bool, True on each row's tokens from `starts` (B) on."""
+    columns = torch.arange(input_ids.shape[1])
+    return (columns >= torch.tensor(starts).unsqueeze(1)) & (columns < lengths.unsqueeze(1))
+
+
+def _both_answers(records: Sequence[dict[str, Any]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """`right_padded` rows of prompt and answer, all chosen answers first."""
+    return right_padded([[*r["prompt_ids"], *r["answers"][side]] for side in (0, 1) for r in records], pad_id)
 
 
 def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_prompt: bool) -> SFTBatch:
-    """Prompt and answer as one row; the loss covers the answer with its EOS, or with `train_on_prompt` everything."""
+    """Prompt and answer as one row. The loss covers the answer with its EOS, or with `train_on_prompt` all but
+    the row's first token."""
     records, real = rows_at(rows, indices)
-    ids, mask = _right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
-    starts = torch.tensor([1 if train_on_prompt else len(r["prompt_ids"]) for r in records])
-    loss_mask = (torch.arange(ids.shape[1]) >= starts.unsqueeze(1)) & mask.bool() & torch.tensor(real).unsqueeze(1)
-    return SFTBatch(ids, loss_mask)
+    ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
+    starts = [1 if train_on_prompt else len(r["prompt_ids"]) for r in records]
+    return SFTBatch(ids, _mask_from(starts, ids, lengths) & torch.tensor(real).unsqueeze(1))
 
 
 def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
     """Chosen and rejected answers after their prompt."""
     records, real = rows_at(rows, indices)
-    sequences = [[*r["prompt_ids"], *r["answers"][side]] for side in (0, 1) for r in records]
-    ids, mask = _right_padded(sequences, pad_id)
-    return PairBatch(ids, mask.sum(dim=1), torch.tensor(real), torch.tensor([r["margin"] for r in records]))
+    ids, lengths = _both_answers(records, pad_id)
+    return PairBatch(ids, lengths, torch.tensor(real), torch.tensor([r["margin"] for r in records]))
 
 
 def collate_answers(rows: Dataset, indices: Sequence[int], pad_id: int) -> AnswerBatch:
     """Chosen and rejected answers after their prompt, told apart from it by its length."""
     records, real = rows_at(rows, indices)
-    ids, mask = _right_padded([[*r["prompt_ids"], *r["answers"][side]] for side in (0, 1) for r in records], pad_id)
-    starts = torch.tensor([len(r["prompt_ids"]) for r in records]).repeat(2)
-    pair_mask = torch.tensor(real)
-    in_answer = (torch.arange(ids.shape[1]) >= starts.unsqueeze(1)) & mask.bool()
-    return AnswerBatch(ids, in_answer & pair_mask.repeat(2).unsqueeze(1), pair_mask)
+    ids, lengths = _both_answers(records, pad_id)
+    pair_mask, starts = torch.tensor(real), 2 * [len(r["prompt_ids"]) for r in records]
+    return AnswerBatch(ids, _mask_from(starts, ids, lengths) & pair_mask.repeat(2).unsqueeze(1), pair_mask)
 
 
 def collate_preferences(rows: Dataset, indices: Sequence[int], pad_id: int) -> PreferenceBatch:
@@ -114,5 +122,6 @@ def with_reference(rows: Dataset, logprobs: Tensor) -> Dataset:
 
 def collate_prompts(rows: Dataset, indices: Sequence[int], pad_id: int) -> PromptBatch:
     """Left-padded prompts."""
-    reversed_ids, reversed_mask = _right_padded([rows[i]["prompt_ids"][::-1] for i in indices], pad_id)
-    return PromptBatch(reversed_ids.flip(1), reversed_mask.flip(1).bool())
+    reversed_ids, lengths = right_padded([rows[i]["prompt_ids"][::-1] for i in indices], pad_id)
+    reversed_mask = torch.arange(reversed_ids.shape[1]) < lengths.unsqueeze(1)
+    return PromptBatch(reversed_ids.flip(1), reversed_mask.flip(1))

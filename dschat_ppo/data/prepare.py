@@ -45,7 +45,9 @@ class TokenRows:
     eval: Dataset | None
 
 
-def fit_row(prompt: list[int], answers: list[list[int]], limit: int, policy: str) -> tuple[list[int], Any, str]:
+def fit_row(
+    prompt: list[int], answers: list[list[int]], limit: int, policy: str
+) -> tuple[list[int], list[list[int]], str]:
     """Apply the length limit to one row, prompt and longest answer together.
 
     Args:
@@ -96,7 +98,7 @@ def _tokenise(
     return tokens
 
 
-def _fingerprint(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
+def _cache_key(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
     """Key of the prepared rows in the cache: content, tokenizer, template and settings."""
     parts = [
         rows._fingerprint,
@@ -130,7 +132,7 @@ def tokenise_rows(
             fn_kwargs={**settings, "tokenizer": tokenizer},
             remove_columns=rows.column_names,
             num_proc=flags.preprocessing_num_workers,
-            new_fingerprint=_fingerprint(rows, tokenizer, *settings.values()),
+            new_fingerprint=_cache_key(rows, tokenizer, *settings.values()),
             features=datasets.Features(_FEATURES | ({"row": datasets.Value("string")} if use == "prompt" else {})),
         )
     done = Counter(rows["fitted"])

@@ -25,12 +25,11 @@ ORIGIN = "_origin"  # column of where a row stands, kept through shuffling and s
 
 @dataclass(frozen=True)
 class Source:
-    """One data set as read: its name in messages, training rows, and evaluation rows if it brings any.
+    """One data set as read: training rows, and evaluation rows if it brings any.
 
     Each row has an `ORIGIN` column such as `data.jsonl, row 7` (rows counted from 1).
     """
 
-    name: str
     train: Dataset
     eval: Dataset | None
 
@@ -50,7 +49,7 @@ def load_source(spec: str, flag: str, cache_dir: str | None, config_name: str | 
     """
     path = Path(spec).expanduser()
     if path.is_file():
-        return Source(spec, _read_files([path], flag, cache_dir), None)
+        return Source(_read_files([path], flag, cache_dir), None)
     if path.is_dir():
         return _load_folder(spec, path, flag, cache_dir)
     if spec.startswith((".", "/", "~")) or path.suffix in BUILDERS or spec.count("/") > 1:
@@ -67,7 +66,7 @@ def _load_folder(spec: str, folder: Path, flag: str, cache_dir: str | None) -> S
     if not for_train:
         raise UserError(f"{flag} {spec}: the folder holds evaluation files only ({for_eval[0].name}, ...)")
     evaluation = _read_files(for_eval, flag, cache_dir) if for_eval else None
-    return Source(spec, _read_files(for_train, flag, cache_dir), evaluation)
+    return Source(_read_files(for_train, flag, cache_dir), evaluation)
 
 
 def _read_files(paths: list[Path], flag: str, cache_dir: str | None) -> Dataset:
@@ -151,7 +150,7 @@ def _load_hub(spec: str, flag: str, cache_dir: str | None, config_name: str | No
     if "train" not in splits:
         raise UserError(f"{flag} {spec}: has no 'train' split (it has {', '.join(splits)})")
     evaluation = next((splits[name] for name in splits if name.lower().startswith(EVAL_NAMES)), None)
-    return Source(spec, splits["train"], evaluation)
+    return Source(splits["train"], evaluation)
 
 
 def part_of(rows: Dataset, shares: tuple[float, float, float], part: int, seed: int) -> Dataset:

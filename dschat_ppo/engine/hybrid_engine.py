@@ -39,9 +39,7 @@ class HybridEngine:
         sleeping: ZeRO-3 training engines whose optimizer states and fp32 weights go to host memory meanwhile.
     """
 
-    def __init__(
-        self, engine: Any, pinned: bool = True, merge: Merge = nullcontext, sleeping: Sequence[Any] = ()
-    ):  # fmt: skip
+    def __init__(self, engine: Any, pinned: bool = True, merge: Merge = nullcontext, sleeping: Sequence[Any] = ()):
         self.engine = engine
         self._merge = merge
         self._sleeping = sleeping

@@ -39,13 +39,11 @@ class RLHFEngine:
         self._config = config
         self._plan = plan
         self._ranks = world_size()
+        ppo = config.ppo
         self.actor = self._build_actor(folders.actor)
-        self.actor_average = (
-            MovingAverage(self.actor.module.lm, config.ppo.ema_decay) if config.ppo.enable_ema else None
-        )
+        self.actor_average = MovingAverage(self.actor.module.lm, ppo.ema_decay) if ppo.enable_ema else None
         self.reference = self._build_reference(folders.actor) if config.algorithm.has_reference else None
         self.critic = self._build_critic(folders.critic) if folders.critic else None
-        ppo = config.ppo
         sleeping = list(self.trained.values()) if ppo.sleep_in_rollout else []
         self.hybrid = HybridEngine(self.actor, pinned=not ppo.unpin_actor_parameters, sleeping=sleeping)
         self.reward = self._build_reward(folders.reward, folders.critic) if folders.reward else None
@@ -93,17 +91,9 @@ class RLHFEngine:
         return eval_engine(model, ds_config)
 
     def _build_critic(self, folder: str) -> Any:
-        ppo = self._config.ppo
+        ppo, dtype, new_head = self._config.ppo, self._config.run.dtype, self._config.critic_may_have_new_head
         ds_config = self._train_config(ppo.critic_zero_stage)
-        model = ScalarModel(
-            load_sequence_classifier(
-                folder,
-                self._config.run.dtype,
-                ds_config,
-                self._config.critic_may_have_new_head,
-                ppo.critic_dropout or 0.0,
-            )  # fmt: skip
-        )
+        model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, new_head, ppo.critic_dropout or 0.0))
         if ppo.critic_gradient_checkpointing:
             model.gradient_checkpointing_enable()
         settings = self._optimizer_settings(ppo.critic_learning_rate, ppo.critic_weight_decay, self._plan.total_updates)

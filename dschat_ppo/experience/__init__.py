@@ -1,1 +1,1 @@
-"""Scoring a rollout, and caching the experience of several for the updates."""
+"""Scoring a rollout, shaping it into experience, and serving that to the updates."""

@@ -74,7 +74,7 @@ class ExperienceMaker:
             rows = replace(rows, old_logprobs=torch.where(rows.response_mask, rows.old_logprobs, 0.0))
         if self.reference is not None:
             reference = response_scores(self.reference, rows, self.how.temperature, distributions=whole)
-            kl = _full(rows, actor, reference) if whole else self._estimate(rows.old_logprobs, reference.logprobs)
+            kl = exact_kl(rows, actor, reference) if whole else self._estimate(rows.old_logprobs, reference.logprobs)
             rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
         if self.critic is not None:
             rows = replace(rows, values=torch.where(rows.response_mask, response_values(self.critic, rows), 0.0))
@@ -84,8 +84,8 @@ class ExperienceMaker:
         return KL_ESTIMATORS[self.how.kl_estimator](old_logprobs, ref_logprobs)
 
 
-def _full(rows: Rollout, actor: ResponseScores, reference: ResponseScores) -> Tensor:
-    """(B, R) exact KL at each response token."""
+def exact_kl(rows: Rollout, actor: ResponseScores, reference: ResponseScores) -> Tensor:
+    """(B, R) fp32, `kl_full` at each response token and 0 elsewhere; with the actor's gradient if it has one."""
     assert actor.distributions is not None and reference.distributions is not None
     per_token = kl_full(actor.distributions, reference.distributions)
-    return torch.zeros_like(actor.logprobs).masked_scatter(rows.response_mask, per_token)
+    return per_token.new_zeros(rows.response_mask.shape).masked_scatter(rows.response_mask, per_token)

@@ -1,4 +1,4 @@
-"""The cache between generation and training."""
+"""The rows of all ranks, and how optimizer steps are served from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.models.micro_batches import deal, split_by_tokens
-from dschat_ppo.types import Experience, ScoredRollout, concat_rows, pad_rows, row_lengths, select_rows, tensors_of
+from dschat_ppo.types import Experience, ScoredRollout, pad_rows, row_lengths, select_rows, tensors_of
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,6 @@ class MiniDataset:
         self._micro_batch_tokens = micro_batch_tokens
         self._max_length = max_length
         self._seed = seed
-        self._parts: list[ScoredRollout] = []
-
-    def add(self, rows: ScoredRollout) -> None:
-        """Keep this rank's rows of one generation call."""
-        self._parts.append(rows)
-
-    def collect(self) -> ScoredRollout:
-        """All ranks' rows; empties the cache. Collective: every rank calls it with the same number of rows."""
-        rows = gather_rows(concat_rows(self._parts))
-        self._parts = []
-        return rows
 
     def updates(self, rows: Experience, ppo_epochs: int, step: int) -> Iterator[Update]:
         """Mini-batches of `rows` for `ppo_epochs` passes, shuffled anew in each, this rank's share of each.
@@ -66,7 +55,7 @@ class MiniDataset:
         Shuffling settles which rows form an optimizer step; inside it they are sorted by length.
 
         Args:
-            rows: as given by `collect`; a multiple of `rows_per_update`.
+            rows: of all ranks (`gather_rows`), shaped; a multiple of `rows_per_update`.
             ppo_epochs: passes.
             step: PPO step, part of the shuffle's seed.
         """
@@ -110,7 +99,7 @@ def _filler(rows: Experience) -> Experience:
 
 
 def gather_rows(rows: ScoredRollout) -> ScoredRollout:
-    """The rows of all ranks, in rank order, padded to the longest. Collective."""
+    """The rows of all ranks, as many of each, in rank order, padded to the longest. Collective."""
     lengths = torch.tensor([rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device)
     prompt_length, response_length = dist.all_reduce(lengths, "max").tolist()
     padded = pad_rows(rows, prompt_length, response_length)

@@ -113,7 +113,7 @@ class Shaping:
         """Tokens for the covariance losses, among all of the PPO step, by the log-probs of the policy that sampled, so
         that the choice depends neither on micro-batches nor on ranks."""
         flags = self.flags
-        if flags.policy_loss not in ("clip_cov", "kl_cov"):
+        if not flags.selects_tokens:
             return None
         covariances = token_covariances(rows.advantages, rows.old_logprobs, rows.loss_mask)
         if flags.policy_loss == "kl_cov":

@@ -1,4 +1,4 @@
-"""The one way in which scoring and training run a model's layers."""
+"""What a model's forward pass is given, and the one way in which scoring and training run its layers."""
 
 from __future__ import annotations
 
@@ -43,11 +43,19 @@ def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
     return getattr(text, "sliding_window", None) is not None and all(window is None for window in received.values())
 
 
+def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
+    """`position_ids` as given, for models that take them (ALiBi models count for themselves)."""
+    return {"position_ids": positions} if accepts(model, "position_ids") else {}
+
+
 def slot_arguments(model: nn.Module, input_ids: Tensor) -> dict[str, Tensor]:
     """`position_ids` (1, T) that say that a token's slot is its position, for models that take them."""
-    if not accepts(model, "position_ids"):
-        return {}
-    return {"position_ids": torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)}
+    return position_arguments(model, torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0))
+
+
+def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
+    """Asks for the logits of the last `count` positions only, where the model can."""
+    return {"logits_to_keep": count} if accepts(model, "logits_to_keep") else {}
 
 
 def backbone_states(backbone: Any, input_ids: Tensor) -> Tensor:

@@ -6,28 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dschat_ppo.models.backbone import accepts, unwrap
+from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.types import Rollout, full_sequences, position_ids_of, response_slots
-
-
-def position_arguments(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
-    """`position_ids` counted from the mask, for models that take them (ALiBi models count for themselves)."""
-    if not accepts(model, "position_ids"):
-        return {}
-    return {"position_ids": position_ids_of(attention_mask)}
-
-
-def position_arguments_at(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
-    """`position_ids` as given, for models that take them."""
-    return {"position_ids": positions} if accepts(model, "position_ids") else {}
-
-
-def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
-    """Asks for the logits of the last `count` positions only, where the model can."""
-    return {"logits_to_keep": count} if accepts(model, "logits_to_keep") else {}
+from dschat_ppo.types import Rollout, full_sequences, response_slots
 
 
 def vocabulary_size(model: Any) -> int:

@@ -307,19 +307,10 @@ def _check_weights(
     wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
     if SCORE_HEAD in missing - allowed_missing and missing <= {SCORE_HEAD}:
         raise UserError(f"{folder}: has no trained scalar head ({SCORE_HEAD}); train a reward model first (step 2)")
-    if missing - allowed_missing or unexpected or wrong_shape:
-        raise UserError(
-            f"{folder}: the checkpoint does not fit {type(config).__name__}: "
-            + "; ".join(
-                f"{label}: {_some(names)}"
-                for label, names in (
-                    ("missing", missing - allowed_missing),
-                    ("unexpected", unexpected),
-                    ("wrong shape", wrong_shape),
-                )  # fmt: skip
-                if names
-            )
-        )
+    faults = {"missing": missing - allowed_missing, "unexpected": unexpected, "wrong shape": wrong_shape}
+    told = "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
+    if told:
+        raise UserError(f"{folder}: the checkpoint does not fit {type(config).__name__}: {told}")
     return missing & allowed_missing
 
 

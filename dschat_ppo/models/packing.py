@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dschat_ppo.models.backbone import backbone_states
+
 NAME = "dschat_packed"
 
 
@@ -87,9 +89,11 @@ def can_pack(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend) and model.config._attn_implementation == "sdpa"
 
 
-def worth_packing(lengths: Tensor) -> bool:
-    """Whether rows differ in length: those that do not have no padding to save."""
-    return bool(lengths.min() < lengths.max())
+def last_states(backbone: Any, input_ids: Tensor, lengths: Tensor, packed: bool) -> Tensor:
+    """`packed_states` if wanted and there is padding to save, else `backbone_states`; meaningless after a row's end."""
+    if packed and bool(lengths.min() < lengths.max()):
+        return packed_states(backbone, input_ids, lengths)
+    return backbone_states(backbone, input_ids)
 
 
 def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
-from dschat_ppo.models.backbone import accepts, backbone_states, slot_arguments
-from dschat_ppo.models.packing import CHECKPOINTING, packed_states, worth_packing
+from dschat_ppo.models.backbone import last_logits_argument, slot_arguments
+from dschat_ppo.models.packing import CHECKPOINTING, last_states
 
 
 class PolicyModel(nn.Module):
@@ -86,9 +86,7 @@ class PolicyModel(nn.Module):
     def _states(self, input_ids: Tensor, wanted: Tensor) -> Tensor:
         slots = torch.arange(wanted.shape[1], device=wanted.device)
         lengths = torch.where(wanted, slots, 0).amax(dim=1).clamp_min(1)  # up to where the last token is predicted
-        if self.packed and worth_packing(lengths):
-            return packed_states(self.backbone, input_ids, lengths)
-        return backbone_states(self.backbone, input_ids)
+        return last_states(self.backbone, input_ids, lengths, self.packed)
 
     def _through_head(
         self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
@@ -107,7 +105,7 @@ class PolicyModel(nn.Module):
         places = wanted[:, 1:]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first
-        kept: dict[str, Any] = {"logits_to_keep": count} if accepts(self.lm, "logits_to_keep") else {}
+        kept: dict[str, Any] = {**last_logits_argument(self.lm, count)}
         mask = None
         if router:
             kept["output_router_logits"] = True

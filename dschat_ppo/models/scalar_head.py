@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.backbone import backbone_states
-from dschat_ppo.models.packing import CHECKPOINTING, packed_states, worth_packing
+from dschat_ppo.models.packing import CHECKPOINTING, last_states
 
 
 class ScalarModel(nn.Module):
@@ -48,8 +47,4 @@ class ScalarModel(nn.Module):
 
     def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values, those after a row's end meaningless."""
-        if self.packed and worth_packing(lengths):
-            hidden = packed_states(self.backbone, input_ids, lengths)
-        else:
-            hidden = backbone_states(self.backbone, input_ids)
-        return self.classifier.score(hidden).squeeze(-1).float()
+        return self.classifier.score(last_states(self.backbone, input_ids, lengths, self.packed)).squeeze(-1).float()

@@ -23,7 +23,7 @@ class MetricSums:
         self._maxima: dict[str, Tensor] = {}
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Count `values` (where `mask` (same shape, bool) is True) into the mean `name`."""
+        """Count `values`, of any shape, into the mean `name`; with a `mask` (bool, alike) those where it is True."""
         kept = values if mask is None else values[mask]
         self.add_sum(name, kept.sum(dtype=torch.float64), kept.new_tensor(kept.numel(), dtype=torch.float64))
 
@@ -33,7 +33,7 @@ class MetricSums:
         self._means[name] = self._means.get(name, torch.zeros_like(part)) + part
 
     def add_max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Count `values` (where `mask` is True) into the maximum `name`."""
+        """Count `values` into the maximum `name`, as `add_mean` into the mean."""
         kept = (values if mask is None else values[mask]).detach().double()
         part = kept.max() if kept.numel() else kept.new_tensor(-math.inf)
         self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
@@ -48,11 +48,10 @@ class MetricSums:
         """The parts of some ranks, from `state_dict`, in one: sums are added, maxima compared."""
         merged = cls()
         for state in states:
-            for name, part in state["means"].items():
-                merged._means[name] = merged._means.get(name, torch.zeros_like(part, device=device)) + part.to(device)
-            for name, part in state["maxima"].items():
-                here = part.to(device)
-                merged._maxima[name] = torch.maximum(merged._maxima.get(name, here), here)
+            part = cls()
+            part._means = {name: value.to(device) for name, value in state["means"].items()}
+            part._maxima = {name: value.to(device) for name, value in state["maxima"].items()}
+            merged.merge(part)
         return merged
 
     def emptied(self) -> MetricSums:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
-
-_MESSAGE_BYTES = 2000
 
 
 class RewardServiceError(UserError):
@@ -24,14 +20,6 @@ def agree_on_failure(problem: str | None) -> None:
         RewardServiceError: with the problem of the first rank that has one, the same text on every rank, because rank 0
             alone prints it.
     """
-    if dist.world_size() == 1:
-        if problem is not None:
-            raise RewardServiceError(problem)
-        return
-    text = (problem or "").encode()[:_MESSAGE_BYTES]
-    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
-    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    for row in dist.gather_cat(mine.to(dist.device())).cpu():
-        message = bytes(row[row > 0].tolist()).decode(errors="replace")
-        if message:
-            raise RewardServiceError(message)
+    first = dist.first_problem(problem)
+    if first is not None:
+        raise RewardServiceError(first)

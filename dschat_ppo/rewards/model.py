@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import say
 from dschat_ppo.common.progress import beat
+from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.templates import Messages, encode_answer, encode_prompt, is_messages
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import filler_id
+from dschat_ppo.models.micro_batches import even_passes
 from dschat_ppo.rewards.request import RewardRequest
 from dschat_ppo.types import Rollout, full_sequences
 
@@ -101,37 +102,23 @@ class ForeignModelReward:
         return encode_prompt(self.tokenizer, given) + (answer if ended else answer[:-1])
 
 
-def right_padded(rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
-    """Rows of token ids, none empty, as `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest."""
-    lengths = torch.tensor([len(row) for row in rows])
-    input_ids = torch.full((len(rows), int(lengths.max())), filler)
-    for number, row in enumerate(rows):
-        input_ids[number, : len(row)] = torch.tensor(row)
-    return input_ids, lengths
-
-
 @torch.no_grad()
 def scores_in_batches(engine: Any, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
-    """`last_token_scores` of right-padded rows, sorted by length, in passes of a fixed number of rows.
+    """`last_token_scores` of right-padded rows, in passes of rows of similar length.
 
-    Collective: a rank with fewer passes than the busiest repeats its last one, because under ZeRO-3 a forward pass
-    gathers weights from all ranks.
+    Collective: every rank makes as many passes as the busiest, because under ZeRO-3 a pass gathers weights from all.
 
     Args:
         engine: see `last_token_scores`.
         input_ids: (B, T) int64, right-padded, B above 0.
         lengths: (B,) int64, above 0.
-        batch_tokens: as many rows to a pass as fit if all had the longest row's length, at least one.
+        batch_tokens: most tokens of a pass, padding included; a longer row goes alone.
 
     Returns:
         (B,) fp32.
     """
-    rows = max(1, batch_tokens // int(lengths.max()))
-    order = torch.argsort(lengths, descending=True, stable=True)
-    parts = list(order.split(rows))
-    passes = int(dist.all_reduce(torch.tensor(len(parts), device=input_ids.device), "max"))
-    scores = torch.empty(len(order), device=input_ids.device)
-    for part in parts + (passes - len(parts)) * parts[-1:]:
+    scores = torch.empty(len(lengths), device=input_ids.device)
+    for part in even_passes(lengths, batch_tokens)[0]:
         beat()
         width = int(lengths[part].max())
         scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_ppo.common.progress import beat
-from dschat_ppo.models.forward import last_logits_argument, position_arguments_at
+from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.answers import Answers
 from dschat_ppo.rollout.attention import Block, RolloutAttention, RolloutCache, Span, installed
 from dschat_ppo.rollout.bank import Bank
@@ -106,7 +106,7 @@ class ContinuousBatching:
             input_ids=ids,
             past_key_values=self.cache,
             use_cache=True,
-            **position_arguments_at(self.model, positions),
+            **position_arguments(self.model, positions),
             **last_logits_argument(self.model, 1),
         )
         return output.logits[:, -1]

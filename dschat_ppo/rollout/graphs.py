@@ -43,6 +43,7 @@ class GraphedDecoder:
         store: of all rows; its last slot is spare.
         spare_answer: a row of `Answers` that is nobody's.
         poll: tokens of one `run`.
+        device: of store and answers.
     """
 
     def __init__(self, step: Step, store: KeyValueStore, spare_answer: int, poll: int, device: torch.device):

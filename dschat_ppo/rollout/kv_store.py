@@ -92,7 +92,8 @@ def unshared(
     Args:
         store: own tokens, in its first n rows.
         prefix: one row per prompt.
-        prompt: row of `prefix` for each row. shared: how many tokens of it the row takes.
+        prompt: row of `prefix` for each row.
+        shared: how many tokens of it each row takes.
     """
     whole = KeyValueStore(len(prompt), max(shared) + store.capacity)
     for name in ("keys", "values"):

@@ -10,11 +10,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from dschat_ppo.common.progress import beat
-from dschat_ppo.models.forward import last_logits_argument, position_arguments
+from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.answers import Answers
 from dschat_ppo.rollout.continuous import Agree, never
 from dschat_ppo.rollout.memory import is_out_of_memory, warn_of_memory
 from dschat_ppo.rollout.sampling import Sampling, sample
+from dschat_ppo.types import position_ids_of
 
 ROOM = 64  # tokens by which a cache grows
 
@@ -119,13 +120,12 @@ class PaddedBatches:
             mask = torch.cat([mask, mask.new_ones(len(chosen), 1)], dim=1)
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Cache) -> Tensor:
-        positions = position_arguments(self.model, mask)
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            **{name: value[:, -ids.shape[1] :] for name, value in positions.items()},
+            **position_arguments(self.model, position_ids_of(mask)[:, -ids.shape[1] :]),
             **last_logits_argument(self.model, 1),
         )
         return output.logits[:, -1]

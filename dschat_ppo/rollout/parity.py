@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from dschat_ppo.algorithms.logprobs import token_logprobs
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.errors import NonFiniteError
-from dschat_ppo.models.backbone import hidden_window
-from dschat_ppo.models.forward import position_arguments, position_arguments_at, vocabulary_size
+from dschat_ppo.models.backbone import hidden_window, position_arguments
+from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout.attention import Block, RolloutAttention, RolloutCache, UnsupportedAttentionError, installed
 from dschat_ppo.rollout.continuous import Agree
 from dschat_ppo.rollout.generator import Engine, Generation, generate
 from dschat_ppo.rollout.kv_store import KeyValueStore
 from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.rollout.stopping import Stopping
-from dschat_ppo.types import PromptBatch, Rollout
+from dschat_ppo.types import PromptBatch, Rollout, position_ids_of
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def _hindrance(model: PreTrainedModel) -> str:
     attention.begin(Block(KeyValueStore(1, 1), here[0], here[0]))
     try:
         with installed(model, attention):
-            model(input_ids=here, past_key_values=RolloutCache(), use_cache=True, **position_arguments_at(model, here))
+            model(input_ids=here, past_key_values=RolloutCache(), use_cache=True, **position_arguments(model, here))
     except UnsupportedAttentionError as problem:
         return str(problem)
     if hidden_window(model.config, attention.windows):
@@ -129,7 +129,7 @@ def plain_logits(model: PreTrainedModel, rollout: Rollout) -> Tensor:
     """Logits before each response token by the model's own forward pass, (B, R, V)."""
     input_ids = torch.cat([rollout.prompt_ids, rollout.response_ids], dim=1)
     attention_mask = torch.cat([rollout.prompt_mask, rollout.response_mask], dim=1).long()
-    positions = position_arguments(model, attention_mask)
+    positions = position_arguments(model, position_ids_of(attention_mask))
     logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions).logits
     return logits[:, rollout.prompt_ids.shape[1] - 1 : -1]
 

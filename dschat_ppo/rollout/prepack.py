@@ -20,13 +20,8 @@ def can_prepack(model: nn.Module) -> bool:
     return bool(able and weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
 
 
-def _packed_forward(weight: Tensor, rows: int) -> Callable[[nn.Linear], Callable[[Tensor], Tensor]]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
-
-    def bind(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        return partial(_linear, packed, module.bias)
-
-    return bind
+def _packed_forward(layer: nn.Linear, rows: int) -> Callable[[Tensor], Tensor]:
+    return partial(_linear, torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows), layer.bias)
 
 
 def _linear(packed: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
@@ -44,7 +39,7 @@ def prepacked(model: nn.Module, rows: int) -> Iterator[None]:
     layers: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
     try:
         for layer in layers:
-            layer.forward = _packed_forward(layer.weight, rows)(layer)
+            layer.forward = _packed_forward(layer, rows)
         yield
     finally:
         for layer in layers:

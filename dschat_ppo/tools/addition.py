@@ -10,7 +10,6 @@ What is left to reinforcement is to find the way that pays, and to make the digi
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import dataclass
 from itertools import product
@@ -19,7 +18,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dschat_ppo.tools.toy_model import EOS, PAD, untrained_llama, write_task
+from dschat_ppo.tools.toy_model import EOS, PAD, make_as_asked, untrained_llama, write_task
 
 NUMBERS = range(10, 100)
 COUNTS = {"sft": 20_000, "prompts": 1024, "heldout": 256}
@@ -105,14 +104,5 @@ def make(folder: Path, seed: int) -> None:
     write_task(folder, rows, tokenizer, make_model(tokenizer, seed))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the model, tokenizer and data of two-digit addition.")
-    parser.add_argument("folder", type=Path, help="where to write `model/` and `data/`")
-    parser.add_argument("--seed", type=int, default=1234)
-    args = parser.parse_args()
-    make(args.folder, args.seed)
-    print(f"addition model and data: {args.folder}")
-
-
 if __name__ == "__main__":
-    main()
+    make_as_asked("Make the model, tokenizer and data of two-digit addition.", make)

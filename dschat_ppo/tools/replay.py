@@ -24,16 +24,11 @@ from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.engine.guard import set_random_state
 from dschat_ppo.errors import UserError
 from dschat_ppo.experience.mini_dataset import Update
-from dschat_ppo.models.loading import (
-    load_causal_lm,
-    load_sequence_classifier,
-    load_tokenizer,
-    model_folder,
-)
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, load_tokenizer, model_folder
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.monitor.metrics import MetricSums
-from dschat_ppo.tools.replay_rows import replay_rows
+from dschat_ppo.tools.replay_rows import SHOWN_ROWS, replay_rows
 from dschat_ppo.tools.suspects import FirstBadOutput, bad_gradients, bad_weights, shown_row, single_rows
 from dschat_ppo.trainers.dpo import dpo_loss
 from dschat_ppo.trainers.dumps import CONFIG, MODEL, read_dump
@@ -42,7 +37,6 @@ from dschat_ppo.trainers.reward import reward_loss
 from dschat_ppo.trainers.sft import sft_loss
 from dschat_ppo.types import to_device
 
-SHOWN_ROWS = 20
 Loss = Callable[[Any], Tensor]
 
 

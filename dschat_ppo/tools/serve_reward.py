@@ -30,6 +30,7 @@ import torch
 
 from dschat_ppo.common.failure import USER_ERROR
 from dschat_ppo.common.logging import quiet_libraries, say
+from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.templates import encode_prompt
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
@@ -42,7 +43,7 @@ from dschat_ppo.models.loading import (
     model_folder,
 )
 from dschat_ppo.models.scalar_head import ScalarModel
-from dschat_ppo.rewards.model import right_padded, scores_in_batches
+from dschat_ppo.rewards.model import scores_in_batches
 
 COLUMNS = ("prompts", "labels")
 _SECONDS_FOR_A_REQUEST = 60.0

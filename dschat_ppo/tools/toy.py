@@ -9,7 +9,6 @@ what PPO learned from a *learned* reward can be held against the truth.
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import dataclass
 from itertools import product
@@ -19,7 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dschat_ppo.tools.toy_model import EOS, PAD, untrained_llama, write_task
+from dschat_ppo.tools.toy_model import EOS, PAD, make_as_asked, untrained_llama, write_task
 
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
 COLOURS = "red blue green black white yellow brown grey pink golden".split()
@@ -169,14 +168,5 @@ def make(folder: Path, seed: int) -> None:
     write_task(folder, rows, tokenizer, make_model(tokenizer, seed))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the embedded model, tokenizer and data.")
-    parser.add_argument("folder", type=Path, help="where to write `model/` and `data/`")
-    parser.add_argument("--seed", type=int, default=1234)
-    args = parser.parse_args()
-    make(args.folder, args.seed)
-    print(f"toy model and data: {args.folder}")
-
-
 if __name__ == "__main__":
-    main()
+    make_as_asked("Make the embedded model, tokenizer and data.", make)

@@ -1,9 +1,10 @@
-"""What the embedded tasks share: the special tokens, an untrained Llama, and how a task is laid out in a folder."""
+"""What the embedded tasks share: special tokens, an untrained Llama, how a task lies in a folder, the command line."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,13 @@ def write_task(
         (folder / "data" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
+
+
+def make_as_asked(description: str, make: Callable[[Path, int], None]) -> None:
+    """Read the command line `FOLDER [--seed N]` of a task and `make(FOLDER, N)` it."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("folder", type=Path, help="where to write `model/` and `data/`")
+    parser.add_argument("--seed", type=int, default=1234)
+    args = parser.parse_args()
+    make(args.folder, args.seed)
+    print(f"model and data of the task: {args.folder}")

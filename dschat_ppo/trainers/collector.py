@@ -20,7 +20,7 @@ from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.errors import RolloutGivenUp
 from dschat_ppo.experience.group_pool import GroupPool
 from dschat_ppo.experience.maker import ExperienceMaker, Scoring
-from dschat_ppo.experience.mini_dataset import MiniDataset
+from dschat_ppo.experience.mini_dataset import gather_rows
 from dschat_ppo.trainers.judge import Judge, texts_of
 from dschat_ppo.trainers.rollouts import Rollouts
 from dschat_ppo.types import Rollout, ScoredRollout
@@ -35,24 +35,22 @@ class Collector:
         engines: the roles.
         rollouts: where answers come from.
         judge: where scores come from.
-        mini_dataset: where the rows of the ranks meet.
         shaped: scores as the baseline sees them, for dynamic sampling.
         clock: of the phases.
     """
 
     def __init__(
         self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, rollouts: Rollouts, judge: Judge,
-        mini_dataset: MiniDataset, shaped: Callable[[Tensor], Tensor], clock: PhaseClock,
+        shaped: Callable[[Tensor], Tensor], clock: PhaseClock,
     ):  # fmt: skip
         ppo, algorithm = config.ppo, config.algorithm
         self.plan = plan
         self.engines = engines
         self.rollouts = rollouts
         self.judge = judge
-        self.mini_dataset = mini_dataset
         self.clock = clock
         self.greedy_baseline = algorithm.advantage_estimator == "remax"
-        self.rounds = algorithm.dynamic_sampling_rounds if algorithm.dynamic_sampling else 1
+        self.rounds = algorithm.dynamic_sampling_rounds
         self.pool = GroupPool(plan.rollout_rows, shaped) if algorithm.dynamic_sampling else None
         self.print_every = ppo.print_answers_interval if ppo.print_answers else 0
         self.stream = RowStream(len(rollouts.prompts), config.run.seed)
@@ -103,8 +101,7 @@ class Collector:
         indices = taken[dist.rank() * per_rank : (dist.rank() + 1) * per_rank]
         rollout = self.rollout(indices, step, number)
         _give_up_if_asked(boundary)
-        self.mini_dataset.add(self.score(rollout, indices, first, step))
-        return self.mini_dataset.collect()
+        return gather_rows(self.score(rollout, indices, first, step))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the prompts stand and which rows wait, to be taken between two steps; the same on every rank."""

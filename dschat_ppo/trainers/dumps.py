@@ -27,7 +27,7 @@ from dschat_ppo.engine.guard import loss_scale
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.types import Experience, ScoredRollout, tensors_of
+from dschat_ppo.types import Experience, ScoredRollout, record_of, tensors_of
 
 FORMAT = 1
 _KINDS: tuple[Any, ...] = (SFTBatch, PairBatch, PreferenceBatch, Experience, ScoredRollout)
@@ -85,12 +85,12 @@ class Dumps:
         name, problem = dist.broadcast_object(self._begin(step, rank, scene) if dist.is_main() else None)
         if problem is None:
             folder = self.root / name
-            problem = _first(self._write_batch(folder, scene) if dist.rank() == rank else None)
+            problem = dist.first_problem(self._write_batch(folder, scene) if dist.rank() == rank else None)
         if problem is None and scene.engine is not None:
             save_model(scene.engine, self.tokenizer, folder / MODEL)
         if problem is None:
             described = {"step": step, "rank": rank, **what}
-            problem = _first(self._describe(folder, scene, described) if dist.rank() == rank else None)
+            problem = dist.first_problem(self._describe(folder, scene, described) if dist.rank() == rank else None)
         return f"(no dump: {problem})" if problem else str(folder)
 
     def _begin(self, step: int, rank: int, scene: Scene) -> tuple[str, str | None]:
@@ -159,11 +159,6 @@ def _bytes_of(scene: Scene) -> int:
     return int(1.1 * numbers) + 2**24
 
 
-def _first(problem: str | None) -> str | None:
-    """The first rank's problem, on every rank. Collective."""
-    return next((found for found in dist.gather_objects(problem) if found), None)
-
-
 def _strict(value: Any) -> Any:
     """JSON knows no NaN and no infinity: they become "nan", "inf" and "-inf"."""
     if isinstance(value, dict):
@@ -196,7 +191,6 @@ def read_dump(folder: Path) -> tuple[dict[str, Any], list[Any], list[Tensor]]:
 
 
 def _record(name: str, number: int, tensors: dict[str, Tensor]) -> Any:
-    kind = RECORDS[name]
     start = f"{number}."
     held = {key.removeprefix(start): value for key, value in tensors.items() if key.startswith(start)}
-    return kind(**{key: held.get(key) for key in kind.__dataclass_fields__})
+    return record_of(RECORDS[name], held)

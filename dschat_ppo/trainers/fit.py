@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.checkpoint.resumable import Boundary, RankStates
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
-from dschat_ppo.common.phases import PhaseClock, announce, announce_step
+from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.progress import beat
 from dschat_ppo.common.seeding import seed_this_rank
-from dschat_ppo.config.batch_plan import FitPlan, plan_fit
+from dschat_ppo.config.batch_plan import plan_fit
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.config.schema import FitFlags, RunFlags
 from dschat_ppo.data.prepare import TokenRows
@@ -31,12 +30,9 @@ from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.startup import choose_ways
 from dschat_ppo.monitor.metrics import MetricSums
-from dschat_ppo.monitor.writers import MetricsWriter, write_result
+from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.trainers.dumps import Scene
-from dschat_ppo.trainers.inputs import EVAL_ROWS, Inputs
 from dschat_ppo.trainers.nonfinite import NonFiniteGuard
-from dschat_ppo.trainers.session import Session
-from dschat_ppo.trainers.setup import show_plan
 
 Batch = TypeVar("Batch")
 
@@ -112,14 +108,24 @@ def score_rows(
 
 
 class Fit(Generic[Batch]):
-    """Trains one model on rows; a `Resumable`, whose state is saved between two optimizer steps."""
+    """Trains one model on rows; a `Resumable`, whose state is saved between two optimizer steps.
+
+    Args:
+        model: a `PolicyModel` or a `ScalarModel`.
+        ds_config: as it was built with.
+        rows: for training and evaluation.
+        objective: what it trains for.
+        fit: flags of the training.
+        run: flags of the run.
+        guard: what happens to numbers that are not finite; None: the run stops, and nothing is written.
+    """
 
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch], fit: FitFlags,
         run: RunFlags, guard: NonFiniteGuard | None = None,
     ):  # fmt: skip
         self.guard = guard or NonFiniteGuard(SafetyFlags())
-        self.plan: FitPlan = plan_fit(fit, len(rows.train), dist.world_size())
+        self.plan = plan_fit(fit, len(rows.train), dist.world_size())
         self.objective = objective
         self.fit = fit
         self.run_flags = run
@@ -278,28 +284,3 @@ class Fit(Generic[Batch]):
     def _show(self, step: int, metrics: dict[str, float], rate: float) -> None:
         shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
         logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}")
-
-
-def train_to_the_end(fit: Fit[Any], session: Session, tokenizer: PreTrainedTokenizerBase, title: str) -> dict[str, Any]:
-    """Train from where the session stands, save the model and write `result.json`; returns its contents."""
-    show_plan(f"{title}: batches", fit.plan.table(), fit.fit.num_warmup_steps, fit.plan.total_steps)
-    started = time.perf_counter()
-    announce("train")
-    session.train(fit, lambda writer, boundary: fit.run(writer, boundary, title))
-    announce("save models")
-    result = fit.save(session.output, tokenizer)
-    result["seconds"] = round(time.perf_counter() - started, 2)
-    write_result(session.output, result)
-    logger().info(f"{title}: saved to {session.output}")
-    return result
-
-
-def fit_inputs(rows: TokenRows, folder: str, run: RunFlags) -> Inputs:
-    """What steps 1 and 2 read; `folder` is that of the model that they begin with."""
-    models, files = [("--model_name_or_path", folder)], [("--deepspeed_config", run.deepspeed_config)]
-    return Inputs(rows.train, {EVAL_ROWS: rows.eval}, models, files)
-
-
-def amounts_of(plan: FitPlan) -> dict[str, int]:
-    """What the flags amount to, for a checkpoint's manifest."""
-    return {"rows_per_update": plan.global_batch}

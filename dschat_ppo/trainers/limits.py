@@ -9,8 +9,8 @@ from dschat_ppo.trainers.losses import KL_OF_UPDATE, LARGEST_LOG_RATIO
 
 
 class UpdateLimits:
-    """Both measure the policy of an update's forward pass against the one that scored the answers, over the tokens that
-    the policy's loss counts, on all ranks; so every rank comes to the same decision.
+    """Both compare the policy in an update's forward pass with the one that scored the answers, over the tokens of all
+    ranks that the policy's loss counts; so every rank comes to the same decision.
 
     Args:
         flags: of the algorithm.
@@ -26,12 +26,7 @@ class UpdateLimits:
         Args:
             sums: of the update alone.
         """
-        if self.max_log_ratio is None:
-            return False
-        largest = sums.only(LARGEST_LOG_RATIO).reduce()[LARGEST_LOG_RATIO]
-        if largest > self.max_log_ratio:
-            logger().info(f"a log-ratio of {largest:.4g} is beyond --max_log_ratio: the update is not applied")
-        return largest > self.max_log_ratio
+        return _is_above(self.max_log_ratio, LARGEST_LOG_RATIO, sums, "--max_log_ratio: the update is not applied")
 
     def end(self, sums: MetricSums) -> bool:
         """Whether the update was the last of its PPO step: its mean KL (k3) is above `--target_kl`. Collective if set.
@@ -39,9 +34,14 @@ class UpdateLimits:
         Args:
             sums: of the update alone.
         """
-        if self.target_kl is None:
-            return False
-        kl = sums.only(KL_OF_UPDATE).reduce()[KL_OF_UPDATE]
-        if kl > self.target_kl:
-            logger().info(f"a KL of {kl:.4g} is above --target_kl: it was the PPO step's last update")
-        return kl > self.target_kl
+        return _is_above(self.target_kl, KL_OF_UPDATE, sums, "--target_kl: it was the PPO step's last update")
+
+
+def _is_above(limit: float | None, name: str, sums: MetricSums, told: str) -> bool:
+    """Whether the metric `name` is above a limit, if one is set; says so."""
+    if limit is None:
+        return False
+    measured = sums.only(name).reduce()[name]
+    if measured > limit:
+        logger().info(f"{name} of {measured:.4g} is above {told}")
+    return measured > limit

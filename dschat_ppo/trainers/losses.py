@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.correction import off_policy_rows
-from dschat_ppo.algorithms.kl import kl_full, kl_k3, kl_loss
+from dschat_ppo.algorithms.kl import kl_k3, kl_loss
 from dschat_ppo.algorithms.policy_loss import POLICY_LOSSES, PolicyLossSettings, PolicyTerms, TokenLosses
-from dschat_ppo.algorithms.value_loss import clipped_value_loss
+from dschat_ppo.algorithms.value_loss import value_losses
 from dschat_ppo.config.algorithm import AlgorithmFlags
 from dschat_ppo.data.collators import SFTBatch
+from dschat_ppo.experience.maker import exact_kl
 from dschat_ppo.experience.mini_dataset import Update
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.monitor.metrics import MetricSums
@@ -93,10 +95,9 @@ class ActorLoss:
         if not self.whole:
             assert rows.ref_logprobs is not None
             return kl_loss(scores.logprobs, rows.ref_logprobs, flags.kl_loss_estimator, flags.kl_straight_through)
-        reference = response_scores(self.reference, rows, self.temperature, distributions=True)
-        assert scores.distributions is not None and reference.distributions is not None
-        per_token = kl_full(scores.distributions, reference.distributions.detach())
-        return scores.logprobs.new_zeros(rows.response_mask.shape).masked_scatter(rows.response_mask, per_token)
+        with torch.no_grad():
+            reference = response_scores(self.reference, rows, self.temperature, distributions=True)
+        return exact_kl(rows, scores, reference)
 
 
 def _measure(rows: Experience, scores: ResponseScores, policy: TokenLosses, sums: MetricSums) -> None:
@@ -117,11 +118,11 @@ def critic_loss(critic: Any, rows: Experience, update: Update, clip_eps: float, 
     """Clipped or plain value loss, a mean over the optimizer step's response tokens; scalar with gradient."""
     assert rows.values is not None
     mask = rows.response_mask
-    values = response_values(critic, rows)
-    value = clipped_value_loss(values, rows.values, rows.returns, mask, clip_eps, update.value_tokens)
-    sums.add_sum("value/loss", value.loss, value.loss.new_tensor(update.share))
-    sums.add_mean("value/clip_fraction", value.clipped.float(), mask)
-    return value.loss
+    losses, clipped = value_losses(response_values(critic, rows), rows.values, rows.returns, mask, clip_eps)
+    loss = losses.sum() / update.value_tokens
+    sums.add_sum("value/loss", loss, loss.new_tensor(update.share))
+    sums.add_mean("value/clip_fraction", clipped.float(), mask)
+    return loss
 
 
 def ptx_loss(actor: Any, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:

@@ -13,7 +13,7 @@ from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.experience.finite import bad_places
 from dschat_ppo.trainers.dumps import Dumps, Scene
 
-SHOWN_PLACES = 100  # of each field, in what.json
+SHOWN_PLACES = 100  # of each field
 
 
 class NonFiniteGuard:
@@ -52,7 +52,7 @@ class NonFiniteGuard:
         what = {
             "role": role,
             "fault": {"kind": fault.kind, "micro_batch": fault.micro_batch, "numbers": fault.numbers},
-            "bad_inputs": [_shown(bad_places(record)) for record in made.records],
+            "bad_inputs": [shown_places(bad_places(record)) for record in made.records],
         }
         self.met(role, step, fault.rank, f"{role}, step {step}: {fault}; its update was left out", made, what)
 
@@ -101,5 +101,6 @@ class NonFiniteGuard:
         self._overflows = Counter(state["overflows"])
 
 
-def _shown(places: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+def shown_places(places: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    """The first places of each field, for `what.json`."""
     return {name: found[:SHOWN_PLACES] for name, found in places.items()}

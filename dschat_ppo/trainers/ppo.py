@@ -84,9 +84,7 @@ class PPOTrainer:
         self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed)
         judge = Judge(rewards, prompts, tokenizer)
         self.shaping = Shaping(algorithm, ppo.max_answer_seq_len, seed)
-        self.collector = Collector(
-            config, plan, engines, rollouts, judge, self.mini_dataset, self.shaping.shaped, self.clock
-        )
+        self.collector = Collector(config, plan, engines, rollouts, judge, self.shaping.shaped, self.clock)
         self.guard = NonFiniteGuard(config.safety, Dumps("ppo", config, tokenizer))
         self.rows_check = RowsCheck(config, engines, self.shaping, self.guard)
         self.updater = Updater(config, engines, texts, self.guard)
@@ -269,7 +267,7 @@ class PPOTrainer:
         """Rows of a PPO step in flight, and those that wait for the next, were made under the saved flags."""
         algorithm, pool = self.config.algorithm, self.collector.pool
         asked = {"values": algorithm.has_critic, "ref_logprobs": algorithm.has_reference}
-        asked["selected"] = algorithm.policy_loss in ("clip_cov", "kl_cov")
+        asked["selected"] = algorithm.selects_tokens
         kept = [vars(rows) for rows in (self.progress.experience, pool and pool.accepted) if rows is not None]
         lacking = [name for name in asked if asked[name] and any(name in rows and rows[name] is None for rows in kept)]
         if lacking:
@@ -279,8 +277,8 @@ class PPOTrainer:
             )
 
     def _sums_of(self, ranks: RankStates) -> MetricSums:
-        """This rank's part; on another number of ranks the first takes what all of them have measured, and the others
-        its names, without which their next `reduce` would be another collective than the first rank's."""
+        """This rank's part. On another number of ranks the first one takes what all of them have measured; the others
+        take the same names with nothing counted, so that `reduce` is one collective on all ranks."""
         if ranks.own is not None:
             return MetricSums.restored([ranks.own["sums"]], self.device)
         sums = MetricSums.restored([state["sums"] for state in ranks.read_all()], self.device)

@@ -116,8 +116,11 @@ def _model_folders(config: PPOConfig) -> ModelFolders:
 
 
 def amounts_of(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
-    """What the flags amount to, for a checkpoint's manifest. Dynamic sampling asks for as many prompts on each rank, so
-    that the number of ranks decides how many there are in a round, and by that which prompts the later steps see."""
+    """What the flags amount to, for a checkpoint's manifest.
+
+    With dynamic sampling a round takes as many prompts on each rank. So the number of ranks decides how many a round
+    takes in all, hence which prompts the later steps see.
+    """
     amounts = {"rows_per_update": plan.global_batch, "rows_per_step": plan.rollout_prompts}
     return amounts | ({"ranks": plan.world_size} if config.algorithm.dynamic_sampling else {})
 

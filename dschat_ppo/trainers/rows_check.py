@@ -11,7 +11,7 @@ from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.experience.finite import bad_places
 from dschat_ppo.experience.shaping import Shaping
 from dschat_ppo.trainers.dumps import Scene
-from dschat_ppo.trainers.nonfinite import SHOWN_PLACES, NonFiniteGuard
+from dschat_ppo.trainers.nonfinite import NonFiniteGuard, shown_places
 from dschat_ppo.types import Experience, ScoredRollout
 
 # Who makes a field, in the order in which they are made: the first bad one is the cause of the others.
@@ -71,7 +71,7 @@ class RowsCheck:
         what = {
             "role": MADE_BY.get(name, "shaping"),
             "fault": {"kind": name, "rows": numbers},
-            "bad_places": {key: found[:SHOWN_PLACES] for key, found in places.items()},
+            "bad_places": shown_places(places),
         }
         self.guard.met("rows", step, self._rank_of(numbers[0], rows), problem, self._scene(rows, name, shaping), what)
 

@@ -10,28 +10,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from dschat_ppo.common import dist
-from dschat_ppo.common.phases import announce
-from dschat_ppo.config.batch_plan import plan_fit
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.data.collators import SFTBatch, collate_sft
-from dschat_ppo.data.prepare import prepare
-from dschat_ppo.models.loading import (
-    check_length,
-    check_vocabulary,
-    filler_id,
-    load_causal_lm,
-    load_config,
-    load_tokenizer,
-    model_folder,
-)
+from dschat_ppo.models.loading import filler_id, load_causal_lm
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.monitor.metrics import MetricSums
-from dschat_ppo.trainers.dumps import Dumps
-from dschat_ppo.trainers.fit import Fit, Objective, amounts_of, fit_ds_config, fit_inputs, train_to_the_end
-from dschat_ppo.trainers.nonfinite import NonFiniteGuard
-from dschat_ppo.trainers.session import open_session
-from dschat_ppo.trainers.setup import begin
+from dschat_ppo.trainers.fit import Fit, Objective
+from dschat_ppo.trainers.fit_run import begin_fit, train_to_the_end
 from dschat_ppo.types import to_device
 
 
@@ -58,30 +43,10 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
-    device, output = begin("sft", config, config.run, [config.fit.model_name_or_path])
-    fit, sft = config.fit, config.sft
-    folder = model_folder(fit.model_name_or_path, "--model_name_or_path")
-    tokenizer = load_tokenizer(folder, "--model_name_or_path")
-    check_vocabulary(tokenizer, load_config(folder, "--model_name_or_path"), "--model_name_or_path", folder)
-    check_length(folder, fit.max_seq_len, "--max_seq_len")
-    announce("prepare data")
-    rows = prepare(
-        "sft",
-        tokenizer,
-        config.data,
-        fit.max_seq_len,
-        sft.sft_only_data_path,
-        fit.eval_data_path,
-        fit.eval_fraction,
-    )
-    plan = plan_fit(fit, len(rows.train), dist.world_size())
-    session = open_session("sft", output, config, fit_inputs(rows, folder, config.run), amounts_of(plan))
-    announce("load models")
-    ds_config = fit_ds_config(fit, config.run)
-    model = PolicyModel(load_causal_lm(folder, config.run.dtype, ds_config, fit.dropout))
+    fit = config.fit
+    run = begin_fit("sft", config, "sft", config.sft.sft_only_data_path)
+    model = PolicyModel(load_causal_lm(run.folder, config.run.dtype, run.ds_config, fit.dropout))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    objective = sft_objective(filler_id(tokenizer), sft.train_on_prompt, device)
-    guard = NonFiniteGuard(config.safety, Dumps("sft", config, tokenizer))
-    trainer = Fit(model, ds_config, rows, objective, fit, config.run, guard)
-    return train_to_the_end(trainer, session, tokenizer, "SFT")
+    objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
+    return train_to_the_end(Fit(model, run.ds_config, run.rows, objective, fit, config.run, run.guard), run, "SFT")

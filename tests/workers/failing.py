@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as torch_dist
 
-from dschat_ppo.common import dist, rank_log, stopping, watchdog
+from dschat_ppo.common import dist, progress, rank_log, stopping, watchdog
 from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
@@ -38,9 +38,9 @@ def hold_the_lock() -> None:
 def take_time() -> None:
     """Longer than the watchdog's limit and the net under it: with signs of life, then with patience. Rank 0 waits."""
     for _ in range(int((LIMIT + 9.0) / 0.1)):
-        watchdog.beat()
+        progress.beat()
         time.sleep(0.1)
-    with watchdog.patient():
+    with progress.patient():
         time.sleep(LIMIT + 9.0)
 
 
@@ -48,7 +48,7 @@ def write_slowly() -> None:
     """Rank 1 hangs. Rank 0 waits for a slow disk, longer than the limit, and then for rank 1, while it writes on."""
     if dist.rank() == 1:
         hang()
-    with watchdog.patient():
+    with progress.patient():
         from dschat_ppo.checkpoint import engine_files
     engine_files._write = lambda state, path: time.sleep(2 * LIMIT)
     writer = engine_files.BackgroundWriter()

@@ -30,6 +30,7 @@ from dschat_ppo.engine.build import (
 )
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.errors import NonFiniteError
+from dschat_ppo.experience.mini_dataset import gather_rows
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.types import Rollout, select_rows
@@ -165,8 +166,7 @@ def trainer_for(assets: Path, out: Path, stages: tuple[int, int], *words: object
 
 def scored_of(trainer, rollout: Rollout):
     indices = list(range(len(rollout.prompt_ids)))
-    trainer.mini_dataset.add(trainer.collector.score(rollout, indices, dist.rank() * len(indices), step=1))
-    return trainer.mini_dataset.collect()
+    return gather_rows(trainer.collector.score(rollout, indices, dist.rank() * len(indices), step=1))
 
 
 def outcome_of(call) -> str:

@@ -13,6 +13,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
+from dschat_ppo.experience.mini_dataset import gather_rows
 from dschat_ppo.models.loading import load_tokenizer
 from dschat_ppo.rewards.build import build_sources
 from dschat_ppo.trainers.ppo import PPOTrainer
@@ -49,5 +50,5 @@ def trainer_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPO
 def experience_of(trainer: PPOTrainer, rollout: Rollout, indices: list[int] | None = None) -> Experience:
     """The rollouts of all ranks, scored and shaped as in PPO step 1; answers to the prompts at `indices`, one each."""
     indices = list(range(len(rollout.prompt_ids))) if indices is None else indices
-    trainer.mini_dataset.add(trainer.collector.score(rollout, indices, dist.rank() * len(indices), step=1))
-    return trainer.shaping.experience(trainer.mini_dataset.collect(), step=1)
+    rows = gather_rows(trainer.collector.score(rollout, indices, dist.rank() * len(indices), step=1))
+    return trainer.shaping.experience(rows, step=1)

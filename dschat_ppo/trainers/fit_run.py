@@ -1,0 +1,93 @@
+"""Steps 1 and 2 around their loop: checks, data and session before it, saving after it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.phases import announce
+from dschat_ppo.config.batch_plan import plan_fit
+from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.config.steps import RewardConfig, SFTConfig
+from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.engine.ds_config import Config
+from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, load_tokenizer, model_folder
+from dschat_ppo.monitor.writers import write_result
+from dschat_ppo.trainers.dumps import Dumps
+from dschat_ppo.trainers.fit import Fit, fit_ds_config
+from dschat_ppo.trainers.inputs import EVAL_ROWS, Inputs
+from dschat_ppo.trainers.nonfinite import NonFiniteGuard
+from dschat_ppo.trainers.session import Session, open_session
+from dschat_ppo.trainers.setup import begin, show_plan
+
+MODEL = "--model_name_or_path"
+
+
+@dataclass(frozen=True)
+class FitRun:
+    """A run of step 1 or 2 whose model is to be loaded next, from `folder`."""
+
+    device: torch.device
+    folder: str
+    tokenizer: PreTrainedTokenizerBase
+    rows: TokenRows
+    session: Session
+    ds_config: Config
+    guard: NonFiniteGuard
+
+
+def begin_fit(
+    kind: Literal["sft", "reward"], config: SFTConfig | RewardConfig, use: str, whole_paths: list[str] | None = None
+) -> FitRun:
+    """Everything before a model is loaded. Collective.
+
+    Args:
+        kind: the step.
+        config: of the step.
+        use: of the data, see `prepare`.
+        whole_paths: see `prepare`.
+
+    Raises:
+        UserError: the flags, the data or the model's folder cannot be used.
+        StopRequested: the run was asked to stop, or it is done.
+    """
+    fit = config.fit
+    device, output = begin(kind, config, config.run, [fit.model_name_or_path])
+    folder = model_folder(fit.model_name_or_path, MODEL)
+    tokenizer = load_tokenizer(folder, MODEL)
+    check_vocabulary(tokenizer, load_config(folder, MODEL), MODEL, folder)
+    check_length(folder, fit.max_seq_len, "--max_seq_len")
+    ds_config = fit_ds_config(fit, config.run)
+    announce("prepare data")
+    rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, fit.eval_data_path, fit.eval_fraction)
+    amounts = {"rows_per_update": plan_fit(fit, len(rows.train), dist.world_size()).global_batch}
+    session = open_session(kind, output, config, fit_inputs(rows, folder, config.run), amounts)
+    announce("load models")
+    guard = NonFiniteGuard(config.safety, Dumps(kind, config, tokenizer))
+    return FitRun(device, folder, tokenizer, rows, session, ds_config, guard)
+
+
+def fit_inputs(rows: TokenRows, folder: str, run: RunFlags) -> Inputs:
+    """What steps 1 and 2 read; `folder` is that of the model that they begin with."""
+    return Inputs(rows.train, {EVAL_ROWS: rows.eval}, [(MODEL, folder)], [("--deepspeed_config", run.deepspeed_config)])
+
+
+def train_to_the_end(fit: Fit[Any], run: FitRun, title: str) -> dict[str, Any]:
+    """Train from where the session stands, save the model and write `result.json`; returns its contents."""
+    output = run.session.output
+    show_plan(f"{title}: batches", fit.plan.table(), fit.fit.num_warmup_steps, fit.plan.total_steps)
+    started = time.perf_counter()
+    announce("train")
+    run.session.train(fit, lambda writer, boundary: fit.run(writer, boundary, title))
+    announce("save models")
+    result = fit.save(output, run.tokenizer)
+    result["seconds"] = round(time.perf_counter() - started, 2)
+    write_result(output, result)
+    logger().info(f"{title}: saved to {output}")
+    return result
