@@ -13,7 +13,6 @@ from dschat_ppo.checkpoint.manifest import Manifest, describe_file
 from dschat_ppo.config.cli import flatten, parse, write_config
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.trainers import setup
 from dschat_ppo.trainers.setup import _earlier_outputs, open_outputs
 
 WORDS = ["--model_name_or_path", "m", "--zero_stage", "2"]
@@ -262,7 +261,7 @@ def test_a_run_that_begins_is_not_finished_and_is_so_until_what_is_old_is_gone(t
         assert (tmp_path / "result.json").exists()
 
     write_config(config, tmp_path)
-    monkeypatch.setattr(setup.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     open_outputs(tmp_path, config, config.run, resumed)
     assert removed == ([] if resumed else ["checkpoints"])
     assert not (tmp_path / "result.json").exists()

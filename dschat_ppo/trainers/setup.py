@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -16,6 +15,7 @@ from dschat_ppo.checkpoint.changes import compare, report
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.lock import RunLock
 from dschat_ppo.common import dist, watchdog
+from dschat_ppo.common.durable import remove_folder
 from dschat_ppo.common.logging import logger, quiet_libraries, table
 from dschat_ppo.common.rank_log import keep_log
 from dschat_ppo.common.seeding import seed_everything
@@ -162,7 +162,7 @@ def _remove_earlier(folder: Path, run: RunFlags) -> None:
     parts = ["best", "best.old", "best.partial", "checkpoints", "nonfinite"]
     for part in [*parts, "actor_ema", "critic"] if run.overwrite_output_dir else parts:
         if (folder / part).is_dir():
-            shutil.rmtree(folder / part)
+            remove_folder(folder / part)
     board = folder / run.tensorboard_path
     if board.resolve().is_relative_to(folder.resolve()):  # a board elsewhere may hold other runs
         for events in board.glob("events.out.tfevents.*"):
