@@ -174,6 +174,15 @@ def test_an_empty_folder_or_an_unfinished_run_with_a_checkpoint_is_all_right(tmp
     assert (tmp_path / "metrics.jsonl").exists()
 
 
+def test_checkpoints_alone_are_earlier_outputs_too(tmp_path):
+    write_config(config_of(tmp_path), tmp_path)
+    save(tmp_path, 1)
+    for resume in ("never", str(tmp_path.parent / "elsewhere")):
+        problem, _ = earlier(tmp_path, "--resume", resume)
+        assert problem is not None and "holds earlier outputs (step_000001)" in problem
+    assert earlier(tmp_path) == earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
+
+
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_and_keeps_its_metrics(tmp_path):
     write_config(config_of(tmp_path), tmp_path)
     for number in (1, 2):

@@ -76,7 +76,7 @@ def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | No
     except OSError as problem:
         return f"--output_dir {folder}: cannot be written ({problem.strerror})", None
     held = [name for name in (RESULT, METRICS, "config.json") if (folder / name).exists()]
-    held += [path.name for path in folder.glob("*.safetensors")]
+    held += [path.name for path in folder.glob("*.safetensors")] + CheckpointFolder(folder).names()
     if run.overwrite_output_dir or not held:
         return None, None
     resume, force = config.safety.resume, config.safety.resume_force
