@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import save_file
 
 from dschat_ppo.checkpoint import engine_files, storage
@@ -16,8 +17,10 @@ from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.universal import WEIGHTS, Fragment, Shard, gather
 from dschat_ppo.common import durable, progress
 from dschat_ppo.config.cli import parse
+from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.engine import build
 from dschat_ppo.models import loading, saving
+from dschat_ppo.models.fingerprint import BLOCK_BYTES, BLOCKS, model_fingerprint
 from dschat_ppo.trainers.dumps import Dumps, Scene
 from dschat_ppo.trainers.setup import _remove_earlier
 
@@ -51,6 +54,15 @@ def test_a_beat_for_each_block_that_is_read(tmp_path, beats, small_blocks):
     assert len(beats) == 4
     storage.checksum(tmp_path / "file")
     assert len(beats) == 8
+
+
+def test_a_beat_for_each_part_of_what_is_compared(tmp_path, beats):
+    fingerprint(Dataset.from_dict({"ids": [[1]] * (2 * 4096 + 1)}))
+    assert len(beats) == 3
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(BLOCKS * BLOCK_BYTES + 1))
+    model_fingerprint(tmp_path)
+    assert len(beats) == 3 + 1 + BLOCKS
 
 
 def test_a_beat_for_each_block_that_is_written(tmp_path, beats, small_blocks):
