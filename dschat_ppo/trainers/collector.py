@@ -21,6 +21,7 @@ from dschat_ppo.errors import RolloutGivenUp
 from dschat_ppo.experience.group_pool import GroupPool
 from dschat_ppo.experience.maker import ExperienceMaker, Scoring
 from dschat_ppo.experience.mini_dataset import MiniDataset
+from dschat_ppo.rewards.failure import RewardServiceError
 from dschat_ppo.trainers.judge import Judge, texts_of
 from dschat_ppo.trainers.rollouts import Rollouts
 from dschat_ppo.types import Rollout, ScoredRollout
@@ -103,7 +104,11 @@ class Collector:
         indices = taken[dist.rank() * per_rank : (dist.rank() + 1) * per_rank]
         rollout = self.rollout(indices, step, number)
         _give_up_if_asked(boundary)
-        self.mini_dataset.add(self.score(rollout, indices, first, step))
+        try:
+            self.mini_dataset.add(self.score(rollout, indices, first, step))
+        except RewardServiceError:  # on every rank; who stops a run may have stopped the service first
+            _give_up_if_asked(boundary)
+            raise
         return self.mini_dataset.collect()
 
     def state_dict(self) -> dict[str, Any]:
