@@ -47,8 +47,11 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
     if any(Path(model).resolve() in written for model in models):
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
     quiet_libraries()
+    is_ours = folder.resolve() in _LOCKED  # several steps may follow one another in one process
+    if not is_ours:
+        RunLock.look(folder)
     device = dist.init()
-    if folder.resolve() not in _LOCKED:  # several steps may follow one another in one process
+    if not is_ours:
         _LOCKED[folder.resolve()] = RunLock.acquire(folder)
     keep_log(folder)
     watchdog.start(config.safety.collective_timeout)
