@@ -111,6 +111,11 @@ def no_list(responses):
     return dict.fromkeys(range(len(responses)), 1.0) if responses[0] == "dictionary" else 3.0
 
 
+def waits(response):
+    time.sleep(0.3)
+    return 1.0
+
+
 def leaves_a_process(response):
     """Writes the number of a process that it leaves behind into the file that the response names, then waits."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

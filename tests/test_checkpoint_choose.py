@@ -13,7 +13,6 @@ from dschat_ppo.checkpoint.manifest import Manifest, describe_file
 from dschat_ppo.config.cli import flatten, parse, write_config
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.trainers import setup
 from dschat_ppo.trainers.setup import _earlier_outputs, open_outputs
 
 WORDS = ["--model_name_or_path", "m", "--zero_stage", "2"]
@@ -175,6 +174,15 @@ def test_an_empty_folder_or_an_unfinished_run_with_a_checkpoint_is_all_right(tmp
     assert (tmp_path / "metrics.jsonl").exists()
 
 
+def test_checkpoints_alone_are_earlier_outputs_too(tmp_path):
+    write_config(config_of(tmp_path), tmp_path)
+    save(tmp_path, 1)
+    for resume in ("never", str(tmp_path.parent / "elsewhere")):
+        problem, _ = earlier(tmp_path, "--resume", resume)
+        assert problem is not None and "holds earlier outputs (step_000001)" in problem
+    assert earlier(tmp_path) == earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
+
+
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_and_keeps_its_metrics(tmp_path):
     write_config(config_of(tmp_path), tmp_path)
     for number in (1, 2):
@@ -262,7 +270,7 @@ def test_a_run_that_begins_is_not_finished_and_is_so_until_what_is_old_is_gone(t
         assert (tmp_path / "result.json").exists()
 
     write_config(config, tmp_path)
-    monkeypatch.setattr(setup.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     open_outputs(tmp_path, config, config.run, resumed)
     assert removed == ([] if resumed else ["checkpoints"])
     assert not (tmp_path / "result.json").exists()

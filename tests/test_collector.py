@@ -7,6 +7,7 @@ import torch
 
 from dschat_ppo.data.sampler import RowStream
 from dschat_ppo.errors import RolloutGivenUp
+from dschat_ppo.rewards.failure import RewardServiceError
 from dschat_ppo.trainers import collector as collector_module
 from dschat_ppo.trainers.collector import Collector
 
@@ -61,6 +62,19 @@ def test_it_is_given_up_before_and_after_scoring(rounds, asked, expected):
     with pytest.raises(RolloutGivenUp):
         collector.collect(1, Asked(asked))
     assert did == expected
+
+
+@pytest.mark.parametrize(("asked", "raised"), [(2, RolloutGivenUp), (99, RewardServiceError)])
+def test_a_service_that_ends_with_the_run_does_not_keep_it_from_being_saved(asked, raised):
+    collector, did = collector_of(0)
+
+    def score(*_):
+        raise RewardServiceError("no answer")
+
+    collector.score = score
+    with pytest.raises(raised):
+        collector.collect(1, Asked(asked))
+    assert did == ["rollout 0"]
 
 
 def test_without_a_request_the_rows_are_handed_over():

@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -172,18 +173,19 @@ def test_a_folder_of_another_user_is_not_used(ranks):
 
 def test_folders_of_runs_that_were_killed_are_swept_away(ranks, tmp_path):
     own = look_up(os.getpid())
-    name = f"dschat_ppo_{os.getuid()}_10.0.0.1_1"
+    name = f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_10.0.0.1_1"
     dead = tmp_path / f"{name}_{os.getpid()}_{own.started + 1}"
     alive = tmp_path / f"{name}_{os.getpid()}_{own.started}"
     orphaned = tmp_path / f"{name}_{2**22 + 1}_5"
-    odd = tmp_path / f"dschat_ppo_{os.getuid()}_x"
-    for folder in (dead, alive, orphaned, odd):
+    odd = tmp_path / f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_x"
+    elsewhere = tmp_path / f"dschat_ppo_{os.getuid()}_a-machine-that-shares-TMPDIR_10.0.0.1_1_{2**22 + 1}_5"
+    for folder in (dead, alive, orphaned, odd, elsewhere):
         folder.mkdir()
     (dead / "rank_0").write_text(f"{os.getpid()} {own.started + 1}")
     (orphaned / "rank_0").write_text(f"{os.getpid()} {own.started}")
     board = ranks(0)
     assert not dead.exists()
-    assert alive.exists() and orphaned.exists() and odd.exists()
+    assert alive.exists() and orphaned.exists() and odd.exists() and elsewhere.exists()
     board.leave()
 
 

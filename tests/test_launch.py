@@ -2,10 +2,11 @@
 
 import os
 import signal
+import socket
 
 import pytest
 
-from dschat_ppo.common import stopping
+from dschat_ppo.common import dist, stopping
 from dschat_ppo.common.failure import TO_GO_ON
 from dschat_ppo.common.launch import run_step
 from dschat_ppo.common.phases import PhaseClock, announce, announce_step, begin_anew, current_phase, where
@@ -30,6 +31,18 @@ def test_user_error_is_its_message_and_exit_code_2(capsys, message):
 
     assert run_step(lambda argv: argv, train, []) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_port_in_use_is_the_users_to_mend(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (group | {"MASTER_PORT": str(port)}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"port {port} .* in use.*--master_port"):
+            dist.init()
 
 
 def test_other_exceptions_are_one_message_with_rank_phase_and_step(capsys):

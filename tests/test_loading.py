@@ -32,6 +32,7 @@ from dschat_ppo.models.loading import (
     load_causal_lm,
     load_config,
     load_sequence_classifier,
+    load_tokenizer,
 )
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.saving import save_model
@@ -82,6 +83,25 @@ def test_a_model_that_sees_the_future_is_refused(tmp_path):
     for check in (check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)):
         with pytest.raises(UserError, match="use_bidirectional_attention"):
             check(str(tmp_path))
+
+
+def test_code_of_a_folder_is_not_run_even_if_the_user_at_a_terminal_would_say_yes(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Own: pass\n")
+    settings = tmp_path / "config.json"
+    settings.write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
+    with pytest.raises(UserError, match="custom code"):
+        load_config(str(tmp_path), "--model")
+    words = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(words))
+    settings.write_text(json.dumps({"model_type": "own"}))
+    with pytest.raises(UserError, match="custom code"):
+        load_tokenizer(str(tmp_path), "--model")
+    settings.write_text(json.dumps({"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "own.Own"}}))
+    with pytest.raises(UserError, match="no causal language model for ViTConfig"):
+        load_causal_lm(str(tmp_path), "fp32", None)
+    assert not (tmp_path / "was run").exists()
 
 
 def write_deepspeed_chat(model, folder, safe):

@@ -181,6 +181,17 @@ def test_hung_rows_wait_beside_each_other_and_the_bound_holds():
     reward.close()
 
 
+def test_who_interrupts_waits_for_the_calls_at_work_alone():
+    rows = of_responses(*["late"] * 20)
+    started = FunctionReward(FunctionSpec(FILE, "waits"), 2, 10.0, 0.0)
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        started(rows, None)
+    begun = time.monotonic()
+    started.close()
+    assert time.monotonic() - begun < 1.5
+
+
 def test_a_list_of_another_length():
     assert ask("wrong_length", of_responses("abc", "two", "a")) == ([3, -9, 1], 1)
 

@@ -1,6 +1,8 @@
 """The remote reward against a real server on this machine, with every fault."""
 
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -202,6 +204,15 @@ def test_a_slow_service(serve):
     started = time.monotonic()
     assert ask(service.url, timeout=0.2).tolist() == [1, 2, 3]
     assert time.monotonic() - started < 0.9
+
+
+def test_who_interrupts_does_not_wait_for_it(serve):
+    service = serve(lambda handler: time.sleep(2.0))
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ask(service.url, timeout=1.5)
+    assert time.monotonic() - started < 1.0
 
 
 def drip(handler):

@@ -17,7 +17,9 @@ from launch import ROOT
 
 from dschat_ppo.checkpoint import lock as module
 from dschat_ppo.checkpoint.lock import RunLock
+from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
+from dschat_ppo.trainers import setup
 
 
 def test_a_second_run_is_refused_until_the_first_lets_go(tmp_path):
@@ -34,6 +36,30 @@ def test_a_second_run_is_refused_until_the_first_lets_go(tmp_path):
     RunLock.acquire(tmp_path / "other").release()
     second.release()
     assert module._held == set()
+
+
+def test_a_look_before_the_ranks_meet_refuses_a_second_run_and_locks_nothing(tmp_path, monkeypatch):
+    RunLock.look(tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+    first = RunLock.acquire(tmp_path)
+    with pytest.raises(UserError, match="another run"):
+        RunLock.look(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "1")
+        RunLock.look(tmp_path)
+    first.release()
+    RunLock.look(tmp_path)
+    RunLock.acquire(tmp_path).release()
+    assert module._held == set()
+
+
+def test_a_second_run_is_refused_before_it_wants_a_port(tmp_path, monkeypatch):
+    config = parse("sft", ["--model_name_or_path", "m", "--output_dir", str(tmp_path)])
+    monkeypatch.setattr(setup.dist, "init", lambda: pytest.fail("the ranks have met"))
+    first = RunLock.acquire(tmp_path)
+    with pytest.raises(UserError, match="another run"):
+        setup.begin("sft", config, config.run, [])
+    first.release()
 
 
 def test_letting_go_twice_closes_no_file_of_somebody_else(tmp_path):

@@ -170,6 +170,15 @@ def test_a_checkpoint_of_another_folder_brings_its_state_but_no_metrics(tmp_path
     assert steps_of(tmp_path / "one") == [1, 2] and names(tmp_path / "one") == ["step_000002"]
 
 
+def test_a_checkpoint_that_was_set_aside_is_saved_under_its_name_again(tmp_path):
+    run(tmp_path, 2)
+    place = tmp_path / "checkpoints/step_000002"
+    aside = place.rename(place.with_name("step_000002.set_aside"))
+    assert run(tmp_path, 2, "--resume", str(aside)).position == (2, 0)
+    assert names(tmp_path) == ["step_000002"], "else there would be nothing to go on from"
+    assert run(tmp_path, 3).position == (3, 0) and steps_of(tmp_path) == [1, 2, 3]
+
+
 def test_tensorboard_begins_at_the_first_step_to_come(tmp_path, monkeypatch):
     made = []
 

@@ -8,14 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import save_file
 
 from dschat_ppo.checkpoint import engine_files, storage
 from dschat_ppo.checkpoint.engine_files import BackgroundWriter
+from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.universal import WEIGHTS, Fragment, Shard, gather
 from dschat_ppo.common import durable, progress
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.engine import build
 from dschat_ppo.models import loading, saving
+from dschat_ppo.models.fingerprint import BLOCK_BYTES, BLOCKS, model_fingerprint
+from dschat_ppo.trainers.dumps import Dumps, Scene
+from dschat_ppo.trainers.setup import _remove_earlier
 
 
 @pytest.fixture
@@ -49,6 +56,15 @@ def test_a_beat_for_each_block_that_is_read(tmp_path, beats, small_blocks):
     assert len(beats) == 8
 
 
+def test_a_beat_for_each_part_of_what_is_compared(tmp_path, beats):
+    fingerprint(Dataset.from_dict({"ids": [[1]] * (2 * 4096 + 1)}))
+    assert len(beats) == 3
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(BLOCKS * BLOCK_BYTES + 1))
+    model_fingerprint(tmp_path)
+    assert len(beats) == 3 + 1 + BLOCKS
+
+
 def test_a_beat_for_each_block_that_is_written(tmp_path, beats, small_blocks):
     durable.write_file(tmp_path / "file", memoryview(bytes(range(35))))
     assert (tmp_path / "file").read_bytes() == bytes(range(35))
@@ -65,6 +81,24 @@ def test_syncing_and_removing_are_waited_for(tmp_path, monkeypatch):
     durable.replace_folder(tmp_path / "old", tmp_path / "new")
     assert patience == [True] * 4  # file, folder, the folder above, what was there
     assert not progress.is_patient()
+
+
+def test_checkpoints_dumps_and_earlier_outputs_are_removed_with_patience(tmp_path, monkeypatch):
+    patience = []
+    monkeypatch.setattr(shutil, "rmtree", noting(patience, shutil.rmtree))
+    checkpoints = CheckpointFolder(tmp_path)
+    for _ in range(2):
+        checkpoints.partial("step_000001")
+    assert patience == [True]
+    checkpoints.clear_partials()
+    assert patience == [True] * 2
+    words = ["--model_name_or_path", "m", "--output_dir", str(tmp_path), "--max_nonfinite_skips", "1"]
+    config = parse("sft", words)
+    for step in range(3):
+        Dumps("sft", config, None)._begin(step, 0, Scene([], {}))
+    assert patience == [True] * 3
+    _remove_earlier(tmp_path, config.run)
+    assert patience == [True] * 5 and sorted(tmp_path.iterdir()) == []
 
 
 def test_states_are_read_with_patience(tmp_path, monkeypatch):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
 from dschat_ppo.checkpoint.manifest import Manifest, damage, read_manifest
 from dschat_ppo.checkpoint.storage import write_text
-from dschat_ppo.common.durable import PARTIAL, sync_entries, sync_folder
+from dschat_ppo.common.durable import PARTIAL, remove_folder, sync_entries, sync_folder
 from dschat_ppo.errors import StorageError
 
 REMOVED = ".removed"  # on its way out
@@ -199,6 +198,6 @@ class CheckpointFolder:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        remove_folder(path)
     else:
         path.unlink()

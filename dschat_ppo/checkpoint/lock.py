@@ -64,6 +64,21 @@ class RunLock:
             logger().warning(f"--output_dir {folder}: its file system has no locks, so a second run is not kept out")
         return lock
 
+    @classmethod
+    def look(cls, folder: Path) -> None:
+        """Refuse what `acquire` would, on rank 0 alone and before the ranks have met.
+
+        A second run by the same command wants the same port too, and would get no further than to learn of that.
+
+        Raises:
+            UserError: another run holds the folder.
+        """
+        if dist.is_main() and os.path.exists(folder / FILE_NAME):
+            number, problem = _take(folder, lambda number: fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            cls(number).release()
+            if problem:
+                raise UserError(problem)
+
     def release(self) -> None:
         """Give up this rank's part of the lock; a second time does nothing."""
         if self._number is not None and self._number in _held:

@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from dschat_ppo.common.progress import patient
+from dschat_ppo.errors import UserError
 
 TIMEOUT = timedelta(hours=6)  # the other ranks wait at a barrier while the first one prepares the data
 
@@ -49,6 +50,9 @@ def init() -> torch.device:
 
     Under the deepspeed launcher the environment names the group; started by plain `python`, the process becomes a
     group of one on a free port.
+
+    Raises:
+        UserError: the port is in use.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -65,7 +69,15 @@ def init() -> torch.device:
         accelerator.set_device(local_rank())
     else:
         wait_for_build("deepspeed_shm_comm")  # what init_distributed compiles on a CPU
-    deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
+    try:
+        deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
+    except torch_dist.DistNetworkError as problem:
+        if "EADDRINUSE" not in str(problem):
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise UserError(
+            f"port {port} of this machine is in use, by another run perhaps: deepspeed --master_port N takes another"
+        ) from None
     _unlink_shared_memory()
     return device()
 

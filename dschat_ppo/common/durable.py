@@ -69,7 +69,7 @@ def sync_entries(folder: Path) -> None:
 
 def empty_folder(path: Path) -> Path:
     """`path` as a new folder; what was there is removed."""
-    _remove(path)
+    remove_folder(path)
     path.mkdir(parents=True)
     return path
 
@@ -87,15 +87,16 @@ def replace_folder(folder: Path, finished: Path) -> None:
     """Let `finished` take the place of `folder`, which stands beside it as `*.old` until then."""
     sync_folder(finished)
     old = folder.with_name(f"{folder.name}.old")
-    _remove(old)
+    remove_folder(old)
     if folder.exists():
         os.rename(folder, old)
     os.rename(finished, folder)
     sync_entries(folder.parent)
-    _remove(old)
+    remove_folder(old)
 
 
-def _remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
+    """Take a folder away with all that is in it, if it is there."""
     if folder.exists():
         with patient():
             shutil.rmtree(folder)

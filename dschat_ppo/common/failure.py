@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import tempfile
 import time
 from contextlib import suppress
@@ -28,7 +29,7 @@ RANK_LOST = 5  # a rank hung, or is gone without a word
 TO_GO_ON = "run the same command again to go on from the newest checkpoint"
 
 _CANNOT_WRITE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
-_OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_"
+_OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_"  # machines may share TMPDIR, but not processes
 # What gloo, NCCL and the store of torch.distributed say when the process at the other end has ended.
 _OTHER_END_IS_GONE = (
     "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed",

@@ -7,6 +7,8 @@ import hashlib
 import pyarrow
 from datasets import Dataset
 
+from dschat_ppo.common.progress import beat
+
 
 def fingerprint(rows: Dataset) -> str:
     """SHA-256 of the content of all rows in their order, as 64 hex digits; the same however they are stored."""
@@ -17,4 +19,5 @@ def fingerprint(rows: Dataset) -> str:
         with pyarrow.ipc.new_stream(stream, table.schema) as writer:
             writer.write_table(table)
         digest.update(stream.getvalue())
+        beat()  # rank 0 does this alone, however many rows there are
     return digest.hexdigest()

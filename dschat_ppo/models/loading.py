@@ -65,7 +65,7 @@ def model_folder(name: str, flag: str) -> str:
 def load_config(folder: str, flag: str) -> PretrainedConfig:
     """The model's configuration, without its weights."""
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # left out, transformers asks at a terminal
     except (OSError, ValueError, TypeError, StrictDataclassError) as problem:
         raise UserError(f"{flag} {folder}: config.json cannot be used: {in_one_line(problem)}") from None
 
@@ -77,7 +77,7 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
         UserError: no usable tokenizer, or one without EOS.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as problem:
         raise UserError(f"{flag} {folder}: its tokenizer cannot be loaded: {in_one_line(problem)}") from None
     if tokenizer.eos_token_id is None:
@@ -173,10 +173,13 @@ def check_causal_lm(folder: str) -> None:
     """Compare the checkpoint with the causal language model of its config, without reading the weights.
 
     Raises:
-        UserError: the model is not causal, or the checkpoint does not hold exactly its weights (they are listed).
+        UserError: the model is no causal language model, or the checkpoint does not hold exactly its weights (they are
+            listed).
     """
     config = load_config(folder, "model")
     _require_causal(folder, config)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{folder}: transformers has no causal language model for {type(config).__name__}")
     _check_weights(AutoModelForCausalLM, folder, config, {}, set())
 
 

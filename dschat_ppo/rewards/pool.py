@@ -177,6 +177,7 @@ class WorkerPool:
         self.seconds = seconds
         self.workers = [Worker(target) for _ in range(size)]
         self.threads = ThreadPoolExecutor(size, thread_name_prefix="reward")
+        self.closed = False
         try:
             self.signature = list(self.threads.map(Worker.start, self.workers))[0]
         except CallError:
@@ -194,7 +195,7 @@ class WorkerPool:
         results: list[list[float | None] | CallError] = [CallError("was not called")] * len(calls)
 
         def serve(worker: Worker) -> None:
-            while True:
+            while not self.closed:
                 try:
                     number = waiting.get_nowait()
                 except queue.Empty:
@@ -209,7 +210,8 @@ class WorkerPool:
         return results
 
     def close(self) -> None:
-        """Kill all workers."""
+        """Kill all workers; of a `map` that was interrupted only the calls at work are waited for."""
+        self.closed = True
         self.threads.shutdown(wait=True)
         for worker in self.workers:
             worker.stop()

@@ -70,8 +70,11 @@ class RemoteReward:
                 one finite number for each row, or was not answered in `1 + retries` attempts.
         """
         starts = range(0, len(request), self.batch_size)
-        with ThreadPoolExecutor(len(self.urls), thread_name_prefix="remote") as threads:
+        threads = ThreadPoolExecutor(len(self.urls), thread_name_prefix="remote")
+        try:
             parts = list(threads.map(lambda start: self._batch(request, start), starts))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # who interrupts does not wait for a service that hangs
         return torch.tensor([score for part in parts for score in part], dtype=torch.float32)
 
     def _batch(self, request: RewardRequest, start: int) -> list[float]:

@@ -21,6 +21,7 @@ from dschat_ppo.errors import RolloutGivenUp
 from dschat_ppo.experience.group_pool import GroupPool
 from dschat_ppo.experience.maker import ExperienceMaker, Scoring
 from dschat_ppo.experience.mini_dataset import gather_rows
+from dschat_ppo.rewards.failure import RewardServiceError
 from dschat_ppo.trainers.judge import Judge, texts_of
 from dschat_ppo.trainers.rollouts import Rollouts
 from dschat_ppo.types import Rollout, ScoredRollout
@@ -101,7 +102,11 @@ class Collector:
         indices = taken[dist.rank() * per_rank : (dist.rank() + 1) * per_rank]
         rollout = self.rollout(indices, step, number)
         _give_up_if_asked(boundary)
-        return gather_rows(self.score(rollout, indices, first, step))
+        try:
+            return gather_rows(self.score(rollout, indices, first, step))
+        except RewardServiceError:  # on every rank; who stops a run may have stopped the service first
+            _give_up_if_asked(boundary)
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Where the prompts stand and which rows wait, to be taken between two steps; the same on every rank."""

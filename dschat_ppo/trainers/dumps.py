@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.durable import remove_folder
 from dschat_ppo.config.cli import write_config
 from dschat_ppo.data.collators import PairBatch, PreferenceBatch, SFTBatch
 from dschat_ppo.engine.guard import loss_scale
@@ -104,7 +105,7 @@ class Dumps:
                 name = f"{first}_{number}"
             earlier = sorted(self.root.glob("step_*"), key=lambda path: path.stat().st_mtime)
             for old in earlier[: max(0, len(earlier) - self.most + 1)]:
-                shutil.rmtree(old)
+                remove_folder(old)
             free, needed = shutil.disk_usage(self.root).free, _bytes_of(scene)
             if free < needed:
                 return name, f"{self.root} has {free} bytes left and it takes {needed}"

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from dschat_ppo.checkpoint.choose import About, choose, lies_in
+from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.keeper import Keeper, restore
 from dschat_ppo.checkpoint.resumable import Boundary, Resumable
 from dschat_ppo.common import dist, stopping
@@ -45,11 +46,11 @@ class Session:
         _stop_if_asked()
         manifest = None if self.chosen is None else restore(self.chosen, trainer, self.run.seed)
         resumed = saved = None
-        if manifest is not None:
+        if self.chosen is not None and manifest is not None:
             logger().info(f"going on from {self.chosen}: {manifest.step} steps are done")
-            ours = self.chosen is not None and lies_in(self.chosen, self.output)
-            resumed = (manifest.metrics_offset if ours else 0, manifest.step + 1)
-            saved = (manifest.step, manifest.update) if ours else None
+            resumed = (manifest.metrics_offset if lies_in(self.chosen, self.output) else 0, manifest.step + 1)
+            place = CheckpointFolder(self.output).root / checkpoint_name(manifest.step, manifest.update)
+            saved = (manifest.step, manifest.update) if self.chosen.resolve() == place.resolve() else None
         with MetricsWriter(self.output, tensorboard_folder(self.run), resumed) as writer:
             keeper = Keeper(self.output, trainer, self.safety, self.about, writer, saved, self._to_go_on())
             result = train(writer, keeper)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -16,6 +15,7 @@ from dschat_ppo.checkpoint.changes import compare, report
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.lock import RunLock
 from dschat_ppo.common import dist, watchdog
+from dschat_ppo.common.durable import remove_folder
 from dschat_ppo.common.logging import logger, quiet_libraries, table
 from dschat_ppo.common.rank_log import keep_log
 from dschat_ppo.common.seeding import seed_everything
@@ -47,8 +47,11 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
     if any(Path(model).resolve() in written for model in models):
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
     quiet_libraries()
+    is_ours = folder.resolve() in _LOCKED  # several steps may follow one another in one process
+    if not is_ours:
+        RunLock.look(folder)
     device = dist.init()
-    if folder.resolve() not in _LOCKED:  # several steps may follow one another in one process
+    if not is_ours:
         _LOCKED[folder.resolve()] = RunLock.acquire(folder)
     keep_log(folder)
     watchdog.start(config.safety.collective_timeout)
@@ -76,7 +79,7 @@ def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | No
     except OSError as problem:
         return f"--output_dir {folder}: cannot be written ({problem.strerror})", None
     held = [name for name in (RESULT, METRICS, "config.json") if (folder / name).exists()]
-    held += [path.name for path in folder.glob("*.safetensors")]
+    held += [path.name for path in folder.glob("*.safetensors")] + CheckpointFolder(folder).names()
     if run.overwrite_output_dir or not held:
         return None, None
     resume, force = config.safety.resume, config.safety.resume_force
@@ -162,7 +165,7 @@ def _remove_earlier(folder: Path, run: RunFlags) -> None:
     parts = ["best", "best.old", "best.partial", "checkpoints", "nonfinite"]
     for part in [*parts, "actor_ema", "critic"] if run.overwrite_output_dir else parts:
         if (folder / part).is_dir():
-            shutil.rmtree(folder / part)
+            remove_folder(folder / part)
     board = folder / run.tensorboard_path
     if board.resolve().is_relative_to(folder.resolve()):  # a board elsewhere may hold other runs
         for events in board.glob("events.out.tfevents.*"):
