@@ -1,5 +1,6 @@
 """From files to token rows: reading, dividing, holding out, the length limit, and messages about bad input."""
 
+import io
 import json
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def prompts_of(rows: Dataset) -> list[str]:
 
 def answers_of(rows: Dataset) -> list[list[str]]:
     return [[TOKENIZER.decode(answer) for answer in answers] for answers in rows["answers"]]
+
+
+def parquet_of(columns: dict[str, list]) -> bytes:
+    file = io.BytesIO()
+    Dataset.from_dict(columns).to_parquet(file)
+    return file.getvalue()
 
 
 def load(tmp_path: Path, path: Path | str):
@@ -206,6 +213,20 @@ def test_every_format_gives_the_same_rows(tmp_path, suffix):
     ]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prompt,response\nGrüße,ja\n".encode("utf-8-sig"),  # as Excel writes it
+        ",prompt,response\n0,Grüße,ja\n".encode(),  # as pandas writes it
+    ],
+)
+def test_csv_files_of_other_programs(tmp_path, text):
+    path = tmp_path / "data.csv"
+    path.write_bytes(text)
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64).train
+    assert (prompts_of(rows), answers_of(rows)) == (["Grüße"], [["ja" + TOKENIZER.eos_token]])
+
+
 def test_token_rows_of_each_use(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{**PAIRS[0], "margin": 1.5}])
     eos = TOKENIZER.eos_token
@@ -301,6 +322,7 @@ def test_an_absolute_path_that_is_missing(tmp_path):
         ("blank.jsonl", b"\n\n"),
         ("list.json", b"[]"),
         ("header.csv", b"prompt,response\n"),
+        ("rows.parquet", parquet_of({"prompt": [], "response": []})),
     ],
 )
 def test_empty_data_sets_are_an_error(tmp_path, name, content):
@@ -318,6 +340,7 @@ def test_empty_data_sets_are_an_error(tmp_path, name, content):
         ("bytes.parquet", b"this is not a table"),
         ("quote.csv", b'prompt,response\n"a,b\n'),
         ("cut.json", b'[{"prompt": "a"'),
+        ("commas.csv", b"prompt,response\nOne, two,three\nFour, five,six\n"),  # pandas would take "One" for a name
     ],
 )
 def test_unreadable_files_are_an_error(tmp_path, name, content):
@@ -326,6 +349,13 @@ def test_unreadable_files_are_an_error(tmp_path, name, content):
     with pytest.raises(UserError) as problem:
         prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64)
     assert name in str(problem.value)
+
+
+def test_files_of_a_folder_that_differ_in_a_column_are_an_error(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "response": 1}])
+    with pytest.raises(UserError, match="--data_path .*differ in a column.*response"):
+        load(tmp_path, tmp_path)
 
 
 def test_other_formats_are_refused(tmp_path):
@@ -373,5 +403,5 @@ def test_an_empty_prompt_is_refused(tmp_path):
 
 def test_wrong_columns_are_refused_with_the_name_of_the_data_set(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"question": "q", "reply": "r"}])
-    with pytest.raises(UserError, match=r"d\.jsonl.*question, reply.*needs prompt/chosen/rejected"):
+    with pytest.raises(UserError, match=r"d\.jsonl.*'question', 'reply'.*needs prompt/chosen/rejected"):
         prepare("preference", TOKENIZER, flags_for(tmp_path, path, use="preference"), 64)
