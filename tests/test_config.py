@@ -432,6 +432,12 @@ def test_switches_that_are_on_can_be_turned_off():
     assert read("ppo", "--no_whiten_advantages")["whiten_advantages"] is False
 
 
+def test_a_tilde_in_an_output_folder_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = parse("sft", ["--model_name_or_path", "m", "--output_dir=~/out"])
+    assert config.run.folder == "/home/ada/out"
+
+
 def test_configurations_are_frozen():
     config = parse("ppo", NEEDED["ppo"])
     with pytest.raises(AttributeError):
