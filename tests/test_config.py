@@ -451,3 +451,11 @@ def test_help_lists_every_flag(step, capsys):
     assert leaving.value.code == 0
     printed = capsys.readouterr().out
     assert all(f"--{name}" in printed for name in read(step))
+
+
+def test_help_of_a_switch_off_does_not_say_what_the_switch_on_does(capsys):
+    with pytest.raises(SystemExit):
+        parse("ppo", ["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--no_save_best, --no-save-best turn --save_best off data:" in printed
+    assert "the reference stays it (required)" in printed
