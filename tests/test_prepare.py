@@ -91,6 +91,14 @@ def test_other_policies_cut_nothing(policy):
     assert fit_row([1, 2, 3], [[7, 8]], 4, policy)[2] == "left out"
 
 
+def test_rows_with_an_empty_answer_are_counted(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS[:3], {"prompt": "p", "response": ""}])
+    prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("4 rows", "3 kept whole", "1 kept whole with an empty answer"))
+    assert "for this step" not in printed
+
+
 def test_dropped_rows_are_counted_and_logged(tmp_path, capsys):
     rows = [*ROWS[:3], {"prompt": "x" * 300, "response": "long"}, {"prompt": "y" * 300, "response": "long"}]
     path = write_jsonl(tmp_path / "d.jsonl", rows)
@@ -147,12 +155,13 @@ def test_parts_are_random_and_reproducible():
     assert sorted(first) != list(range(33))
 
 
-def test_the_three_steps_share_one_file_without_overlap(tmp_path):
+def test_the_three_steps_share_one_file_without_overlap(tmp_path, capsys):
     path = write_jsonl(tmp_path / "d.jsonl", PAIRS)
     prompts = []
     for use, count in (("sft", 4), ("preference", 8), ("prompt", 8)):
         rows = prepare(use, TOKENIZER, flags_for(tmp_path, path, use=use, data_split="2,4,4"), 64).train
         assert len(rows) == count
+        assert f"d.jsonl: {count} of 20 rows are for this step (--data_split 2,4,4)" in capsys.readouterr().out
         prompts += prompts_of(rows)
     assert sorted(prompts) == sorted(row["prompt"] for row in PAIRS)
 

@@ -89,7 +89,7 @@ def _tokenise(
     if done == _DROPPED and policy == "error":
         raise UserError(f"{where}: longer than the limit of {limit} tokens (--truncation error)")
     if has_empty and done != _DROPPED:
-        done += ", an answer empty"
+        done += " with an empty answer"
     tokens = {"prompt_ids": prompt, "answers": answers, "margin": parsed.margin, "fitted": done}
     if use == "prompt":
         tokens["row"] = json.dumps({name: value for name, value in row.items() if name != ORIGIN}, default=str)
@@ -146,6 +146,16 @@ def tokenise_rows(
     return rows.remove_columns("fitted")
 
 
+def _part_of_this_step(rows: Dataset, name: str, use: str, flags: DataFlags) -> Dataset:
+    part = part_of(rows, parse_data_split(flags.data_split), PARTS[use], flags.data_split_seed)
+    if len(part) == 0:
+        raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
+    if len(part) < len(rows):
+        what = f"{len(part)} of {len(rows)} rows are for this step"
+        logger().info(f"data: {name}: {what} (--data_split {flags.data_split})")
+    return part
+
+
 def prepare(
     use: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -167,7 +177,6 @@ def prepare(
         eval_fraction: share of the training rows held out where a data set brings no evaluation split and
             `eval_paths` is empty; None for no evaluation at all.
     """
-    shares = parse_data_split(flags.data_split)
     train_parts, eval_parts = [], []
     with main_rank_of_node_first(), helpers_may_end("prepared the data"):
         wanted = [(spec, "--data_path") for spec in flags.data_path]
@@ -176,9 +185,7 @@ def prepare(
             source = load_source(spec, flag, flags.data_output_path)
             train, evaluation = source.train, source.eval
             if flag == "--data_path":
-                train = part_of(train, shares, PARTS[use], flags.data_split_seed)
-                if len(train) == 0:
-                    raise UserError(f"{spec}: --data_split {flags.data_split} leaves no row for this step")
+                train = _part_of_this_step(train, spec, use, flags)
             if eval_fraction is None or eval_paths:
                 evaluation = None
             elif evaluation is None:
