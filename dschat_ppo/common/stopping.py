@@ -99,11 +99,14 @@ def helpers_may_end(doing: str) -> Iterator[None]:
     """For a block that starts processes of its own: the launcher's SIGTERM reaches them too, and they end at once.
 
     Raises:
-        StopRequested: in the place of the `RuntimeError` that this is to the block.
+        StopRequested: in the place of what this is to the block: a `RuntimeError` where a process was gone, or the end
+            of a connection and a time-out where the one that holds their queue was.
     """
+    from multiprocess import ProcessError  # here: --help need not wait for it
+
     try:
         yield
-    except RuntimeError:
+    except (RuntimeError, OSError, EOFError, ProcessError):
         if not requested():
             raise
         raise StopRequested(f"stopped ({reason()}) while it {doing}; run the same command again") from None
