@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from dschat_ppo.common import stopping
 from dschat_ppo.config.schema import DataFlags
+from dschat_ppo.data import prepare as prepare_module
+from dschat_ppo.data import records
 from dschat_ppo.data.prepare import fit_row, prepare
 from dschat_ppo.data.sources import hold_out, load_source, part_of
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.tools.toy import make_tokenizer
 
 TOKENIZER = make_tokenizer(["a b c d"])
@@ -307,6 +310,29 @@ def test_cached_rows_are_not_used_for_another_limit_policy_or_template(tmp_path)
     assert prompts_of(other) == [f"[{'x' * 40}]"]
     with pytest.raises(UserError, match="no row is within the limit"):
         prepare("sft", tokenizer, flags_for(tmp_path, path, truncation="drop"), 16)
+
+
+# Requests to stop
+
+
+def test_a_request_to_stop_ends_the_preparation_at_the_next_row(tmp_path, monkeypatch):
+    path, read = write_jsonl(tmp_path / "d.jsonl", ROWS), []
+
+    def read_row(*words):
+        read.append(words)
+        if len(read) == 3:
+            stopping.tell()
+        return records.read_row(*words)
+
+    monkeypatch.setattr(prepare_module, "read_row", read_row)
+    stopping.install()
+    try:
+        for rows in (3, 3):  # the second time it is not begun
+            with pytest.raises(StopRequested, match="while it prepared the data; run the same command again"):
+                prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
+            assert len(read) == rows
+    finally:
+        stopping.restore()
 
 
 # Bad input

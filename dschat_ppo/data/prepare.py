@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.stopping import helpers_may_end
+from dschat_ppo.common.stopping import end_if_asked, helpers_may_end
 from dschat_ppo.config.schema import DataFlags, parse_data_split
 from dschat_ppo.data.records import layout_of, read_row
 from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
@@ -27,6 +27,7 @@ from dschat_ppo.data.workers import data_workers
 from dschat_ppo.errors import UserError
 
 _FORMAT = "2"  # raise it when the same rows become other tokens, so that no cache of before is used
+_DOING = "prepared the data"
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 _FEATURES = {
     "prompt_ids": datasets.List(datasets.Value("int32")),
@@ -78,6 +79,7 @@ def _tokenise(
     limit: int,
     policy: str,
 ) -> dict[str, Any]:
+    end_if_asked(_DOING)  # this may take hours
     where = row[ORIGIN]
     parsed = read_row(row, layout, use, where)
     prompt = encode_prompt(tokenizer, parsed.prompt)
@@ -178,7 +180,7 @@ def prepare(
             `eval_paths` is empty; None for no evaluation at all.
     """
     train_parts, eval_parts = [], []
-    with main_rank_of_node_first(), helpers_may_end("prepared the data"):
+    with main_rank_of_node_first(), helpers_may_end(_DOING):
         wanted = [(spec, "--data_path") for spec in flags.data_path]
         wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
         for spec, flag in wanted:
