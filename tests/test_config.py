@@ -432,6 +432,12 @@ def test_switches_that_are_on_can_be_turned_off():
     assert read("ppo", "--no_whiten_advantages")["whiten_advantages"] is False
 
 
+def test_a_tilde_in_an_output_folder_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = parse("sft", ["--model_name_or_path", "m", "--output_dir=~/out"])
+    assert config.run.folder == "/home/ada/out"
+
+
 def test_configurations_are_frozen():
     config = parse("ppo", NEEDED["ppo"])
     with pytest.raises(AttributeError):
@@ -445,3 +451,11 @@ def test_help_lists_every_flag(step, capsys):
     assert leaving.value.code == 0
     printed = capsys.readouterr().out
     assert all(f"--{name}" in printed for name in read(step))
+
+
+def test_help_of_a_switch_off_does_not_say_what_the_switch_on_does(capsys):
+    with pytest.raises(SystemExit):
+        parse("ppo", ["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--no_save_best, --no-save-best turn --save_best off data:" in printed
+    assert "the reference stays it (required)" in printed

@@ -33,6 +33,7 @@ from dschat_ppo.models.loading import (
     load_config,
     load_sequence_classifier,
     load_tokenizer,
+    model_folder,
 )
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.saving import save_model
@@ -125,6 +126,11 @@ def test_deepspeed_chat_layout_loads(assets, tmp_path, safe):
 def test_base_model_gets_a_new_head_and_says_so(assets, said):
     load_sequence_classifier(str(assets / "lm"), "fp32", None, new_head=True)
     assert any("no scalar head" in line and "new one" in line for line in said)
+
+
+def test_a_tilde_in_a_model_folder_is_the_home_folder(assets, monkeypatch):
+    monkeypatch.setenv("HOME", str(assets))
+    assert model_folder("~/reward", "--model_name_or_path") == str(assets / "reward")
 
 
 def test_labelled_model_does_not_say_that_its_head_is_new(assets, said):

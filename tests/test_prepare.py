@@ -1,15 +1,19 @@
 """From files to token rows: reading, dividing, holding out, the length limit, and messages about bad input."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
+from dschat_ppo.common import stopping
 from dschat_ppo.config.schema import DataFlags
+from dschat_ppo.data import prepare as prepare_module
+from dschat_ppo.data import records
 from dschat_ppo.data.prepare import fit_row, prepare
 from dschat_ppo.data.sources import hold_out, load_source, part_of
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.tools.toy import make_tokenizer
 
 TOKENIZER = make_tokenizer(["a b c d"])
@@ -34,6 +38,12 @@ def prompts_of(rows: Dataset) -> list[str]:
 
 def answers_of(rows: Dataset) -> list[list[str]]:
     return [[TOKENIZER.decode(answer) for answer in answers] for answers in rows["answers"]]
+
+
+def parquet_of(columns: dict[str, list]) -> bytes:
+    file = io.BytesIO()
+    Dataset.from_dict(columns).to_parquet(file)
+    return file.getvalue()
 
 
 def load(tmp_path: Path, path: Path | str):
@@ -82,6 +92,14 @@ def test_left_never_empties_prompt_or_answer_and_keeps_the_limit(prompt_length, 
 def test_other_policies_cut_nothing(policy):
     assert fit_row([1, 2, 3], [[7, 8]], 5, policy) == ([1, 2, 3], [[7, 8]], "kept whole")
     assert fit_row([1, 2, 3], [[7, 8]], 4, policy)[2] == "left out"
+
+
+def test_rows_with_an_empty_answer_are_counted(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS[:3], {"prompt": "p", "response": ""}])
+    prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("4 rows", "3 kept whole", "1 kept whole with an empty answer"))
+    assert "for this step" not in printed
 
 
 def test_dropped_rows_are_counted_and_logged(tmp_path, capsys):
@@ -140,12 +158,13 @@ def test_parts_are_random_and_reproducible():
     assert sorted(first) != list(range(33))
 
 
-def test_the_three_steps_share_one_file_without_overlap(tmp_path):
+def test_the_three_steps_share_one_file_without_overlap(tmp_path, capsys):
     path = write_jsonl(tmp_path / "d.jsonl", PAIRS)
     prompts = []
     for use, count in (("sft", 4), ("preference", 8), ("prompt", 8)):
         rows = prepare(use, TOKENIZER, flags_for(tmp_path, path, use=use, data_split="2,4,4"), 64).train
         assert len(rows) == count
+        assert f"d.jsonl: {count} of 20 rows are for this step (--data_split 2,4,4)" in capsys.readouterr().out
         prompts += prompts_of(rows)
     assert sorted(prompts) == sorted(row["prompt"] for row in PAIRS)
 
@@ -204,6 +223,20 @@ def test_every_format_gives_the_same_rows(tmp_path, suffix):
     assert sorted(zip(prompts_of(rows), answers_of(rows), strict=True)) == [
         (row["prompt"], [row["response"] + TOKENIZER.eos_token]) for row in ROWS
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prompt,response\nGrüße,ja\n".encode("utf-8-sig"),  # as Excel writes it
+        ",prompt,response\n0,Grüße,ja\n".encode(),  # as pandas writes it
+    ],
+)
+def test_csv_files_of_other_programs(tmp_path, text):
+    path = tmp_path / "data.csv"
+    path.write_bytes(text)
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64).train
+    assert (prompts_of(rows), answers_of(rows)) == (["Grüße"], [["ja" + TOKENIZER.eos_token]])
 
 
 def test_token_rows_of_each_use(tmp_path):
@@ -279,6 +312,29 @@ def test_cached_rows_are_not_used_for_another_limit_policy_or_template(tmp_path)
         prepare("sft", tokenizer, flags_for(tmp_path, path, truncation="drop"), 16)
 
 
+# Requests to stop
+
+
+def test_a_request_to_stop_ends_the_preparation_at_the_next_row(tmp_path, monkeypatch):
+    path, read = write_jsonl(tmp_path / "d.jsonl", ROWS), []
+
+    def read_row(*words):
+        read.append(words)
+        if len(read) == 3:
+            stopping.tell()
+        return records.read_row(*words)
+
+    monkeypatch.setattr(prepare_module, "read_row", read_row)
+    stopping.install()
+    try:
+        for rows in (3, 3):  # the second time it is not begun
+            with pytest.raises(StopRequested, match="while it prepared the data; run the same command again"):
+                prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
+            assert len(read) == rows
+    finally:
+        stopping.restore()
+
+
 # Bad input
 
 
@@ -301,6 +357,7 @@ def test_an_absolute_path_that_is_missing(tmp_path):
         ("blank.jsonl", b"\n\n"),
         ("list.json", b"[]"),
         ("header.csv", b"prompt,response\n"),
+        ("rows.parquet", parquet_of({"prompt": [], "response": []})),
     ],
 )
 def test_empty_data_sets_are_an_error(tmp_path, name, content):
@@ -318,6 +375,7 @@ def test_empty_data_sets_are_an_error(tmp_path, name, content):
         ("bytes.parquet", b"this is not a table"),
         ("quote.csv", b'prompt,response\n"a,b\n'),
         ("cut.json", b'[{"prompt": "a"'),
+        ("commas.csv", b"prompt,response\nOne, two,three\nFour, five,six\n"),  # pandas would take "One" for a name
     ],
 )
 def test_unreadable_files_are_an_error(tmp_path, name, content):
@@ -326,6 +384,13 @@ def test_unreadable_files_are_an_error(tmp_path, name, content):
     with pytest.raises(UserError) as problem:
         prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64)
     assert name in str(problem.value)
+
+
+def test_files_of_a_folder_that_differ_in_a_column_are_an_error(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "response": 1}])
+    with pytest.raises(UserError, match="--data_path .*differ in a column.*response"):
+        load(tmp_path, tmp_path)
 
 
 def test_other_formats_are_refused(tmp_path):
@@ -373,5 +438,5 @@ def test_an_empty_prompt_is_refused(tmp_path):
 
 def test_wrong_columns_are_refused_with_the_name_of_the_data_set(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"question": "q", "reply": "r"}])
-    with pytest.raises(UserError, match=r"d\.jsonl.*question, reply.*needs prompt/chosen/rejected"):
+    with pytest.raises(UserError, match=r"d\.jsonl.*'question', 'reply'.*needs prompt/chosen/rejected"):
         prepare("preference", TOKENIZER, flags_for(tmp_path, path, use="preference"), 64)

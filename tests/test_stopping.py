@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import multiprocess
 import pytest
 
 from dschat_ppo.common import stopping
@@ -77,19 +78,24 @@ def test_forked_processes_do_not_take_part():
 def test_helpers_that_end_with_the_launchers_signal():
     """What `datasets` raises of its pool; `test_data_workers.py` kills a real one, which may hang."""
 
-    def killed_pool(with_signal: bool) -> None:
-        if with_signal:
-            os.kill(os.getpid(), signal.SIGTERM)
-        raise RuntimeError("One of the subprocesses has abruptly died during map operation.")
+    def ends(problem: Exception, with_signal: bool) -> None:
+        with stopping.helpers_may_end("prepared the data"):
+            if with_signal:
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise problem
 
-    stopping.install()
-    with pytest.raises(RuntimeError, match="abruptly died"), stopping.helpers_may_end("prepared the data"):
-        killed_pool(with_signal=False)
+    died = RuntimeError("One of the subprocesses has abruptly died during map operation.")
+    late = multiprocess.TimeoutError()  # where the manager of the queue was killed; so are the next two
     said = r"^stopped \(SIGTERM\) while it prepared the data; run the same command again$"
-    with pytest.raises(StopRequested, match=said), stopping.helpers_may_end("prepared the data"):
-        killed_pool(with_signal=True)
-    with pytest.raises(ZeroDivisionError), stopping.helpers_may_end("prepared the data"):
-        raise ZeroDivisionError
+    for problem in (died, late, EOFError(), ConnectionResetError()):
+        stopping.install()
+        with pytest.raises(type(problem)):
+            ends(problem, with_signal=False)
+        with pytest.raises(StopRequested, match=said):
+            ends(problem, with_signal=True)
+    stopping.install()
+    with pytest.raises(ZeroDivisionError):
+        ends(ZeroDivisionError(), with_signal=True)
 
 
 SHELL = """

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dschat_ppo.common import progress, stopping, watchdog
+from dschat_ppo.common import phases, progress, stopping, watchdog
 from dschat_ppo.common.failure import TO_GO_ON, Board
 
 SCRIPT = """
@@ -128,6 +128,7 @@ def soon(what) -> bool:
 
 
 def test_a_request_to_stop_reaches_the_other_ranks(watched, capsys):
+    phases.announce_step(1)
     time.sleep(3 * watchdog.POLL_SECONDS)
     assert not stopping.noticed() and not watched.asks_to_stop()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -135,6 +136,14 @@ def test_a_request_to_stop_reaches_the_other_ranks(watched, capsys):
     assert stopping.reason() == "SIGTERM"
     time.sleep(3 * watchdog.POLL_SECONDS)
     assert capsys.readouterr().out.count("stopping (SIGTERM): the state is saved after this optimizer step") == 1
+
+
+def test_a_request_to_stop_before_training_saves_nothing(watched, capsys):
+    phases.begin_anew()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert soon(watched.asks_to_stop)
+    time.sleep(3 * watchdog.POLL_SECONDS)
+    assert "the run ends before training begins, with nothing to save" in capsys.readouterr().out
 
 
 def test_a_request_of_another_rank_is_noticed(watched):

@@ -41,6 +41,11 @@ def announce_step(number: int) -> None:
     beat()
 
 
+def training_has_begun() -> bool:
+    """Whether a step was announced."""
+    return bool(_STEP)
+
+
 def where(joint: str = ",") -> str:
     """Phase and, once steps are announced, step: "phase 'train', step 12"."""
     return f"phase '{current_phase()}'" + "".join(f"{joint} step {number}" for number in _STEP)

@@ -99,14 +99,32 @@ def helpers_may_end(doing: str) -> Iterator[None]:
     """For a block that starts processes of its own: the launcher's SIGTERM reaches them too, and they end at once.
 
     Raises:
-        StopRequested: in the place of the `RuntimeError` that this is to the block.
+        StopRequested: the request came before the block; or in the place of what it is to the block: a `RuntimeError`
+            where a process was gone, the end of a connection or a time-out where the one that holds their queue was.
     """
+    from multiprocess import ProcessError  # here: --help need not wait for it
+
+    end_if_asked(doing)
     try:
         yield
-    except RuntimeError:
+    except (RuntimeError, OSError, EOFError, ProcessError):
         if not requested():
             raise
-        raise StopRequested(f"stopped ({reason()}) while it {doing}; run the same command again") from None
+        raise _stopped(doing) from None
+
+
+def end_if_asked(doing: str) -> None:
+    """For work before training, which can be left at any place.
+
+    Raises:
+        StopRequested: this rank is asked to stop (as far as `noticed` tells).
+    """
+    if noticed():
+        raise _stopped(doing)
+
+
+def _stopped(doing: str) -> StopRequested:
+    return StopRequested(f"stopped ({reason()}) while it {doing}; run the same command again")
 
 
 def _note(number: int, _frame: FrameType | None) -> None:

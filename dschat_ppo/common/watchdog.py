@@ -21,7 +21,7 @@ from typing import NoReturn
 from dschat_ppo.common import dist, progress, stopping
 from dschat_ppo.common.failure import RANK_LOST, TO_GO_ON, USER_ERROR, Board, Claim
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.phases import where
+from dschat_ppo.common.phases import training_has_begun, where
 from dschat_ppo.common.rank_log import to_log
 
 POLL_SECONDS = 0.5
@@ -97,10 +97,10 @@ class _Watch:
         self.board.ask_to_stop()
         stopping.tell()
         if dist.is_main():
-            logger().info(
-                f"stopping ({stopping.reason()}): the state is saved after this optimizer step; a second Ctrl-C ends "
-                "the run at once"
-            )
+            then = "the state is saved after this optimizer step"
+            if not training_has_begun():
+                then = "the run ends before training begins, with nothing to save"
+            logger().info(f"stopping ({stopping.reason()}): {then}; a second Ctrl-C ends the run at once")
 
     def _nothing_moves(self) -> bool:
         """Whether no rank of this machine makes progress. One that waits for another that works is all right."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 from collections.abc import Sequence
@@ -25,6 +26,18 @@ class _StepParser(HfArgumentParser):
 
 def _groups(step: Step) -> list[tuple[str, Any]]:
     return list(get_type_hints(step.config).items())
+
+
+def _amend(parser: HfArgumentParser, step: Step) -> None:
+    """What transformers' parser does not know of our flags, most of it for `--help`."""
+    for action in parser._actions:
+        action.nargs = "*" if action.nargs == "+" else action.nargs  # a list may be given empty, as in DeepSpeed-Chat
+        if action.option_strings[0] == f"--no_{action.dest}":  # it would have the help and a default of its opposite
+            action.help, action.default = f"turn --{action.dest} off", argparse.SUPPRESS
+        if action.required:
+            action.help, action.default = f"{action.help} (required)", argparse.SUPPRESS
+        if action.dest in step.not_yet:
+            action.help = f"{action.help} (not available yet)"
 
 
 def _yaml_arguments(path: str, known: set[str]) -> list[str]:
@@ -79,10 +92,7 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
     groups = _groups(step)
     parser = _StepParser([kind for _, kind in groups], allow_abbrev=False)
     parser.set_defaults(**step.defaults)
-    for action in parser._actions:  # a list may be given empty, as in DeepSpeed-Chat
-        action.nargs = "*" if action.nargs == "+" else action.nargs
-        if action.dest in step.not_yet:
-            action.help = f"{action.help} (not available yet)"
+    _amend(parser, step)
     known = {field.name for _, kind in groups for field in dataclasses.fields(kind)} - {"config", "local_rank"}
     path = _config_path(argv)
     words = (_yaml_arguments(path, known) if path else []) + list(argv)

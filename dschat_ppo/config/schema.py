@@ -7,6 +7,7 @@ itself when it is built and is frozen afterwards.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
 from typing import Any, ClassVar, Literal
@@ -129,9 +130,9 @@ class RunFlags:
 
     @property
     def folder(self) -> str:
-        """`--output_dir`, known to be given."""
+        """`--output_dir`, known to be given. A shell leaves the `~` of `--output_dir=~/out` as it is."""
         assert self.output_dir is not None
-        return self.output_dir
+        return os.path.expanduser(self.output_dir)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.stopping import helpers_may_end
+from dschat_ppo.common.stopping import end_if_asked, helpers_may_end
 from dschat_ppo.config.schema import DataFlags, parse_data_split
 from dschat_ppo.data.records import layout_of, read_row
 from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
@@ -27,6 +27,7 @@ from dschat_ppo.data.workers import data_workers
 from dschat_ppo.errors import UserError
 
 _FORMAT = "2"  # raise it when the same rows become other tokens, so that no cache of before is used
+_DOING = "prepared the data"
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 _FEATURES = {
     "prompt_ids": datasets.List(datasets.Value("int32")),
@@ -80,6 +81,7 @@ def _tokenise(
     limit: int,
     policy: str,
 ) -> dict[str, Any]:
+    end_if_asked(_DOING)  # this may take hours
     where = row[ORIGIN]
     parsed = read_row(row, layout, use, where)
     prompt = encode_prompt(tokenizer, parsed.prompt)
@@ -91,7 +93,7 @@ def _tokenise(
     if done == _DROPPED and policy == "error":
         raise UserError(f"{where}: longer than the limit of {limit} tokens (--truncation error)")
     if has_empty and done != _DROPPED:
-        done += ", an answer empty"
+        done += " with an empty answer"
     tokens = {"prompt_ids": prompt, "answers": answers, "margin": parsed.margin, "fitted": done}
     if use == "prompt":
         tokens["row"] = json.dumps({name: value for name, value in row.items() if name != ORIGIN}, default=str)
@@ -148,6 +150,16 @@ def tokenise_rows(
     return rows.remove_columns("fitted")
 
 
+def _part_of_this_step(rows: Dataset, name: str, use: str, flags: DataFlags) -> Dataset:
+    part = part_of(rows, parse_data_split(flags.data_split), PARTS[use], flags.data_split_seed)
+    if len(part) == 0:
+        raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
+    if len(part) < len(rows):
+        what = f"{len(part)} of {len(rows)} rows are for this step"
+        logger().info(f"data: {name}: {what} (--data_split {flags.data_split})")
+    return part
+
+
 def prepare(
     use: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -169,18 +181,15 @@ def prepare(
         eval_fraction: share of the training rows held out where a data set brings no evaluation split and
             `eval_paths` is empty; None for no evaluation at all.
     """
-    shares = parse_data_split(flags.data_split)
     train_parts, eval_parts = [], []
-    with main_rank_of_node_first(), helpers_may_end("prepared the data"):
+    with main_rank_of_node_first(), helpers_may_end(_DOING):
         wanted = [(spec, "--data_path") for spec in flags.data_path]
         wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
         for spec, flag in wanted:
             source = load_source(spec, flag, flags.data_output_path)
             train, evaluation = source.train, source.eval
             if flag == "--data_path":
-                train = part_of(train, shares, PARTS[use], flags.data_split_seed)
-                if len(train) == 0:
-                    raise UserError(f"{spec}: --data_split {flags.data_split} leaves no row for this step")
+                train = _part_of_this_step(train, spec, use, flags)
             if eval_fraction is None or eval_paths:
                 evaluation = None
             elif evaluation is None:

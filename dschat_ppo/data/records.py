@@ -35,7 +35,7 @@ def layout_of(columns: list[str], use: str, name: str) -> tuple[str, ...]:
         if set(layout) <= set(columns):
             return layout
     wanted = " or ".join("/".join(layout) for layout in LAYOUTS[use])
-    raise UserError(f"{name}: has the columns {', '.join(columns)}; this step needs {wanted}")
+    raise UserError(f"{name}: has the columns {', '.join(map(repr, columns))}; this step needs {wanted}")
 
 
 def read_row(row: dict[str, Any], layout: tuple[str, ...], use: str, where: str) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import json
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas
 import torch
 from datasets import Dataset, Features, Value
 
@@ -18,7 +18,7 @@ from dschat_ppo.errors import UserError, in_one_line
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
-
+_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")  # `datasets` of JSON, of Parquet
 
 ORIGIN = "_origin"  # column of where a row stands, kept through shuffling and splitting, for messages
 
@@ -70,7 +70,11 @@ def _load_folder(spec: str, folder: Path, flag: str, cache_dir: str | None) -> S
 
 
 def _read_files(paths: list[Path], flag: str, cache_dir: str | None) -> Dataset:
-    return datasets.concatenate_datasets([_read_file(path, flag, cache_dir) for path in paths])
+    tables = [_read_file(path, flag, cache_dir) for path in paths]
+    try:
+        return datasets.concatenate_datasets(tables)
+    except ValueError as problem:
+        raise UserError(f"{flag} {paths[0].parent}: its files differ in a column: {in_one_line(problem)}") from None
 
 
 def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
@@ -87,7 +91,7 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
             builder, data_files=glob.escape(str(path)), split="train", cache_dir=cache_dir, **settings
         )
     except (datasets.exceptions.DatasetGenerationError, ValueError) as problem:  # pyarrow's errors are ValueErrors
-        if "corresponds to no data" in str(problem):
+        if any(text in f"{problem} {problem.__cause__}" for text in _NO_ROWS):
             raise UserError(f"{flag} {path}: the data set is empty") from None
         where = _first_odd_line(path) if builder == "json" else ""
         raise UserError(
@@ -99,10 +103,16 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
 
 
 def _all_text(path: Path) -> dict[str, Any]:
-    """Settings by which every column of a CSV file is text: an answer may be "4", "N/A" or nothing at all."""
-    with path.open(encoding="utf-8", newline="") as lines:
-        names = next(csv.reader(lines), [])
-    return {"features": Features({name: Value("string") for name in names}), "keep_default_na": False}
+    """Settings by which every column of a CSV file is text: an answer may be "4", "N/A" or nothing at all.
+
+    Raises:
+        ValueError: there are more fields than names. pandas, which reads it, would take the first field for the row's
+            name and move the others to the left.
+    """
+    first = pandas.read_csv(path, nrows=1)  # it names columns without a name, and knows the mark of Excel's UTF-8
+    if not isinstance(first.index, pandas.RangeIndex):
+        raise ValueError("row 1 has more fields than there are columns; put text that holds a comma in double quotes")
+    return {"features": Features({name: Value("string") for name in first.columns}), "keep_default_na": False}
 
 
 def _check_text(path: Path, flag: str) -> None:

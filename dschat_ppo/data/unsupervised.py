@@ -9,13 +9,14 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.stopping import helpers_may_end
+from dschat_ppo.common.stopping import end_if_asked, helpers_may_end
 from dschat_ppo.config.schema import DataFlags
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.data.workers import data_workers
 from dschat_ppo.errors import UserError
 
 FLAG = "--unsupervised_dataset_name"
+_DOING = "prepared plain text"
 
 
 def text_blocks(
@@ -36,7 +37,7 @@ def text_blocks(
     Raises:
         UserError: no such data set, or no column `text`.
     """
-    with main_rank_of_node_first(), helpers_may_end("prepared plain text"):
+    with main_rank_of_node_first(), helpers_may_end(_DOING):
         rows = load_source(spec, FLAG, flags.data_output_path, config_name).train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(rows.column_names)
@@ -56,6 +57,7 @@ def text_blocks(
 
 
 def _cut(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, list[Any]]:
+    end_if_asked(_DOING)  # this may take hours
     joined: list[int] = []
     for ids in tokenizer([text or "" for text in batch["text"]], add_special_tokens=False)["input_ids"]:
         joined += [*ids, tokenizer.eos_token_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ def model_folder(name: str, flag: str) -> str:
     Raises:
         UserError: there is no such folder, and the hub has no such model (or cannot be reached).
     """
+    name = os.path.expanduser(name)  # a shell leaves the `~` of `--flag=~/model` as it is
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists():
             raise UserError(f"{flag} {name}: the folder holds no config.json, so it is no Hugging Face model")

@@ -44,7 +44,7 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
     """
     folder = Path(run.folder)
     written = [(folder / part).resolve() for part in (".", "actor", "actor_ema", "critic", "best/actor", "best/critic")]
-    if any(Path(model).resolve() in written for model in models):
+    if any(Path(model).expanduser().resolve() in written for model in models):
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
     quiet_libraries()
     is_ours = folder.resolve() in _LOCKED  # several steps may follow one another in one process
