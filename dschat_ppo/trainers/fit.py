@@ -154,77 +154,6 @@ class Fit(Generic[Batch]):
         with self.clock.phase("prepare"):
             return self.objective.prepare(self.engine, rows)
 
-    def _describe(self) -> dict[str, float]:
-        if self.objective.describe is None:
-            return {}
-        with self.clock.phase("describe"):
-            return self.objective.describe(self.engine, self.rows)
-
-    def train_step(self, step_indices: list[list[int]], step: int = 0) -> dict[str, float]:
-        """One optimizer step, the `step`-th, over this rank's micro-batches of row numbers.
-
-        Raises:
-            NonFiniteError: a loss or gradient is not finite, and the run is to stop.
-        """
-        objective = self.objective
-        batches = [objective.collate(self.rows.train, indices) for indices in step_indices]
-        total = dist.all_reduce(torch.stack([objective.count(batch) for batch in batches]).sum()).clamp_min(1)
-        sums = MetricSums()
-        result = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
-
-        def scene() -> Scene:
-            state = result.fault.random_state if result.fault else []
-            constants = {"total": float(total), "rows": step_indices}
-            return Scene(batches, constants, self.engine, random_state=state)
-
-        self.guard.judge("model", step, result, scene)
-        metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
-        return metrics | self.guard.metrics("model")
-
-    def evaluate(self) -> dict[str, float]:
-        """Evaluation metrics under their names with `eval_` before; {} if there are no evaluation rows."""
-        if self.rows.eval is None:
-            return {}
-        with self.clock.phase("evaluate"):
-            found = evaluate(self.engine, self.rows.eval, self.objective, self.fit)
-        logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
-        return {f"eval_{name}": value for name, value in found.items()}
-
-    @property
-    def engines_to_save(self) -> dict[str, Any]:
-        """The one engine, as `model`."""
-        return {"model": self.engine}
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Optimizer steps done, and 0: there is nothing smaller."""
-        return self.steps, 0
-
-    @property
-    def is_best(self) -> bool:
-        """Whether the last evaluation was made at this position and has the least loss so far."""
-        return self.best is not None and self.best[1] == self.steps
-
-    def shared_state(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        return {
-            "steps": self.steps,
-            "before": self.before,
-            "after": self.after,
-            "best": self.best,
-            "guard": self.guard.state_dict(),
-        }
-
-    def rank_state(self) -> dict[str, Any]:
-        """Nothing is this rank's alone."""
-        return {}
-
-    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
-        """Go on from `shared_state()`."""
-        self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
-        self.best = None if shared["best"] is None else tuple(shared["best"])
-        self.guard.load_state_dict(shared["guard"])
-
     def run(self, writer: MetricsWriter, boundary: Boundary, title: str) -> None:
         """Evaluate and train, from where the state stands to the end.
 
@@ -265,6 +194,46 @@ class Fit(Generic[Batch]):
                 self.best = (loss, step)
         self._report(writer, step, {**metrics, "lr": rate, "epoch": step / per_epoch})
 
+    def train_step(self, step_indices: list[list[int]], step: int = 0) -> dict[str, float]:
+        """One optimizer step, the `step`-th, over this rank's micro-batches of row numbers.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite, and the run is to stop.
+        """
+        objective = self.objective
+        batches = [objective.collate(self.rows.train, indices) for indices in step_indices]
+        total = dist.all_reduce(torch.stack([objective.count(batch) for batch in batches]).sum()).clamp_min(1)
+        sums = MetricSums()
+        result = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
+
+        def scene() -> Scene:
+            state = result.fault.random_state if result.fault else []
+            constants = {"total": float(total), "rows": step_indices}
+            return Scene(batches, constants, self.engine, random_state=state)
+
+        self.guard.judge("model", step, result, scene)
+        metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
+        return metrics | self.guard.metrics("model")
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluation metrics under their names with `eval_` before; {} if there are no evaluation rows."""
+        if self.rows.eval is None:
+            return {}
+        with self.clock.phase("evaluate"):
+            found = evaluate(self.engine, self.rows.eval, self.objective, self.fit)
+        logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        return {f"eval_{name}": value for name, value in found.items()}
+
+    def _show(self, step: int, metrics: dict[str, float], rate: float) -> None:
+        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
+        logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}")
+
+    def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
+        seconds, _, peak = self.clock.take()
+        metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
+        metrics |= {f"peak_memory_gib/{name}": value for name, value in peak.items()}
+        writer.write(step, metrics)
+
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Save the model to `folder`; returns what `result.json` is to say of the training."""
         described = self._describe()
@@ -275,12 +244,43 @@ class Fit(Generic[Batch]):
         result |= {f"{name}_after": value for name, value in (self.after or before).items()}
         return result | {"optimizer_steps": self.plan.total_steps, "world_size": dist.world_size()}
 
-    def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
-        seconds, _, peak = self.clock.take()
-        metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
-        metrics |= {f"peak_memory_gib/{name}": value for name, value in peak.items()}
-        writer.write(step, metrics)
+    def _describe(self) -> dict[str, float]:
+        if self.objective.describe is None:
+            return {}
+        with self.clock.phase("describe"):
+            return self.objective.describe(self.engine, self.rows)
 
-    def _show(self, step: int, metrics: dict[str, float], rate: float) -> None:
-        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
-        logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}")
+    @property
+    def engines_to_save(self) -> dict[str, Any]:
+        """The one engine, as `model`."""
+        return {"model": self.engine}
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Optimizer steps done, and 0: there is nothing smaller."""
+        return self.steps, 0
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last evaluation was made at this position and has the least loss so far."""
+        return self.best is not None and self.best[1] == self.steps
+
+    def shared_state(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {
+            "steps": self.steps,
+            "before": self.before,
+            "after": self.after,
+            "best": self.best,
+            "guard": self.guard.state_dict(),
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        """Nothing is this rank's alone."""
+        return {}
+
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
+        """Go on from `shared_state()`."""
+        self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
+        self.best = None if shared["best"] is None else tuple(shared["best"])
+        self.guard.load_state_dict(shared["guard"])

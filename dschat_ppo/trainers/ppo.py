@@ -175,6 +175,10 @@ class PPOTrainer:
         progress.applied += "actor" in outcome.norms
         progress.ended = outcome.ends
 
+    def update_once(self, part: Update, sums: MetricSums, train_actor: bool = True, step: int = 0) -> Outcome:
+        """One optimizer step of actor and critic, as `Updater.once` says."""
+        return self.updater.once(part, sums, self.entropy_coef.value, train_actor, step)
+
     def _finish(self, writer: MetricsWriter) -> None:
         """Metrics of the PPO step in flight, which ends; evaluates if it is time."""
         progress, step = self.progress, self.progress.steps + 1
@@ -197,6 +201,38 @@ class PPOTrainer:
             self.entropy_coef.update(metrics["policy/entropy"], 1)
         return found
 
+    def _rollout_drift(self, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
+        """Rollout against training log-probs: over all tokens, or over the first optimizer step if that is where a
+        training forward meets the recorded ones first."""
+        if self.config.recompute_old_logprobs:
+            return drift_metrics(experience)
+        found = {name: metrics.get(f"policy/first_log_ratio_abs_{name}") for name in ("mean", "max")}
+        return {f"rollout/logprob_diff_{name}": value for name, value in found.items() if value is not None}
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics of the held-out prompts, if it is time for them; else {}. Collective."""
+        if self.validation is None or not self.validation.due(step, self.plan.ppo_steps):
+            return {}
+        with self.clock.phase("evaluate"):
+            self.engines.eval()
+            metrics = self.validation.run(step)
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        logger().info(f"evaluation after PPO step {step}: {shown}")
+        return metrics
+
+    def _rates(self) -> dict[str, float]:
+        """Learning rates and coefficients as the updates begin."""
+        metrics = {f"lr/{role}": learning_rate(engine) for role, engine in self.engines.trained.items()}
+        return {**metrics, "coef/entropy": self.entropy_coef.value}
+
+    def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
+        metrics |= phase_metrics(self.clock, self.device)
+        writer.write(step, metrics)
+        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINE if name in metrics)
+        logger().info(f"PPO step {step}/{self.plan.ppo_steps}: {shown}")
+        for warning in self.health.check(metrics):
+            logger().warning(f"health: step {step}: {warning}")
+
     def _result(self, first: dict[str, float], last: dict[str, float]) -> dict[str, float]:
         """What `result.json` says of the first and of the last step, and of the evaluations."""
         shown = [name for name in last if name in first and (name in RESULT or name.startswith("eval/"))]
@@ -205,6 +241,13 @@ class PPOTrainer:
             score, step = self.validation.best
             result |= {"best_eval_score": score, "best_step": step}
         return result
+
+    def update(self, experience: Experience) -> dict[str, float]:
+        """All optimizer steps over `experience`, the rows of all ranks; returns their metrics, over all ranks."""
+        self.progress.begin_step(experience, self._rates())
+        self._train(NO_BOUNDARY)
+        metrics = self.progress.metrics | self.progress.sums.reduce()
+        return metrics | self._update_metrics(experience, metrics)
 
     @property
     def engines_to_save(self) -> dict[str, Any]:
@@ -294,46 +337,3 @@ class PPOTrainer:
         elif not average.load_parts(state["actor_average"] or {} for state in ranks.read_all()):
             say_it_begins_anew("--enable_ema")
             average.begin()
-
-    def validate(self, step: int) -> dict[str, float]:
-        """Metrics of the held-out prompts, if it is time for them; else {}. Collective."""
-        if self.validation is None or not self.validation.due(step, self.plan.ppo_steps):
-            return {}
-        with self.clock.phase("evaluate"):
-            self.engines.eval()
-            metrics = self.validation.run(step)
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        logger().info(f"evaluation after PPO step {step}: {shown}")
-        return metrics
-
-    def _rollout_drift(self, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
-        """Rollout against training log-probs: over all tokens, or over the first optimizer step if that is where a
-        training forward meets the recorded ones first."""
-        if self.config.recompute_old_logprobs:
-            return drift_metrics(experience)
-        found = {name: metrics.get(f"policy/first_log_ratio_abs_{name}") for name in ("mean", "max")}
-        return {f"rollout/logprob_diff_{name}": value for name, value in found.items() if value is not None}
-
-    def update(self, experience: Experience) -> dict[str, float]:
-        """All optimizer steps over `experience`, the rows of all ranks; returns their metrics, over all ranks."""
-        self.progress.begin_step(experience, self._rates())
-        self._train(NO_BOUNDARY)
-        metrics = self.progress.metrics | self.progress.sums.reduce()
-        return metrics | self._update_metrics(experience, metrics)
-
-    def _rates(self) -> dict[str, float]:
-        """Learning rates and coefficients as the updates begin."""
-        metrics = {f"lr/{role}": learning_rate(engine) for role, engine in self.engines.trained.items()}
-        return {**metrics, "coef/entropy": self.entropy_coef.value}
-
-    def update_once(self, part: Update, sums: MetricSums, train_actor: bool = True, step: int = 0) -> Outcome:
-        """One optimizer step of actor and critic, as `Updater.once` says."""
-        return self.updater.once(part, sums, self.entropy_coef.value, train_actor, step)
-
-    def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
-        metrics |= phase_metrics(self.clock, self.device)
-        writer.write(step, metrics)
-        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINE if name in metrics)
-        logger().info(f"PPO step {step}/{self.plan.ppo_steps}: {shown}")
-        for warning in self.health.check(metrics):
-            logger().warning(f"health: step {step}: {warning}")
