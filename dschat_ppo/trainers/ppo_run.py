@@ -165,6 +165,11 @@ def _check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTraine
         if _reward_tokenizer(config, folders.reward, tokenizer) is None:
             check_vocabulary(tokenizer, reward_config, flag, folders.reward)
             check_length(folders.reward, longest, LIMITS)
+            if config.rewards.reward_model_max_length is not None:
+                raise UserError(
+                    f"--reward_model_max_length: {folders.reward} has the actor's tokenizer and reads the actor's rows "
+                    f"as they are; leave it out ({LIMITS} limit them)"
+                )
         else:
             check_length(folders.reward, _foreign_length(config, folders.reward), "--reward_model_max_length")
     for folder in {folders.actor, folders.critic} - {None}:
