@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from dschat_ppo.common import stopping
+from dschat_ppo.common import dist, stopping
+from dschat_ppo.engine.build import OptimizerSettings, _optimizer
 from dschat_ppo.errors import StopRequested
 
 
@@ -88,8 +90,26 @@ def test_helpers_that_end_with_the_launchers_signal():
     said = r"^stopped \(SIGTERM\) while it prepared the data; run the same command again$"
     with pytest.raises(StopRequested, match=said), stopping.helpers_may_end("prepared the data"):
         killed_pool(with_signal=True)
+    with pytest.raises(StopRequested, match=said), stopping.helpers_may_end("prepared the data"):
+        raise ImportError("what another rank was to compile is not there")
     with pytest.raises(ZeroDivisionError), stopping.helpers_may_end("prepared the data"):
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_compilation_that_a_stop_has_ended_is_no_failure(monkeypatch, asked):
+    def killed(*_, **__):
+        raise RuntimeError("Error building extension")
+
+    monkeypatch.setattr(stopping, "requested", lambda: asked)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("deepspeed.init_distributed", killed)
+    monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", killed)
+    settings = OptimizerSettings(0.1, 0.0, "constant", 0, 1, (0.9, 0.95), 1e-8)
+    offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    for compiles in (dist.init, lambda: _optimizer(torch.nn.Linear(1, 1), settings, offloaded)):
+        with pytest.raises(StopRequested if asked else RuntimeError):
+            compiles()
 
 
 SHELL = """

@@ -99,11 +99,12 @@ def helpers_may_end(doing: str) -> Iterator[None]:
     """For a block that starts processes of its own: the launcher's SIGTERM reaches them too, and they end at once.
 
     Raises:
-        StopRequested: in the place of the `RuntimeError` that this is to the block.
+        StopRequested: in the place of the `RuntimeError` that this is to the block, or of the `ImportError` where
+            another rank's compilation was to give a module.
     """
     try:
         yield
-    except RuntimeError:
+    except (RuntimeError, ImportError):
         if not requested():
             raise
         raise StopRequested(f"stopped ({reason()}) while it {doing}; run the same command again") from None
