@@ -5,6 +5,7 @@ import signal
 import socket
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from dschat_ppo.common import dist, stopping
 from dschat_ppo.common.failure import TO_GO_ON
@@ -43,6 +44,16 @@ def test_a_port_in_use_is_the_users_to_mend(monkeypatch):
             monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=f"port {port} .* in use.*--master_port"):
             dist.init()
+
+
+def test_other_trouble_of_the_network_is_told_as_it_is(monkeypatch):
+    def unreachable(**_):
+        raise DistNetworkError("no route to host")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("deepspeed.init_distributed", unreachable)
+    with pytest.raises(DistNetworkError, match="no route"):
+        dist.init()
 
 
 def test_other_exceptions_are_one_message_with_rank_phase_and_step(capsys):

@@ -7,8 +7,10 @@ import sys
 
 import multiprocess
 import pytest
+import torch
 
-from dschat_ppo.common import stopping
+from dschat_ppo.common import dist, stopping
+from dschat_ppo.engine.build import OptimizerSettings, _optimizer
 from dschat_ppo.errors import StopRequested
 
 
@@ -87,7 +89,7 @@ def test_helpers_that_end_with_the_launchers_signal():
     died = RuntimeError("One of the subprocesses has abruptly died during map operation.")
     late = multiprocess.TimeoutError()  # where the manager of the queue was killed; so are the next two
     said = r"^stopped \(SIGTERM\) while it prepared the data; run the same command again$"
-    for problem in (died, late, EOFError(), ConnectionResetError()):
+    for problem in (died, late, EOFError(), ConnectionResetError(), ImportError()):
         stopping.install()
         with pytest.raises(type(problem)):
             ends(problem, with_signal=False)
@@ -96,6 +98,22 @@ def test_helpers_that_end_with_the_launchers_signal():
     stopping.install()
     with pytest.raises(ZeroDivisionError):
         ends(ZeroDivisionError(), with_signal=True)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_compilation_that_a_stop_has_ended_is_no_failure(monkeypatch, asked):
+    def killed(*_, **__):
+        raise RuntimeError("Error building extension")
+
+    monkeypatch.setattr(stopping, "requested", lambda: asked)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("deepspeed.init_distributed", killed)
+    monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", killed)
+    settings = OptimizerSettings(0.1, 0.0, "constant", 0, 1, (0.9, 0.95), 1e-8)
+    offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    for compiles in (dist.init, lambda: _optimizer(torch.nn.Linear(1, 1), settings, offloaded)):
+        with pytest.raises(StopRequested if asked else RuntimeError):
+            compiles()
 
 
 SHELL = """

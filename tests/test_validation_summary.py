@@ -1,5 +1,6 @@
 """What is said of the answers to held-out prompts, by hand."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -55,6 +56,27 @@ def test_summary_by_hand():
 def test_one_answer_each_has_no_majority_and_without_reference_no_kl():
     found = summary([answered(0, ["a"], [0.7], [4], [False])], pass_score=0.5)
     assert found == {"eval/score": 0.7, "eval/length_mean": 4.0, "eval/ended_share": 0.0, "eval/pass@1": 1.0}
+
+
+def test_answers_are_json_whatever_they_score(tmp_path):
+    def no_constant(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    rows = [
+        answered(0, ["a", "b"], [math.nan, 0.5], [1, 2], [True, False], [-math.inf, 0.25]),
+        answered(1, ["c", "d"], [1.0, math.inf], [1, 1], [True, True]),
+    ]
+    validation = Validation(
+        ValidationFlags(), SimpleNamespace(how=Generation(Sampling(1.0), Stopping(4, (1,)))), None, None, tmp_path, None
+    )
+    assert validation._write(rows, 7) is None
+    lines = (tmp_path / "eval/step_000007.jsonl").read_text().splitlines()
+    first, second = (json.loads(line, parse_constant=no_constant) for line in lines)
+    assert first == {
+        "index": 0, "prompt": "p", "answers": ["a", "b"], "scores": [None, 0.5], "lengths": [1, 2],
+        "ended": [True, False], "kl": [None, 0.25],
+    }  # fmt: skip
+    assert second["scores"] == [1.0, None] and second["kl"] is None
 
 
 def test_a_score_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from dschat_ppo.common.progress import patient
+from dschat_ppo.common.stopping import helpers_may_end
 from dschat_ppo.errors import UserError
 
 TIMEOUT = timedelta(hours=6)  # the other ranks wait at a barrier while the first one prepares the data
@@ -70,7 +71,8 @@ def init() -> torch.device:
     else:
         wait_for_build("deepspeed_shm_comm")  # what init_distributed compiles on a CPU
     try:
-        deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
+        with helpers_may_end("joined the ranks"):  # which compiles on a CPU
+            deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
     except torch_dist.DistNetworkError as problem:
         if "EADDRINUSE" not in str(problem):
             raise

@@ -100,14 +100,15 @@ def helpers_may_end(doing: str) -> Iterator[None]:
 
     Raises:
         StopRequested: the request came before the block; or in the place of what it is to the block: a `RuntimeError`
-            where a process was gone, the end of a connection or a time-out where the one that holds their queue was.
+            where a process was gone, the end of a connection or a time-out where the one that holds their queue was,
+            an `ImportError` where another rank's compilation was to give a module.
     """
     from multiprocess import ProcessError  # here: --help need not wait for it
 
     end_if_asked(doing)
     try:
         yield
-    except (RuntimeError, OSError, EOFError, ProcessError):
+    except (RuntimeError, ImportError, OSError, EOFError, ProcessError):
         if not requested():
             raise
         raise _stopped(doing) from None

@@ -17,6 +17,7 @@ from dschat_ppo.common.dist import world_size
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.common.op_builds import wait_for_build
 from dschat_ppo.common.progress import beat, patient
+from dschat_ppo.common.stopping import helpers_may_end
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.engine.guard import (
     Fault,
@@ -68,7 +69,8 @@ def _optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) ->
     if offloaded:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        with patient() if wait_for_build("cpu_adam") else nullcontext():  # it is compiled; a lock may stay for ever
+        patience = patient() if wait_for_build("cpu_adam") else nullcontext()  # a lock may stay for ever
+        with patience, helpers_may_end("compiled an operator"):
             return DeepSpeedCPUAdam(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
 

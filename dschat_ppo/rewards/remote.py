@@ -74,7 +74,7 @@ class RemoteReward:
         try:
             parts = list(threads.map(lambda start: self._batch(request, start), starts))
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)  # who interrupts does not wait for a service that hangs
+            threads.shutdown(wait=False)  # who interrupts does not wait for a service that hangs
         return torch.tensor([score for part in parts for score in part], dtype=torch.float32)
 
     def _batch(self, request: RewardRequest, start: int) -> list[float]:

@@ -52,6 +52,15 @@ def final_answer(text: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
+def _json_line(row: Answered) -> str:
+    """JSON knows no NaN and no infinity: null stands for them, as in metrics.jsonl."""
+
+    def strict(values: list[float]) -> list[float | None]:
+        return [value if math.isfinite(value) else None for value in values]
+
+    return json.dumps(asdict(row) | {"scores": strict(row.scores), "kl": row.kl and strict(row.kl)})
+
+
 def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     """Metrics over all prompts; `pass@k` for powers of two up to n answers, `majority@n` where n is above 1.
 
@@ -145,7 +154,7 @@ class Validation:
         path = self.folder / "eval" / f"step_{step:06d}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
+            path.write_text("".join(f"{_json_line(row)}\n" for row in rows), encoding="utf-8")
         except OSError as problem:
             return f"{path}: the answers of the evaluation cannot be written ({problem.strerror})"
         return None
