@@ -137,6 +137,45 @@ def test_a_pool_in_which_nobody_computes_for_a_minute_is_lost(monkeypatch):
     assert watched(monkeypatch, lambda second: {8: min(second, 100), 9: 5}, 500) == (killed, 161)
 
 
+def test_workers_are_killed_when_the_run_is_to_stop(monkeypatch):
+    monkeypatch.setattr(workers.stopping, "noticed", lambda: True)
+    kills = [(8, signal.SIGKILL), (9, signal.SIGKILL)]
+    assert watched(monkeypatch, lambda second: {8: second, 9: second}, 2) == (2 * kills, None)
+
+
+STOPPED = """
+import os, signal, sys, threading, time
+import psutil
+from datasets import Dataset
+from dschat_ppo.common import stopping
+from dschat_ppo.data.workers import data_workers
+from dschat_ppo.errors import StopRequested
+
+def ask():
+    while len(psutil.Process().children()) < 3:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)
+
+rows = Dataset.from_dict({"x": list(range(40))})
+stopping.install()
+threading.Thread(target=ask, daemon=True).start()
+try:
+    with stopping.helpers_may_end("worked"), data_workers(2):
+        rows.map(lambda row: time.sleep(1000), num_proc=2, load_from_cache_file=False)
+except StopRequested as stop:
+    print(stop, len(psutil.Process().children()))
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_workers():
+    ended = subprocess.run(
+        [sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=100, env={**os.environ}, check=False
+    )
+    assert ended.stdout == "stopped (SIGINT) while it worked; run the same command again 0\n", ended.stderr[-2000:]
+
+
 def test_one_process_or_none_is_not_watched(monkeypatch):
     monkeypatch.setattr(workers, "_watch", lambda over: 1 / 0)
     monkeypatch.setattr(workers.threading, "Thread", lambda **how: 1 / 0)

@@ -19,6 +19,7 @@ from transformers import (
     LlamaForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
+    Qwen2Config,
 )
 
 from dschat_ppo.common.logging import logger
@@ -184,6 +185,14 @@ def test_dropout_override_reaches_the_model(tmp_path):
     assert rates == {0.0}
     rates = {m.p for m in load_causal_lm(str(tmp_path), "fp32", None).modules() if isinstance(m, torch.nn.Dropout)}
     assert rates == {0.1}
+
+
+@pytest.mark.parametrize("config", [GPT2Config(), Qwen2Config()])
+def test_a_folder_without_tokenizer_is_named(tmp_path, config):
+    """transformers makes an empty tokenizer of the model's kind."""
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="--model_name_or_path .*holds no tokenizer"):
+        load_tokenizer(str(tmp_path), "--model_name_or_path")
 
 
 def test_vocabulary_that_does_not_fit_is_refused(assets):

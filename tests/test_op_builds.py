@@ -36,6 +36,16 @@ def test_without_a_lock_there_is_nothing_to_wait_for(place, said):
     assert said == []
 
 
+def test_a_compilation_to_come_is_said_once(place, monkeypatch):
+    lines = []
+    monkeypatch.setattr(op_builds.logger(), "info", lines.append)
+    op_builds.wait_for_build("cpu_adam")
+    assert [("cpu_adam" in line, "minutes" in line) for line in lines] == [(True, True)]
+    place.with_name("cpu_adam.so").touch()
+    op_builds.wait_for_build("cpu_adam")
+    assert len(lines) == 1
+
+
 def test_a_lock_that_nobody_holds_is_named(place, said, monkeypatch):
     monkeypatch.setattr(op_builds, "own_names", lambda: ["python", "bash"])
     place.touch()

@@ -102,6 +102,13 @@ def test_rows_with_an_empty_answer_are_counted(tmp_path, capsys):
     assert "for this step" not in printed
 
 
+@pytest.mark.parametrize(("many", "said"), [(3, 1), (4, 0)])
+def test_a_word_is_given_before_many_rows_are_prepared(tmp_path, capsys, monkeypatch, many, said):
+    monkeypatch.setattr(prepare_module, "_MANY_ROWS", many)
+    prepare("sft", TOKENIZER, flags_for(tmp_path, write_jsonl(tmp_path / "d.jsonl", ROWS[:3])), 64)
+    assert capsys.readouterr().out.count("3 rows become tokens") == said
+
+
 def test_dropped_rows_are_counted_and_logged(tmp_path, capsys):
     rows = [*ROWS[:3], {"prompt": "x" * 300, "response": "long"}, {"prompt": "y" * 300, "response": "long"}]
     path = write_jsonl(tmp_path / "d.jsonl", rows)

@@ -192,7 +192,7 @@ def test_an_infinite_loss_with_finite_gradients_counts(assets, tmp_path, capsys)
 def test_rows_are_named_as_the_data_names_them(assets, tmp_path, capsys):
     step, role, kind, records, constants, words, _ = CASES["sft"]
     main([dump(assets, tmp_path, step, role, Scene(records, constants, engine_of(kind, poisoned=True)), words)])
-    assert "  row 1 (row 31 of the data): loss nan" in capsys.readouterr().out
+    assert "  row 1 (training row 31, counted from 0 after the data were divided): loss nan" in capsys.readouterr().out
 
 
 def test_bad_inputs_are_shown_with_their_tokens(assets, tmp_path, capsys):

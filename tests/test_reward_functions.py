@@ -53,6 +53,19 @@ def test_a_function_gets_only_what_it_names_and_none_for_what_no_row_has():
     assert ask("named_column") == ([10, -1, -1, 6, 7], 0)
 
 
+def test_a_column_that_no_row_has_is_said_once(capsys):
+    reward = FunctionReward(FunctionSpec(FILE, "named_column"), 1, 10.0, 0.0)
+    try:
+        for _ in range(2):
+            reward(REQUEST, None)
+    finally:
+        reward.close()
+    said = "warning: rank 0: reward function named_column: no row has a column 'missing': its argument is None\n"
+    assert capsys.readouterr().out == said
+    assert ask("per_row", settings=())[1] == 0  # its column `answer` is in some rows
+    assert capsys.readouterr().out == ""
+
+
 def test_a_function_of_one_row():
     assert ask("per_row") == ([1 - 3 + 3, -2, 5, 13 - 6 - 1, 4 - 1], 0)
     assert ask("per_row_bool") == ([1, 0, 0, 0, 0], 0)

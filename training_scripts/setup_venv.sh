@@ -30,9 +30,8 @@ if [ ! -x .venv/bin/python ]; then
     fi
 fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-    echo "installing torch"
-    .venv/bin/python -m pip install -q ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
+    .venv/bin/python -m pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
 fi
-echo "installing dschat_ppo"
+echo "installing dschat_ppo and the libraries that it needs: this may take minutes"
 .venv/bin/python -m pip install -q -e ".${extra:+[$extra]}"
 touch "$stamp-${extra:-plain}"

@@ -86,8 +86,8 @@ def keep_log(folder: Path) -> None:
         raise UserError(f"--output_dir {folder}: {path} cannot be written ({problem.strerror})") from None
     handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
-    if not root.handlers and logging.lastResort is not None:
-        root.addHandler(logging.lastResort)  # what is used where there is no handler, as there is one from here on
+    if not root.handlers:
+        root.addHandler(_last_resort())
     loggers = (root, logger(), logging.getLogger("DeepSpeed"), logging.getLogger("transformers"))
     for log in loggers:
         if log is root or not log.propagate:
@@ -95,6 +95,19 @@ def keep_log(folder: Path) -> None:
     _KEPT.append(_Kept(handler, warnings.showwarning, loggers))
     warnings.showwarning = _show_and_keep
     faulthandler.enable(handler.descriptor)
+
+
+def _last_resort() -> logging.Handler:
+    """What Python uses where a record finds no handler, since at the root there is one from here on."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.addFilter(lambda record: not _has_handler(logging.getLogger(record.name)))
+    return handler
+
+
+def _has_handler(log: logging.Logger) -> bool:
+    """Whether this logger or one above it, but for the root, has a handler that shows its records."""
+    return log.parent is not None and (bool(log.handlers) or _has_handler(log.parent))
 
 
 def end_log() -> None:

@@ -28,6 +28,7 @@ from dschat_ppo.errors import UserError
 
 _FORMAT = "2"  # raise it when the same rows become other tokens, so that no cache of before is used
 _DOING = "prepared the data"
+_MANY_ROWS = 20_000  # from here on it takes so long that a word is due before
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 _FEATURES = {
     "prompt_ids": datasets.List(datasets.Value("int32")),
@@ -128,6 +129,8 @@ def tokenise_rows(
     layout = layout_of([column for column in rows.column_names if column != ORIGIN], use, name)
     settings = {"layout": layout, "use": use, "limit": limit, "policy": flags.truncation}
     text_prompts = isinstance(rows.features.get("prompt"), datasets.Value)
+    if len(rows) >= _MANY_ROWS:
+        logger().info(f"data: {name}: {len(rows)} rows become tokens (at once if the cache holds them)")
     with data_workers(flags.preprocessing_num_workers):
         rows = rows.map(
             _tokenise,

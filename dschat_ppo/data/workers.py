@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
+from dschat_ppo.common import stopping
 from dschat_ppo.common.processes import children, signal_at_parents_end
 from dschat_ppo.common.watchdog import give_up
 from dschat_ppo.errors import UserError
@@ -87,15 +88,21 @@ def _end_with_parent() -> None:
 
 
 def _watch(over: threading.Event) -> None:
-    """Workers, while there are any, compute all the time; where none of them does any more the pool is lost."""
+    """Workers, while there are any, compute all the time; where none of them does any more the pool is lost.
+
+    Once the run is asked to stop they are killed, and so are those that the pool puts in their place: the launcher's
+    signal ends them alone, which the pool may not notice, and a Ctrl-C without a launcher does not.
+    """
     before, ticks, since = set(children()), -1, time.monotonic()
     while not over.wait(POLL_SECONDS):
         workers = {pid: process for pid, process in children().items() if pid not in before}
         now = sum(process.ticks for process in workers.values())
         if now != ticks or not workers:
             ticks, since = now, time.monotonic()
-        if time.monotonic() - since > IDLE_SECONDS:
+        idle = time.monotonic() - since > IDLE_SECONDS
+        if idle or stopping.noticed():
             for pid in workers:  # they would wait for ever too
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+        if idle:
             give_up(f"error: {_HINT}\n")

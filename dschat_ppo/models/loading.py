@@ -76,12 +76,14 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder; it must have an EOS.
 
     Raises:
-        UserError: no usable tokenizer, or one without EOS.
+        UserError: no usable tokenizer, one without words, or one without EOS.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as problem:
         raise UserError(f"{flag} {folder}: its tokenizer cannot be loaded: {in_one_line(problem)}") from None
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # transformers makes one up
+        raise UserError(f"{flag} {folder}: holds no tokenizer; save the model's tokenizer there")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{flag} {folder}: the tokenizer has no EOS token, so answers could not end; give it one")
     return tokenizer

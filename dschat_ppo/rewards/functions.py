@@ -133,6 +133,7 @@ class FunctionReward:
         self.spec = spec
         self.default = default
         self.faults = 0
+        self.missing: set[str] = set()  # arguments of which it was said that no row has them
         try:
             self.pool = WorkerPool(spec.target, workers, timeout)
         except CallError as problem:
@@ -151,6 +152,7 @@ class FunctionReward:
         work. With `n` workers that takes at most `(1 + ceil(B / n)) * timeout`, and as often the start of a worker
         (at most `pool.START_SECONDS`) if each call has to be killed.
         """
+        self._say_what_is_missing(request)
         results = self._results(request)
         bad = {row: cause for row, cause in enumerate(results) if isinstance(cause, str)}
         self.faults += len(bad)
@@ -173,6 +175,13 @@ class FunctionReward:
         calls = [arguments_of(signature, request, [row]) for row in rows]
         return [_only_score(result) for result in self.pool.map(calls)]
 
+    def _say_what_is_missing(self, request: RewardRequest) -> None:
+        """Once: most often it is a misspelt column."""
+        new = missing_columns(self.pool.signature, request) - self.missing if len(request) else set()
+        self.missing |= new
+        if new:
+            self._warn(f"no row has a column {' or '.join(map(repr, sorted(new)))}: its argument is None")
+
     def _warn(self, text: str) -> None:
         say(f"warning: rank {dist.rank()}: reward function {self.name}: {text}")
 
@@ -194,12 +203,23 @@ def arguments_of(signature: Signature, request: RewardRequest, rows: Sequence[in
     """
     columns = {name: None for row in request.rows for name in row}  # in order of appearance
     values: dict[str, list[Any]] = {name: [request.rows[row].get(name) for row in rows] for name in columns}
-    texts = ("prompt", "response") if signature.per_row else ("prompts", "responses")
+    texts = _texts(signature)
     values |= {texts[0]: [request.prompts[r] for r in rows], texts[1]: [request.responses[r] for r in rows]}
     values = {name: value for name, value in values.items() if signature.any or name in signature.takes}
     values |= {name: [None] * len(rows) for name in signature.needs - set(values)}
     given: dict[str, Any] = {name: value[0] for name, value in values.items()} if signature.per_row else dict(values)
     return given | signature.settings
+
+
+def missing_columns(signature: Signature, request: RewardRequest) -> set[str]:
+    """Arguments without a default that neither a text, nor a column of any row, nor a setting gives."""
+    columns = {name for row in request.rows for name in row}
+    return set(signature.needs) - columns - set(_texts(signature)) - set(signature.settings)
+
+
+def _texts(signature: Signature) -> tuple[str, str]:
+    """Under which names the function gets prompts and responses."""
+    return ("prompt", "response") if signature.per_row else ("prompts", "responses")
 
 
 def _only_score(result: list[float | None] | CallError) -> float | str:

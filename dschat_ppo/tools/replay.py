@@ -185,7 +185,11 @@ def show_rows(
         loss.backward()
         if shown < SHOWN_ROWS and (not bool(loss.isfinite()) or bad_gradients(model)):
             shown += 1
-            of_data = f" (row {numbers[micro_batch][row]} of the data)" if numbers else ""
+            of_data = (
+                f" (training row {numbers[micro_batch][row]}, counted from 0 after the data were divided)"
+                if numbers
+                else ""
+            )
             print(f"  row {row}{of_data}: loss {loss.item()}, {len(bad_gradients(model))} bad gradients")
             for line in shown_row(alone, tokenizer):
                 print(f"    {line}")
