@@ -205,6 +205,14 @@ def test_who_interrupts_waits_for_the_calls_at_work_alone():
     assert time.monotonic() - begun < 1.5
 
 
+def test_a_call_within_its_limit_is_no_hang(monkeypatch):
+    beats = []
+    monkeypatch.setattr(pool, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(pool, "beat", lambda: beats.append(1))
+    assert ask("waits", of_responses("late"), workers=1) == ([1.0], 0)
+    assert len(beats) > 2
+
+
 def test_a_list_of_another_length():
     assert ask("wrong_length", of_responses("abc", "two", "a")) == ([3, -9, 1], 1)
 

@@ -215,6 +215,18 @@ def test_who_interrupts_does_not_wait_for_it(serve):
     assert time.monotonic() - started < 2.5
 
 
+def test_a_request_within_its_limit_is_no_hang(serve, monkeypatch):
+    def late(handler):
+        time.sleep(0.4)
+        handler.answer(*ok(1, 2, 3))
+
+    beats = []
+    monkeypatch.setattr(remote, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "beat", lambda: beats.append(1))
+    assert ask(serve(late).url).tolist() == [1, 2, 3]
+    assert len(beats) > 2
+
+
 def drip(handler):
     """One byte after another, each well within the limit."""
     handler.send_response(200)

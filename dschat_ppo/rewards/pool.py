@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from dschat_ppo.common.progress import beat
 from dschat_ppo.rewards.worker import LENGTH
 
+_BEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
 _MOST_BYTES = 2**28
 _DIED = "its process ended (a crash, os._exit, or killed for want of memory)"
@@ -153,8 +154,10 @@ class Worker:
     def _wait(self, number: int, event: int, deadline: float, late: str) -> None:
         poll = select.poll()
         poll.register(number, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            self._give_up(late)
+        while not poll.poll(1000 * min(_BEAT_SECONDS, max(0.0, deadline - time.monotonic()))):
+            beat()  # its own limit tells a call that hangs
+            if time.monotonic() >= deadline:
+                self._give_up(late)
 
     def _give_up(self, cause: str) -> NoReturn:
         self.stop()

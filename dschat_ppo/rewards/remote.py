@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +25,7 @@ FLAG = "--remote_reward_url"
 LABELS = ("label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _MOST_BYTES, _PIECE_BYTES = 2**26, 2**16
+_BEAT_SECONDS = 1.0
 
 
 class _NotNowError(Exception):
@@ -70,12 +71,15 @@ class RemoteReward:
                 one finite number for each row, or was not answered in `1 + retries` attempts.
         """
         starts = range(0, len(request), self.batch_size)
-        threads = ThreadPoolExecutor(len(self.urls), thread_name_prefix="remote")
+        threads, scores = ThreadPoolExecutor(len(self.urls), thread_name_prefix="remote"), list[float]()
         try:
-            parts = list(threads.map(lambda start: self._batch(request, start), starts))
-        finally:
-            threads.shutdown(wait=False)  # who interrupts does not wait for a service that hangs
-        return torch.tensor([score for part in parts for score in part], dtype=torch.float32)
+            for part in [threads.submit(self._batch, request, start) for start in starts]:
+                while not wait([part], _BEAT_SECONDS).done:
+                    beat()  # the request's own limits tell a service that hangs
+                scores += part.result()
+        finally:  # who interrupts does not wait for a service that hangs
+            threads.shutdown(wait=False, cancel_futures=True)
+        return torch.tensor(scores, dtype=torch.float32)
 
     def _batch(self, request: RewardRequest, start: int) -> list[float]:
         rows = slice(start, start + self.batch_size)
@@ -91,7 +95,6 @@ class RemoteReward:
         """Scores of one batch. Waits double from attempt to attempt, each shortened at random by up to a half, so that
         ranks do not come back together."""
         for attempt in range(self.retries + 1):
-            beat()
             url = self.urls[(first + attempt) % len(self.urls)]
             try:
                 return read_rewards(post(url, body, self.timeout), rows, url)
