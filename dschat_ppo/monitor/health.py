@@ -20,8 +20,8 @@ def step_warnings(now: Metrics) -> list[str]:
         found.append("all scores are nearly equal: the reward does not tell these answers apart")
     if now["answers/distinct_share"] < 0.5:
         found.append(
-            "half of the answers are duplicates: where right answers are not that few and short, the policy is collapsing; "
-            "raise --kl_coef or --entropy_coef"
+            "half of the answers are duplicates: where right answers are not that few and short, the policy is "
+            "collapsing; raise --kl_coef or --entropy_coef"
         )
     if now.get("rollout/logprob_diff_mean", 0.0) > 0.1:
         found.append("rollout and training log-probs differ: numbers too coarse, or different models")
