@@ -19,7 +19,10 @@ def step_warnings(now: Metrics) -> list[str]:
     if now["reward/score_std"] < 1e-3:
         found.append("all scores are nearly equal: the reward does not tell these answers apart")
     if now["answers/distinct_share"] < 0.5:
-        found.append("half of the answers are duplicates: the policy is collapsing; raise --kl_coef or --entropy_coef")
+        found.append(
+            "half of the answers are duplicates: where right answers are not that few and short, the policy is "
+            "collapsing; raise --kl_coef or --entropy_coef"
+        )
     if now.get("rollout/logprob_diff_mean", 0.0) > 0.1:
         found.append("rollout and training log-probs differ: numbers too coarse, or different models")
     return found
