@@ -156,7 +156,7 @@ def test_wrong_columns_are_named_with_those_that_would_do(use):
         layout_of(["question", "reply"], use, "data.jsonl")
     message = str(problem.value)
     assert "data.jsonl" in message
-    assert "question, reply" in message
+    assert "'question', 'reply'" in message
     assert "prompt" in message
 
 
