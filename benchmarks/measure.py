@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,10 +43,13 @@ def wait() -> None:
 
 
 def costs(contenders: Mapping[str, Callable[[], object]], repeats: int, most_threads: int) -> dict[str, Cost]:
-    """Run every contender `repeats` times with one thread and with `most_threads`, by turns; medians."""
+    """Run every contender `repeats` times with one thread and with `most_threads`, by turns; medians.
+
+    Wall seconds of each go to stderr: a sign of life.
+    """
     wall: dict[str, list[float]] = {name: [] for name in contenders}
     cpu: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(repeats):
+    for number in range(1, repeats + 1):
         for name, run in contenders.items():
             with threads(1):
                 start = time.process_time()
@@ -56,6 +60,7 @@ def costs(contenders: Mapping[str, Callable[[], object]], repeats: int, most_thr
                 run()
                 wait()
                 wall[name].append(time.perf_counter() - start)
+            print(f"  {name}: run {number} of {repeats}, {wall[name][-1]:.1f} s", file=sys.stderr, flush=True)
     return {name: Cost(statistics.median(wall[name]), statistics.median(cpu[name])) for name in contenders}
 
 

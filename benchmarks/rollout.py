@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,7 @@ def main() -> None:
     model = language_model(SHAPES[arguments.shape], "cuda" if torch.cuda.is_available() else "cpu")
     results = {}
     for name in arguments.workloads:
+        print(f"{name}: how many rows at work suit each way", file=sys.stderr, flush=True)
         results[name] = compare(name, model, arguments.repeats, len(os.sched_getaffinity(0)))
         print(name, json.dumps(results[name]), flush=True)
     print(table(results))
