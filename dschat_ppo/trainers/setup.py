@@ -151,7 +151,7 @@ def _write_start(folder: Path, config: Any, run: RunFlags, resumed: bool) -> str
         (folder / RESULT).unlink(missing_ok=True)  # not before: it tells that what is removed is of a finished run
         write_config(config, folder)
     except OSError as problem:
-        return f"--output_dir {folder}: cannot be written ({problem.strerror})"
+        return f"--output_dir {folder}: cannot be written ({problem.strerror or problem})"
     return None
 
 
