@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -17,11 +19,17 @@ def deepspeed(ranks: int, script: str | Path, *words: object, timeout: int = 300
 
 def deepspeed_command(ranks: int, script: str | Path, *words: object) -> list[str]:
     """The command that starts these ranks, on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
-    return [*command, "--master_port", str(port), str(ROOT / script), *map(str, words)]
+    return [*command, "--master_port", str(_free_port()), str(ROOT / script), *map(str, words)]
+
+
+def _free_port() -> int:
+    """Below the ports that systems give to connections: those of another launch take none before the ranks do."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def environment() -> dict[str, str]:

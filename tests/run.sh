@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv, install the package with the test extra, check style and types, and run the tests: first those of one
-# process, two at a time, then those that launch ranks, which use all cores themselves.
+# Make .venv, install the package with the test extra, check style and types, and run the tests, two files at a time.
 #   tests/run.sh [pytest arguments]     with arguments: one pytest with them
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,5 +9,4 @@ ruff check .
 ruff format --check .
 mypy
 [ $# -eq 0 ] || exec pytest "$@"
-pytest -n 2 -m "not ranks"
-pytest -m ranks
+exec pytest -n 2 --dist loadfile
