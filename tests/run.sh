@@ -9,4 +9,4 @@ ruff check .
 ruff format --check .
 mypy
 [ $# -eq 0 ] || exec pytest "$@"
-exec pytest -n 2 --dist loadfile
+exec pytest -n 2 --dist loadfile --no-loadscope-reorder # files in their order: long ones are not the last
