@@ -94,7 +94,8 @@ def test_the_last_to_leave_takes_the_folder_away(ranks):
     os.environ["RANK"] = "0"
     boards[0].leave()
     assert not boards[0].folder.exists()
-    assert boards[0].claimed() is None
+    assert boards[0].claimed().rank == 1
+    assert boards[0].claim(5).rank == 1, "a thread of this rank that is late to claim has no second word to say"
 
 
 def test_ranks_that_leave_at_once_do_not_trip_over_each_other(ranks, monkeypatch):

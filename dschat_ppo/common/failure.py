@@ -78,32 +78,33 @@ class Board:
 
     def __init__(self, folder: Path | None):
         self.folder = folder
-        self._alone: Claim | None = None
+        self._known: Claim | None = None  # it still counts when the folder is taken away
 
     def claim(self, code: int, hung: bool = False) -> Claim:
         """Be the one who says how the run ends; returns the claim that counts, which may be another rank's."""
         mine = Claim(dist.rank(), code, hung, time.time())
-        if self.folder is None:
-            self._alone = self._alone or mine
-            return self._alone
-        draft = self.folder / f"draft_{dist.rank()}_{time.monotonic_ns()}"
-        try:
-            draft.write_text(json.dumps(asdict(mine)), encoding="ascii")
+        if self.claimed() is None:
+            try:
+                self._post(mine)
+            except FileExistsError:
+                self.claimed()
+            except OSError:  # a full disk: then this rank speaks, whatever the others do
+                pass
+        self._known = self._known or mine
+        return self._known
+
+    def _post(self, claim: Claim) -> None:
+        if self.folder is not None:
+            draft = self.folder / f"draft_{dist.rank()}_{time.monotonic_ns()}"
+            draft.write_text(json.dumps(asdict(claim)), encoding="ascii")
             os.link(draft, self.folder / "claim")  # fails if it exists, and it never exists in part
-        except FileExistsError:
-            return self.claimed() or mine
-        except OSError:  # a full disk: then this rank speaks, whatever the others do
-            return mine
-        return mine
 
     def claimed(self) -> Claim | None:
         """The claim that counts, if there is one."""
-        if self.folder is None:
-            return self._alone
-        try:
-            return Claim(**json.loads((self.folder / "claim").read_text(encoding="ascii")))
-        except OSError:
-            return None
+        if self._known is None and self.folder is not None:
+            with suppress(OSError):
+                self._known = Claim(**json.loads((self.folder / "claim").read_text(encoding="ascii")))
+        return self._known
 
     def lost_ranks(self) -> list[int]:
         """Ranks of this machine whose process ended without leaving the board. Other machines' are not known."""

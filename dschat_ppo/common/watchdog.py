@@ -26,9 +26,9 @@ from dschat_ppo.common.rank_log import to_log
 
 POLL_SECONDS = 0.5
 _TURN_SECONDS = 0.25  # of each rank, to write its stacks
-_LAST_WORDS_SECONDS = 3.0  # after the last turn
+_LAST_WORDS_SECONDS = 5.0  # after the last turn
 _LEAST_SECONDS = 1.0  # to write them, however late it is
-_NET_SECONDS = 8.0  # after the limit, when all others have written
+_NET_SECONDS = 10.0  # after the limit, when all others have written
 _REARM_SECONDS = 1.0
 GONE_SECONDS = 5.0  # for the main thread to notice by itself that a rank is gone
 FAILED_SECONDS = 10.0  # for the main thread to end by itself when another rank has failed

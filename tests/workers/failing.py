@@ -37,11 +37,11 @@ def hold_the_lock() -> None:
 
 def take_time() -> None:
     """Longer than the watchdog's limit and the net under it: with signs of life, then with patience. Rank 0 waits."""
-    for _ in range(int((LIMIT + 9.0) / 0.1)):
+    for _ in range(int((LIMIT + 11.0) / 0.1)):
         progress.beat()
         time.sleep(0.1)
     with progress.patient():
-        time.sleep(LIMIT + 9.0)
+        time.sleep(LIMIT + 11.0)
 
 
 def write_slowly() -> None:
