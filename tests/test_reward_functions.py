@@ -151,7 +151,7 @@ def test_prints_leave_the_scores_alone(capfd):
 
 
 CAUSES = {
-    "raise": "ZeroDivisionError", "hang": "longer than 0.3 s", "exit": "process ended", "quit": "SystemExit: 3",
+    "raise": "ZeroDivisionError", "hang": "longer than 1 s", "exit": "process ended", "quit": "SystemExit: 3",
     "crash": "process ended", "surrogate": "ValueError", "nan": "nan", "inf": "-inf", "huge": "1e+39",
     "text": "no number", "none": "no number", "complex": "no number",
 }  # fmt: skip
@@ -160,7 +160,7 @@ CAUSES = {
 @pytest.mark.parametrize("form", ["faulty_row", "faulty_batch"])
 @pytest.mark.parametrize("fault", CAUSES)
 def test_a_fault_costs_its_row_and_no_other(form, fault, capsys):
-    scores, faults = ask(form, of_responses("four", fault, "", "a"), timeout=0.3)
+    scores, faults = ask(form, of_responses("four", fault, "", "a"), timeout=1.0)
     assert scores == [4, -9, 0, 1]
     assert faults == 1
     printed = capsys.readouterr().out
@@ -171,11 +171,11 @@ def test_a_fault_costs_its_row_and_no_other(form, fault, capsys):
 @pytest.mark.parametrize("form", ["faulty_row", "faulty_batch"])
 def test_two_bad_rows_of_eight(form):
     rows = of_responses("a", "hang", "abc", "", "exit", "ab", "abcd", "z")
-    assert ask(form, rows, timeout=0.3) == ([1, -9, 3, 0, -9, 2, 4, 1], 2)
+    assert ask(form, rows, timeout=1.0) == ([1, -9, 3, 0, -9, 2, 4, 1], 2)
 
 
 def test_a_worker_that_hung_is_replaced_for_the_next_step():
-    reward = FunctionReward(FunctionSpec(FILE, "faulty_row"), 1, 0.3, -9.0)
+    reward = FunctionReward(FunctionSpec(FILE, "faulty_row"), 1, 1.0, -9.0)
     assert reward(of_responses("hang", "ab"), None).tolist() == [-9, 2]
     old = reward.pool.workers[0].process.pid
     assert reward(of_responses("abc", "exit"), None).tolist() == [3, -9]
@@ -190,7 +190,7 @@ def test_hung_rows_wait_beside_each_other_and_the_bound_holds():
     reward = FunctionReward(FunctionSpec(FILE, "faulty_row"), 4, 1.0, 0.0)
     started = time.monotonic()
     assert reward(of_responses(*["hang"] * 4), None).tolist() == [0, 0, 0, 0]
-    assert 1.0 <= time.monotonic() - started < 3.0
+    assert 1.0 <= time.monotonic() - started < 4.0, "four times the limit: one after another"
     reward.close()
 
 

@@ -200,10 +200,10 @@ def test_an_answer_that_is_too_long(serve, monkeypatch):
 
 
 def test_a_slow_service(serve):
-    service = serve(lambda handler: time.sleep(1.0), ok(1, 2, 3))
+    service = serve(lambda handler: time.sleep(4.0), ok(1, 2, 3))
     started = time.monotonic()
     assert ask(service.url, timeout=0.2).tolist() == [1, 2, 3]
-    assert time.monotonic() - started < 0.9
+    assert time.monotonic() - started < 3.0
 
 
 def test_who_interrupts_does_not_wait_for_it(serve):
@@ -233,7 +233,7 @@ def drip(handler):
     handler.send_header("Content-Length", "100")
     handler.end_headers()
     try:
-        for _ in range(40):
+        for _ in range(100):
             handler.wfile.write(b" ")
             handler.wfile.flush()
             time.sleep(0.05)
@@ -245,7 +245,7 @@ def test_a_service_that_sends_byte_after_byte(serve):
     started = time.monotonic()
     with pytest.raises(RewardServiceError, match="no whole answer in 0.2 s"):
         ask(serve(drip).url, timeout=0.2, retries=1)
-    assert 0.4 < time.monotonic() - started < 1.5
+    assert 0.4 < time.monotonic() - started < 4.0
 
 
 def cut_short(handler):
