@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,10 +23,10 @@ from dschat_ppo.common.phases import announce_step
 case, out = sys.argv[1], Path(sys.argv[2])
 
 def sleeps_long():
-    threading.Event().wait(60)
+    threading.Event().wait(1000)
 
 def in_c_code():
-    ctypes.PyDLL(None).sleep(60)
+    ctypes.PyDLL(None).sleep(1000)
 
 def train(_):
     rank_log.keep_log(out)
@@ -41,11 +42,11 @@ def train(_):
         if case == "failed":
             (place / "claim").write_text('{"rank": 1, "code": 3, "hung": false, "when": 1.0}')
         sleeps_long()
-    watchdog.start(1.0)
+    watchdog.start(2.0)
     if case == "stopped":  # and then it hangs while it leaves
         watchdog._WATCH[-1].board.claim(0)
     if case == "beats":
-        for _ in range(25):
+        for _ in range(50):
             progress.beat()
             time.sleep(0.1)
     elif case == "lock":
@@ -60,18 +61,20 @@ CASES = ["hangs", "stopped", "beats", "lock", "failed", "gone"]
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """case -> (exit code, stderr, log, seconds)"""
+    """case -> (exit code, stderr, log)"""
     folders = {case: tmp_path_factory.mktemp(case) for case in CASES}
-    started = time.monotonic()
     running = {
         case: subprocess.Popen([sys.executable, "-c", SCRIPT, case, folder], text=True, stderr=subprocess.PIPE)
         for case, folder in folders.items()
     }
     found = {}
-    for case, process in running.items():
-        errors = process.communicate(timeout=120)[1]
-        found[case] = (process.returncode, errors, (folders[case] / "logs" / "rank_0.log").read_text())
-    assert time.monotonic() - started < 55, "a case came to the end of its sleep"
+    try:
+        for case, process in running.items():
+            errors = process.communicate(timeout=200)[1]
+            found[case] = (process.returncode, errors, (folders[case] / "logs" / "rank_0.log").read_text())
+    finally:
+        for process in running.values():
+            process.kill()
     return found
 
 
@@ -79,7 +82,7 @@ def ended(tmp_path_factory):
 def test_a_rank_without_progress(ended, case):
     code, errors, log = ended[case]
     assert code == 5
-    assert "rank 0 makes no progress since 1 s: phase 'start', step 3" in errors
+    assert re.search(r"^rank 0 makes no progress since [2-6] s: phase 'start', step 3$", errors, re.MULTILINE)
     assert errors.count("in sleeps_long") == 1
     assert "watchdog.py" not in errors
     assert "in sleeps_long" in log
