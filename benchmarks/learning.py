@@ -77,6 +77,7 @@ ADDITION = STEP3 | {
     "--actor_learning_rate": 3e-4,
 }
 PREFERENCE = STEP3 | {
+    "--kl_coef": 0.1,
     "--eval_interval": 8,
     "--max_prompt_seq_len": 64,
     "--max_answer_seq_len": 48,

@@ -74,7 +74,7 @@ def step(trainer: PPOTrainer, work: Workload) -> None:
         values = values_of(critic, ids, mask)[:, prompt - 1 : -1]
         last = prompt + work.answer_lengths - 1
         scores = values_of(engines.reward.module, ids, mask).gather(1, last.unsqueeze(1)).squeeze(1)
-    rewards = token_rewards(scores, kl_k1(old, ref), response_mask, flags.kl_coef)
+    rewards = token_rewards(scores, kl_k1(old, ref), response_mask, flags.kl_reward_coef)
     advantages, returns = gae(rewards, values, response_mask, flags.gamma, flags.gae_lambda)
     advantages, count = masked_whiten(advantages, response_mask), float(response_mask.sum())
     engines.train()

@@ -54,10 +54,24 @@ def test_the_usual_aggregation(flags, aggregation):
 
 
 @pytest.mark.parametrize(
-    ("flags", "reference"), [({}, True), ({"kl_coef": 0.0}, False), ({"kl_coef": 0.0, "kl_loss_coef": 0.1}, True)]
-)
+    ("flags", "reference"),
+    [
+        ({}, True), ({"kl_coef": 0.0}, False), ({"kl_coef": 0.0, "kl_loss_coef": 0.1}, True),
+        ({"advantage_estimator": "remax"}, True), ({"advantage_estimator": "grpo"}, False),
+        ({"advantage_estimator": "grpo", "kl_coef": 0.01}, True),
+        ({"advantage_estimator": "rloo", "kl_loss_coef": 0.01}, True),
+    ],
+)  # fmt: skip
 def test_a_reference_is_there_only_for_a_kl(flags, reference):
     assert AlgorithmFlags(**flags).has_reference is reference
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimators_that_compare_answers_have_no_kl_in_the_reward_unless_it_is_named(estimator):
+    usual = 0.0 if estimator in WITHIN_A_GROUP else 0.1
+    assert AlgorithmFlags(advantage_estimator=estimator).kl_reward_coef == usual
+    assert AlgorithmFlags(advantage_estimator=estimator, kl_coef=0.3).kl_reward_coef == 0.3
+    assert AlgorithmFlags(advantage_estimator=estimator, kl_coef=0.0).kl_reward_coef == 0.0
 
 
 @pytest.mark.parametrize(
@@ -75,6 +89,11 @@ def test_a_reference_is_there_only_for_a_kl(flags, reference):
         ({"advantage_estimator": "grpo", "whiten_advantages": False}, "--whiten_advantages False has no effect"),
         ({"normalize_group_std": False}, "it is for --advantage_estimator grpo or grpo_pass_at_k"),
         ({"kl_coef": 0.0, "kl_target": 0.1}, "--kl_target 0.1 has no effect: it is for a --kl_coef above 0"),
+        (
+            {"advantage_estimator": "grpo", "kl_target": 0.1},
+            "--kl_target 0.1 has no effect: it is for a --kl_coef above 0 (for grpo it is 0 unless given)",
+        ),
+        ({"advantage_estimator": "gpg", "kl_estimator": "k3"}, "above 0 (for gpg it is 0 unless given)"),
         ({"kl_horizon": 5}, "it is for --kl_target"),
         ({"kl_loss_estimator": "k2"}, "it is for --kl_loss_coef above 0"),
         ({"kl_loss_coef": 0.1, "kl_loss_estimator": "full", "kl_straight_through": False}, "a KL loss k1, k3 or abs"),

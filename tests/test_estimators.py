@@ -130,6 +130,48 @@ def test_the_default_epsilon_is_a_millionth():
     assert AdvantageInputs(*[torch.zeros(1)] * 5, gamma=1.0, lam=1.0).epsilon == 1e-6
 
 
+def penalised(scores, penalties, **changes) -> AdvantageInputs:
+    """One group of answers of one token each, with a KL penalty taken off the score."""
+    scores, penalties = torch.tensor(scores), torch.tensor(penalties)
+    mask = torch.ones(len(scores), 1, dtype=torch.bool)
+    rewards = token_rewards(scores, penalties.unsqueeze(1), mask, 1.0)
+    return inputs_of(mask, rewards, [0] * len(scores), **{"gamma": 1.0, "epsilon": 1e-6, "scores": scores, **changes})
+
+
+def test_grpo_takes_the_kl_off_scores_in_units_of_their_spread_by_hand():
+    # 1 and 3 over their deviation 2^0.5, less 0.1 and 0.3: 2^0.5 - 0.2 apart, a spread below 1: not divided.
+    half = 0.5**0.5 - 0.1
+    assert row_advantages("grpo", penalised([1.0, 3.0], [0.1, 0.3])) == pytest.approx([-half, half], rel=1e-5)
+    # Less 0.3 and 0.1: the spread is 1 + 0.02^0.5, so the sum is brought back to 1.
+    half = 0.5**0.5
+    assert row_advantages("grpo", penalised([1.0, 3.0], [0.3, 0.1])) == pytest.approx([-half, half], rel=1e-5)
+    # Equal scores: the penalties alone, as they are.
+    assert row_advantages("grpo", penalised([2.0, 2.0], [0.02, 0.0])) == pytest.approx([-0.01, 0.01], rel=1e-5)
+
+
+def test_a_kl_penalty_beside_nearly_equal_scores_is_not_blown_up():
+    found = row_advantages("grpo", penalised([1.0, 1.0, 1.0, 1.0001], [0.0, 0.1, 0.05, -0.05]))
+    alone = row_advantages("grpo", scored([1.0, 1.0, 1.0, 1.0001], [0] * 4, epsilon=1e-6))
+    assert max(abs(a) for a in found) <= 1.5  # (n - 1) / n^0.5
+    assert found == pytest.approx(alone, abs=0.11)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_pass_at_k"])
+@properties
+@given(
+    spread=st.sampled_from([0.0, 1e-7, 1e-4, 0.003, 1.0, 30.0]), weight=st.sampled_from([0.0, 0.01, 1.0, 100.0]),
+    rows=st.integers(2, 9), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_standardised_advantages_are_bounded_whatever_the_kl(name, spread, weight, rows, seed):
+    scores, penalties = normal(seed, 2, rows).float() * torch.tensor([[spread], [weight]])
+    advantages = torch.tensor(row_advantages(name, penalised((1 + scores).tolist(), penalties.tolist())))
+    # the lead of the best is over the second, which may be as far from the mean on the other side: n^0.5
+    bound = {"grpo": (rows - 1) / rows**0.5, "grpo_pass_at_k": rows**0.5}[name]
+    assert advantages.abs().max() <= bound * (1 + 1e-6)
+    if spread == 0:
+        assert advantages.abs().max() <= 1.0001 * (penalties.max() - penalties.min()) + 1e-6
+
+
 def test_dr_grpo_and_rloo_by_hand():
     inputs = scored([1.0, 2.0, 6.0], [3, 3, 3])
     assert row_advantages("dr_grpo", inputs) == [-2.0, -1.0, 3.0]

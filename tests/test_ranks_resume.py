@@ -25,8 +25,8 @@ EXTRAS = (
     "--critic_warmup_rollouts 1 --enable_ema --ema_decay 0.5"
 )
 SAMPLED = (
-    "--actor_dropout 0.1 --advantage_estimator grpo --dynamic_sampling --unsup_coef 0.1 --kl_estimator k3 "
-    "--lr_scheduler_type linear --enable_ema --ema_decay 0"
+    "--actor_dropout 0.1 --advantage_estimator grpo --dynamic_sampling --unsup_coef 0.1 --kl_coef 0.1 "
+    "--kl_estimator k3 --lr_scheduler_type linear --enable_ema --ema_decay 0"
 )
 
 INSIDE = "step_000001_update_0002"  # a place inside a PPO step that trains the actor too

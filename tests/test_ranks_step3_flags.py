@@ -104,8 +104,8 @@ def cases_of(data, url: str) -> dict[str, str]:
     letters = f"--reward_function {functions}:letters "
     evaluated = f"{letters} --advantage_estimator grpo --eval_samples 4 --eval_interval 1 --eval_batch_size 2 "
     evaluated += f"--eval_data_path {data / 'held_out.jsonl'} --eval_reward_function {functions}:truth "
-    dynamic = "--advantage_estimator grpo --kl_coef 0 --dynamic_sampling --dynamic_sampling_rounds 2 "
-    remote = "--advantage_estimator grpo --kl_coef 0 --remote_reward_retries 1 --remote_reward_timeout 1 "
+    dynamic = "--advantage_estimator grpo --dynamic_sampling --dynamic_sampling_rounds 2 "
+    remote = "--advantage_estimator grpo --remote_reward_retries 1 --remote_reward_timeout 1 "
     remote += no_model.format(1) + f"--remote_reward_url {url}"
     away = remote.replace(url, "http://127.0.0.1:9")
     mixed = f"--advantage_estimator grpo {learned} --remote_reward_weight 0.25 --test_stop_step 1 "
@@ -113,7 +113,7 @@ def cases_of(data, url: str) -> dict[str, str]:
         "remax": f"{learned} --advantage_estimator remax --kl_target 0.01 --normalize_rewards running "
         f"--test_stop_step 3 --reward_function {functions}:letters:0.5 "
         f"--unsupervised_dataset_name {data / 'plain.jsonl'} --unsup_coef 0.1",
-        "bad calls": f"--advantage_estimator rloo --kl_coef 0 --reward_default -7 --reward_clip 0 {no_model.format(10)}"
+        "bad calls": f"--advantage_estimator rloo --reward_default -7 --reward_clip 0 {no_model.format(10)}"
         f"--reward_function {functions}:bad --num_train_epochs 1",
         "dynamic": dynamic + no_model.format(2) + letters,
         "dynamic, all equal": dynamic + no_model.format(1) + f"--reward_function {functions}:equal",
@@ -189,6 +189,7 @@ def test_dynamic_sampling_fills_steps_and_says_so_where_it_cannot(runs):
     _, lines, _ = finished(runs, "dynamic")
     assert all(line["dynamic_sampling/filled_rows"] == 0 for line in lines)
     assert all(line["reward/equal_groups_share"] == 0 for line in lines)
+    assert all(line["coef/kl"] == 0 and "kl/ref_k1" not in line for line in lines), "grpo loads no reference unasked"
     _, lines, said = finished(runs, "dynamic, all equal")
     assert lines[0]["dynamic_sampling/rounds"] == 2 and lines[0]["dynamic_sampling/kept_share"] == 0
     assert lines[0]["dynamic_sampling/filled_rows"] == 16

@@ -151,7 +151,7 @@ def test_rows_in_flight_that_lack_what_is_asked_for_now_are_refused():
 
 
 def test_waiting_rows_that_lack_what_is_asked_for_now_are_refused():
-    before, after = trainer("--advantage_estimator grpo --n_samples_per_prompt 2 --kl_coef 0"), trainer()
+    before, after = trainer("--advantage_estimator grpo --n_samples_per_prompt 2"), trainer()
     before.collector.pool, after.collector.pool = GroupPool(2, clipped), GroupPool(2, clipped)
     go_on(before, after)
     before.collector.pool.add(rows([0, 0], [0.0, 1.0]))

@@ -98,7 +98,7 @@ def test_gae_whitened_over_all_tokens():
 
 def test_group_estimators_compare_scores_with_the_kl_inside_and_are_not_whitened():
     rows = scored()
-    found = shaping(advantage_estimator="dr_grpo").experience(rows, step=1)
+    found = shaping(advantage_estimator="dr_grpo", kl_coef=0.1).experience(rows, step=1)
     totals = rewards_by_loop(rows, np.clip(SCORES, -5, 5), 0.1).sum(axis=1)
     for i, length in enumerate(LENGTHS):
         mates = [j for j in range(6) if GROUPS[j] == GROUPS[i] and LENGTHS[j]]  # an empty answer has no reward
@@ -108,13 +108,14 @@ def test_group_estimators_compare_scores_with_the_kl_inside_and_are_not_whitened
 
 def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
     rows = scored(scores=torch.tensor([2.0, 2.0, 1.0, 1.0, 3.0, -1.0]))
-    found = shaping(advantage_estimator="grpo", reward_clip=0.0).experience(rows, step=1)
-    totals = rewards_by_loop(rows, rows.scores.tolist(), 0.1).sum(axis=1)
-    centred = [totals[0] - totals[:2].mean(), totals[1] - totals[:2].mean(), 0.0, 0.0]
-    centred += [totals[4] - totals[4:].mean(), totals[5] - totals[4:].mean()]
-    spread = np.std([3.0, -1.0], ddof=1)
-    expected = [*centred[:4], *(value / (spread + 1e-6) for value in centred[4:])]
-    assert 0 < abs(centred[0]) < 0.1
+    found = shaping(advantage_estimator="grpo", kl_coef=0.1, reward_clip=0.0).experience(rows, step=1)
+    penalties = -rewards_by_loop(rows, [0.0] * 6, 0.1).sum(axis=1)
+    half = (penalties[1] - penalties[0]) / 2  # of a group of equal scores: the penalties alone, as they are
+    # 3 and -1 are 2^0.5 / 2 above and below their mean, in units of their deviation
+    standardised = np.array([3.0, -1.0]) / (8**0.5 + 1e-6) - penalties[4:]
+    apart = (standardised - standardised.mean()) / max(1, standardised.std(ddof=1))
+    expected = [half, -half, 0.0, 0.0, *apart]
+    assert 0 < abs(half) < 0.1
     for i, length in enumerate(LENGTHS):
         assert found.advantages[i, :length].tolist() == pytest.approx([expected[i]] * length, abs=1e-5)
 

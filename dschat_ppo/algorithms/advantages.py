@@ -26,7 +26,7 @@ class AdvantageInputs:
         normalise_std: divide by the group's standard deviation, in grpo and grpo_pass_at_k.
         epsilon: added to that standard deviation.
         scores: (B,) fp32, the rows' scores before the KL penalty, whose standard deviation it is; None: the sums of
-            `rewards`.
+            `rewards`, which then hold no penalty.
     """
 
     rewards: Tensor

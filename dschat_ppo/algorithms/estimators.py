@@ -32,9 +32,9 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`(S - mean) / (std + epsilon)` on every token of the row (GRPO, Shao et al. 2024), std as in
-    `group_advantages.divisor`; without `normalise_std` as dr_grpo."""
-    return _on_every_token(_standardised(group.centred(group.group_scores(inputs)), inputs), inputs)
+    """`(S - mean) / (std + epsilon)` on every token of the row (GRPO, Shao et al. 2024); with a KL penalty see
+    `group_advantages.standardised_scores`; without `normalise_std` as dr_grpo."""
+    return _on_every_token(group.centred(_scores_to_compare(inputs)), inputs)
 
 
 def dr_grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -58,12 +58,12 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def grpo_pass_at_k(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`group_advantages.lead_of_the_best`, over `group_advantages.divisor`, on every token of the row."""
-    return _on_every_token(_standardised(group.lead_of_the_best(group.group_scores(inputs)), inputs), inputs)
+    """`group_advantages.lead_of_the_best` of the scores that `grpo` compares, on every token of the row."""
+    return _on_every_token(group.lead_of_the_best(_scores_to_compare(inputs)), inputs)
 
 
-def _standardised(rows: Tensor, inputs: AdvantageInputs) -> Tensor:
-    return rows / group.divisor(inputs) if inputs.normalise_std else rows
+def _scores_to_compare(inputs: AdvantageInputs) -> group.GroupScores:
+    return group.standardised_scores(inputs) if inputs.normalise_std else group.group_scores(inputs)
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

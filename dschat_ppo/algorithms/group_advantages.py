@@ -1,9 +1,10 @@
 """Advantages of whole answers from a comparison with the other answers to the same prompt.
 
-A row's score is S, the sum of its token rewards, so the KL penalty is inside it before any baseline is subtracted.
-Rows without a response token have no score: they are not counted in their group and get 0. A group with one counted
-row has nothing to be compared with, so its advantage is 0. Equal scores give exactly 0: no formula here changes when a
-group's scores are shifted, and they are computed from the distances to its best one.
+A row's score is S, the sum of its token rewards, so the KL penalty is inside it before any baseline is subtracted;
+only `standardised_scores` treats the two apart. Rows without a response token have no score: they are not counted in
+their group and get 0. A group with one counted row has nothing to be compared with, so its advantage is 0. Equal scores
+give exactly 0: no formula here changes when a group's scores are shifted, and they are computed from the distances to
+its best one.
 """
 
 from __future__ import annotations
@@ -41,17 +42,28 @@ class GroupScores:
 
 def group_scores(inputs: AdvantageInputs) -> GroupScores:
     """Sums of the token rewards of each row, put into groups."""
-    return _grouped(zero_outside(inputs.rewards, inputs.response_mask).double().sum(dim=1), inputs)
+    return _grouped(_totals(inputs), inputs)
 
 
-def divisor(inputs: AdvantageInputs) -> Tensor:
-    """(B,) what group estimators standardise by: `std + epsilon` of the scores before the KL penalty.
+def standardised_scores(inputs: AdvantageInputs) -> GroupScores:
+    """`Z = S / (std(S) + epsilon) - KL penalty`, over `max(1, std(Z))`, with S the scores before the penalty.
 
-    1 for groups whose scores are all equal: else the noise of the KL, alone there, would be blown up to a score's size.
+    Each division is by the spread of what is divided, so a row of a group of n is at most `(n - 1) / sqrt(n)` from its
+    group's mean (Samuelson 1968, "How deviant can you be?"). The penalty is not divided by the spread of the scores:
+    where they are nearly equal, that would blow the noise of the KL up without bound. Where they are equal, the
+    penalties alone are compared, as they are. Without a penalty this is `S / (std(S) + epsilon)`.
     """
-    group = group_scores(inputs) if inputs.scores is None else _grouped(inputs.scores.double(), inputs)
+    totals = _totals(inputs)
+    scores = totals if inputs.scores is None else inputs.scores.double()
+    group = _grouped(scores, inputs)
     deviation = standard_deviation(group)
-    return torch.where(deviation > 0, deviation + inputs.epsilon, 1.0)
+    standardised = group.behind / torch.where(deviation > 0, deviation + inputs.epsilon, 1.0)
+    penalised = _grouped(standardised - (scores - totals), inputs)
+    return _grouped(penalised.behind / standard_deviation(penalised).clamp_min(1), inputs)
+
+
+def _totals(inputs: AdvantageInputs) -> Tensor:
+    return zero_outside(inputs.rewards, inputs.response_mask).double().sum(dim=1)
 
 
 def _grouped(scores: Tensor, inputs: AdvantageInputs) -> GroupScores:

@@ -70,7 +70,12 @@ class AlgorithmFlags:
     entropy_coef_max: float = flag("largest adapted weight", 1.0)
     high_entropy_share: float = flag("only this share of tokens, those of highest entropy, trains the policy", 1.0)
 
-    kl_coef: float = flag("weight of the per-token KL penalty in the reward", 0.1)
+    kl_coef: float | None = flag(
+        "weight of the per-token KL penalty in the reward; not given: 0.1, but 0 (and no reference is loaded for it) "
+        "for estimators that compare the answers to one prompt (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, "
+        "opo, gpg, grpo_pass_at_k)",
+        None,
+    )
     kl_estimator: KL_FORM = flag(
         "form of the KL in the reward: estimated from the sampled tokens, or 'full' over the vocabulary", "k1"
     )
@@ -152,6 +157,7 @@ class AlgorithmFlags:
         kl_loss, correction = self.kl_loss_coef > 0, self.importance_correction != "none"
         own_slope = kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs")
         adapts = self.entropy_target is not None
+        penalty = "--kl_coef above 0" + (f" (for {estimator} it is 0 unless given)" if self.kl_coef is None else "")
         return [
             (loss in CLIPPED_LOSSES, _one_of("policy_loss", CLIPPED_LOSSES), "clip_eps clip_eps_low clip_eps_high"),
             (loss in ("ppo", "clip_cov", "gspo"), "--policy_loss ppo, clip_cov or gspo", "dual_clip"),
@@ -164,11 +170,11 @@ class AlgorithmFlags:
             (estimator in WHITENED, _one_of("advantage_estimator", WHITENED), "whiten_advantages"),
             (estimator in STANDARDISED, _one_of("advantage_estimator", STANDARDISED), "normalize_group_std"),
             (adapts, "--entropy_target", "entropy_delta entropy_coef_max"),
-            (self.kl_coef > 0, "a --kl_coef above 0, from which it starts", "kl_target"),
+            (self.kl_reward_coef > 0, f"a {penalty}, from which it starts", "kl_target"),
             (self.kl_target is not None, "--kl_target", "kl_horizon"),
             (kl_loss, "--kl_loss_coef above 0", "kl_loss_estimator"),
             (own_slope, "a KL loss k1, k3 or abs", "kl_straight_through"),
-            (self.kl_coef > 0, "--kl_coef above 0", "kl_estimator"),
+            (self.kl_reward_coef > 0, penalty, "kl_estimator"),
             (correction, "--importance_correction", "importance_mode importance_cap"),
             (self.overlong_buffer > 0, "--overlong_buffer", "overlong_penalty"),
             (self.dynamic_sampling, "--dynamic_sampling", "dynamic_sampling_rounds"),
@@ -199,7 +205,14 @@ class AlgorithmFlags:
     @property
     def has_reference(self) -> bool:
         """Whether a KL to the reference is asked for."""
-        return self.kl_coef > 0 or self.kl_loss_coef > 0
+        return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
+
+    @property
+    def kl_reward_coef(self) -> float:
+        """`--kl_coef`, or the usual one: the GRPO paper (Shao et al. 2024) keeps the KL out of the reward."""
+        if self.kl_coef is not None:
+            return self.kl_coef
+        return 0.0 if self.compares_answers else 0.1  # DeepSpeed-Chat's
 
     @property
     def compares_answers(self) -> bool:

@@ -45,9 +45,9 @@ class Shaping:
         self.flags = flags
         self.max_length = max_length
         self.seed = seed
-        self.kl_coef: AdaptiveKL | FixedCoefficient = FixedCoefficient(flags.kl_coef)
+        self.kl_coef: AdaptiveKL | FixedCoefficient = FixedCoefficient(flags.kl_reward_coef)
         if flags.kl_target is not None:
-            self.kl_coef = AdaptiveKL(flags.kl_coef, flags.kl_target, flags.kl_horizon)
+            self.kl_coef = AdaptiveKL(flags.kl_reward_coef, flags.kl_target, flags.kl_horizon)
         self.running = RunningScale()
 
     def experience(self, rows: ScoredRollout, step: int) -> Experience:

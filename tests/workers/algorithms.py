@@ -26,16 +26,19 @@ CASES = {
     "gae": "--entropy_coef 0.01",
     "gae clip_cov entropy": "--policy_loss clip_cov --covariance_share 0.3 --clip_cov_low -9 --clip_cov_high 9 "
     "--high_entropy_share 0.5 --loss_aggregation seq_mean_token_sum",
-    "grpo gspo kl": "--advantage_estimator grpo --policy_loss gspo --kl_coef 0 --kl_loss_coef 0.1",
-    "dr_grpo full kl": "--advantage_estimator dr_grpo --kl_coef 0 --kl_loss_coef 0.1 --kl_loss_estimator full",
-    "rloo cispo importance": "--advantage_estimator rloo --policy_loss cispo --importance_correction token",
+    "grpo gspo kl": "--advantage_estimator grpo --policy_loss gspo --kl_loss_coef 0.1",
+    "dr_grpo full kl": "--advantage_estimator dr_grpo --kl_loss_coef 0.1 --kl_loss_estimator full",
+    "rloo cispo importance": "--advantage_estimator rloo --policy_loss cispo --importance_correction token "
+    "--kl_coef 0.1",
     "reinforce_plus_plus kl_cov": "--advantage_estimator reinforce_plus_plus --policy_loss kl_cov "
     "--covariance_share 0.2 --kl_estimator k3",
-    "baseline gmpo": "--advantage_estimator reinforce_plus_plus_baseline --policy_loss gmpo --kl_estimator full",
-    "opo sapo off policy": "--advantage_estimator opo --policy_loss sapo --off_policy_delta 0.01 --kl_coef 0",
+    "baseline gmpo": "--advantage_estimator reinforce_plus_plus_baseline --policy_loss gmpo --kl_coef 0.1 "
+    "--kl_estimator full",
+    "opo sapo off policy": "--advantage_estimator opo --policy_loss sapo --off_policy_delta 0.01",
     "gpg reinforce truncated": "--advantage_estimator gpg --policy_loss reinforce --mask_truncated_answers",
-    "pass_at_k dual": "--advantage_estimator grpo_pass_at_k --dual_clip 3 --entropy_coef 0.01 --entropy_target 9",
-    "grpo ptx": "--advantage_estimator grpo --unsup_coef 0.5 --kl_coef 0",
+    "pass_at_k dual": "--advantage_estimator grpo_pass_at_k --dual_clip 3 --entropy_coef 0.01 --entropy_target 9 "
+    "--kl_coef 0.1",
+    "grpo ptx": "--advantage_estimator grpo --unsup_coef 0.5",
 }
 
 

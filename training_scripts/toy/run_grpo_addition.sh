@@ -27,7 +27,6 @@ deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/trainin
     --advantage_estimator grpo \
     --n_samples_per_prompt 8 \
     --policy_loss ppo \
-    --kl_coef 0 \
     --max_prompt_seq_len 6 \
     --max_answer_seq_len 4 \
     --per_device_generation_batch_size "$(per_rank 32)" \
