@@ -265,11 +265,11 @@ def test_reinforce_plus_plus_baseline_matches_a_loop():
     inputs = inputs_of(mask, groups=PROMPTS)
     returns = returns_by_loop(inputs.rewards.numpy(), mask.numpy(), 0.9)
     expected = np.zeros(returns.shape)
-    for i in range(len(LENGTHS)):
+    for i, length in enumerate(LENGTHS):
         mates = [j for j in range(len(LENGTHS)) if PROMPTS[j] == PROMPTS[i] and LENGTHS[j] > 0]
         if len(mates) > 1:
             mean = np.mean([float(inputs.rewards[j, : LENGTHS[j]].sum()) for j in mates])
-            expected[i, : LENGTHS[i]] = returns[i, : LENGTHS[i]] - mean
+            expected[i, :length] = [returns[i, t] - mean * 0.9 ** (length - 1 - t) for t in range(length)]
     np.testing.assert_allclose(ESTIMATORS["reinforce_plus_plus_baseline"](inputs)[0].numpy(), expected, atol=1e-10)
 
 
@@ -279,9 +279,24 @@ def test_remax_by_hand_and_against_a_loop():
     advantages, returns = ESTIMATORS["remax"](inputs)
     expected = returns_by_loop(inputs.rewards.numpy(), mask.numpy(), 0.9)
     np.testing.assert_allclose(returns.numpy(), expected, atol=1e-10)
-    expected = np.where(mask.numpy(), expected - inputs.baselines.numpy()[:, None], 0.0)
+    for i, length in enumerate(LENGTHS):
+        for t in range(length):
+            expected[i, t] -= float(inputs.baselines[i]) * 0.9 ** (length - 1 - t)
     np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-10)
     assert row_advantages("remax", scored([3.0, 1.0], [0, 0], baselines=torch.tensor([2.0, 5.0]))) == [1.0, -4.0]
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "remax"])
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_a_score_that_equals_its_baseline_has_advantage_exactly_zero_for_every_gamma(name, gamma):
+    inputs = scored([0.7] * 3, [0] * 3, [4, 1, 3], gamma=gamma, baselines=torch.tensor([0.7] * 3))
+    assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(3, 4))
+
+
+def test_remax_discounts_its_baseline_by_hand():
+    # gamma 0.5, score 3 on the last of three tokens, baseline 1: 2, discounted by 0, 1 and 2 tokens
+    inputs = scored([3.0], [0], [3], gamma=0.5, baselines=torch.tensor([1.0]))
+    assert ESTIMATORS["remax"](inputs)[0].tolist() == [[0.5, 1.0, 2.0]]
 
 
 def test_gae_passes_all_of_its_inputs_on():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.algorithms import group_advantages as group
-from dschat_ppo.algorithms.advantages import AdvantageInputs, returns_to_go
+from dschat_ppo.algorithms.advantages import AdvantageInputs, returns_to_go, token_rewards
 from dschat_ppo.algorithms.advantages import gae as generalised_advantages
 from dschat_ppo.algorithms.masked import zero_outside
 
@@ -73,26 +73,24 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """The return-to-go of the token rewards minus the mean score of the row's group (REINFORCE++-baseline, Hu 2025).
+    """The return-to-go of the token rewards above the mean score of the row's group (REINFORCE++-baseline, Hu 2025).
 
     0 for a group of one, as for every estimator that compares answers.
     """
-    scores, returns = group.group_scores(inputs), _returns(inputs)
-    mean = scores.best + group.mean_behind(scores)
-    apart = torch.where(scores.sizes.unsqueeze(1) > 1, returns - mean.unsqueeze(1), 0.0)
-    return _inside(apart, inputs), returns
+    scores = group.group_scores(inputs)
+    apart = _returns_above(scores.best + group.mean_behind(scores), inputs)
+    return _inside(torch.where(scores.sizes.unsqueeze(1) > 1, apart, 0.0), inputs), _returns(inputs)
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """The return-to-go of the token rewards minus the score of the greedy answer (ReMax, Li et al. 2024).
+    """The return-to-go of the token rewards above the score of the greedy answer (ReMax, Li et al. 2024).
 
     Raises:
         ValueError: there are no baselines.
     """
     if inputs.baselines is None:
         raise ValueError("remax needs the scores of the greedy answers")
-    returns = _returns(inputs)
-    return _inside(returns - inputs.baselines.unsqueeze(1), inputs), returns
+    return _inside(_returns_above(inputs.baselines, inputs), inputs), _returns(inputs)
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -111,6 +109,15 @@ ESTIMATORS: dict[str, Estimator] = {
 
 def _returns(inputs: AdvantageInputs) -> Tensor:
     return returns_to_go(inputs.rewards, inputs.response_mask, inputs.gamma)
+
+
+def _returns_above(baselines: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """(B, R) the return-to-go with the row's baseline, (B,), taken off its last token, where the score stands.
+
+    So gamma discounts both alike, and a score that equals its baseline gives 0.
+    """
+    baseline = token_rewards(baselines, torch.zeros_like(inputs.rewards), inputs.response_mask, kl_coef=0.0)
+    return returns_to_go(inputs.rewards - baseline, inputs.response_mask, inputs.gamma)
 
 
 def _on_every_token(rows: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
