@@ -19,6 +19,8 @@ from dschat_ppo.trainers.validation import Answered, Validation, final_answer, s
     [
         ("so 3 + 4 = 7\n#### 7", "7"),
         (r"first \boxed{5}, no: \boxed{x+1}.", "x+1"),
+        (r"\boxed{\frac{1}{3}}, no: \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{5}, no: \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         ("a line\nthe last line \n\n", "the last line"),
         ("42", "42"),
         ("", ""),
@@ -51,6 +53,13 @@ def test_summary_by_hand():
         "eval/majority@4": 0.5,  # "b" wins and passes; of "x" and "y" the first, which does not
         "eval/kl_ref_k1": 0.5 / 20,
     })  # fmt: skip
+
+
+def test_the_majority_is_of_boxes_with_braces_inside():
+    right, wrong = r"\boxed{2}, or rather \boxed{\frac{1}{2}}", r"\boxed{2}"
+    rows = [answered(0, [right, wrong, right, wrong, right], [1.0, 0.0, 1.0, 0.0, 1.0], [9] * 5, [True] * 5)]
+    rows += [answered(1, [wrong, right, right], [0.0, 1.0, 1.0], [9] * 3, [True] * 3)]
+    assert [summary([row], 1.0)[f"eval/majority@{len(row.answers)}"] for row in rows] == [1.0, 1.0]
 
 
 def test_one_answer_each_has_no_majority_and_without_reference_no_kl():

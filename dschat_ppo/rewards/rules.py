@@ -20,6 +20,7 @@ _NUMBER = re.compile(
         (?: [eE][+-]?\d{1,3}(?!\w) )?""",
     re.VERBOSE,
 )
+_AFTER_HASHES = re.compile(rf"\#{{4}} [\s*]* ({_NUMBER.pattern})", re.VERBOSE)
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
 
 
@@ -33,14 +34,20 @@ def exact_match(response: str, answer: Any, ignore_case: bool = False) -> bool:
 
 
 def numeric_match(response: str, answer: Any) -> bool:
-    """1 if the response's last number is that of the `answer` column, as decimals: `$1,234.50.` is `1234.5`.
-
-    The gold is what stands after the last `####` (the form of GSM8K, Cobbe et al. 2021), else the column's last number.
-    """
-    gold = last_number(str(_needed(answer)).rpartition("####")[2])
+    """1 if response and `answer` column give the same number, as decimals: `$1,234.50.` is `1234.5`."""
+    gold = final_number(str(_needed(answer)))
     if gold is None:
         raise ValueError(f"the column 'answer' holds no number: {str(answer)[:80]!r}")
-    return last_number(response) == gold
+    return final_number(response) == gold
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number that follows the last `####` that has one (the form of GSM8K, Cobbe et al. 2021), else `last_number`.
+
+    What stands between may be blanks and asterisks alone: `#### Step 1` is a heading.
+    """
+    stated = _AFTER_HASHES.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return last_number(stated[-1] if stated else text)
 
 
 def last_number(text: str) -> Decimal | None:

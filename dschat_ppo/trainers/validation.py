@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -22,11 +21,11 @@ from dschat_ppo.config.validation import ValidationFlags
 from dschat_ppo.data.sampler import FILLER, optimizer_steps
 from dschat_ppo.errors import StorageError
 from dschat_ppo.experience.maker import ExperienceMaker
+from dschat_ppo.rewards.rules import last_boxed
 from dschat_ppo.trainers.judge import Judge
 from dschat_ppo.trainers.rollouts import Rollouts, greedily
 
 STREAM = 5  # separates the seeds of these answers from those of training
-BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,9 @@ class Answered:
 def final_answer(text: str) -> str:
     """What answers are counted by for the majority: the last boxed expression, else what stands after `####`, else the
     last line."""
-    boxed = BOXED.findall(text)
-    if boxed:
-        return str(boxed[-1]).strip()
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed.strip()
     lines = text.rsplit("####", 1)[-1].strip().splitlines()
     return lines[-1].strip() if lines else ""
 
