@@ -129,6 +129,39 @@ def test_large_logits_stay_finite():
     assert entropy.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("columns", [1, 3, 7, V], ids="columns{}".format)
+@pytest.mark.parametrize("head", [HEADS["plain"], HEADS["scale"]], ids=["plain", "scale"])
+def test_tokens_that_cannot_be_drawn_add_nothing(monkeypatch, head, columns):
+    """A bias of -inf, as padded vocabularies have it, also on whole blocks, the first among them."""
+    monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 1)
+    hidden, weight, bias, tokens = inputs(with_bias=True)
+    out = torch.zeros(V, dtype=torch.bool)
+    out[:11] = out[500:530] = out[-40:] = True
+    tokens = torch.where(out[tokens], 100, tokens)
+    masked = bias.detach().masked_fill(out, -torch.inf).requires_grad_()
+    found = fused_token_scores(hidden, weight, masked, tokens, 0.7, head, True, 4 * N * columns)
+    small = [x.detach()[~out].requires_grad_() for x in (weight, bias)]
+    places = (~out).cumsum(0)[tokens] - 1
+    expected = whole(hidden, *small, places, 0.7, head)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    grads, others = gradients(found, [hidden, weight, masked]), gradients(expected, [hidden, *small])
+    torch.testing.assert_close(grads[0], others[0], rtol=1e-5, atol=1e-5)
+    for a, b in zip(grads[1:], others[1:], strict=True):
+        torch.testing.assert_close(a[~out], b, rtol=1e-5, atol=1e-5)
+        assert not a[out].any()
+    plain = whole(hidden, weight, masked, tokens, 0.7, head)
+    for a, b in zip(grads, gradients(plain, [hidden, weight, masked]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_nan_stays_nan():
+    hidden, weight, bias, tokens = inputs(with_bias=True)
+    with torch.no_grad():
+        bias[3] = torch.nan
+    assert all(scores.isnan().all() for scores in fused_token_scores(hidden, weight, bias, tokens))
+
+
 def test_whole_logits_are_never_made():
     """The largest tensor that either pass makes is a block."""
     hidden, weight, _, tokens = inputs(count=2000)

@@ -70,6 +70,24 @@ def test_entropy_of_equal_logits_is_log_of_the_vocabulary():
     assert token_entropy(torch.full((1, 8), 3.0)).item() == pytest.approx(math.log(8))
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_tokens_that_cannot_be_drawn_add_nothing(temperature):
+    low = -math.inf
+    logits = torch.tensor([[low, math.log(1.0), low, math.log(3.0)]], requires_grad=True)
+    others = torch.tensor([[math.log(1.0), math.log(3.0)]], requires_grad=True)
+    p = 1 / 4 if temperature == 1 else 1 / 10  # at temperature 0.5 the weights are 1 and 9
+    entropy = token_entropy(logits, temperature)
+    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
+    for score in (token_entropy, lambda x, t: token_logprobs(x, torch.tensor([x.shape[1] - 1]), t)):
+        [found], [expected] = (torch.autograd.grad(score(x, temperature).sum(), x) for x in (logits, others))
+        assert found[0, [0, 2]].tolist() == [0.0, 0.0]
+        torch.testing.assert_close(found[0, [1, 3]], expected[0])
+
+
+def test_the_entropy_of_nan_is_nan():
+    assert math.isnan(token_entropy(torch.tensor([[math.nan, 1.0]])).item())
+
+
 def test_k1_by_hand():
     difference = kl_k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
     assert difference.tolist() == [0.5, -1.0]
@@ -79,6 +97,18 @@ def test_k3_by_hand():
     estimate = kl_k3(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0]))
     assert estimate.tolist() == pytest.approx([math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0, 0.0])
     assert (estimate >= 0).all()
+
+
+def test_k3_is_capped_where_its_squares_would_overflow():
+    # Log-ratios -20 (the cap), -21, -1000 and -inf; from above there is no cap.
+    logprobs = torch.tensor([-20.0, -21.0, -1000.0, -math.inf, 0.0], requires_grad=True)
+    estimate = kl_k3(logprobs, torch.tensor([0.0, 0.0, 0.0, 0.0, -1000.0]))
+    cap = math.exp(20) - 1 - 20
+    assert estimate.tolist() == pytest.approx([cap, cap, cap, cap, 999.0])
+    assert (estimate.float() ** 2).sum().isfinite()
+    estimate.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([1 - math.exp(20), 0.0, 0.0, 0.0, 1.0])
+    assert math.isnan(kl_k3(torch.tensor(math.nan), torch.tensor(0.0)).item())
 
 
 def test_both_estimators_average_to_the_divergence():

@@ -49,6 +49,17 @@ def test_whitening_matches_numpy_over_an_uneven_mask():
     assert white[~mask].abs().max().item() == 0.0
 
 
+def test_whitening_of_small_differences_of_large_values_matches_numpy():
+    # Advantages around a million, 1/16 apart: a mean in fp32 is off by more than their spread.
+    steps = torch.randint(-8, 9, (200, 50), generator=torch.Generator().manual_seed(0))
+    values, mask = 1e6 + steps / 16, torch.ones(200, 50, dtype=torch.bool)
+    wide = values.numpy().astype(np.float64)
+    white = masked_whiten(values, mask)
+    assert white.dtype == torch.float32
+    np.testing.assert_allclose(white.numpy(), (wide - wide.mean()) / np.sqrt(wide.var() + 1e-8), rtol=1e-6, atol=1e-6)
+    assert abs(float(white.double().mean())) < 1e-6
+
+
 def test_whitening_adds_epsilon_to_the_variance():
     # Tokens -1 and 1: mean 0, variance 1; with epsilon 3 each is divided by 2.
     white = masked_whiten(torch.tensor([[-1.0, 1.0]]), torch.tensor([[True, True]]), epsilon=3.0)

@@ -17,6 +17,7 @@ from torch import Tensor
 BLOCK_BYTES = 8 * 2**20  # of one block of fp32 logits: it should stay in a processor's cache
 GPU_BLOCK_BYTES = 256 * 2**20  # a GPU wants few large products
 SMALLEST_BLOCK = 256  # columns: narrower products waste the machine
+LOWEST = -1e4  # a logit this far below the largest has probability 0 in fp64 too, and 0 x -inf would be NaN
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def fused_token_scores(
 
     Returns:
         (logprobs, entropy), each (N) fp32 (float64 if `hidden` is), the first with gradient for hidden, weight, bias.
+        A logit of -inf adds 0 to the entropy and to every gradient but that of its own token's log-prob.
     """
     block_bytes = block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)
     columns = max(SMALLEST_BLOCK, block_bytes // (4 * max(1, hidden.shape[0])))
@@ -80,7 +82,7 @@ class _FusedTokenScores(torch.autograd.Function):
             before, largest = largest, torch.maximum(largest, logits.amax(dim=1))
             shrink = torch.exp(before - largest)
             weighted = (weighted + (before - largest) * total) * shrink
-            logits.sub_(largest.unsqueeze(1))
+            logits.sub_(largest.unsqueeze(1)).clamp_(min=LOWEST)
             powers = torch.exp(logits)
             total = total * shrink + powers.sum(dim=1)
             weighted += torch.linalg.vecdot(powers, logits)
@@ -138,7 +140,7 @@ def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block
     """
     hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
     logits, tanh = _block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)
-    logprobs = logits.sub_(log_total.unsqueeze(1))
+    logprobs = logits.sub_(log_total.unsqueeze(1)).clamp_(min=LOWEST)
     slope = -grad_logprobs.unsqueeze(1)
     if ctx.entropy_grad:
         slope = slope - grad_entropy.unsqueeze(1) * (logprobs + entropy.unsqueeze(1))

@@ -15,6 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+LARGEST_K3_EXPONENT = 20.0
+
 
 def kl_k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """`d`, per token; shape and dtype of the inputs."""
@@ -27,8 +29,12 @@ def kl_k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """`exp(-d) - 1 + d`, per token; shape and dtype of the inputs."""
-    difference = logprobs - other_logprobs
+    """`exp(-d) - 1 + d`, per token; shape and dtype of the inputs.
+
+    The exponent is at most 20, so a token counts e^20 at most, without a slope there: larger ones overflow fp32 in sums
+    of squares, and at 89 by themselves. d itself has no bound from above.
+    """
+    difference = (logprobs - other_logprobs).clamp_min(-LARGEST_K3_EXPONENT)
     return torch.expm1(-difference) + difference
 
 

@@ -26,11 +26,12 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of `softmax(logits / temperature)`: `logsumexp(z) - sum(softmax(z) z)`, in fp32.
 
     Args:
-        logits: (..., V), any floating dtype.
+        logits: (..., V), any floating dtype; a token of logit -inf cannot be drawn and adds 0 to value and gradient.
         temperature: above 0.
 
     Returns:
         (...) fp32.
     """
     scaled = logits.float() / temperature
-    return torch.logsumexp(scaled, dim=-1) - (torch.softmax(scaled, dim=-1) * scaled).sum(dim=-1)
+    factors = scaled.masked_fill(scaled == -torch.inf, 0.0)  # 0 x -inf is NaN
+    return torch.logsumexp(scaled, dim=-1) - (torch.softmax(scaled, dim=-1) * factors).sum(dim=-1)

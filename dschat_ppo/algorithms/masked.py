@@ -22,7 +22,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """`(values - mean) / sqrt(var + epsilon)` with mean and population variance over the masked tokens.
+    """`(values - mean) / sqrt(var + epsilon)` with mean and population variance over the masked tokens, in fp64.
 
     Args:
         values: any shape, floating.
@@ -30,9 +30,9 @@ def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor
         epsilon: added to the variance.
 
     Returns:
-        Same shape as `values`; 0 outside the mask, and everywhere if the mask is empty.
+        Shape and dtype of `values`; 0 outside the mask, and everywhere if the mask is empty.
     """
-    count = mask.sum().clamp_min(1)
-    mean = masked_sum(values, mask) / count
-    variance = masked_sum((values - mean) ** 2, mask) / count
-    return torch.where(mask, (values - mean) / torch.sqrt(variance + epsilon), torch.zeros_like(values))
+    wide, count = values.double(), mask.sum().clamp_min(1)
+    apart = wide - masked_sum(wide, mask) / count
+    variance = masked_sum(apart**2, mask) / count
+    return zero_outside(apart / torch.sqrt(variance + epsilon), mask).to(values.dtype)
