@@ -138,6 +138,24 @@ def test_remax_takes_off_the_shaped_score_of_the_greedy_answer():
         assert found.advantages[i, :length].tolist() == pytest.approx([expected[i]] * length)
 
 
+def test_the_greedy_score_of_remax_carries_no_penalties():
+    rows = scored(baselines=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0]))
+    flags = {"missing_eos_penalty": 1.5, "overlong_buffer": 2, "overlong_penalty": 3.0}
+    found = shaping(advantage_estimator="remax", kl_coef=0.0, reward_clip=0.0, **flags).experience(rows, step=1)
+    # of rows 3 and 5, cut at 4 tokens: 0.5 - 1.5 - 3 - 0 and -1 - 1.5 - 3 - 1; of row 0, ended after 3: 1 - 1.5 - 1
+    assert [float(found.advantages[row, 0]) for row in (3, 5, 0)] == pytest.approx([-4.0, -6.5, -1.5])
+
+
+def test_the_target_of_the_kl_is_of_k1_whatever_the_reward_takes():
+    values = []
+    for estimator in ("k1", "k3"):
+        rows = scored()
+        maker = shaping(kl_target=0.01, kl_horizon=60, kl_estimator=estimator)
+        maker.experience(replace(rows, kl=rows.kl if estimator == "k1" else rows.kl**2), step=1)
+        values.append(maker.kl_coef.value)
+    assert values[0] == values[1] != 0.1
+
+
 def test_truncated_answers_are_left_out_of_the_policys_loss_alone():
     rows = scored()
     found = shaping(mask_truncated_answers=True).experience(rows, step=1)
