@@ -27,7 +27,7 @@ AT_ONCE = {
 AFTER_A_HEALTHY_WINDOW = {
     "KL to the reference jumped": {"kl/ref_k1": 0.5},
     "entropy fell": {"policy/entropy": 0.4},
-    "far fewer answers end by EOS": {"answers/ended_share": 0.5},
+    "far fewer answers end by themselves": {"answers/ended_share": 0.5},
     "score, length and KL all climb": {"reward/score_mean": 2.0, "answers/length_mean": 80.0, "kl/ref_k1": 0.12},
 }
 

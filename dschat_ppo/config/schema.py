@@ -169,7 +169,7 @@ class FitFlags:
     lora_module_name: str = flag("modules that get LoRA", "decoder.layers.")
     only_optimize_lora: bool = flag("freeze all but LoRA", False)
     lora_learning_rate: float = flag("learning rate of LoRA parameters", 5e-4)
-    add_eot_token: bool = flag("kept for old scripts: the tokenizer's EOS ends every answer", False)
+    add_eot_token: bool = flag("kept for old scripts: answers end as the chat template ends them, else with EOS", False)
 
     def __post_init__(self) -> None:
         require(self.max_seq_len >= 2, f"--max_seq_len must hold a prompt and an answer token, got {self.max_seq_len}")

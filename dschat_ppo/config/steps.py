@@ -22,7 +22,9 @@ class SFTFlags:
 
     sft_only_data_path: list[str] = flag_list("data sets used whole in this step (no --data_split)", list)
     train_on_prompt: bool = flag("let prompt tokens count in the loss too (default: response tokens only)", False)
-    eot_token: str = flag("kept for old scripts: the tokenizer's EOS ends every answer", "<|endoftext|>")
+    eot_token: str = flag(
+        "kept for old scripts: answers end as the chat template ends them, else with EOS", "<|endoftext|>"
+    )
     print_loss: bool = flag("print the loss of every step (a line is printed each step in any case)", False)
 
 
@@ -191,7 +193,7 @@ _RUN_NOTES = {
     "compute_fp32_loss": "losses are always computed in fp32",
     "deepspeed": "training always runs on DeepSpeed",
 }
-_EOT_NOTE = "the tokenizer's EOS is the one terminator, in every step"
+_EOT_NOTE = "answers end as the chat template ends them, and after a text prompt with the tokenizer's EOS"
 _PADDING_NOTE = "the score position comes from the attention mask"
 _PRINT_NOTE = "a line with the loss is printed at every step"
 _LORA = dict.fromkeys(("lora_dim", "only_optimize_lora", "lora_module_name", "lora_learning_rate"), "LoRA")

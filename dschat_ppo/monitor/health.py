@@ -39,7 +39,7 @@ def trend_warnings(past: list[Metrics], now: Metrics) -> list[str]:
     if "policy/entropy" in mean and now["policy/entropy"] < 0.3 * mean["policy/entropy"]:
         found.append("entropy fell to less than a third: the policy is collapsing")
     if now["answers/ended_share"] < mean["answers/ended_share"] - 0.3:
-        found.append("far fewer answers end by EOS: raise --missing_eos_penalty or --max_answer_seq_len")
+        found.append("far fewer answers end by themselves: raise --missing_eos_penalty or --max_answer_seq_len")
     climbing = ("answers/length_mean", "kl/ref_k1")
     rising = all(name in mean and now[name] > 1.5 * past[0][name] > 0 for name in climbing)
     if rising and now["reward/score_mean"] > past[0]["reward/score_mean"]:
