@@ -51,6 +51,7 @@ def out(assets, tmp_path_factory):
     ppo += " --critic_zero_stage 3 --per_device_generation_batch_size 4 --per_device_training_batch_size 2"
     ppo += " --generation_batches 2 --ppo_epochs 2 --gradient_accumulation_steps 2 --max_answer_seq_len 8"
     ppo += " --max_prompt_seq_len 64 --actor_learning_rate 0.001 --num_warmup_steps 0 --print_answers --temperature 0.8"
+    ppo += " --deterministic"
     result = succeed(deepspeed(2, "training/step3_ppo/main.py", *ppo.split()))
     again = ppo.replace(f"{folder}/ppo", f"{folder}/again").split()
     succeed(deepspeed(2, "training/step3_ppo/main.py", *again))

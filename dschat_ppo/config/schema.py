@@ -109,6 +109,11 @@ class RunFlags:
         False,
     )
     seed: int = flag("global seed; a run is reproducible from it", 1234)
+    deterministic: bool = flag(
+        "use deterministic algorithms only, so that on a GPU too the same command gives the same numbers to the last "
+        "bit; slower, and an operation that has no such algorithm ends the run (CPU runs do not need it)",
+        False,
+    )
     local_rank: int = flag("set by the deepspeed launcher", -1)
     dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
     compute_fp32_loss: bool = flag("losses are always computed in fp32 (kept for old scripts)", False)

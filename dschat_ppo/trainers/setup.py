@@ -18,7 +18,7 @@ from dschat_ppo.common import dist, watchdog
 from dschat_ppo.common.durable import remove_folder
 from dschat_ppo.common.logging import logger, quiet_libraries, table
 from dschat_ppo.common.rank_log import keep_log
-from dschat_ppo.common.seeding import seed_everything
+from dschat_ppo.common.seeding import choose_algorithms, seed_everything
 from dschat_ppo.config.cli import flatten, notes, write_config
 from dschat_ppo.config.safety import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
@@ -50,6 +50,7 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
     is_ours = folder.resolve() in _LOCKED  # several steps may follow one another in one process
     if not is_ours:
         RunLock.look(folder)
+    choose_algorithms(run.deterministic)
     device = dist.init()
     if not is_ours:
         _LOCKED[folder.resolve()] = RunLock.acquire(folder)
