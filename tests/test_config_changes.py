@@ -13,8 +13,8 @@ from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.trainers.ppo_run import amounts_of
 
-SFT = ["--model_name_or_path", "m", "--output_dir", "o"]
-PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "--output_dir", "o"]
+SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
+PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "--data_path", "d", "--output_dir", "o"]
 FOLDER = Path("output/checkpoints/step_000004")
 PLANS = {"sft": {"rows_per_update": 16}, "ppo": {"rows_per_update": 16, "rows_per_step": 32}}
 

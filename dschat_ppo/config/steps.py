@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from dschat_ppo.config.algorithm import AlgorithmFlags
@@ -180,13 +180,15 @@ class Step:
     """How one step's command line is read.
 
     `defaults` replace those of the shared groups; `not_yet` maps flags of a later release to what they will bring;
-    `notes` maps flags that change nothing, because their effect always holds, to the reason.
+    `notes` maps flags that change nothing, because their effect always holds, to the reason; `rates` are the flags of
+    learning rates of all weights.
     """
 
     config: type
     defaults: dict[str, Any] = field(default_factory=dict)
     not_yet: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    rates: tuple[str, ...] = ("learning_rate",)
 
 
 _RUN_NOTES = {
@@ -197,6 +199,19 @@ _EOT_NOTE = "answers end as the chat template ends them, and after a text prompt
 _PADDING_NOTE = "the score position comes from the attention mask"
 _PRINT_NOTE = "a line with the loss is printed at every step"
 _LORA = dict.fromkeys(("lora_dim", "only_optimize_lora", "lora_module_name", "lora_learning_rate"), "LoRA")
+
+_PAIRS = Step(
+    config=RewardConfig,
+    defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
+    not_yet=_LORA,
+    notes={
+        **_RUN_NOTES,
+        "add_eot_token": _EOT_NOTE,
+        "num_padding_at_beginning": _PADDING_NOTE,
+        "offload_reference_model": "no reference model is kept: its log-probs are computed once, before training",
+        "print_loss": _PRINT_NOTE,
+    },
+)
 
 STEPS = {
     "sft": Step(
@@ -210,18 +225,8 @@ STEPS = {
             "print_loss": _PRINT_NOTE,
         },
     ),
-    "reward": Step(
-        config=RewardConfig,
-        defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
-        not_yet=_LORA,
-        notes={
-            **_RUN_NOTES,
-            "add_eot_token": _EOT_NOTE,
-            "num_padding_at_beginning": _PADDING_NOTE,
-            "offload_reference_model": "no reference model is kept: its log-probs are computed once, before training",
-            "print_loss": _PRINT_NOTE,
-        },
-    ),
+    "reward": _PAIRS,
+    "dpo": replace(_PAIRS, defaults={**_PAIRS.defaults, "objective": "dpo"}),
     "ppo": Step(
         config=PPOConfig,
         defaults={"tensorboard_path": "step3_tensorboard", "truncation": "drop"},
@@ -239,5 +244,6 @@ STEPS = {
             "enable_hybrid_engine": "the hybrid engine is always used",
             "release_inference_cache": "the cache of a rollout is always released after it",
         },
+        rates=("actor_learning_rate", "critic_learning_rate"),
     ),
 }

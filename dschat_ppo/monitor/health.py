@@ -16,7 +16,7 @@ def step_warnings(now: Metrics) -> list[str]:
         found.append("mean KL to the reference is negative: sampling settings differ from those of scoring?")
     if now.get("policy/clip_fraction", 0.0) > 0.3:
         found.append("more than 30 % of the ratios are clipped: lower the actor's learning rate or --ppo_epochs")
-    if now["reward/score_std"] < 1e-3:
+    if now["reward/score_std"] < 1e-3 and now["answers/count"] > 1:
         found.append("all scores are nearly equal: the reward does not tell these answers apart")
     if now["answers/distinct_share"] < 0.5:
         found.append(
