@@ -69,7 +69,7 @@ def begin_fit(
     if fit.learning_rate > _RUINS:
         logger().warning(
             f"--learning_rate {fit.learning_rate:g} trains all weights: that ruins most pretrained models, for which "
-            "1e-5 to 2e-5 is usual"
+            "1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
         )
     folder = model_folder(fit.model_name_or_path, MODEL)
     tokenizer = load_tokenizer(folder, MODEL)
