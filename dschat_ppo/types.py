@@ -31,7 +31,7 @@ class PromptBatch:
 
 
 class FinishReason(IntEnum):
-    """Why an answer ended: by EOS, by a stop token or stop string, or cut by the length limit."""
+    """Why an answer ended: by EOS or end of turn, by a stop token or stop string, or cut by the length limit."""
 
     EOS = 0
     STOP = 1

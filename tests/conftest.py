@@ -1,6 +1,7 @@
 """Small models, tokenizers and data that the tests share. Nothing is downloaded."""
 
 import json
+import logging
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.tools import toy
 
 torch.set_num_threads(1)
@@ -83,3 +85,14 @@ def stored_rollout(assets) -> Path:
     }
     torch.save(rollout, assets / "rollout.pt")
     return assets / "rollout.pt"
+
+
+@pytest.fixture
+def said():
+    """Messages logged while the test runs."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger().addHandler(handler)
+    yield lines
+    logger().removeHandler(handler)

@@ -132,7 +132,9 @@ def test_flags_of_an_evaluation_need_its_data(given):
     ],
 )
 def test_messages_name_the_flag_that_named_the_folder(named, critic, reward):
-    config = parse("ppo", ["--actor_model_name_or_path", "a", "--output_dir", "out", *named.split()])
+    config = parse(
+        "ppo", ["--actor_model_name_or_path", "a", "--data_path", "d", "--output_dir", "out", *named.split()]
+    )
     assert config.critic_flag == f"--{critic}_model_name_or_path"
     assert config.critic_folder == critic[0]
     if reward is not None:

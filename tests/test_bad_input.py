@@ -82,7 +82,7 @@ CASES = {
         ],
     ),
     "unknown flag": ("sft", "--learning_speed 3", ["--learning_speed", "unknown"]),
-    "flag that comes later": ("ppo", "--only_optimize_lora", ["--only_optimize_lora", "not available yet"]),
+    "flag that comes later": ("ppo", "--only_optimize_lora", ["--only_optimize_lora", "not available yet", "1e-5"]),
     "negative batch": ("sft", "--per_device_train_batch_size -1", ["--per_device_train_batch_size", "-1"]),
     "offload at stage 0": ("sft", "--offload", ["--offload", "--zero_stage"]),
     "rows too long": ("sft", "--max_seq_len 2 --truncation drop", ["limit of 2 tokens"]),

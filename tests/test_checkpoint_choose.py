@@ -20,7 +20,7 @@ ROWS = "a" * 64
 
 
 def config_of(output: Path, *more: str):
-    return parse("sft", [*WORDS, "--output_dir", str(output), *more])
+    return parse("sft", [*WORDS, "--data_path", "d", "--output_dir", str(output), *more])
 
 
 def about(output: Path, *more: str, data: str = ROWS) -> About:
@@ -192,6 +192,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_and_keeps_its_
     (tmp_path / "metrics.jsonl").write_text("3\n")
     problem, _ = earlier(tmp_path, "--seed", "5")
     assert problem is not None and "--seed 1234" in problem and "--overwrite_output_dir" in problem
+    assert "--resume_force" not in problem, "there is no checkpoint to train on from"
     assert (tmp_path / "metrics.jsonl").exists(), "nothing was touched"
 
 
@@ -201,9 +202,11 @@ def test_a_run_that_is_done_says_so_and_others_are_refused(tmp_path, monkeypatch
     save(tmp_path, 4)
     problem, done = earlier(tmp_path)
     assert problem is None and done is not None and "is done" in done
+    assert "raise --num_train_epochs and add --resume_force" in done
     assert earlier(tmp_path, "--zero_stage", "3")[1] == done, "it would compute the same"
     problem, done = earlier(tmp_path, "--num_train_epochs", "2")
     assert done is None and problem is not None and "result.json" in problem
+    assert "add --resume_force to train on from its last checkpoint" in problem
     assert earlier(tmp_path, "--num_train_epochs", "2", "--resume_force", "True") == (None, None)
     assert earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
     problem, _ = earlier(tmp_path, "--resume", str(tmp_path.parent / "elsewhere"))

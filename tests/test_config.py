@@ -6,9 +6,9 @@ from dschat_ppo.config.cli import flatten, notes, parse
 from dschat_ppo.errors import UserError
 
 NEEDED = {
-    "sft": ["--model_name_or_path", "m", "--output_dir", "o"],
-    "reward": ["--model_name_or_path", "m", "--output_dir", "o"],
-    "ppo": ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c", "--output_dir", "o"],
+    "sft": ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"],
+    "reward": ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"],
+    "ppo": "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o".split(),
 }
 
 # DeepSpeed-Chat's flags: name -> (default, words that a script might give it). Switches take no word.
@@ -128,6 +128,9 @@ DEVIATIONS = {
     "dtype": "bf16",  # fp16 needs loss scaling and skips steps
     "data_output_path": None,  # the cache of `datasets`, whose key is the content, instead of a folder by name
 }
+SFT_DEVIATIONS = {
+    "learning_rate": 2e-5,  # 1e-3 is for LoRA, and ruins a pretrained model whose weights are all trained
+}
 PPO_DEVIATIONS = {
     "seed": 1234,  # a run is reproducible without asking for it
 }
@@ -157,6 +160,10 @@ NOTED = {
 
 def read(step: str, *words: str) -> dict:
     return flatten(parse(step, [*NEEDED[step], *words]))
+
+
+def deviations_of(step: str) -> dict:
+    return {**DEVIATIONS, **{"sft": SFT_DEVIATIONS, "ppo": PPO_DEVIATIONS}.get(step, {})}
 
 
 def words_for(step: str, name: str) -> list[str]:
@@ -189,15 +196,14 @@ def test_every_flag_of_deepspeed_chat_is_accepted(step, name, default, words):
 
 @pytest.mark.parametrize(("step", "name", "default", "words"), FLAGS)
 def test_defaults_are_those_of_deepspeed_chat(step, name, default, words):
-    if default == REQUIRED or name == "output_dir":  # ours requires --output_dir, see below
+    if default == REQUIRED or name in ("output_dir", "data_path"):  # ours requires both, see below
         return
-    deviations = {**DEVIATIONS, **(PPO_DEVIATIONS if step == "ppo" else {})}
-    assert read(step)[name] == deviations.get(name, default)
+    assert read(step)[name] == deviations_of(step).get(name, default)
 
 
 @pytest.mark.parametrize("step", NEEDED)
 def test_deviations_do_deviate(step):
-    deviations = {**DEVIATIONS, **(PPO_DEVIATIONS if step == "ppo" else {})}
+    deviations = deviations_of(step)
     assert all(DEEPSPEED_CHAT[step][name][0] != value for name, value in deviations.items())
 
 
@@ -206,6 +212,39 @@ def test_flags_of_later_are_accepted_at_their_default(step, name):
     default = DEEPSPEED_CHAT[step][name][0]
     words = [] if default is None else [f"--{name}", str(default)]
     assert read(step, *words)[name] == default
+
+
+def test_all_refused_flags_are_named_at_once_with_what_goes_with_them():
+    with pytest.raises(UserError) as problem:
+        read("sft", "--lora_dim", "128", "--lora_module_name", "layers.", "--only_optimize_lora", "--max_steps", "9")
+    text = str(problem.value)
+    flags = "--lora_dim 128, --only_optimize_lora True, --lora_module_name layers.: LoRA is not available yet"
+    assert flags in text and "--max_steps 9" in text
+    assert "without LoRA all weights are trained" in text and "give --learning_rate 1e-5 to 2e-5" in text
+    with pytest.raises(UserError) as problem:
+        read("ppo", "--actor_lora_dim", "8", "--critic_lora_dim", "4", "--inference_tp_size", "2")
+    assert "--actor_lora_dim 8, --critic_lora_dim 4: LoRA is not available yet" in str(problem.value)
+    assert "give --actor_learning_rate and --critic_learning_rate 1e-5 to 2e-5" in str(problem.value)
+    assert "; --inference_tp_size 2: tensor-parallel generation is not" in str(problem.value)
+    assert "\n" not in str(problem.value)
+    with pytest.raises(UserError) as problem:
+        read("ppo", "--inference_tp_size", "2")
+    assert "1e-5" not in str(problem.value)
+
+
+@pytest.mark.parametrize(("step", "given", "meant"), [
+    ("sft", "--learning_rat", "learning_rate"), ("sft", "--learning-rat", "learning_rate"),
+    ("sft", "--max_seq_length=9", "max_seq_len"), ("ppo", "--actor_learnin_rate", "actor_learning_rate"),
+    ("sft", "--max_steps", None), ("sft", "--eval_steps", None), ("ppo", "--reward_zero_stage", None),
+    ("ppo", "--max_length", None), ("ppo", "--learning_rate", None), ("ppo", "--top_n", None),
+    ("sft", "--num_train_steps", None), ("ppo", "--min_prompt_seq_len", None),
+])  # fmt: skip
+def test_a_slip_of_the_pen_is_put_right_and_another_flag_is_not(step, given, meant):
+    with pytest.raises(UserError) as problem:
+        read(step, given, "1")
+    hint = f"did you mean --{meant}?"
+    assert (hint if meant else given.split("=")[0]) in str(problem.value)
+    assert ("did you mean" in str(problem.value)) is (meant is not None)
 
 
 @pytest.mark.parametrize(("step", "name"), [(step, name) for step, names in NOTED.items() for name in names])
@@ -261,6 +300,7 @@ def test_abbreviated_flags_are_refused(step):
 @pytest.mark.parametrize(("step", "missing"), [
     ("sft", "--model_name_or_path"), ("reward", "--model_name_or_path"), ("ppo", "--actor_model_name_or_path"),
     ("ppo", "--critic_model_name_or_path"), ("sft", "--output_dir"), ("ppo", "--output_dir"),
+    ("sft", "--data_path"), ("reward", "--data_path"), ("ppo", "--data_path"),
 ])  # fmt: skip
 def test_required_flags_are_named(step, missing):
     words = list(NEEDED[step])
@@ -412,6 +452,15 @@ def test_wrongly_labelled_pairs_are_fewer_than_half_and_more_than_none(objective
         read("reward", "--objective", objective, "--label_smoothing", share)
 
 
+def test_the_dpo_step_trains_the_policy_unless_asked_otherwise():
+    """Every flag of DeepSpeed-Chat's DPO step, at the default of ours."""
+    values = flatten(parse("dpo", NEEDED["reward"]))
+    assert values == {**read("reward"), "objective": "dpo"}
+    words = "--beta 0.2 --num_train_epochs 1 --offload_reference_model --print_loss --deepspeed --zero_stage 3".split()
+    assert flatten(parse("dpo", [*NEEDED["reward"], *words]))["beta"] == 0.2
+    assert flatten(parse("dpo", [*NEEDED["reward"], "--objective", "ipo"]))["objective"] == "ipo"
+
+
 def test_a_reward_model_is_trained_unless_asked_otherwise():
     values = read("reward")
     assert values["objective"] == "reward"
@@ -434,7 +483,7 @@ def test_switches_that_are_on_can_be_turned_off():
 
 def test_a_tilde_in_an_output_folder_is_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
-    config = parse("sft", ["--model_name_or_path", "m", "--output_dir=~/out"])
+    config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir=~/out"])
     assert config.run.folder == "/home/ada/out"
 
 

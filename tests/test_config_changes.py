@@ -13,8 +13,8 @@ from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.trainers.ppo_run import amounts_of
 
-SFT = ["--model_name_or_path", "m", "--output_dir", "o"]
-PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "--output_dir", "o"]
+SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
+PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "--data_path", "d", "--output_dir", "o"]
 FOLDER = Path("output/checkpoints/step_000004")
 PLANS = {"sft": {"rows_per_update": 16}, "ppo": {"rows_per_update": 16, "rows_per_step": 32}}
 
@@ -54,6 +54,7 @@ HARMLESS_WORDS = [
     ("sft", "--on_nonfinite skip"), ("sft", "--zero_stage 2"), ("sft", "--gradient_checkpointing True"),
     ("sft", "--preprocessing_num_workers 4"), ("sft", "--per_device_eval_batch_size 3"), ("sft", "--print_loss True"),
     ("sft", "--per_device_train_batch_size 4"), ("sft", "--gradient_accumulation_steps 4"),
+    ("sft", "--deterministic True"),
     ("reward", "--num_padding_at_beginning 0"), ("reward", "--offload_reference_model True"),
     ("ppo", "--actor_zero_stage 3"), ("ppo", "--micro_batch_tokens 4096"), ("ppo", "--rollout_engine padded"),
     ("ppo", "--rollout_rows 7"), ("ppo", "--prepack_weights False"), ("ppo", "--reward_workers 5"),

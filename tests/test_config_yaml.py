@@ -102,7 +102,7 @@ def test_a_written_configuration_is_plain_yaml(tmp_path):
 def test_configuration_needs_no_torch():
     code = (
         "import sys, dschat_ppo.config.cli as cli, dschat_ppo.config.batch_plan;"
-        "cli.parse('sft', ['--model_name_or_path', 'm', '--output_dir', 'o']);"
+        "cli.parse('sft', ['--model_name_or_path', 'm', '--data_path', 'd', '--output_dir', 'o']);"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -38,7 +38,7 @@ REAL = [4, 0, 2]  # the pairs of the batch below, beside a filler
 
 
 def config_of(*words: str):
-    return parse("reward", ["--model_name_or_path", "m", "--output_dir", "o", *words])
+    return parse("reward", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o", *words])
 
 
 def language_model(seed: int, **changes) -> LlamaForCausalLM:

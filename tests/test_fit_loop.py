@@ -69,8 +69,8 @@ def seen(monkeypatch):
 
 
 def make(*more) -> Fit:
-    words = "--model_name_or_path m --output_dir o --per_device_train_batch_size 1 --gradient_accumulation_steps 2"
-    words += " --num_train_epochs 2 --eval_interval 3 --num_warmup_steps 3"
+    words = "--model_name_or_path m --data_path d --output_dir o --per_device_train_batch_size 1"
+    words += " --gradient_accumulation_steps 2 --num_train_epochs 2 --eval_interval 3 --num_warmup_steps 3"
     config = parse("sft", [*words.split(), *more])
 
     def loss(engine, batch, total, sums):

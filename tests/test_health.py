@@ -10,6 +10,7 @@ HEALTHY = {
     "policy/entropy": 2.0,
     "reward/score_std": 0.8,
     "reward/score_mean": 1.0,
+    "answers/count": 64,
     "answers/distinct_share": 0.95,
     "answers/ended_share": 0.9,
     "answers/length_mean": 40.0,
@@ -27,7 +28,7 @@ AT_ONCE = {
 AFTER_A_HEALTHY_WINDOW = {
     "KL to the reference jumped": {"kl/ref_k1": 0.5},
     "entropy fell": {"policy/entropy": 0.4},
-    "far fewer answers end by EOS": {"answers/ended_share": 0.5},
+    "far fewer answers end by themselves": {"answers/ended_share": 0.5},
     "score, length and KL all climb": {"reward/score_mean": 2.0, "answers/length_mean": 80.0, "kl/ref_k1": 0.12},
 }
 
@@ -51,6 +52,12 @@ def test_a_healthy_run_is_silent():
 def test_signs_of_one_step_warn_at_once(warning, sign):
     [line] = HealthWatch().check({**HEALTHY, **sign})
     assert warning in line
+
+
+def test_one_answer_has_no_score_that_it_could_be_equal_to():
+    assert HealthWatch().check({**HEALTHY, "reward/score_std": 0.0, "answers/count": 1}) == []
+    [line] = HealthWatch().check({**HEALTHY, "reward/score_std": 0.0, "answers/count": 2})
+    assert "scores are nearly equal" in line
 
 
 @pytest.mark.parametrize(("warning", "sign"), AFTER_A_HEALTHY_WINDOW.items())

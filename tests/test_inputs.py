@@ -115,7 +115,10 @@ def test_names_and_contents(folder):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_session_is_described_by_what_its_run_reads_on_rank_0(rank, folder, monkeypatch):
     monkeypatch.setenv("RANK", str(rank))
-    config = parse("sft", ["--model_name_or_path", "m", "--output_dir", f"{folder}/output", "--resume", "never"])
+    config = parse(
+        "sft",
+        ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", f"{folder}/output", "--resume", "never"],
+    )
     session = open_session("sft", folder / "output", config, inputs(folder), {"rows_per_update": 8})
     found = contents_of(inputs(folder)) if rank == 0 else {}
     assert session.about.config == flatten(config) | {"rows_per_update": 8} | found
@@ -149,7 +152,7 @@ def test_a_run_on_other_contents_is_refused_with_their_name_and_goes_on_by_force
     assert CheckpointFolder(output).names() == ["step_000001"]
 
 
-PPO = "--actor_model_name_or_path a --output_dir o --deepspeed_config d.json"
+PPO = "--actor_model_name_or_path a --data_path d --output_dir o --deepspeed_config d.json"
 
 
 def test_step_3_looks_at_every_model_and_file_that_it_reads(folder):
@@ -180,7 +183,7 @@ def test_a_critic_without_a_reward_model_is_looked_at(folder):
 
 
 def test_steps_1_and_2_look_at_theirs():
-    config = parse("sft", "--model_name_or_path m --output_dir o --deepspeed_config d.json".split())
+    config = parse("sft", "--model_name_or_path m --data_path d --output_dir o --deepspeed_config d.json".split())
     found = fit_inputs(TokenRows(TRAIN, TRAIN.select([1])), "M", config.run)
     assert dict(found.models) == {"--model_name_or_path": "M"} and dict(found.files) == {"--deepspeed_config": "d.json"}
     assert found.train is TRAIN and found.rows["evaluation rows (SHA-256)"].to_dict() == {"ids": [[2]]}

@@ -8,7 +8,7 @@ from datasets import Dataset
 from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.tools import toy
 from dschat_ppo.trainers.judge import Judge
-from dschat_ppo.types import Rollout
+from dschat_ppo.types import FinishReason, Rollout
 
 
 class Remembering:
@@ -35,3 +35,19 @@ def test_prompts_lose_the_actors_bos_and_keep_other_marks():
     assert source.request.prompts == ["<user>a lamp", "<user>a lamp<s>"]
     assert source.request.responses == ["hall", "hall"]
     assert source.request.rows == [{"answer": 2}, {"answer": 0}]
+
+
+def test_the_token_that_ended_a_response_is_no_text_of_it():
+    """A chat template may end answers with a token that its tokenizer does not call special."""
+    tokenizer = toy.make_tokenizer(["a lamp in the hall"])
+    tokenizer.add_tokens(["<|im_end|>"])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    hall = tokenizer.encode("hall")
+    answers = torch.tensor([[*hall, end], [*hall, tokenizer.eos_token_id], [*hall, end], [*hall, *hall[:1]]])
+    reasons = torch.tensor([FinishReason.EOS, FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH])
+    rollout = Rollout(
+        answers, torch.ones_like(answers).bool(), answers, torch.ones_like(answers).bool(), answers.float(), reasons
+    )
+    rows = Dataset.from_dict({"row": ["{}"]})
+    request = Judge(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [0])
+    assert request.responses == ["hall", "hall", "hall<|im_end|>", "hall" + tokenizer.decode(hall[:1])]

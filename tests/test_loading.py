@@ -1,7 +1,6 @@
 """Loading is strict: heads, layouts, missing and unexpected weights."""
 
 import json
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,6 @@ from transformers import (
     Qwen2Config,
 )
 
-from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import (
@@ -42,17 +40,6 @@ from dschat_ppo.models.scalar_head import ScalarModel
 
 IDS = torch.tensor([[5, 9, 17, 4, 1, 0, 0], [8, 30, 2, 7, 60, 9, 1]])
 LENGTHS = torch.tensor([5, 7])
-
-
-@pytest.fixture
-def said():
-    """Messages logged while the test runs."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger().addHandler(handler)
-    yield lines
-    logger().removeHandler(handler)
 
 
 def scores_of(folder, new_head=False):

@@ -95,7 +95,16 @@ def test_it_begins_from_the_weights_as_they_are():
 
 
 def test_a_decay_without_an_average_is_refused():
-    words = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "b", "--output_dir", "c"]
+    words = [
+        "--actor_model_name_or_path",
+        "a",
+        "--critic_model_name_or_path",
+        "b",
+        "--data_path",
+        "d",
+        "--output_dir",
+        "c",
+    ]
     with pytest.raises(UserError, match="--ema_decay is for --enable_ema"):
         parse("ppo", [*words, "--ema_decay", "0.9"])
     with pytest.raises(UserError, match="--ema_decay must be at least 0 and below 1"):

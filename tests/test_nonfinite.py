@@ -128,7 +128,16 @@ def test_a_resumed_run_goes_on_counting():
 
 
 def dumps_of(tmp_path, *words: str) -> Dumps:
-    flags = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c", "--output_dir", str(tmp_path)]
+    flags = [
+        "--actor_model_name_or_path",
+        "a",
+        "--critic_model_name_or_path",
+        "c",
+        "--data_path",
+        "d",
+        "--output_dir",
+        str(tmp_path),
+    ]
     return Dumps("ppo", parse("ppo", [*flags, *words]), SimpleNamespace())
 
 

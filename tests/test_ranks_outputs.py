@@ -20,7 +20,7 @@ def test_saved_models_give_the_same_logits_in_plain_transformers(assets, tmp_pat
     assert found["labels"] == 1
     assert found["missing"] == []
     assert found["template"] == "<|user|>hi<|assistant|>"
-    assert found["eos"] == [1, 1, 1]
+    assert found["eos"] == [[1, 4], 1, 1]
     assert found["dtype"] == "torch.float32"
     assert not found["imports_ours"]
     for role in ("actor", "critic"):

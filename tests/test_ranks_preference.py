@@ -59,7 +59,7 @@ def trained(assets, tmp_path_factory):
     words += f" --data_split 0,1,0 --dtype fp32 --zero_stage 3 --output_dir {folder} --per_device_train_batch_size 3"
     words += " --eval_fraction 0.2 --per_device_eval_batch_size 3 --learning_rate 0.003 --num_train_epochs 5"
     words += " --offload_reference_model --print_loss"
-    result = succeed(deepspeed(2, "training/step2_reward/main.py", *words.split()))
+    result = succeed(deepspeed(2, "training/step2_dpo/main.py", *words.split()))
     (folder / "log").write_text(result.stdout + result.stderr)
     return folder, words.split()
 

@@ -3,13 +3,14 @@
 import json
 import math
 import re
+import shutil
 import sys
 
 import pytest
 import torch
 import yaml
 from launch import ROOT, deepspeed, metrics_of, run, succeed
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
@@ -34,7 +35,10 @@ def out(assets, tmp_path_factory):
     """Output folders `sft`, `reward`, `ppo` (and `again`, the same once more) of runs on two ZeRO-3 ranks in fp32."""
     folder = tmp_path_factory.mktemp("steps")
     (folder / "sft.yaml").write_text("learning_rate: 1.0\nnum_train_epochs: 3\nzero_stage: 3\ndtype: fp32\n")
-    sft = f"--config {folder}/sft.yaml --model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl"
+    tokenizer = AutoTokenizer.from_pretrained(shutil.copytree(assets / "lm", folder / "lm"))
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|system|>")  # not its EOS
+    tokenizer.save_pretrained(folder / "lm")
+    sft = f"--config {folder}/sft.yaml --model_name_or_path {folder}/lm --data_path {assets}/sft.jsonl"
     sft += f" --data_split 1,0,0 --learning_rate 0.01 --per_device_train_batch_size 3 --output_dir {folder}/sft"
     sft += " --eval_interval 2 --enable_tensorboard --max_seq_len 32 --truncation left"
     succeed(deepspeed(2, "training/step1_sft/main.py", *sft.split()))
@@ -47,11 +51,17 @@ def out(assets, tmp_path_factory):
     ppo += " --critic_zero_stage 3 --per_device_generation_batch_size 4 --per_device_training_batch_size 2"
     ppo += " --generation_batches 2 --ppo_epochs 2 --gradient_accumulation_steps 2 --max_answer_seq_len 8"
     ppo += " --max_prompt_seq_len 64 --actor_learning_rate 0.001 --num_warmup_steps 0 --print_answers --temperature 0.8"
+    ppo += " --deterministic"
     result = succeed(deepspeed(2, "training/step3_ppo/main.py", *ppo.split()))
     again = ppo.replace(f"{folder}/ppo", f"{folder}/again").split()
     succeed(deepspeed(2, "training/step3_ppo/main.py", *again))
     (folder / "ppo.log").write_text(result.stdout + result.stderr)
     return folder
+
+
+@pytest.mark.parametrize("model", ["sft", "ppo/actor"])
+def test_plain_transformers_stops_where_the_chat_template_ends_an_answer(out, model):
+    assert GenerationConfig.from_pretrained(out / model).eos_token_id == [1, 4]
 
 
 def test_sft_lowers_the_loss_on_held_out_rows(out):

@@ -50,7 +50,7 @@ def engine_of(kind: str, poisoned: bool = False, **changes) -> SimpleNamespace:
 
 def config_of(assets, out, step: str, *words: str):
     known = WORDS[step].format(lm=assets / "lm", reward=assets / "reward")
-    return parse(step, [*known.split(), "--output_dir", str(out), "--dtype", "fp32", *words])
+    return parse(step, [*known.split(), "--data_path", "d", "--output_dir", str(out), "--dtype", "fp32", *words])
 
 
 def dump(assets, out, step, role, scene: Scene, words=(), fault=None) -> str:

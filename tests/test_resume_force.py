@@ -23,7 +23,7 @@ from dschat_ppo.trainers.progress import Progress
 
 CPU = torch.device("cpu")
 BEGINS = ": was off when the checkpoint was saved, so it begins anew\n"
-WORDS = "--actor_model_name_or_path a --critic_model_name_or_path c --output_dir o"
+WORDS = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
 ENTROPY = "--entropy_coef 0.01 --entropy_target 2"
 
 

@@ -50,6 +50,16 @@ def address(scorer):
         server.shutdown()
 
 
+@torch.no_grad()
+def test_a_rendered_chat_is_scored_at_its_end_of_turn(assets):
+    scorer = Scorer(str(assets / "reward"), "fp32", 60)
+    scorer.tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|system|>{% endfor %}"
+    rows = [[*scorer.tokenizer.encode(text), end] for text, end in (("a<|system|>b", 4), ("a b", 1))]
+    hidden = [scorer.model.classifier.base_model(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
+    expected = [float(scorer.model.classifier.score(state)) for state in hidden]
+    assert scorer(["a<|system|>b", "a b"]) == pytest.approx(expected, abs=1e-5)
+
+
 def send(url: str, body: bytes | None = None) -> tuple[int, dict]:
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body), timeout=20) as answer:

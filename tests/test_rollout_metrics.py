@@ -76,6 +76,7 @@ def metrics_by_loop(rows: Experience) -> dict[str, float]:
         "value/explained_variance": 1 - np.var(residuals) / np.var(numbers("returns")),
         "rollout/logprob_diff_mean": np.mean(drift),
         "rollout/logprob_diff_max": max(drift),
+        "answers/count": 4,
         "answers/length_mean": sum(LENGTHS) / 4,
         "answers/length_max": 4.0,
         "answers/ended_share": 0.5,

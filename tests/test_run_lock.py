@@ -54,7 +54,7 @@ def test_a_look_before_the_ranks_meet_refuses_a_second_run_and_locks_nothing(tmp
 
 
 def test_a_second_run_is_refused_before_it_wants_a_port(tmp_path, monkeypatch):
-    config = parse("sft", ["--model_name_or_path", "m", "--output_dir", str(tmp_path)])
+    config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)])
     monkeypatch.setattr(setup.dist, "init", lambda: pytest.fail("the ranks have met"))
     first = RunLock.acquire(tmp_path)
     with pytest.raises(UserError, match="another run"):

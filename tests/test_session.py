@@ -57,7 +57,7 @@ class Trainer:
 
 
 def config_of(output, *more):
-    words = ["--model_name_or_path", "m", "--output_dir", str(output), "--save_minutes", "0", *more]
+    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(output), "--save_minutes", "0", *more]
     return parse("sft", words)
 
 

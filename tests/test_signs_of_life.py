@@ -92,7 +92,16 @@ def test_checkpoints_dumps_and_earlier_outputs_are_removed_with_patience(tmp_pat
     assert patience == [True]
     checkpoints.clear_partials()
     assert patience == [True] * 2
-    words = ["--model_name_or_path", "m", "--output_dir", str(tmp_path), "--max_nonfinite_skips", "1"]
+    words = [
+        "--model_name_or_path",
+        "m",
+        "--data_path",
+        "d",
+        "--output_dir",
+        str(tmp_path),
+        "--max_nonfinite_skips",
+        "1",
+    ]
     config = parse("sft", words)
     for step in range(3):
         Dumps("sft", config, None)._begin(step, 0, Scene([], {}))

@@ -10,7 +10,7 @@ from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import toy
-from dschat_ppo.trainers.setup import begin, open_outputs
+from dschat_ppo.trainers.setup import begin, open_outputs, tensorboard_folder
 
 
 def flags(path):
@@ -58,7 +58,7 @@ def test_evaluation_rows_may_all_be_too_long_but_not_training_rows(tmp_path, tru
 
 
 def outputs(folder, *words):
-    return parse("sft", ["--model_name_or_path", "m", "--output_dir", str(folder), *words])
+    return parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(folder), *words])
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -73,6 +73,18 @@ def test_old_tensorboard_files_go_only_where_they_are_of_an_earlier_run(tmp_path
         write_config(config, tmp_path / "out")
     open_outputs(tmp_path / "out", config, config.run)
     assert (board / "events.out.tfevents.1").exists() is not (inside and ours)
+
+
+@pytest.mark.parametrize(("given", "folder"), [
+    ("board", "out/board"), ("./out", "out"), ("out/board", "out/board"), ("outer", "out/outer"), (".", "out"),
+    ("{here}/shared", "shared"), ("{here}/out", "out"),
+])  # fmt: skip
+@pytest.mark.parametrize("output", ["out", "./out/", "{here}/out"])
+def test_tensorboard_is_inside_the_output_folder_once(tmp_path, monkeypatch, given, folder, output):
+    monkeypatch.chdir(tmp_path)
+    words = ["--enable_tensorboard", "--tensorboard_path", given.format(here=tmp_path)]
+    board = tensorboard_folder(outputs(output.format(here=tmp_path), *words).run)
+    assert board.resolve() == tmp_path / folder
 
 
 @pytest.mark.parametrize("model", ["out", "out/actor", "out/critic"])

@@ -52,7 +52,9 @@ class Steps:
 
 
 def once(monkeypatch, words: str = "", train_actor: bool = True, actor=GOOD, critic=GOOD, has_critic: bool = True):
-    flags = "--actor_model_name_or_path a --critic_model_name_or_path c --output_dir o --on_nonfinite skip"
+    flags = (
+        "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o --on_nonfinite skip"
+    )
     config = parse("ppo", [*flags.split(), *words.split()])
     steps, guard, sums = Steps(monkeypatch, actor=actor, critic=critic), NonFiniteGuard(config.safety), MetricSums()
     sums.add_mean("policy/kl_k3", torch.full((9,), 5.0))  # of updates before this one
@@ -67,7 +69,9 @@ IN_TURN = ["actor gradients", "actor applied", "critic gradients", "critic appli
 
 def test_what_each_engine_sees_and_by_which_constants(monkeypatch):
     """PTX blocks follow the experience in the actor's step; what a replay needs is noted with the fault."""
-    flags = "--actor_model_name_or_path a --critic_model_name_or_path c --output_dir o --on_nonfinite skip"
+    flags = (
+        "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o --on_nonfinite skip"
+    )
     flags += " --temperature 0.7 --unsup_coef 0.5 --value_clip_eps 0.375 --clip_eps 0.125"
     config, losses, scenes = parse("ppo", flags.split()), [], []
     text = SFTBatch(*[None] * len(dataclasses.fields(SFTBatch)))

@@ -95,10 +95,10 @@ def high_entropy_tokens(entropies: Tensor, mask: Tensor, share: float) -> Tensor
     values = entropies.detach()[mask]
     if values.numel() == 0:
         return torch.zeros_like(mask)
-    # The first value at or above the quantile. Selection, since torch.quantile takes 2^24 elements at most; the small
-    # number absorbs the rounding of 1 - share.
+    # The first value at or above the quantile: torch.quantile takes 2^24 elements at most, and torch.kthvalue is not
+    # deterministic on a GPU. The small number absorbs the rounding of 1 - share.
     rank = math.ceil((1 - share) * (values.numel() - 1) - 1e-9)
-    threshold = torch.kthvalue(values, rank + 1).values
+    threshold = values.sort().values[rank]
     return mask & (entropies >= threshold)
 
 

@@ -243,7 +243,7 @@ def save_engine(engine: Any, folder: Path, writer: BackgroundWriter) -> None:
 def load_engine(engine: Any, folder: Path) -> None:
     """Put the states in `folder` into a freshly built engine of the same layout. Collective.
 
-    Training then goes on as if it had never stopped, to the last bit.
+    The states are those that were saved, to the last bit.
 
     Raises:
         UserError: another layout (see `universal.load_engine_resharded`), or a file that is missing or not safe.

@@ -45,8 +45,9 @@ def rank_file(rank: int) -> str:
 def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
     """Put the state in a checkpoint folder into a freshly built trainer. Collective.
 
-    On the ranks, ZeRO stages and dtype that it was saved with the run goes on to the last bit; on others it goes on in
-    the same order of data, with numbers that differ by rounding and other dropout.
+    On the ranks, ZeRO stages and dtype that it was saved with the run goes on to the last bit (on a GPU: with
+    `--deterministic`); on others it goes on in the same order of data, with numbers that differ by rounding and other
+    dropout.
 
     Args:
         folder: an intact checkpoint.

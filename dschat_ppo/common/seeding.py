@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -15,6 +16,18 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def choose_algorithms(deterministic: bool) -> None:
+    """Whether PyTorch may use algorithms whose results differ from one execution to the next (additions in the order in
+    which a GPU's threads happen to finish). If not, an operation that has no other raises `RuntimeError`.
+
+    Call it before anything runs on a GPU: cuBLAS reads its setting when it starts.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def seed_this_rank(seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from dschat_ppo.config.ppo import PPOFlags
 from dschat_ppo.config.schema import FitFlags, require
@@ -192,6 +193,7 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
         f"x --n_samples_per_prompt {plan.samples} = {made} rows per device, but an optimizer step takes "
         f"--per_device_training_batch_size {plan.micro_batch} x --gradient_accumulation_steps {plan.accumulation} "
-        f"= {taken}; {made} / {taken} leaves {made % taken}",
+        f"= {taken}; {made} / {taken} leaves {made % taken}. "
+        f"--generation_batches {plan.generation_batches * taken // gcd(made, taken)} makes it whole",
     )
     return plan

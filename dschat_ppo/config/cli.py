@@ -78,7 +78,7 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
     """Read one step's command line.
 
     Args:
-        step_name: "sft", "reward" or "ppo".
+        step_name: "sft", "reward", "dpo" or "ppo".
         argv: words after the program's name. A YAML file named by `--config` stands before them, so they override it.
 
     Returns:
@@ -97,15 +97,28 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
     path = _config_path(argv)
     words = (_yaml_arguments(path, known) if path else []) + list(argv)
     *parts, unknown = parser.parse_args_into_dataclasses(words, look_for_args_file=False, return_remaining_strings=True)
-    require(not unknown, f"unknown flag or value: {' '.join(unknown)}{_nearest(unknown, known)} (all flags: --help)")
-    config = step.config(**{name: part for (name, _), part in zip(groups, parts, strict=True)})
-    _refuse_later_flags(step, parser, flatten(config))
-    return config
+    values = {name: value for part in parts for name, value in vars(part).items()}
+    refused = _later_flags(step, {name: value for name, value in values.items() if value != parser.get_default(name)})
+    if unknown:
+        refused.insert(
+            0, f"unknown flag or value: {' '.join(unknown)}{_nearest(unknown[0], known)} (all flags: --help)"
+        )
+    require(not refused, "; ".join(refused))
+    return step.config(**{name: part for (name, _), part in zip(groups, parts, strict=True)})
 
 
-def _nearest(unknown: list[str], known: set[str]) -> str:
-    near = difflib.get_close_matches(unknown[0].lstrip("-").split("=")[0], known, n=1) if unknown else []
-    return f"; did you mean --{near[0]}?" if near else ""
+def _nearest(unknown: str, known: set[str]) -> str:
+    """A hint at the flag that `unknown` misspells, word by word; none if a word is another one."""
+    words = unknown.lstrip("-").split("=")[0].replace("-", "_").split("_")
+    for name in difflib.get_close_matches("_".join(words), known):
+        others = name.split("_")
+        if len(others) == len(words) and all(map(_alike, words, others)):
+            return f"; did you mean --{name}?"
+    return ""
+
+
+def _alike(word: str, other: str) -> bool:
+    return difflib.SequenceMatcher(None, word, other).ratio() > 0.65
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -113,12 +126,19 @@ def flatten(config: Any) -> dict[str, Any]:
     return {name: value for group in dataclasses.asdict(config).values() for name, value in group.items()}
 
 
-def _refuse_later_flags(step: Step, parser: HfArgumentParser, values: dict[str, Any]) -> None:
-    for name, feature in step.not_yet.items():
-        require(
-            values[name] == parser.get_default(name),
-            f"--{name} {values[name]}: {feature} is not available yet; leave the flag out",
-        )
+def _later_flags(step: Step, given: dict[str, Any]) -> list[str]:
+    """Why flags of a later release cannot be used, all that are `given`, feature by feature."""
+    refused = []
+    for feature in dict.fromkeys(step.not_yet.values()):
+        flags = [f"--{name} {given[name]}" for name in step.not_yet if step.not_yet[name] == feature and name in given]
+        if flags:
+            refused.append(f"{', '.join(flags)}: {feature} is not available yet; leave these flags out")
+        if flags and feature == "LoRA":
+            rates = " and ".join(f"--{name}" for name in step.rates)
+            refused[-1] += (
+                f", and give {rates} 1e-5 to 2e-5: without LoRA all weights are trained, and its 1e-3 ruins them"
+            )
+    return refused
 
 
 def notes(step_name: str, config: Any) -> list[str]:

@@ -108,7 +108,7 @@ class PPOFlags:
     test_stop_step: int = flag("where --enable_test_mode stops", 0)
 
     num_padding_at_beginning: int = flag("kept for old scripts: the score position comes from the mask", 1)
-    add_eot_token: bool = flag("kept for old scripts: the tokenizer's EOS ends every answer", False)
+    add_eot_token: bool = flag("kept for old scripts: answers end as the chat template ends them, else with EOS", False)
     enable_hybrid_engine: bool = flag("kept for old scripts: the hybrid engine is always used", False)
     release_inference_cache: bool = flag("kept for old scripts: the cache is always released after a rollout", False)
     inference_tp_size: int = flag("tensor-parallel degree of generation", 1)

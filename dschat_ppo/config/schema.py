@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from dschat_ppo.errors import UserError
@@ -76,8 +77,8 @@ class DataFlags:
     _argument_group_name: ClassVar[str] = "data"
 
     data_path: list[str] = flag_list(
-        "one or more data sets: a JSON, JSONL, CSV or Parquet file, a folder of them, or a hub name",
-        lambda: ["Dahoas/rm-static"],
+        "one or more data sets: a JSON, JSONL, CSV or Parquet file, a folder of them, or a hub name (required)",
+        list,
     )
     data_split: str = flag("shares of each data set for SFT, reward model and PPO; the parts are disjoint", "2,4,4")
     data_split_seed: int = flag("seed of the division; keep it the same for all three steps", 1234)
@@ -92,7 +93,7 @@ class DataFlags:
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)
         require_not_negative(self, "data_split_seed")
-        require(len(self.data_path) > 0, "--data_path is empty: name at least one data set")
+        require(len(self.data_path) > 0, "--data_path is required: name at least one data set")
         require_positive(self, "preprocessing_num_workers")
 
 
@@ -109,6 +110,11 @@ class RunFlags:
         False,
     )
     seed: int = flag("global seed; a run is reproducible from it", 1234)
+    deterministic: bool = flag(
+        "use deterministic algorithms only, so that on a GPU too the same command gives the same numbers to the last "
+        "bit; slower, and an operation that has no such algorithm ends the run (CPU runs do not need it)",
+        False,
+    )
     local_rank: int = flag("set by the deepspeed launcher", -1)
     dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
     compute_fp32_loss: bool = flag("losses are always computed in fp32 (kept for old scripts)", False)
@@ -116,7 +122,9 @@ class RunFlags:
     adam_beta2: float = flag("second beta of AdamW", 0.95)
     adam_epsilon: float = flag("epsilon of AdamW", 1e-8)
     enable_tensorboard: bool = flag("write the metrics to TensorBoard too", False)
-    tensorboard_path: str = flag("TensorBoard folder (relative paths: inside --output_dir)", "tensorboard")
+    tensorboard_path: str = flag(
+        "TensorBoard folder; a relative path is inside --output_dir, which may stand at its front or not", "tensorboard"
+    )
     deepspeed: bool = flag("training always runs on DeepSpeed (kept for old scripts)", False)
     deepspeed_config: str | None = flag("JSON file of DeepSpeed settings laid over the derived training config", None)
     config: str | None = flag("YAML file of defaults; flags on the command line override it", None)
@@ -134,6 +142,12 @@ class RunFlags:
         assert self.output_dir is not None
         return os.path.expanduser(self.output_dir)
 
+    @property
+    def tensorboard_folder(self) -> Path:
+        """`--tensorboard_path`; a relative one is inside `--output_dir` unless it names a place in there as it is."""
+        folder, board = Path(self.folder), Path(self.tensorboard_path).expanduser()
+        return board if board.resolve().is_relative_to(folder.resolve()) else folder / board
+
 
 @dataclass(frozen=True)
 class FitFlags:
@@ -148,7 +162,7 @@ class FitFlags:
     per_device_train_batch_size: int = flag("rows of a micro-batch on one device", 16)
     per_device_eval_batch_size: int = flag("rows of an evaluation batch on one device", 16)
     gradient_accumulation_steps: int = flag("micro-batches of one optimizer step", 1)
-    learning_rate: float = flag("peak learning rate", 1e-3)
+    learning_rate: float = flag("peak learning rate; 1e-5 to 2e-5 is usual for a pretrained model", 2e-5)
     weight_decay: float = flag("weight decay; biases and norm weights are exempt", 0.0)
     num_train_epochs: int = flag("passes over the training rows", 1)
     lr_scheduler_type: SCHEDULERS = flag("learning rate schedule of transformers, per optimizer step", "cosine")
@@ -169,7 +183,7 @@ class FitFlags:
     lora_module_name: str = flag("modules that get LoRA", "decoder.layers.")
     only_optimize_lora: bool = flag("freeze all but LoRA", False)
     lora_learning_rate: float = flag("learning rate of LoRA parameters", 5e-4)
-    add_eot_token: bool = flag("kept for old scripts: the tokenizer's EOS ends every answer", False)
+    add_eot_token: bool = flag("kept for old scripts: answers end as the chat template ends them, else with EOS", False)
 
     def __post_init__(self) -> None:
         require(self.max_seq_len >= 2, f"--max_seq_len must hold a prompt and an answer token, got {self.max_seq_len}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from dschat_ppo.config.algorithm import AlgorithmFlags
@@ -22,7 +22,9 @@ class SFTFlags:
 
     sft_only_data_path: list[str] = flag_list("data sets used whole in this step (no --data_split)", list)
     train_on_prompt: bool = flag("let prompt tokens count in the loss too (default: response tokens only)", False)
-    eot_token: str = flag("kept for old scripts: the tokenizer's EOS ends every answer", "<|endoftext|>")
+    eot_token: str = flag(
+        "kept for old scripts: answers end as the chat template ends them, else with EOS", "<|endoftext|>"
+    )
     print_loss: bool = flag("print the loss of every step (a line is printed each step in any case)", False)
 
 
@@ -178,23 +180,38 @@ class Step:
     """How one step's command line is read.
 
     `defaults` replace those of the shared groups; `not_yet` maps flags of a later release to what they will bring;
-    `notes` maps flags that change nothing, because their effect always holds, to the reason.
+    `notes` maps flags that change nothing, because their effect always holds, to the reason; `rates` are the flags of
+    learning rates of all weights.
     """
 
     config: type
     defaults: dict[str, Any] = field(default_factory=dict)
     not_yet: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    rates: tuple[str, ...] = ("learning_rate",)
 
 
 _RUN_NOTES = {
     "compute_fp32_loss": "losses are always computed in fp32",
     "deepspeed": "training always runs on DeepSpeed",
 }
-_EOT_NOTE = "the tokenizer's EOS is the one terminator, in every step"
+_EOT_NOTE = "answers end as the chat template ends them, and after a text prompt with the tokenizer's EOS"
 _PADDING_NOTE = "the score position comes from the attention mask"
 _PRINT_NOTE = "a line with the loss is printed at every step"
 _LORA = dict.fromkeys(("lora_dim", "only_optimize_lora", "lora_module_name", "lora_learning_rate"), "LoRA")
+
+_PAIRS = Step(
+    config=RewardConfig,
+    defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
+    not_yet=_LORA,
+    notes={
+        **_RUN_NOTES,
+        "add_eot_token": _EOT_NOTE,
+        "num_padding_at_beginning": _PADDING_NOTE,
+        "offload_reference_model": "no reference model is kept: its log-probs are computed once, before training",
+        "print_loss": _PRINT_NOTE,
+    },
+)
 
 STEPS = {
     "sft": Step(
@@ -208,18 +225,8 @@ STEPS = {
             "print_loss": _PRINT_NOTE,
         },
     ),
-    "reward": Step(
-        config=RewardConfig,
-        defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
-        not_yet=_LORA,
-        notes={
-            **_RUN_NOTES,
-            "add_eot_token": _EOT_NOTE,
-            "num_padding_at_beginning": _PADDING_NOTE,
-            "offload_reference_model": "no reference model is kept: its log-probs are computed once, before training",
-            "print_loss": _PRINT_NOTE,
-        },
-    ),
+    "reward": _PAIRS,
+    "dpo": replace(_PAIRS, defaults={**_PAIRS.defaults, "objective": "dpo"}),
     "ppo": Step(
         config=PPOConfig,
         defaults={"tensorboard_path": "step3_tensorboard", "truncation": "drop"},
@@ -237,5 +244,6 @@ STEPS = {
             "enable_hybrid_engine": "the hybrid engine is always used",
             "release_inference_cache": "the cache of a rollout is always released after it",
         },
+        rates=("actor_learning_rate", "critic_learning_rate"),
     ),
 }

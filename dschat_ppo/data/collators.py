@@ -82,8 +82,8 @@ def _both_answers(records: Sequence[dict[str, Any]], pad_id: int) -> tuple[Tenso
 
 
 def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_prompt: bool) -> SFTBatch:
-    """Prompt and answer as one row. The loss covers the answer with its EOS, or with `train_on_prompt` all but
-    the row's first token."""
+    """Prompt and answer as one row. The loss covers the answer with the token that ends it, or with
+    `train_on_prompt` all but the row's first token."""
     records, real = rows_at(rows, indices)
     ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
     starts = [1 if train_on_prompt else len(r["prompt_ids"]) for r in records]

@@ -1,7 +1,7 @@
 """Data sets -> token rows for one step: read, divide, tokenise, fit to the length limit, and say what was done.
 
-A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with EOS unless cut),
-`margin` (float), and for step 3 `row` (JSON of all columns of the data row, for rewards that look at them).
+A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each with the token that ends it
+unless cut), `margin` (float), and for step 3 `row` (JSON of all columns of the data row, for rewards that look there).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dschat_ppo.common.stopping import end_if_asked, helpers_may_end
 from dschat_ppo.config.schema import DataFlags, parse_data_split
 from dschat_ppo.data.records import layout_of, read_row
 from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
-from dschat_ppo.data.templates import encode_answer, encode_prompt
+from dschat_ppo.data.templates import encode_answer, encode_prompt, turn_end
 from dschat_ppo.data.workers import data_workers
 from dschat_ppo.errors import UserError
 
-_FORMAT = "2"  # raise it when the same rows become other tokens, so that no cache of before is used
+_FORMAT = "3"  # raise it when the same rows become other tokens, so that no cache of before is used
 _DOING = "prepared the data"
 _MANY_ROWS = 20_000  # from here on it takes so long that a word is due before
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
@@ -89,7 +89,7 @@ def _tokenise(
     if not prompt:
         raise UserError(f"{where}: the prompt is empty")
     answers = [encode_answer(tokenizer, parsed.prompt, answer) for answer in parsed.answers]
-    has_empty = any(len(answer) == 1 for answer in answers)  # EOS alone
+    has_empty = any(len(answer) == 1 for answer in answers)  # the token that ends it alone
     prompt, answers, done = fit_row(prompt, answers, limit, policy)
     if done == _DROPPED and policy == "error":
         raise UserError(f"{where}: longer than the limit of {limit} tokens (--truncation error)")
@@ -146,6 +146,9 @@ def tokenise_rows(
         raise UserError(f"{name}: every answer is cut by the limit of {limit} tokens; raise it")
     if tokenizer.chat_template and text_prompts:
         logger().info(f"data: {name}: prompts are text and stand as they are; the chat template is not applied")
+    elif tokenizer.chat_template:
+        end = tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token)
+        logger().info(f"data: {name}: answers to chat messages end with {end}")
     if done[_DROPPED]:
         rows = rows.select([i for i, what in enumerate(rows["fitted"]) if what != _DROPPED])
     if for_training and len(rows) == 0:

@@ -49,7 +49,7 @@ def read_row(row: dict[str, Any], layout: tuple[str, ...], use: str, where: str)
 
     Raises:
         UserError: a field that is neither text nor chat messages, or a margin that is not a number. An empty answer
-            is a legitimate one: it becomes EOS alone.
+            is a legitimate one: it becomes the token that ends it, alone.
     """
     if layout == ("messages",):
         return _from_messages(row["messages"], use, where)

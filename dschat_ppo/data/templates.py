@@ -1,18 +1,22 @@
 """Text or chat messages -> token ids. The one path by which prompts and answers become tokens, in every step.
 
 A prompt given as text is taken as it stands; given as chat messages it goes through the tokenizer's chat template
-with the opening of the assistant's turn. Every answer ends with the tokenizer's EOS, once.
+with the opening of the assistant's turn. An answer to messages ends as the template ends it, with its end-of-turn
+token; an answer to a text prompt ends with the tokenizer's EOS. Generation stops at both (`answer_ends`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.errors import UserError
 
 Messages = list[dict[str, Any]]
+_EXAMPLE = "An answer."
 
 
 def is_messages(value: Any) -> bool:
@@ -38,19 +42,91 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) ->
     return list(tokenizer.encode(_render(tokenizer, prompt, open_answer=True), add_special_tokens=False))
 
 
+@dataclass(frozen=True)
+class TurnEnd:
+    """What a chat template renders after an answer: `kept + dropped`.
+
+    `kept` ends with the end-of-turn token, of id `token`, and belongs to the answer. `dropped`, such as the line break
+    after ChatML's `<|im_end|>`, does not: generation has stopped before it. A template that closes an answer with no
+    token of its own has an empty `kept`, and `token` is the tokenizer's EOS.
+    """
+
+    kept: str
+    dropped: str
+    token: int
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
+    """How the tokenizer's chat template ends the assistant's turn, read off a rendered example.
+
+    The end-of-turn token is the first special token after the answer, or else the first other added token.
+    """
+    closing = ""
+    if tokenizer.chat_template is not None:
+        example = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _EXAMPLE}]
+        try:
+            rendered = str(tokenizer.apply_chat_template(example, tokenize=False))
+        except TemplateError:  # it refuses the example; what it makes of the rows is their own matter
+            rendered = ""
+        closing = rendered.rpartition(_EXAMPLE)[2] if _EXAMPLE in rendered else ""
+    added = [(number, token.content, token.special) for number, token in tokenizer.added_tokens_decoder.items()]
+    added.append((int(tokenizer.eos_token_id), str(tokenizer.eos_token), True))
+    found = [
+        (not special, closing.index(token), -len(token), token, number)
+        for number, token, special in added
+        if token.strip() and token in closing  # some tokenizers add runs of spaces
+    ]
+    if not found:
+        return TurnEnd("", closing, int(tokenizer.eos_token_id))
+    _, first, _, token, number = min(found)
+    last = first + len(token)
+    return TurnEnd(closing[:last], closing[last:], number)
+
+
+def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that answers are trained to end with: EOS, and the chat template's end-of-turn token if it differs."""
+    return tuple(dict.fromkeys((int(tokenizer.eos_token_id), turn_end(tokenizer).token)))
+
+
 def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, answer: str) -> list[int]:
-    """Token ids of an answer to `prompt`, ending with EOS; after messages, spaced as the chat template spaces it."""
-    text = answer
-    if not isinstance(prompt, str):
-        opening = _render(tokenizer, prompt, open_answer=True)
-        whole = _render(tokenizer, [*prompt, {"role": "assistant", "content": answer}], open_answer=False)
-        if whole.startswith(opening):
-            text = whole[len(opening) :]
-            text = text[: text.find(answer) + len(answer)] if answer in text else answer
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
-    while ids and ids[-1] == tokenizer.eos_token_id:
+    """Token ids of an answer to `prompt`, with one token that ends it: EOS after text, and after messages what the chat
+    template renders up to and including its end-of-turn token."""
+    eos = str(tokenizer.eos_token)
+    end = TurnEnd("", "", int(tokenizer.eos_token_id)) if isinstance(prompt, str) else turn_end(tokenizer)
+    brought = (eos, str(tokenizer.convert_ids_to_tokens(end.token)))
+    while answer.endswith(brought):
+        answer = answer.removesuffix(brought[0]).removesuffix(brought[1])
+    if isinstance(prompt, str):
+        ids = list(tokenizer.encode(answer, add_special_tokens=False))
+    else:
+        ids = _encode_turn(tokenizer, prompt, answer, end)
+    return ids if ids[-1:] == [end.token] else [*ids, end.token]
+
+
+def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of prompt and answer that come as one text, with one token that ends the answer: EOS, or the chat
+    template's end-of-turn token where the text holds one, since then the template has rendered the prompt."""
+    ids = encode_prompt(tokenizer, text)
+    turn = turn_end(tokenizer).token
+    end = turn if turn in ids else int(tokenizer.eos_token_id)
+    while ids and ids[-1] == end:
         ids.pop()
-    return [*ids, tokenizer.eos_token_id]
+    return [*ids, end]
+
+
+def _encode_turn(tokenizer: PreTrainedTokenizerBase, prompt: Messages, answer: str, end: TurnEnd) -> list[int]:
+    """The assistant's turn as the template renders it, from the end of the prompt to the end-of-turn token."""
+    opening = _render(tokenizer, prompt, open_answer=True)
+    whole = _render(tokenizer, [*prompt, {"role": "assistant", "content": answer}], open_answer=False)
+    turn = answer + end.kept  # where the template opens a turn in another way than it renders one
+    if whole.startswith(opening) and whole.endswith(end.kept + end.dropped):
+        turn = whole[len(opening) : len(whole) - len(end.dropped)]
+    # In one piece with the prompt, since some tokenizers put a space before every text.
+    prompt_ids = list(tokenizer.encode(opening, add_special_tokens=False))
+    ids = list(tokenizer.encode(opening + turn, add_special_tokens=False))
+    if ids[: len(prompt_ids)] == prompt_ids:
+        return ids[len(prompt_ids) :]
+    return list(tokenizer.encode(turn, add_special_tokens=False))  # a token would reach from the prompt into the answer
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool) -> str:

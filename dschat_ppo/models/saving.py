@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def save_model(
     folder: str | Path,
     described: Mapping[str, float | None] | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    ends: Sequence[int] = (),
 ) -> None:
     """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
 
@@ -54,6 +55,7 @@ def save_model(
         folder: created if needed.
         described: numbers about the model that stand in its config under these names; None takes one out.
         weights: whole tensors, on rank 0, in place of the engine's own of these names.
+        ends: tokens that answers end with, besides the tokenizer's EOS; `generate` of plain transformers stops at them.
 
     Raises:
         StorageError: the folder cannot be written; on every rank.
@@ -66,9 +68,9 @@ def save_model(
         model.config.dtype = next(iter(state.values())).dtype
         _describe(model, described or {})
         if isinstance(module, ScalarModel):
-            _describe_padding(model, tokenizer)
+            _describe_padding(model, tokenizer, ends)
         else:
-            model.generation_config = _generation_config(model, tokenizer)
+            model.generation_config = _generation_config(model, tokenizer, ends)
         problem = _write(model, state, tokenizer, Path(folder))
     problem = broadcast_object(problem)
     if problem is not None:
@@ -100,18 +102,22 @@ def _write(
     return None
 
 
-def _describe_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _describe_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
     """transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows."""
     pad = tokenizer.pad_token_id
-    model.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
+    model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
 
 
-def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """The model's own generation settings, with the EOS and PAD that it was trained with."""
+def _generation_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+) -> GenerationConfig:
+    """The model's own generation settings, with the EOS, other ends of an answer and PAD that it was trained with."""
     config = model.generation_config or GenerationConfig()
-    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    if tokenizer.eos_token_id not in known:
-        config.eos_token_id = tokenizer.eos_token_id
+    listed = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    trained = (tokenizer.eos_token_id, *ends)
+    kept = listed if set(listed) & set(trained) else []  # else they are another tokenizer's
+    stops = list(dict.fromkeys((*trained, *kept)))
+    config.eos_token_id = stops if len(stops) > 1 else stops[0]
     config.pad_token_id = tokenizer.pad_token_id
     config.bos_token_id = tokenizer.bos_token_id
     try:

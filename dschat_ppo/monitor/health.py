@@ -16,7 +16,7 @@ def step_warnings(now: Metrics) -> list[str]:
         found.append("mean KL to the reference is negative: sampling settings differ from those of scoring?")
     if now.get("policy/clip_fraction", 0.0) > 0.3:
         found.append("more than 30 % of the ratios are clipped: lower the actor's learning rate or --ppo_epochs")
-    if now["reward/score_std"] < 1e-3:
+    if now["reward/score_std"] < 1e-3 and now["answers/count"] > 1:
         found.append("all scores are nearly equal: the reward does not tell these answers apart")
     if now["answers/distinct_share"] < 0.5:
         found.append(
@@ -39,7 +39,7 @@ def trend_warnings(past: list[Metrics], now: Metrics) -> list[str]:
     if "policy/entropy" in mean and now["policy/entropy"] < 0.3 * mean["policy/entropy"]:
         found.append("entropy fell to less than a third: the policy is collapsing")
     if now["answers/ended_share"] < mean["answers/ended_share"] - 0.3:
-        found.append("far fewer answers end by EOS: raise --missing_eos_penalty or --max_answer_seq_len")
+        found.append("far fewer answers end by themselves: raise --missing_eos_penalty or --max_answer_seq_len")
     climbing = ("answers/length_mean", "kl/ref_k1")
     rising = all(name in mean and now[name] > 1.5 * past[0][name] > 0 for name in climbing)
     if rising and now["reward/score_mean"] > past[0]["reward/score_mean"]:

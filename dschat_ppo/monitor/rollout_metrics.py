@@ -70,6 +70,7 @@ def _answer_metrics(rows: Experience) -> dict[str, float]:
     distinct = torch.unique(torch.where(rows.response_mask, rows.response_ids, -1), dim=0).shape[0]
     ended = float(rows.ended.float().mean())
     return {
+        "answers/count": len(rows.response_ids),
         "answers/length_mean": float(lengths.mean()),
         "answers/length_max": float(lengths.max()),
         "answers/ended_share": ended,

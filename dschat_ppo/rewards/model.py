@@ -42,7 +42,7 @@ class ModelReward:
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
-        """Score at the last real token of `[prompt | response]` (EOS, or the token where the limit cut), (B,) fp32.
+        """Score at the last real token of `[prompt | response]` (what ended it, or where the limit cut), (B,) fp32.
 
         A row whose response is empty is scored at the last token of its prompt. One forward pass.
         """
@@ -77,9 +77,10 @@ class ForeignModelReward:
         self.batch_tokens = batch_tokens
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """Score at the last token of prompt, response and EOS, (B,) fp32. Collective, as `ModelReward`.
+        """Score at the token that ends prompt and response, (B,) fp32. Collective, as `ModelReward`.
 
-        An answer that the length limit cut has no EOS, as in the rows that a model with the actor's tokenizer sees.
+        An answer that the length limit cut has no such token, as in the rows that a model with the actor's tokenizer
+        sees.
         Where the row's `prompt` column holds chat messages and the reward model's tokenizer has a template, they go
         through that template, with the response as the assistant's answer; otherwise the prompt's text is taken.
         """

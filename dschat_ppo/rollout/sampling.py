@@ -76,12 +76,24 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         weights = torch.nn.functional.pad(weights, (0, spare))
     blocks = weights.unflatten(1, (-1, BLOCK))
     sums = blocks.sum(dim=2)
-    ends = sums.cumsum(dim=1)
+    ends = _running_sums(sums)
     target = (uniforms * ends[:, -1]).unsqueeze(1)
     block = _first_above(sums, ends, target)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
     chosen = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1)
-    return (block * BLOCK + _first_above(chosen, chosen.cumsum(dim=1), target - before)).squeeze(1)
+    return (block * BLOCK + _first_above(chosen, _running_sums(chosen), target - before)).squeeze(1)
+
+
+def _running_sums(weights: Tensor) -> Tensor:
+    """Cumulated weights (B, n), fp32, as `cumsum` gives them.
+
+    PyTorch has no deterministic cumsum of floats on a GPU. So with `--deterministic` integers are added: multiples of
+    2^-40 of the largest weight of the row.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return weights.cumsum(dim=1)
+    unit = weights.amax(dim=1, keepdim=True).double() * 2.0**-40
+    return ((weights / unit).long().cumsum(dim=1) * unit).float()
 
 
 def _first_above(weights: Tensor, cumulated: Tensor, target: Tensor) -> Tensor:
@@ -101,7 +113,7 @@ def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
     ordered = weights.topk(min(NUCLEUS_GUESS, weights.shape[1]), dim=1).values
     if not _holds(ordered, mass):
         ordered = weights.sort(dim=1, descending=True).values
-    inside = ordered.cumsum(dim=1) - ordered < mass
+    inside = _running_sums(ordered) - ordered < mass
     return torch.where(inside, ordered, float("inf")).amin(dim=1, keepdim=True)
 
 

@@ -3,9 +3,10 @@
     python -m dschat_ppo.tools.serve_reward --model M [--host 127.0.0.1] [--port 5000]
 
 POST /get_reward takes `{"query": [text, ...]}` (OpenRLHF's form; "prompts" and "labels" may be there and must then have
-as many entries, but change nothing) and answers `{"rewards": [number, ...]}`: the score at the EOS that is put after
-each query. GET /health answers `{"status": "ok"}`. Refusals are `{"error": reason}`: 400 for what is no such request,
-413 for too many bytes, 422 for too many rows, 503 while too many rows wait.
+as many entries, but change nothing) and answers `{"rewards": [number, ...]}`: the score at the token that is put
+after each query to end it: EOS, or the chat template's end-of-turn token where the query holds one already. GET /health
+answers `{"status": "ok"}`. Refusals are `{"error": reason}`: 400 for what is no such request, 413 for too many bytes,
+422 for too many rows, 503 while too many rows wait.
 
 There is no password and no encryption: whoever reaches the port can use the model, so it listens on this machine alone
 unless `--host` says otherwise.
@@ -31,7 +32,7 @@ import torch
 from dschat_ppo.common.failure import USER_ERROR
 from dschat_ppo.common.logging import quiet_libraries, say
 from dschat_ppo.data.collators import right_padded
-from dschat_ppo.data.templates import encode_prompt
+from dschat_ppo.data.templates import encode_finished
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     DTYPES,
@@ -81,8 +82,9 @@ class Scorer:
         self.model = ScalarModel(load_sequence_classifier(folder, dtype, None, new_head=False)).to(self.device).eval()
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
-        """Score at the EOS after each text; texts that are too long for the model lose their start."""
-        rows = [[*encode_prompt(self.tokenizer, text), self.tokenizer.eos_token_id] for text in texts]
+        """Score at the token that `encode_finished` ends each text with; texts that are too long for the model lose
+        their start."""
+        rows = [encode_finished(self.tokenizer, text) for text in texts]
         too_long = sum(len(row) > self.max_length for row in rows)
         if too_long:
             say(f"warning: {too_long} texts of more than {self.max_length} tokens; their start was cut off")

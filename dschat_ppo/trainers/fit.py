@@ -25,6 +25,7 @@ from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.config.schema import FitFlags, RunFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
+from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build import OptimizerSettings, learning_rate, optimizer_step, train_engine
 from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
 from dschat_ppo.models.saving import save_model
@@ -238,7 +239,7 @@ class Fit(Generic[Batch]):
         """Save the model to `folder`; returns what `result.json` is to say of the training."""
         described = self._describe()
         with self.clock.phase("save"):
-            save_model(self.engine, tokenizer, folder, described)
+            save_model(self.engine, tokenizer, folder, described, ends=answer_ends(tokenizer))
         before = self.before or {}
         result: dict[str, Any] = {f"{name}_before": value for name, value in before.items()} | described
         result |= {f"{name}_after": value for name, value in (self.after or before).items()}

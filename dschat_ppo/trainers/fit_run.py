@@ -27,6 +27,7 @@ from dschat_ppo.trainers.session import Session, open_session
 from dschat_ppo.trainers.setup import begin, show_plan
 
 MODEL = "--model_name_or_path"
+_RUINS = 1e-4  # learning rates above it are for LoRA, or for training from scratch
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,18 @@ class FitRun:
 
 
 def begin_fit(
-    kind: Literal["sft", "reward"], config: SFTConfig | RewardConfig, use: str, whole_paths: list[str] | None = None
+    kind: Literal["sft", "reward"],
+    config: SFTConfig | RewardConfig,
+    aim: str,
+    use: str,
+    whole_paths: list[str] | None = None,
 ) -> FitRun:
     """Everything before a model is loaded. Collective.
 
     Args:
         kind: the step.
         config: of the step.
+        aim: what it trains, for the first line of its log.
         use: of the data, see `prepare`.
         whole_paths: see `prepare`.
 
@@ -59,6 +65,12 @@ def begin_fit(
     """
     fit = config.fit
     device, output = begin(kind, config, config.run, [fit.model_name_or_path])
+    logger().info(aim)
+    if fit.learning_rate > _RUINS:
+        logger().warning(
+            f"--learning_rate {fit.learning_rate:g} trains all weights: that ruins most pretrained models, for which "
+            "1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
+        )
     folder = model_folder(fit.model_name_or_path, MODEL)
     tokenizer = load_tokenizer(folder, MODEL)
     check_vocabulary(tokenizer, load_config(folder, MODEL), MODEL, folder)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.rewards.mixture import MixedScores, RewardMixture
 from dschat_ppo.rewards.request import RewardRequest
-from dschat_ppo.types import Rollout
+from dschat_ppo.types import FinishReason, Rollout
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip_special_tokens: bool) -> list[str]:
@@ -36,7 +37,7 @@ class Judge:
 
     def request(self, rollout: Rollout, indices: list[int]) -> RewardRequest:
         """What the sources are asked. Prompts keep the marks of a chat template, but not the actor's BOS, which is no
-        text.
+        text; nor is the token that ended a response.
 
         Args:
             rollout: answers to the prompts at `indices`, as many of each, one prompt after another.
@@ -44,10 +45,12 @@ class Judge:
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(text) for text in self.prompts[indices]["row"]]
+        lengths = rollout.response_mask.sum(dim=1) - (rollout.finish_reason == FinishReason.EOS).long()
+        is_text = torch.arange(rollout.response_mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)
         prompts = texts_of(self.tokenizer, rollout.prompt_ids, rollout.prompt_mask, skip_special_tokens=False)
         return RewardRequest(
             [text.removeprefix(self.tokenizer.bos_token or "") for text in prompts],
-            texts_of(self.tokenizer, rollout.response_ids, rollout.response_mask, skip_special_tokens=True),
+            texts_of(self.tokenizer, rollout.response_ids, is_text, skip_special_tokens=True),
             [row for row in data for _ in range(samples)],
         )
 

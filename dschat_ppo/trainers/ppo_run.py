@@ -18,6 +18,7 @@ from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
@@ -285,9 +286,10 @@ def _say_notes(config: PPOConfig) -> None:
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     """Write the actor, its moving average and the critic, if there are, as Hugging Face folders. Collective."""
-    save_model(engines.actor, tokenizer, output / "actor")
+    ends = answer_ends(tokenizer)
+    save_model(engines.actor, tokenizer, output / "actor", ends=ends)
     if engines.actor_average is not None:
-        save_model(engines.actor, tokenizer, output / "actor_ema", weights=engines.actor_average.gathered())
+        save_model(engines.actor, tokenizer, output / "actor_ema", weights=engines.actor_average.gathered(), ends=ends)
     if engines.critic is not None:
         # the spread of the reward model's scores, which it may have started from, is none of its values'
-        save_model(engines.critic, tokenizer, output / "critic", dict.fromkeys(STATISTICS))
+        save_model(engines.critic, tokenizer, output / "critic", dict.fromkeys(STATISTICS), ends=ends)

@@ -34,7 +34,10 @@ def load_trained_model(folder: str, config: RewardConfig, ds_config: Config) -> 
 def train_preferences(config: RewardConfig) -> dict[str, Any]:
     """Run step 2; returns the contents of `result.json`."""
     name = config.reward.objective
-    run = begin_fit("reward", config, "preference")
+    aim = "trains the policy itself on pairs of answers, against the model that it starts from"
+    if name == "reward":
+        aim = "trains a reward model (for DPO: training/step2_dpo/main.py, or --objective dpo)"
+    run = begin_fit("reward", config, f"step 2: --objective {name} {aim}", "preference")
     if name != "reward" and any(run.rows.train["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config)

@@ -14,6 +14,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.ppo import PPOFlags
 from dschat_ppo.data.collators import collate_prompts
+from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import filler_id
@@ -31,13 +32,12 @@ def greedily(how: Generation) -> Generation:
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokenizer's EOS, and with it the others of the model's generation config if that lists several with it.
-
-    Chat models have several (end of turn, end of text); a config that does not know the tokenizer's EOS is not heeded.
-    """
+    """The tokens that end an answer: those that answers are trained to end with, and all others of the model's
+    generation config if that lists one of them beside others (a config that does not is another tokenizer's)."""
+    trained = answer_ends(tokenizer)
     listed = model.generation_config.eos_token_id if model.generation_config else None
-    others = listed if isinstance(listed, list) and tokenizer.eos_token_id in listed else []
-    return (tokenizer.eos_token_id, *(number for number in others if number != tokenizer.eos_token_id))
+    others = listed if isinstance(listed, list) and set(trained) & set(listed) else []
+    return tuple(dict.fromkeys((*trained, *others)))
 
 
 def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -102,7 +102,8 @@ class Rollouts:
         self.device = device
         how = generation_of(flags, tokenizer, hybrid.model)
         if len(how.stopping.eos_ids) > 1:
-            logger().info(f"rollout: answers end with any of the model's ends of text, ids {how.stopping.eos_ids}")
+            names = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in how.stopping.eos_ids)
+            logger().info(f"rollout: an answer ends with any of {names}")
         if how.sampling.changes_distribution or how.stopping.min_new_tokens:
             logger().info(
                 "note: log-probs, KL and ratios are of the policy before truncation, penalty and minimum length"

@@ -18,7 +18,7 @@ from dschat_ppo.common import dist, watchdog
 from dschat_ppo.common.durable import remove_folder
 from dschat_ppo.common.logging import logger, quiet_libraries, table
 from dschat_ppo.common.rank_log import keep_log
-from dschat_ppo.common.seeding import seed_everything
+from dschat_ppo.common.seeding import choose_algorithms, seed_everything
 from dschat_ppo.config.cli import flatten, notes, write_config
 from dschat_ppo.config.safety import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
@@ -50,6 +50,7 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
     is_ours = folder.resolve() in _LOCKED  # several steps may follow one another in one process
     if not is_ours:
         RunLock.look(folder)
+    choose_algorithms(run.deterministic)
     device = dist.init()
     if not is_ours:
         _LOCKED[folder.resolve()] = RunLock.acquire(folder)
@@ -95,9 +96,12 @@ def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | No
         return f"{refusal}; {ways_out}", None
     changes = [change for change in compare(saved, flatten(config)) if change.matters]
     if changes:
+        if CheckpointFolder(folder).names():  # of a finished run, as the others have been left to `choose`
+            ways_out = f"add --resume_force to train on from its last checkpoint, or to begin anew {ways_out}"
         return f"{refusal} of a run with other settings:\n{report(changes)}\n{ways_out}", None
     if RESULT in held:
-        return None, f"{folder / RESULT} is there: this run is done (--overwrite_output_dir does it once more)"
+        more = "raise --num_train_epochs and add --resume_force to train on; --overwrite_output_dir does it once more"
+        return None, f"{folder / RESULT} is there: this run is done ({more})"
     _keep_old_metrics(folder)
     return None, None
 
@@ -166,7 +170,7 @@ def _remove_earlier(folder: Path, run: RunFlags) -> None:
     for part in [*parts, "actor_ema", "critic"] if run.overwrite_output_dir else parts:
         if (folder / part).is_dir():
             remove_folder(folder / part)
-    board = folder / run.tensorboard_path
+    board = run.tensorboard_folder
     if board.resolve().is_relative_to(folder.resolve()):  # a board elsewhere may hold other runs
         for events in board.glob("events.out.tfevents.*"):
             events.unlink()
@@ -198,7 +202,7 @@ def _check_dtype(dtype: str) -> None:
 
 def tensorboard_folder(run: RunFlags) -> Path | None:
     """Where TensorBoard files go, or None if they were not asked for."""
-    return Path(run.folder) / run.tensorboard_path if run.enable_tensorboard else None
+    return run.tensorboard_folder if run.enable_tensorboard else None
 
 
 def show_plan(title: str, rows: list[tuple[str, str]], warmup_steps: int, total_steps: int) -> None:

@@ -44,7 +44,7 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
     fit = config.fit
-    run = begin_fit("sft", config, "sft", config.sft.sft_only_data_path)
+    run = begin_fit("sft", config, "step 1: supervised fine-tuning", "sft", config.sft.sft_only_data_path)
     model = PolicyModel(load_causal_lm(run.folder, config.run.dtype, run.ds_config, fit.dropout))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()

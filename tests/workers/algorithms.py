@@ -54,7 +54,8 @@ class TokenSum:
 def numbers_of(assets: Path, stage: int, micro: int, case: str, device) -> list[list[float]]:
     """Loss, entropy and gradient norms of each update."""
     words = ["--actor_model_name_or_path", assets / "lm", "--critic_model_name_or_path", assets / "reward"]
-    words += ["--output_dir", "unused", "--dtype", "fp32", "--actor_zero_stage", stage, "--critic_zero_stage", stage]
+    words += ["--data_path", "unused", "--output_dir", "unused", "--dtype", "fp32"]
+    words += ["--actor_zero_stage", stage, "--critic_zero_stage", stage]
     words += ["--per_device_training_batch_size", micro, "--micro_batch_tokens", micro * 14]
     words += ["--gradient_accumulation_steps", GLOBAL_BATCH // (micro * dist.world_size())]
     words += ["--per_device_generation_batch_size", 4 // dist.world_size(), "--n_samples_per_prompt", SAMPLES]

@@ -150,7 +150,18 @@ def smallest_scale_case() -> list:
 
 def trainer_for(assets: Path, out: Path, stages: tuple[int, int], *words: object):
     flags = ["--actor_model_name_or_path", assets / "lm", "--critic_model_name_or_path", assets / "reward"]
-    flags += ["--output_dir", out, "--dtype", "fp32", "--old_logprobs", "recompute", "--num_warmup_steps", 0]
+    flags += [
+        "--data_path",
+        "unused",
+        "--output_dir",
+        out,
+        "--dtype",
+        "fp32",
+        "--old_logprobs",
+        "recompute",
+        "--num_warmup_steps",
+        0,
+    ]
     flags += ["--actor_zero_stage", stages[0], "--critic_zero_stage", stages[1], "--ppo_epochs", 3]
     flags += ["--per_device_training_batch_size", 2, "--micro_batch_tokens", 28, "--gradient_accumulation_steps", 2]
     flags += ["--per_device_generation_batch_size", 8, "--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01]

@@ -23,7 +23,9 @@ def main() -> None:
     trainer = make_trainer(assets, *flags)
     rollout = trainer.collector.rollout([0, 1, 2, 3], step=1)
     trainer.update(experience_of(trainer, rollout))
-    save_models(trainer.engines, trainer.collector.judge.tokenizer, out)
+    tokenizer = trainer.collector.judge.tokenizer
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|system|>")  # not its EOS
+    save_models(trainer.engines, tokenizer, out)
     trainer.engines.eval()
     ids = torch.tensor([[7, 60, 90, 40, 1], [9, 80, 3, 2, 1]])
     with torch.no_grad():

@@ -74,7 +74,7 @@ def stored_rollout(assets: Path, refill_padding: bool) -> Rollout:
 def ppo_trajectory(assets: Path, stage: int, micro: int, device, refill_padding: bool = False) -> list[list[float]]:
     """Losses and gradient norms of the first updates from one stored rollout."""
     words = ["--actor_model_name_or_path", str(assets / "lm"), "--critic_model_name_or_path", str(assets / "reward")]
-    words += ["--output_dir", "unused", "--dtype", "fp32", "--actor_zero_stage", str(stage)]
+    words += ["--data_path", "unused", "--output_dir", "unused", "--dtype", "fp32", "--actor_zero_stage", str(stage)]
     words += ["--critic_zero_stage", str(stage), "--per_device_training_batch_size", str(micro), *split_flags(micro)]
     words += ["--micro_batch_tokens", str(micro * 14)]  # `micro` of the longest rows
     words += ["--per_device_generation_batch_size", str(16 // dist.world_size()), "--ppo_epochs", "3"]
