@@ -1,6 +1,7 @@
 """What the sources of reward are asked about a rollout."""
 
 import json
+from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
@@ -35,3 +36,13 @@ def test_prompts_lose_the_actors_bos_and_keep_other_marks():
     assert source.request.prompts == ["<user>a lamp", "<user>a lamp<s>"]
     assert source.request.responses == ["hall", "hall"]
     assert source.request.rows == [{"answer": 2}, {"answer": 0}]
+
+
+def test_faults_of_every_row_are_an_error_at_the_first_count_of_each_judge_alone():
+    """Training and evaluation each have a judge, and a run that goes on has new ones."""
+    refused = []
+    mixture = SimpleNamespace(count_faults=lambda refuse_all: refused.append(refuse_all) or 3)
+    for _ in range(2):
+        judge = Judge(mixture, None, None)
+        assert [judge.count_faults() for _ in range(3)] == [3, 3, 3]
+    assert refused == [True, False, False] * 2

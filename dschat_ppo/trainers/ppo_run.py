@@ -269,9 +269,9 @@ def _true_score(config: PPOConfig) -> FunctionReward:
     """The function of `--eval_reward_function`."""
     rewards = config.rewards
     text = config.validation.eval_reward_function or ""
-    spec = parse_function(text)
+    spec = parse_function(text, "--eval_reward_function")
     if spec.weight != 1:
-        raise UserError(f"--eval_reward_function {text}: it is the only score of an evaluation, so it takes no weight")
+        raise UserError(f"{spec.flag} {text}: it is the only score of an evaluation, so it takes no weight")
     return FunctionReward(spec, rewards.reward_workers, rewards.reward_timeout, rewards.reward_default)
 
 
