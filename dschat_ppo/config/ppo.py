@@ -11,6 +11,7 @@ from dschat_ppo.config.schema import (
     flag,
     flag_list,
     require,
+    require_bounded_updates,
     require_fraction,
     require_not_negative,
     require_positive,
@@ -143,6 +144,8 @@ class PPOFlags:
             "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm",
         )
         require_fraction(self, "actor_dropout critic_dropout ema_decay")
+        for role in ("actor", "critic"):
+            require_bounded_updates(self, f"{role}_learning_rate", f"{role}_weight_decay")
         require(0 <= self.min_p < 1, f"--min_p must be at least 0 and below 1, got {self.min_p}")
         require(0 < self.top_p <= 1, f"--top_p must be above 0 and at most 1, got {self.top_p}")
         self._check_combinations()

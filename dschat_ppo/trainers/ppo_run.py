@@ -23,6 +23,7 @@ from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.experience.maker import ExperienceMaker
+from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_length,
@@ -284,7 +285,13 @@ def _say_notes(config: PPOConfig) -> None:
 
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the actor, its moving average and the critic, if there are, as Hugging Face folders. Collective."""
+    """Write the actor, its moving average and the critic, if there are, as Hugging Face folders. Collective.
+
+    Raises:
+        NonFiniteError: a weight of one of them is not finite; nothing is written.
+    """
+    for role, engine in engines.trained.items():
+        require_finite_weights(role, engine)
     save_model(engines.actor, tokenizer, output / "actor")
     if engines.actor_average is not None:
         save_model(engines.actor, tokenizer, output / "actor_ema", weights=engines.actor_average.gathered())
