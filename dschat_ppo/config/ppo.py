@@ -83,8 +83,8 @@ class PPOFlags:
         "while sampling and saves the pass; 'auto' is 'rollout' in fp32 and 'recompute' in bf16 and fp16",
         "auto",
     )
-    actor_learning_rate: float = flag("peak learning rate of the actor", 9.65e-6)
-    critic_learning_rate: float = flag("peak learning rate of the critic", 5e-6)
+    actor_learning_rate: float = flag("peak learning rate of the actor, at most 1", 9.65e-6)
+    critic_learning_rate: float = flag("peak learning rate of the critic, at most 1", 5e-6)
     actor_weight_decay: float = flag("weight decay of the actor; biases and norms are exempt", 0.0)
     critic_weight_decay: float = flag("weight decay of the critic; biases and norms are exempt", 0.0)
     lr_scheduler_type: SCHEDULERS = flag("learning rate schedule of transformers, per optimizer step", "cosine")

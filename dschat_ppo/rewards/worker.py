@@ -131,8 +131,9 @@ def file_of(function: Callable[..., Any]) -> str | None:
     """Where the user wrote the function; None for a shipped rule and for what is not written in Python."""
     plain = inspect.unwrap(function)
     code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
-    shipped = code is None or Path(code.co_filename).parent == Path(__file__).parent
-    return None if shipped else code.co_filename
+    if code is None or Path(code.co_filename).parent == Path(__file__).parent:
+        return None
+    return str(code.co_filename)
 
 
 def load(where: str, name: str) -> Callable[..., Any]:
