@@ -328,6 +328,14 @@ def test_specs_that_are_refused(spec, problem):
     assert spec in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "spec", ["no_such_rule", "no/such/file.py:name", "exact_match:nan", "exact_match?a", f"{FILE}:absent"]
+)
+def test_messages_name_the_flag_that_named_the_function(spec):
+    with pytest.raises(UserError, match=rf"^--eval_reward_function {spec.partition('?')[0]}"):
+        FunctionReward(parse_function(spec, "--eval_reward_function"), 1, 10.0, 0.0)
+
+
 def test_a_rule_whose_extra_is_missing(monkeypatch):
     monkeypatch.setattr(functions.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"boxed_math: needs math_verify.*dschat_ppo\[math\]"):

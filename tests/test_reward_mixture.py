@@ -96,10 +96,10 @@ OTHER = Calls(4, 4, "ValueError: c")
         ([GOOD, GOOD], [GOOD, GOOD], 0),
         ([SOME, GOOD], [ALL, SOME], 7),
         ([ALL, GOOD], [GOOD, ALL], 6),
-        ([ALL, ALL], [GOOD, SOME], r"^--reward_function f: .* first 6 answers, .* KeyError: 'b'; mend"),
-        ([OTHER, ALL], [ALL, ALL], r"^--reward_function f: .* first 7 answers, .* ValueError: c; mend"),
-        ([SOME, SOME], [ALL, OTHER], r"^--reward_function g: .* first 7 answers, .* KeyError: 'b'; mend"),
-        ([Calls(), ALL], [GOOD, SOME], r"^--reward_function f: .* first 3 answers, .* KeyError: 'b'; mend"),
+        ([ALL, ALL], [GOOD, SOME], r"^--reward_function f: .* first 6 answers; .*: KeyError: 'b'; mend"),
+        ([OTHER, ALL], [ALL, ALL], r"^--reward_function f: .* first 7 answers; .*: ValueError: c; mend"),
+        ([SOME, SOME], [ALL, OTHER], r"^--reward_function g: .* first 7 answers; .*: KeyError: 'b'; mend"),
+        ([Calls(), ALL], [GOOD, SOME], r"^--reward_function f: .* first 3 answers; .*: KeyError: 'b'; mend"),
     ],
 )
 def test_one_function_that_fails_on_every_row_of_all_ranks_is_an_error(monkeypatch, first, second, expected):
@@ -142,7 +142,7 @@ def test_ranks_agree(tmp_path):
         scores, on_one, on_both = function.split(" / ")
         assert (scores, on_one) == ("0.0, 1.0]", "2")
         assert on_both == (
-            "--reward_function exact_match: failed on every one of the first 4 answers, the first time with "
+            "--reward_function exact_match: failed on every one of the first 4 answers; the first cause: "
             "ValueError: the row has no column 'answer' (no row has a column 'answer'); mend the function, its "
             "settings or the columns of the data"
         )

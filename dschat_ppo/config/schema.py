@@ -19,7 +19,7 @@ ZERO_STAGES = Literal[0, 1, 2, 3]
 
 SMALLEST_EPSILON = 2.0**-63  # squares of smaller gradients are no normal numbers in fp32
 LARGEST_BETA = 1 - 1e-6  # 1 less a larger one has hardly a digit left in fp32
-SMALLEST_NORM = 1e-6
+SMALLEST_NORM = 1e-6  # of clipped gradients: less is lost beside the usual epsilon
 
 
 def flag(help: str, default: Any = MISSING) -> Any:

@@ -26,12 +26,14 @@ def require_finite_weights(role: str, engine: Any) -> None:
         NonFiniteError: some rank has found a weight that is NaN or infinite; the same text on every rank.
     """
     bad = [name for name, weight in engine.module.named_parameters() if not _is_finite(_held(weight))]
-    problem = f"rank {dist.rank()}: {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "") if bad else None
+    problem = None
+    if bad:
+        problem = f"rank {dist.rank()}: {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
     first = dist.first_problem(problem)
     if first is not None:
         raise NonFiniteError(
             f"{role}: weights are not finite ({first}): an update overflowed although its gradients were finite. They "
-            "are not saved. Lower the learning rate or raise --adam_epsilon; --resume_force goes on from the newest "
+            "are not saved. Lower the learning rate or raise --adam_epsilon; --resume_force resumes from the newest "
             "checkpoint"
         )
 

@@ -100,7 +100,7 @@ class RewardMixture:
             if refuse_all and rows and all(on_rank.failed == on_rank.rows for on_rank in calls):
                 cause = next(on_rank.cause for on_rank in calls if on_rank.cause)
                 raise RewardFunctionError(
-                    f"{function.spec}: failed on every one of the first {rows} answers, the first time with {cause}; "
+                    f"{function.spec}: failed on every one of the first {rows} answers; the first cause: {cause}; "
                     "mend the function, its settings or the columns of the data"
                 )
         return sum(on_rank.failed for calls in ranks for on_rank in calls)

@@ -28,7 +28,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, BinaryIO, NoReturn, SupportsFloat
 
 LENGTH = struct.Struct(">Q")
@@ -130,10 +130,11 @@ def _one_line(text: str) -> str:
 def file_of(function: Callable[..., Any]) -> str | None:
     """Where the user wrote the function; None for a shipped rule and for what is not written in Python."""
     plain = inspect.unwrap(function)
-    code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
-    if code is None or Path(code.co_filename).parent == Path(__file__).parent:
-        return None
-    return str(code.co_filename)
+    for written in (plain, type(plain).__call__):
+        code = getattr(written, "__code__", None)
+        if isinstance(code, CodeType) and Path(code.co_filename).parent != Path(__file__).parent:
+            return code.co_filename
+    return None
 
 
 def load(where: str, name: str) -> Callable[..., Any]:
