@@ -7,7 +7,7 @@ import torch
 
 from dschat_ppo.data.sampler import RowStream
 from dschat_ppo.errors import RolloutGivenUp
-from dschat_ppo.rewards.failure import RewardServiceError
+from dschat_ppo.rewards.failure import RewardFunctionError, RewardServiceError
 from dschat_ppo.trainers import collector as collector_module
 from dschat_ppo.trainers.collector import Collector
 
@@ -40,7 +40,7 @@ def collector_of(rounds: int) -> tuple[Collector, list[str]]:
     collector.rollout = lambda indices, step, number=0: did.append(f"rollout {number}")
     rows = SimpleNamespace(scores=torch.zeros(2), did=did)
     collector.score = lambda rollout, indices, first, step: did.append("score") or rows
-    collector.judge = SimpleNamespace(mixture=SimpleNamespace(take_faults=lambda: 0))
+    collector.judge = SimpleNamespace(count_faults=lambda: 2)
     collector.pool = None
     if rounds:
         pool = SimpleNamespace(missing=2, kept_share=1.0, add=lambda rows: None, take=lambda: (rows, 0))
@@ -77,8 +77,23 @@ def test_a_service_that_ends_with_the_run_does_not_keep_it_from_being_saved(aske
     assert did == ["rollout 0"]
 
 
-def test_without_a_request_the_rows_are_handed_over():
-    collector, did = collector_of(0)
-    rows, metrics = collector.collect(1, Asked(99))
-    assert rows.scores.tolist() == [0, 0] and metrics == {"reward/function_faults": 0}
+@pytest.mark.parametrize(("asked", "raised"), [(2, RolloutGivenUp), (99, RewardFunctionError)])
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_function_that_fails_on_all_of_the_first_round_ends_the_run_unless_it_is_to_stop(rounds, asked, raised):
+    collector, did = collector_of(rounds)
+
+    def count_faults():
+        raise RewardFunctionError("failed on every one")
+
+    collector.judge.count_faults = count_faults
+    with pytest.raises(raised):
+        collector.collect(1, Asked(asked))
     assert did == ["rollout 0", "score", "gather"]
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_without_a_request_the_rows_are_handed_over_with_the_faults_of_all_rounds(rounds):
+    collector, did = collector_of(rounds)
+    rows, metrics = collector.collect(1, Asked(99))
+    assert rows.scores.tolist() == [0, 0] and metrics["reward/function_faults"] == 2 * max(1, rounds)
+    assert did[:3] == ["rollout 0", "score", "gather"] and len(did) == 3 * max(1, rounds)

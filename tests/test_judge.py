@@ -1,6 +1,7 @@
 """What the sources of reward are asked about a rollout."""
 
 import json
+from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
@@ -51,3 +52,13 @@ def test_the_token_that_ended_a_response_is_no_text_of_it():
     rows = Dataset.from_dict({"row": ["{}"]})
     request = Judge(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [0])
     assert request.responses == ["hall", "hall", "hall<|im_end|>", "hall" + tokenizer.decode(hall[:1])]
+
+
+def test_faults_of_every_row_are_an_error_at_the_first_count_of_each_judge_alone():
+    """Training and evaluation each have a judge, and a run that goes on has new ones."""
+    refused = []
+    mixture = SimpleNamespace(count_faults=lambda refuse_all: refused.append(refuse_all) or 3)
+    for _ in range(2):
+        judge = Judge(mixture, None, None)
+        assert [judge.count_faults() for _ in range(3)] == [3, 3, 3]
+    assert refused == [True, False, False] * 2

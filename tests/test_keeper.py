@@ -18,7 +18,7 @@ from dschat_ppo.checkpoint.manifest import Manifest, damage
 from dschat_ppo.checkpoint.storage import load_state
 from dschat_ppo.common import dist, stopping
 from dschat_ppo.config.safety import SafetyFlags
-from dschat_ppo.errors import StopRequested, StorageError
+from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError
 from dschat_ppo.monitor.writers import MetricsWriter
 
 ABOUT = About("ppo", {"seed": 7}, "f" * 64)
@@ -78,6 +78,7 @@ def engines(monkeypatch):
         files.save({"weights": torch.full((3,), float(len(saved)))}, str(folder / "state" / "weights.pt"))
 
     monkeypatch.setattr(keeper, "save_engine", save_engine)
+    monkeypatch.setattr(keeper, "require_finite_weights", lambda role, engine: None)
     return saved
 
 
@@ -191,6 +192,31 @@ def test_the_newest_and_the_best_stay(tmp_path, engines):
     one, two, three, four, five = ([f"step_00000{step}"] for step in range(1, 6))
     assert stay == [one, two, two + three, two + four, five]
     assert run.folder.best() == "step_000005"
+
+
+@pytest.mark.parametrize("bad", ["actor", "critic"])
+def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_is(tmp_path, engines, monkeypatch, bad):
+    """That one is still being written when they are found."""
+
+    def refuse(role, engine):
+        if role == bad:
+            raise NonFiniteError(f"{role}: {engine}")
+
+    run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0))
+    gate = run.hold()
+    run.trainer.position = (1, 0)
+    run.keeper.pass_by()
+    monkeypatch.setattr(keeper, "require_finite_weights", refuse)
+    run.trainer.position = (2, 0)
+    threading.Timer(0.1, gate.set).start()
+    with pytest.raises(NonFiniteError, match=f"{bad}: {run.trainer.engines_to_save[bad]}"):
+        run.keeper.pass_by()
+    monkeypatch.setattr(stopping, "requested", lambda: True)
+    for end in (run.keeper.pass_by, run.keeper.finish):  # not at a stop and not at the end either
+        with pytest.raises(NonFiniteError):
+            end()
+    assert sorted(path.name for path in run.folder.root.iterdir()) == ["latest", "step_000001"]
+    assert run.folder.newest_intact() == ("step_000001", []) and engines == ["A", "C"]
 
 
 @pytest.mark.parametrize("what", ["folders", "engine", "small files", "commit"])

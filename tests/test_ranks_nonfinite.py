@@ -45,6 +45,28 @@ def test_bad_updates_are_never_applied_and_leave_no_trace(found):
         assert case["scales"] == ([256] * 6 + [128] * 4 if "fp16" in name else [1] * 10), name
 
 
+def test_bad_weights_are_found_at_every_stage_whoever_holds_them(found):
+    """After the steps above: none; one on rank 1 alone; those of an update whose learning rate no flag permits."""
+    for name, case in found.items():
+        if " stage " in name:
+            good, on_one_rank, result, of_update = case["bad weights"]
+            assert good == "", name
+            assert on_one_rank.startswith("actor: weights are not finite (rank 1: second.weight): an update"), name
+            assert result == GOOD, f"{name}: the gradients are finite"
+            assert of_update.startswith("actor: weights are not finite (rank 0: "), name
+
+
+def test_bad_weights_are_in_no_checkpoint_and_in_no_model(found, out):
+    saved = found["saved"]
+    assert saved["norms"] == ["actor", "critic"], "the update was made"
+    for said in (saved["checkpoint"], saved["models"]):
+        assert said.startswith("critic: weights are not finite (rank 0: ") and "--resume_force" in said
+    assert saved["chosen"] == str(out / "saved/checkpoints/step_000000")
+    folder = out / "saved"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step_000000"]
+    assert not (folder / "best.partial").exists()
+
+
 def test_aligned_overflow_spares_both_models_and_lowers_the_scale_of_the_one(found):
     applied, spared = [True, False, None], REFUSED
     assert found["aligned"] == {

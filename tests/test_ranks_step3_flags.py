@@ -37,6 +37,12 @@ def bad(prompts, responses, number, **columns):
 
 def truth(prompt, response):
     return float("e" in response)
+
+def completions(completions, **columns):
+    return [len(text) for text in completions]
+
+def gold(response, answer):
+    return float(answer in response)
 """
 
 
@@ -115,6 +121,9 @@ def cases_of(data, url: str) -> dict[str, str]:
         f"--unsupervised_dataset_name {data / 'plain.jsonl'} --unsup_coef 0.1",
         "bad calls": f"--advantage_estimator rloo --reward_default -7 --reward_clip 0 {no_model.format(10)}"
         f"--reward_function {functions}:bad --num_train_epochs 1",
+        "all bad": f"--advantage_estimator rloo --kl_coef 0 {no_model.format(10)}"
+        f"--reward_function exact_match?ignore_case=true:0 {functions}:completions",
+        "all bad in evaluation": f"{no_model.format(1)} {evaluated.replace(':truth', ':gold')}",
         "dynamic": dynamic + no_model.format(2) + letters,
         "dynamic, all equal": dynamic + no_model.format(1) + f"--reward_function {functions}:equal",
         "warm-up": f"{learned} --critic_warmup_rollouts 2 --lr_scheduler_type linear --test_stop_step 4",
@@ -183,6 +192,20 @@ def test_bad_calls_of_a_reward_function_cost_their_rows(runs):
     good = sum(number for number in range(40) if number % 4 < 2)
     assert sum(line["reward/score_mean"] for line in lines) * 4 == pytest.approx(good - 7 * 20)
     assert "cannot score this" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("all bad", ["--reward_function exact_match: failed on every one of the first 16 answers", "column 'answer'"]),
+        ("all bad in evaluation", ["--eval_reward_function ", "rewards.py:gold: ", " first 24 answers", "TypeError"]),
+    ],
+)
+def test_a_function_that_fails_on_the_whole_first_rollout_stops_all_ranks_alike(runs, name, words):
+    """`exact_match` has a weight of 0 and fails first; the function named after it fails too."""
+    out, lines, _, error = runs[name]
+    assert error is not None and all(word in error for word in words), error
+    assert lines == [] and not (out / "result.json").exists()
 
 
 def test_dynamic_sampling_fills_steps_and_says_so_where_it_cannot(runs):

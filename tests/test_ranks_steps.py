@@ -227,12 +227,17 @@ def test_saved_reward_model_knows_the_spread_of_its_own_scores(assets, out):
 
 
 def test_non_finite_loss_stops_before_the_update(assets, tmp_path):
-    words = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
-    words += f" --output_dir {tmp_path}/sft --learning_rate 1e30 --max_grad_norm 0 --num_train_epochs 3"
+    """The logit of one token is beyond fp32 wherever it is positive."""
+    model = AutoModelForCausalLM.from_pretrained(assets / "lm")
+    model.lm_head.weight.data[7] = 3e38
+    model.save_pretrained(tmp_path / "lm")
+    AutoTokenizer.from_pretrained(assets / "lm").save_pretrained(tmp_path / "lm")
+    words = f"--model_name_or_path {tmp_path}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
+    words += f" --output_dir {tmp_path}/sft --learning_rate 0.01"
     result = run([sys.executable, str(ROOT / "training/step1_sft/main.py"), *words.split()])
     assert result.returncode == 3
     [said] = re.findall(r"^error: .*", result.stderr, re.M)
-    assert "model, step 2: the loss is not finite (rank 0, micro-batch 0); its update was left out." in said
+    assert "model, step 1: the loss is not finite (rank 0, micro-batch 0); its update was left out." in said
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "sft/result.json").exists()
     assert not (tmp_path / "sft/model.safetensors").exists()

@@ -59,7 +59,7 @@ def test_functions_alone():
     # "yes" is no program that runs; the second test of "x = 1" divides by 0; no answer here is a number: the default
     assert mixed.by_source.tolist() == [[1, 0, 0], [0, 0.5, 0]]
     assert mixed.scores.tolist() == [2, 0.5]
-    assert mixture.take_faults() == 2
+    assert mixture.count_faults(refuse_all=False) == 2
     mixture.close()
 
 

@@ -13,6 +13,7 @@ import torch
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import functions, pool
+from dschat_ppo.rewards.failure import Calls
 from dschat_ppo.rewards.functions import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.pool import CallError, Target, Worker, WorkerPool
 from dschat_ppo.rewards.request import RewardRequest
@@ -31,7 +32,7 @@ def ask(name, request=REQUEST, workers=2, timeout=10.0, default=-9.0, settings=(
     try:
         scores = reward(request, None)
         assert scores.dtype == torch.float32
-        return scores.tolist(), reward.take_faults()
+        return scores.tolist(), reward.take_calls().failed
     finally:
         reward.close()
 
@@ -151,8 +152,11 @@ def test_prints_leave_the_scores_alone(capfd):
 
 
 CAUSES = {
-    "raise": "ZeroDivisionError", "hang": "longer than 1 s", "exit": "process ended", "quit": "SystemExit: 3",
-    "crash": "process ended", "surrogate": "ValueError", "nan": "nan", "inf": "-inf", "huge": "1e+39",
+    "raise": "ZeroDivisionError: division by zero", "unprintable": "UnprintableError: its text cannot be printed",
+    "nameless": "an exception: its text cannot be printed", "unpicklable": "UnpicklableError: a lock",
+    "bare": "KeyError (", "long": "RuntimeError: xxx", "lines": "OSError: one two (",
+    "subclass": "OfTextsError: harmless", "hang": "longer than 1 s", "exit": "process ended", "quit": "SystemExit: 3",
+    "crash": "process ended", "surrogate": r"ValueError: \ud800", "nan": "nan", "inf": "-inf", "huge": "1e+39",
     "text": "no number", "none": "no number", "complex": "no number",
 }  # fmt: skip
 
@@ -166,6 +170,42 @@ def test_a_fault_costs_its_row_and_no_other(form, fault, capsys):
     printed = capsys.readouterr().out
     assert f"reward function {form}: row 1: " in printed
     assert CAUSES[fault] in printed.split("row 1: ")[1]
+    assert len(printed) < 2000
+    assert all(line.startswith("warning: rank 0: reward function") for line in printed.splitlines())
+
+
+@pytest.mark.parametrize("fault", ["unprintable", "nameless", "unpicklable", "long", "surrogate", "subclass"])
+def test_an_exception_however_odd_leaves_its_worker_alive(fault):
+    reward = FunctionReward(FunctionSpec(FILE, "faulty_row"), 1, 10.0, -9.0)
+    before = reward.pool.workers[0].process.pid
+    assert reward(of_responses(fault, "ab", fault), None).tolist() == [-9, 2, -9]
+    assert reward.pool.workers[0].process.pid == before
+    reward.close()
+
+
+def test_a_cause_names_the_deepest_line_of_the_functions_own_file(tmp_path):
+    """Not one of the library that raises, nor of the worker; of a shipped rule there is none."""
+    (tmp_path / "neighbour.py").write_text("def wrapped(function):\n    return lambda response: function(response)\n")
+    (tmp_path / "mine.py").write_text(
+        "import asyncio, functools, json, neighbour\n\n\ndef inner(response):\n    return json.loads(response)\n\n\n"
+        "def plain(response):\n    return inner(response)\n\n\n"
+        "async def waits(response):\n    await asyncio.sleep(0)\n    return inner(response)\n\n\n"
+        "class Judge:\n    def __call__(self, response):\n        raise KeyError(response)\n\n\njudge = Judge()\n\n\n"
+        "outer = functools.wraps(plain)(neighbour.wrapped(plain))\n"
+    )
+    for name, line in (("plain", 5), ("waits", 5), ("judge", 19), ("outer", 5)):
+        reward = FunctionReward(parse_function(f"{tmp_path}/mine.py:{name}"), 1, 10.0, 0.0)
+        reward(of_responses("{"), None)
+        assert reward.take_calls().cause.endswith(f" ({tmp_path}/mine.py:{line})"), name
+        reward.close()
+    (tmp_path / "bad.py").write_text("\n1 / 0\n")
+    with pytest.raises(UserError, match=rf"cannot be used: ZeroDivisionError: .* \({tmp_path}/bad.py:2\)"):
+        FunctionReward(parse_function(f"{tmp_path}/bad.py:f"), 1, 10.0, 0.0)
+    rule = FunctionReward(parse_function("numeric_match"), 1, 10.0, 0.0)
+    rule(of_responses("{"), None)
+    expected = "ValueError: the row has no column 'answer' (no row has a column 'answer')"
+    assert rule.take_calls() == Calls(1, 1, expected)
+    rule.close()
 
 
 @pytest.mark.parametrize("form", ["faulty_row", "faulty_batch"])
@@ -181,8 +221,8 @@ def test_a_worker_that_hung_is_replaced_for_the_next_step():
     assert reward(of_responses("abc", "exit"), None).tolist() == [3, -9]
     assert reward(of_responses("abcd"), None).tolist() == [4]
     assert reward.pool.workers[0].process.pid != old
-    assert reward.take_faults() == 2
-    assert reward.take_faults() == 0
+    assert reward.take_calls() == Calls(5, 2, "took longer than 1 s (--reward_timeout) and was killed")
+    assert reward.take_calls() == Calls()
     reward.close()
 
 
@@ -286,6 +326,14 @@ def test_specs_that_are_refused(spec, problem):
         parse_function(spec)
     assert problem in str(refused.value)
     assert spec in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "spec", ["no_such_rule", "no/such/file.py:name", "exact_match:nan", "exact_match?a", f"{FILE}:absent"]
+)
+def test_messages_name_the_flag_that_named_the_function(spec):
+    with pytest.raises(UserError, match=rf"^--eval_reward_function {spec.partition('?')[0]}"):
+        FunctionReward(parse_function(spec, "--eval_reward_function"), 1, 10.0, 0.0)
 
 
 def test_a_rule_whose_extra_is_missing(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dschat_ppo.config.validation import ValidationFlags
+from dschat_ppo.rewards.failure import RewardFunctionError
 from dschat_ppo.rollout.generator import Generation
 from dschat_ppo.rollout.sampling import Sampling
 from dschat_ppo.rollout.stopping import Stopping
@@ -88,10 +89,23 @@ def test_answers_are_json_whatever_they_score(tmp_path):
     assert second["scores"] == [1.0, None] and second["kl"] is None
 
 
+def test_an_evaluation_that_a_function_failed_on_altogether_writes_nothing(tmp_path, monkeypatch):
+    def count_faults():
+        raise RewardFunctionError("failed on every one")
+
+    rollouts = SimpleNamespace(how=Generation(Sampling(1.0), Stopping(4, (1,))))
+    judge = SimpleNamespace(count_faults=count_faults)
+    validation = Validation(ValidationFlags(), rollouts, judge, None, tmp_path, None)
+    monkeypatch.setattr(validation, "_answer_all", lambda: [answered(0, ["a"], [0.0], [1], [True])])
+    with pytest.raises(RewardFunctionError):
+        validation.run(0)
+    assert not (tmp_path / "eval").exists()
+
+
 def test_a_score_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
     scores = iter([math.nan, 0.5, math.inf, 0.7, math.nan, 0.6])
     rollouts = SimpleNamespace(how=Generation(Sampling(1.0), Stopping(4, (1,))), device=torch.device("cpu"))
-    judge = SimpleNamespace(mixture=SimpleNamespace(take_faults=lambda: 0))
+    judge = SimpleNamespace(count_faults=lambda: 0)
     kept = []
     validation = Validation(ValidationFlags(), rollouts, judge, None, tmp_path, lambda: kept.append(validation.best))
     monkeypatch.setattr(

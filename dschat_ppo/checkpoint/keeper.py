@@ -28,6 +28,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.errors import StopRequested, StorageError
+from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.monitor.writers import MetricsWriter
 
 SHARED = "shared.pt"
@@ -173,10 +174,16 @@ class Keeper:
         return by_count or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
 
     def _save(self) -> None:
-        """Copy the state and begin to write it; what is still being written is waited for first."""
+        """Copy the state and begin to write it; what is still being written is waited for first.
+
+        Raises:
+            NonFiniteError: a weight is not finite; the checkpoints before stay the newest.
+        """
         if self._pending is not None:
             self._commit()
         started, subject = time.perf_counter(), self._subject
+        for role, engine in subject.engines_to_save.items():
+            require_finite_weights(role, engine)
         name = checkpoint_name(*subject.position)
         self._on_main(lambda: self._make_folders(name))
         folder = self._partial(name)

@@ -11,6 +11,7 @@ from dschat_ppo.config.schema import (
     flag,
     flag_list,
     require,
+    require_bounded_updates,
     require_fraction,
     require_not_negative,
     require_positive,
@@ -82,8 +83,8 @@ class PPOFlags:
         "while sampling and saves the pass; 'auto' is 'rollout' in fp32 and 'recompute' in bf16 and fp16",
         "auto",
     )
-    actor_learning_rate: float = flag("peak learning rate of the actor", 9.65e-6)
-    critic_learning_rate: float = flag("peak learning rate of the critic", 5e-6)
+    actor_learning_rate: float = flag("peak learning rate of the actor, at most 1", 9.65e-6)
+    critic_learning_rate: float = flag("peak learning rate of the critic, at most 1", 5e-6)
     actor_weight_decay: float = flag("weight decay of the actor; biases and norms are exempt", 0.0)
     critic_weight_decay: float = flag("weight decay of the critic; biases and norms are exempt", 0.0)
     lr_scheduler_type: SCHEDULERS = flag("learning rate schedule of transformers, per optimizer step", "cosine")
@@ -143,6 +144,8 @@ class PPOFlags:
             "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm",
         )
         require_fraction(self, "actor_dropout critic_dropout ema_decay")
+        for role in ("actor", "critic"):
+            require_bounded_updates(self, f"{role}_learning_rate", f"{role}_weight_decay")
         require(0 <= self.min_p < 1, f"--min_p must be at least 0 and below 1, got {self.min_p}")
         require(0 < self.top_p <= 1, f"--top_p must be above 0 and at most 1, got {self.top_p}")
         self._check_combinations()

@@ -18,6 +18,10 @@ from dschat_ppo.errors import UserError
 SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
 
+SMALLEST_EPSILON = 2.0**-63  # squares of smaller gradients are no normal numbers in fp32
+LARGEST_BETA = 1 - 1e-6  # 1 less a larger one has hardly a digit left in fp32
+SMALLEST_NORM = 1e-6  # of clipped gradients: less is lost beside the usual epsilon
+
 
 def flag(help: str, default: Any = MISSING) -> Any:
     """A dataclass field that becomes the command-line flag of the same name. No default: the flag is required."""
@@ -51,6 +55,29 @@ def require_fraction(flags: object, names: str) -> None:
     """These flags must lie in [0, 1); None passes."""
     for name, value in _named(flags, names):
         require(value is None or 0 <= value < 1, f"--{name} must be at least 0 and below 1, got {value}")
+
+
+def require_bounded_updates(flags: object, learning_rate: str, weight_decay: str) -> None:
+    """With these two flags and `--max_grad_norm` AdamW can train.
+
+    Given `RunFlags`' betas, an update moves each weight by the learning rate times a small number at most, and decay
+    takes the share `learning_rate * weight_decay` off it.
+    """
+    (_, rate), (_, decay), (_, norm) = _named(flags, f"{learning_rate} {weight_decay} max_grad_norm")
+    assert rate is not None and decay is not None and norm is not None
+    require(
+        rate <= 1, f"--{learning_rate} must be at most 1, got {rate}: AdamW moves a weight by about that in an update"
+    )
+    require(
+        rate * decay < 1,
+        f"--{learning_rate} x --{weight_decay} must be below 1, got {rate * decay:g}: the decay would turn the sign of "
+        "weights, or let them grow",
+    )
+    require(
+        norm == 0 or norm >= SMALLEST_NORM,
+        f"--max_grad_norm must be 0 (off) or at least {SMALLEST_NORM:g}, got {norm}: smaller gradients are lost beside "
+        "AdamW's epsilon",
+    )
 
 
 def _named(flags: object, names: str) -> list[tuple[str, float | None]]:
@@ -119,8 +146,8 @@ class RunFlags:
     dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
     compute_fp32_loss: bool = flag("losses are always computed in fp32 (kept for old scripts)", False)
     adam_beta1: float = flag("first beta of AdamW", 0.9)
-    adam_beta2: float = flag("second beta of AdamW", 0.95)
-    adam_epsilon: float = flag("epsilon of AdamW", 1e-8)
+    adam_beta2: float = flag("second beta of AdamW; above the square of the first", 0.95)
+    adam_epsilon: float = flag("epsilon of AdamW, 1.1e-19 to 1", 1e-8)
     enable_tensorboard: bool = flag("write the metrics to TensorBoard too", False)
     tensorboard_path: str = flag(
         "TensorBoard folder; a relative path is inside --output_dir, which may stand at its front or not", "tensorboard"
@@ -133,8 +160,29 @@ class RunFlags:
         if self.output_dir is None:
             raise UserError("--output_dir is required: name the folder for the model and its metrics")
         require_not_negative(self, "seed")
-        require_positive(self, "adam_epsilon")
         require_fraction(self, "adam_beta1 adam_beta2")
+        self._check_adam()
+
+    def _check_adam(self) -> None:
+        """AdamW divides `m` by `sqrt(v)`, and `|m| <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) sqrt(v)` whatever the
+        gradients (Cauchy-Schwarz on the two sums): no update exceeds the learning rate times a number of the betas.
+        """
+        smallest, epsilon, beta1, beta2 = SMALLEST_EPSILON, self.adam_epsilon, self.adam_beta1, self.adam_beta2
+        require(
+            smallest <= epsilon <= 1,
+            f"--adam_epsilon must be at least {smallest:.2g} and at most 1, got {epsilon}: with less, an update may be "
+            "divided by 0 in fp32; with more, weights hardly move",
+        )
+        for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
+            require(
+                beta <= LARGEST_BETA,
+                f"--{name} must be at most {LARGEST_BETA:g}, got {beta}: fp32 would lose what a gradient adds",
+            )
+        require(
+            beta1**2 < beta2,
+            f"--adam_beta2 must be above the square of --adam_beta1 ({beta1**2:g}), got {beta2}: with less, an update "
+            "has no bound where large gradients are followed by small ones",
+        )
 
     @property
     def folder(self) -> str:
@@ -162,7 +210,7 @@ class FitFlags:
     per_device_train_batch_size: int = flag("rows of a micro-batch on one device", 16)
     per_device_eval_batch_size: int = flag("rows of an evaluation batch on one device", 16)
     gradient_accumulation_steps: int = flag("micro-batches of one optimizer step", 1)
-    learning_rate: float = flag("peak learning rate; 1e-5 to 2e-5 is usual for a pretrained model", 2e-5)
+    learning_rate: float = flag("peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model", 2e-5)
     weight_decay: float = flag("weight decay; biases and norm weights are exempt", 0.0)
     num_train_epochs: int = flag("passes over the training rows", 1)
     lr_scheduler_type: SCHEDULERS = flag("learning rate schedule of transformers, per optimizer step", "cosine")
@@ -198,3 +246,4 @@ class FitFlags:
             "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps all on the device",
         )
         require_fraction(self, "dropout eval_fraction")
+        require_bounded_updates(self, "learning_rate", "weight_decay")

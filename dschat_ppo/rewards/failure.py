@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
 
 
 class RewardServiceError(UserError):
     """A reward service gave no usable answer. The message names it, the attempts and the last cause."""
+
+
+class RewardFunctionError(UserError):
+    """A reward function failed on every row that it was given. The message names it, the rows and the first cause."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What became of the rows that a function was given: how many, how many it failed on, and the first cause."""
+
+    rows: int = 0
+    failed: int = 0
+    cause: str | None = None
 
 
 def agree_on_failure(problem: str | None) -> None:

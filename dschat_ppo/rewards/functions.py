@@ -17,6 +17,7 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import say
 from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.rewards.failure import Calls
 from dschat_ppo.rewards.pool import CallError, Signature, Target, WorkerPool
 from dschat_ppo.rewards.request import RewardRequest
 from dschat_ppo.types import Rollout
@@ -35,12 +36,19 @@ LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """One `--reward_function`: a file `*.py` or a dotted module, the function's name there, its weight and settings."""
+    """One `--reward_function`: a file `*.py` or a dotted module, the function's name there, its weight and settings.
+
+    `flag` is the one that named it.
+    """
 
     path: str
     name: str
     weight: float = 1.0
     settings: tuple[tuple[str, str], ...] = ()
+    flag: str = FLAG
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.rule or f'{self.path}:{self.name}'}"
 
     @property
     def target(self) -> Target:
@@ -53,30 +61,32 @@ class FunctionSpec:
         return self.name if RULES.get(self.name) == self.path else None
 
 
-def parse_function(spec: str) -> FunctionSpec:
+def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
     """Read `path.py:name`, `module.path:name` or `rule`, each with `?key=value&key=value` and `:weight` if wanted.
 
     Settings are percent-decoded (`+` stays as it is); a `:` before a number at the end of a setting must be `%3A`.
+    Messages name `flag`.
 
     Raises:
         UserError: another form, no such rule or file, a weight that is not finite, a rule whose extra is not installed.
     """
     head, mark, tail = spec.partition("?")
     last, weight = _split_weight(tail if mark else head)
-    place, settings = (head, _settings(last, spec)) if mark else (last, ())
+    given = f"{flag} {spec}"
+    place, settings = (head, _settings(last, given)) if mark else (last, ())
     if not math.isfinite(weight):
-        raise UserError(f"{FLAG} {spec}: the weight must be finite, got {weight}")
+        raise UserError(f"{given}: the weight must be finite, got {weight}")
     parts = place.split(":")
     if len(parts) == 1 and place in RULES:
-        return _checked(FunctionSpec(RULES[place], place, weight, settings), spec)
+        return _checked(FunctionSpec(RULES[place], place, weight, settings, flag), given)
     if len(parts) == 1:
         raise UserError(
-            f"{FLAG} {spec}: there is no rule '{place}' ({', '.join(RULES)}); a function of your own is given as "
+            f"{given}: there is no rule '{place}' ({', '.join(RULES)}); a function of your own is given as "
             "path.py:name or module.path:name"
         )
     if len(parts) != 2 or not all(parts) or not parts[1].isidentifier():
-        raise UserError(f"{FLAG} {spec}: expected path.py:name, module.path:name or a rule, and :weight if wanted")
-    return _checked(FunctionSpec(parts[0], parts[1], weight, settings), spec)
+        raise UserError(f"{given}: expected path.py:name, module.path:name or a rule, and :weight if wanted")
+    return _checked(FunctionSpec(parts[0], parts[1], weight, settings, flag), given)
 
 
 def _split_weight(text: str) -> tuple[str, float]:
@@ -88,31 +98,31 @@ def _split_weight(text: str) -> tuple[str, float]:
         return text, 1.0
 
 
-def _settings(text: str, spec: str) -> tuple[tuple[str, str], ...]:
+def _settings(text: str, given: str) -> tuple[tuple[str, str], ...]:
     try:
         pairs = parse_qsl(text.replace("+", "%2B"), keep_blank_values=True, strict_parsing=True)
     except ValueError:
-        raise UserError(f"{FLAG} {spec}: settings after '?' are key=value, divided by '&'") from None
+        raise UserError(f"{given}: settings after '?' are key=value, divided by '&'") from None
     if len({key for key, _ in pairs}) < len(pairs):
-        raise UserError(f"{FLAG} {spec}: a setting is given twice")
+        raise UserError(f"{given}: a setting is given twice")
     return tuple(pairs)
 
 
-def _checked(found: FunctionSpec, spec: str) -> FunctionSpec:
+def _checked(found: FunctionSpec, given: str) -> FunctionSpec:
     if found.path.endswith(".py"):
         if not Path(found.path).is_file():
-            raise UserError(f"{FLAG} {spec}: there is no file {found.path}")
+            raise UserError(f"{given}: there is no file {found.path}")
     elif not all(part.isidentifier() for part in found.path.split(".")):
-        raise UserError(f"{FLAG} {spec}: '{found.path}' is neither a file that ends in .py nor a module")
+        raise UserError(f"{given}: '{found.path}' is neither a file that ends in .py nor a module")
     if found.rule in EXTRAS:
         module, extra = EXTRAS[found.rule]
         if importlib.util.find_spec(module) is None:
-            raise UserError(f"{FLAG} {spec}: needs {module}; install it with: pip install 'dschat_ppo[{extra}]'")
+            raise UserError(f"{given}: needs {module}; install it with: pip install 'dschat_ppo[{extra}]'")
     for key, value in found.settings:
         try:
             SETTING_CHECKS.get((found.rule or "", key), str)(value)
         except (ValueError, re.error) as problem:
-            raise UserError(f"{FLAG} {spec}: setting {key} cannot be used: {in_one_line(problem)}") from None
+            raise UserError(f"{given}: setting {key} cannot be used: {in_one_line(problem)}") from None
     return found
 
 
@@ -132,12 +142,12 @@ class FunctionReward:
     def __init__(self, spec: FunctionSpec, workers: int, timeout: float, default: float):
         self.spec = spec
         self.default = default
-        self.faults = 0
+        self.calls = Calls()  # since they were last taken
         self.missing: set[str] = set()  # arguments of which it was said that no row has them
         try:
             self.pool = WorkerPool(spec.target, workers, timeout)
         except CallError as problem:
-            raise UserError(f"{FLAG} {spec.path}:{spec.name}: cannot be used: {in_one_line(problem)}") from None
+            raise UserError(f"{spec}: cannot be used: {in_one_line(problem)}") from None
 
     @property
     def name(self) -> str:
@@ -155,7 +165,7 @@ class FunctionReward:
         self._say_what_is_missing(request)
         results = self._results(request)
         bad = {row: cause for row, cause in enumerate(results) if isinstance(cause, str)}
-        self.faults += len(bad)
+        self._count(len(request), list(bad.values()))
         for row, cause in list(bad.items())[:MOST_WARNINGS]:
             self._warn(f"row {row}: {cause}; its score is {self.default:g} (--reward_default)")
         if len(bad) > MOST_WARNINGS:
@@ -175,20 +185,27 @@ class FunctionReward:
         calls = [arguments_of(signature, request, [row]) for row in rows]
         return [_only_score(result) for result in self.pool.map(calls)]
 
+    def _count(self, rows: int, causes: Sequence[str]) -> None:
+        cause = self.calls.cause
+        if causes and cause is None:
+            lacking = f" (no row has a column {_either(self.missing)})" if self.missing else ""
+            cause = causes[0] + lacking
+        self.calls = Calls(self.calls.rows + rows, self.calls.failed + len(causes), cause)
+
     def _say_what_is_missing(self, request: RewardRequest) -> None:
         """Once: most often it is a misspelt column."""
         new = missing_columns(self.pool.signature, request) - self.missing if len(request) else set()
         self.missing |= new
         if new:
-            self._warn(f"no row has a column {' or '.join(map(repr, sorted(new)))}: its argument is None")
+            self._warn(f"no row has a column {_either(new)}: its argument is None")
 
     def _warn(self, text: str) -> None:
         say(f"warning: rank {dist.rank()}: reward function {self.name}: {text}")
 
-    def take_faults(self) -> int:
-        """Rows that got the default score since the last call."""
-        faults, self.faults = self.faults, 0
-        return faults
+    def take_calls(self) -> Calls:
+        """What became of this rank's rows since the last time that this was asked."""
+        calls, self.calls = self.calls, Calls()
+        return calls
 
     def close(self) -> None:
         """End the processes."""
@@ -215,6 +232,10 @@ def missing_columns(signature: Signature, request: RewardRequest) -> set[str]:
     """Arguments without a default that neither a text, nor a column of any row, nor a setting gives."""
     columns = {name for row in request.rows for name in row}
     return set(signature.needs) - columns - set(_texts(signature)) - set(signature.settings)
+
+
+def _either(columns: set[str]) -> str:
+    return " or ".join(map(repr, sorted(columns)))
 
 
 def _texts(signature: Signature) -> tuple[str, str]:

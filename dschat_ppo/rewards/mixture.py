@@ -10,17 +10,23 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dschat_ppo.rewards.failure import RewardServiceError, agree_on_failure
+from dschat_ppo.common import dist
+from dschat_ppo.rewards.failure import Calls, RewardFunctionError, RewardServiceError, agree_on_failure
 from dschat_ppo.rewards.request import RewardRequest, RewardSource
 from dschat_ppo.types import Rollout
 
 
 @runtime_checkable
 class HasProcesses(Protocol):
-    """A source with processes of its own, whose failures cost rows and are counted."""
+    """A source with processes of its own, whose failures cost rows and are counted.
 
-    def take_faults(self) -> int:
-        """Rows that got the default score since the last call."""
+    `spec` names it as the user did.
+    """
+
+    spec: object
+
+    def take_calls(self) -> Calls:
+        """What became of this rank's rows since the last time that this was asked."""
 
     def close(self) -> None:
         """End the processes."""
@@ -78,9 +84,26 @@ class RewardMixture:
         scores = torch.stack(weighted).sum(dim=0) if weighted else torch.zeros(len(request), device=device)
         return MixedScores(scores, torch.stack(columns, dim=1))
 
-    def take_faults(self) -> int:
-        """Rows that got a function's default score on this rank since the last call."""
-        return sum(source.take_faults() for source, _ in self.sources if isinstance(source, HasProcesses))
+    def count_faults(self, refuse_all: bool) -> int:
+        """Rows of all ranks that got a function's default score since the last count. Collective.
+
+        Args:
+            refuse_all: a function that failed on every row of every rank is an error.
+
+        Raises:
+            RewardFunctionError: there is such a function; the same text on every rank, because rank 0 alone prints it.
+        """
+        functions = [source for source, _ in self.sources if isinstance(source, HasProcesses)]
+        ranks = dist.gather_objects([function.take_calls() for function in functions])
+        for function, calls in zip(functions, zip(*ranks, strict=True), strict=True):
+            rows = sum(on_rank.rows for on_rank in calls)
+            if refuse_all and rows and all(on_rank.failed == on_rank.rows for on_rank in calls):
+                cause = next(on_rank.cause for on_rank in calls if on_rank.cause)
+                raise RewardFunctionError(
+                    f"{function.spec}: failed on every one of the first {rows} answers; the first cause: {cause}; "
+                    "mend the function, its settings or the columns of the data"
+                )
+        return sum(on_rank.failed for calls in ranks for on_rank in calls)
 
     def close(self) -> None:
         """End the processes of all sources."""

@@ -25,14 +25,16 @@ import select
 import signal
 import struct
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, BinaryIO, NoReturn, SupportsFloat
 
 LENGTH = struct.Struct(">Q")
 GIVEN = ("prompts", "responses", "prompt", "response")
 _LOOK_MILLISECONDS = 1000
+_LONGEST_TEXT = 500  # characters of an exception's own text
 
 
 def main(words: list[str]) -> None:
@@ -47,9 +49,9 @@ def main(words: list[str]) -> None:
     where, name, settings = words
     try:
         function = load(where, name)
-        loaded = describe(function, json.loads(settings))
+        loaded, file = describe(function, json.loads(settings)), file_of(function)
     except BaseException as problem:  # noqa: BLE001  whatever the user's module raises is told to the trainer
-        _send(answers, {"error": _cause(problem)})
+        _send(answers, {"error": cause_of(problem, os.path.abspath(where))})
         return
     _send(answers, {"ready": loaded})
     loop = asyncio.new_event_loop()
@@ -57,7 +59,7 @@ def main(words: list[str]) -> None:
         try:
             reply: dict[str, Any] = {"values": _values(_call(function, arguments, loop), loaded["per_row"])}
         except BaseException as problem:  # noqa: BLE001  one bad call costs its rows, not the run
-            reply = {"error": _cause(problem)}
+            reply = {"error": cause_of(problem, file)}
         _send(answers, reply)
 
 
@@ -105,9 +107,34 @@ def _receive(requests: BinaryIO) -> dict[str, Any] | None:
     return pickle.loads(requests.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
 
 
-def _cause(problem: BaseException) -> str:
-    text = f"{type(problem).__name__}: {problem}"[:500]
-    return text.encode(errors="backslashreplace").decode()
+def cause_of(problem: BaseException, file: str | None) -> str:
+    """Type and text of an exception and the deepest line of `file` that it passed, in one line.
+
+    An exception is the user's code too: asked for its text, it may raise whatever it likes.
+    """
+    kind, text, place = "an exception", "its text cannot be printed", ""
+    try:
+        kind = _one_line(type(problem).__name__)
+        lines = [n for frame, n in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
+        place = f" ({_one_line(str(file))}:{lines[-1]})" if lines else ""
+        text = _one_line(str(problem)[:_LONGEST_TEXT])
+    except BaseException:  # noqa: BLE001, S110  then the words above stand for it
+        pass
+    return (f"{kind}: {text}" if text else kind) + place
+
+
+def _one_line(text: str) -> str:
+    return " ".join(str.split(text)).encode(errors="backslashreplace").decode()
+
+
+def file_of(function: Callable[..., Any]) -> str | None:
+    """Where the user wrote the function; None for a shipped rule and for what is not written in Python."""
+    plain = inspect.unwrap(function)
+    for written in (plain, type(plain).__call__):
+        code = getattr(written, "__code__", None)
+        if isinstance(code, CodeType) and Path(code.co_filename).parent != Path(__file__).parent:
+            return code.co_filename
+    return None
 
 
 def load(where: str, name: str) -> Callable[..., Any]:

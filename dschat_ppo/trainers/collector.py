@@ -17,11 +17,10 @@ from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.sampler import RowStream
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.errors import RolloutGivenUp
+from dschat_ppo.errors import RolloutGivenUp, UserError
 from dschat_ppo.experience.group_pool import GroupPool
 from dschat_ppo.experience.maker import ExperienceMaker, Scoring
 from dschat_ppo.experience.mini_dataset import gather_rows
-from dschat_ppo.rewards.failure import RewardServiceError
 from dschat_ppo.trainers.judge import Judge, texts_of
 from dschat_ppo.trainers.rollouts import Rollouts
 from dschat_ppo.types import Rollout, ScoredRollout
@@ -64,23 +63,25 @@ class Collector:
         Raises:
             RolloutGivenUp: the run is to stop, as the boundary says. Whoever stops a run may have hurt the processes of
                 reward functions first, so what was scored meanwhile is not trusted either.
+            UserError: a reward cannot be had.
         """
+        metrics = dict[str, float]()
         if self.pool is None:
-            rows, metrics = self._round(self.plan.prompts_per_rank, step, 0, boundary), dict[str, float]()
+            rows, faults = self._round(self.plan.prompts_per_rank, step, 0, boundary)
         else:
-            rows, metrics = self._sample_dynamically(self.pool, step, boundary)
-        faults = torch.tensor(self.judge.mixture.take_faults(), device=rows.scores.device)
+            rows, faults, metrics = self._sample_dynamically(self.pool, step, boundary)
         _give_up_if_asked(boundary)
-        return rows, {**metrics, "reward/function_faults": float(dist.all_reduce(faults))}
+        return rows, {**metrics, "reward/function_faults": float(faults)}
 
     def _sample_dynamically(
         self, pool: GroupPool, step: int, boundary: Boundary
-    ) -> tuple[ScoredRollout, dict[str, float]]:
+    ) -> tuple[ScoredRollout, int, dict[str, float]]:
         """Rounds until the pool has enough groups whose scores differ, or the rounds are used up."""
-        rounds = 0
+        rounds = faults = 0
         while pool.missing and rounds < self.rounds:
-            pool.add(self._round(self._prompts_to_try(pool), step, rounds, boundary))
-            rounds += 1
+            found, failed = self._round(self._prompts_to_try(pool), step, rounds, boundary)
+            pool.add(found)
+            rounds, faults = rounds + 1, faults + failed
         metrics = {"dynamic_sampling/rounds": float(rounds), "dynamic_sampling/kept_share": pool.kept_share}
         rows, filled = pool.take()
         if filled:
@@ -88,23 +89,24 @@ class Collector:
                 f"dynamic sampling: {rounds} rounds gave too few prompts whose answers differ in score; {filled} rows "
                 "of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
             )
-        return rows, {**metrics, "dynamic_sampling/filled_rows": float(filled)}
+        return rows, faults, {**metrics, "dynamic_sampling/filled_rows": float(filled)}
 
     def _prompts_to_try(self, pool: GroupPool) -> int:
         """Prompts of the next round on each rank: as many as should do, from the share that was kept so far."""
         wanted = pool.missing / self.plan.samples / max(pool.kept_share, 0.1)
         return min(self.plan.prompts_per_rank, -int(-wanted // dist.world_size()))
 
-    def _round(self, per_rank: int, step: int, number: int, boundary: Boundary) -> ScoredRollout:
-        """Rows of all ranks that answer the next prompts, `per_rank` on each."""
+    def _round(self, per_rank: int, step: int, number: int, boundary: Boundary) -> tuple[ScoredRollout, int]:
+        """Rows of all ranks that answer the next prompts, `per_rank` on each, and how many a function failed on."""
         first = self.stream.taken + dist.rank() * per_rank
         taken = self.stream.take(per_rank * dist.world_size())
         indices = taken[dist.rank() * per_rank : (dist.rank() + 1) * per_rank]
         rollout = self.rollout(indices, step, number)
         _give_up_if_asked(boundary)
         try:
-            return gather_rows(self.score(rollout, indices, first, step))
-        except RewardServiceError:  # on every rank; who stops a run may have stopped the service first
+            scored = self.score(rollout, indices, first, step)
+            return gather_rows(scored), self.judge.count_faults()
+        except UserError:  # of a reward, on every rank; who stops a run may have stopped its service first
             _give_up_if_asked(boundary)
             raise
 

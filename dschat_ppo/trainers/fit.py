@@ -28,6 +28,7 @@ from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build import OptimizerSettings, learning_rate, optimizer_step, train_engine
 from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
+from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.startup import choose_ways
 from dschat_ppo.monitor.metrics import MetricSums
@@ -236,7 +237,12 @@ class Fit(Generic[Batch]):
         writer.write(step, metrics)
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Save the model to `folder`; returns what `result.json` is to say of the training."""
+        """Save the model to `folder`; returns what `result.json` is to say of the training.
+
+        Raises:
+            NonFiniteError: a weight is not finite.
+        """
+        require_finite_weights("model", self.engine)
         described = self._describe()
         with self.clock.phase("save"):
             save_model(self.engine, tokenizer, folder, described, ends=answer_ends(tokenizer))

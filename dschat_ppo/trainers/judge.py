@@ -34,6 +34,7 @@ class Judge:
         self.mixture = mixture
         self.prompts = prompts
         self.tokenizer = tokenizer
+        self._counted = False  # faults, at least once
 
     def request(self, rollout: Rollout, indices: list[int]) -> RewardRequest:
         """What the sources are asked. Prompts keep the marks of a chat template, but not the actor's BOS, which is no
@@ -63,3 +64,13 @@ class Judge:
         found = self.mixture(request, rollout)
         device = rollout.response_ids.device
         return MixedScores(found.scores.to(device), found.by_source.to(device))
+
+    def count_faults(self) -> int:
+        """Rows of all ranks that got a function's default score since the last count. Collective.
+
+        Raises:
+            RewardFunctionError: this is the first count, and a function failed on every row: the function is wrong, not
+                an answer.
+        """
+        refuse_all, self._counted = not self._counted, True
+        return self.mixture.count_faults(refuse_all)

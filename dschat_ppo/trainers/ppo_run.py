@@ -24,6 +24,7 @@ from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.experience.maker import ExperienceMaker
+from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_length,
@@ -270,9 +271,9 @@ def _true_score(config: PPOConfig) -> FunctionReward:
     """The function of `--eval_reward_function`."""
     rewards = config.rewards
     text = config.validation.eval_reward_function or ""
-    spec = parse_function(text)
+    spec = parse_function(text, "--eval_reward_function")
     if spec.weight != 1:
-        raise UserError(f"--eval_reward_function {text}: it is the only score of an evaluation, so it takes no weight")
+        raise UserError(f"{spec.flag} {text}: it is the only score of an evaluation, so it takes no weight")
     return FunctionReward(spec, rewards.reward_workers, rewards.reward_timeout, rewards.reward_default)
 
 
@@ -285,7 +286,13 @@ def _say_notes(config: PPOConfig) -> None:
 
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the actor, its moving average and the critic, if there are, as Hugging Face folders. Collective."""
+    """Write the actor, its moving average and the critic, if there are, as Hugging Face folders. Collective.
+
+    Raises:
+        NonFiniteError: a weight of one of them is not finite; nothing is written.
+    """
+    for role, engine in engines.trained.items():
+        require_finite_weights(role, engine)
     ends = answer_ends(tokenizer)
     save_model(engines.actor, tokenizer, output / "actor", ends=ends)
     if engines.actor_average is not None:

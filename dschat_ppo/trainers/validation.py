@@ -135,9 +135,9 @@ class Validation:
     def run(self, step: int) -> dict[str, float]:
         """Metrics; writes the answers, and keeps the models if they are trained and the best so far. Collective."""
         rows = self._answer_all()
+        faults = self.judge.count_faults()
         metrics = summary(rows, self.flags.eval_pass_score)
-        faults = torch.tensor(self.judge.mixture.take_faults(), device=self.rollouts.device)
-        metrics["eval/function_faults"] = float(dist.all_reduce(faults))
+        metrics["eval/function_faults"] = float(faults)
         problem = dist.broadcast_object(self._write(rows, step) if dist.is_main() else None)
         if problem:
             raise StorageError(problem)

@@ -15,6 +15,8 @@ from datasets import Dataset
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from dschat_ppo.checkpoint.choose import About, choose
+from dschat_ppo.checkpoint.keeper import Keeper
 from dschat_ppo.common import dist
 from dschat_ppo.common.launch import leave
 from dschat_ppo.common.logging import quiet_libraries
@@ -31,8 +33,11 @@ from dschat_ppo.engine.build import (
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.experience.mini_dataset import gather_rows
+from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.trainers.ppo_run import save_models
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import trainer_of
 from workers.quick import be_quick
@@ -119,7 +124,29 @@ def engine_case(stage: int, dtype: str, offload: bool) -> dict:
         scales.append(seen.optimizer.loss_scaler.cur_scale if dtype == "fp16" else 1)
     moved = not torch.equal(weights(seen), start)
     found = {"results": results, "equal": equal, "same_rate": same_rate, "norms": norms, "scales": scales}
-    return {**found, "moved": moved}
+    return {**found, "moved": moved, "bad weights": bad_weights(seen, dtype)}
+
+
+def bad_weights(engine, dtype: str) -> list:
+    """What is said of good weights, of one bad weight on rank 1, and of those that the optimizer makes bad."""
+    role = "actor"
+    said_of = [outcome_of(lambda: require_finite_weights(role, engine))]
+    weight = engine.module.second.weight
+    part = getattr(weight, "ds_tensor", weight).data.view(-1)
+    kept = part[0].clone()
+    if dist.rank() == 1:
+        part[0] = -math.inf
+    said_of.append(outcome_of(lambda: require_finite_weights(role, engine)))
+    part[0] = kept
+    update_too_far(engine, 1e6 if dtype == "fp16" else 1e39)  # an fp32 master holds 1e6
+    result = optimizer_step(engine, micro_batches(0, "good", dtype), loss_of(engine))
+    return [*said_of, said(result), outcome_of(lambda: require_finite_weights(role, engine))]
+
+
+def update_too_far(engine, rate: float) -> None:
+    """Let the next update be made with a learning rate that no flag permits."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
 
 
 def aligned_case() -> dict:
@@ -238,6 +265,25 @@ def run_case(assets: Path, out: Path) -> dict:
     }
 
 
+def saved_case(assets: Path, out: Path) -> dict:
+    """An update turns the critic's weights bad after a checkpoint: what is saved then, and what a run would resume."""
+    folder = out / "saved"
+    trainer, scored = trainer_for(assets, folder, (2, 3), "--save_minutes", 0)
+    about = About("ppo", {}, "")
+    keeper = Keeper(folder, trainer, trainer.config.safety, about, MetricsWriter(folder, None))
+    keeper.finish()
+    update_too_far(trainer.engines.critic, 1e39)
+    trainer.progress.begin_step(trainer.shaping.experience(scored, 1), {})
+    part = next(iter(trainer.mini_dataset.updates(trainer.progress.experience, 1, step=1)))
+    found = {"norms": sorted(trainer.update_once(part, trainer.progress.sums, True, 1).norms)}
+    trainer.progress.updates = 1
+    found["checkpoint"] = outcome_of(keeper.finish)
+    tokenizer = trainer.collector.judge.tokenizer
+    found["models"] = outcome_of(lambda: save_models(trainer.engines, tokenizer, folder / "best.partial"))
+    found["chosen"] = str(choose(folder, trainer.config.safety, about, False))
+    return found
+
+
 def limits_case(assets: Path, out: Path) -> dict:
     """How many of six updates are made under each limit, and what of a forbidden one reaches the weights."""
     found = {}
@@ -274,6 +320,7 @@ def main() -> None:
     found["smallest scale"] = smallest_scale_case()
     found["skip"] = skip_case(assets, out)
     found["run"] = run_case(assets, out)
+    found["saved"] = saved_case(assets, out)
     found["limits"] = limits_case(assets, out)
     (out / f"{dist.rank()}.json").write_text(json.dumps(found))
     dist.shutdown()

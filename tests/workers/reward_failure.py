@@ -1,4 +1,5 @@
-"""A problem that rank 1 alone has: each rank writes into OUT/RANK what it was told, and a function's scores."""
+"""A problem that rank 1 alone has: each rank writes into OUT/RANK what it was told, and a function's scores; then what
+a function's faults are on rank 1 alone, and on both."""
 
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.launch import leave
-from dschat_ppo.rewards.failure import RewardServiceError, agree_on_failure
+from dschat_ppo.rewards.failure import RewardFunctionError, RewardServiceError, agree_on_failure
 from dschat_ppo.rewards.functions import FunctionReward, parse_function
 from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.rewards.request import RewardRequest
@@ -46,14 +47,29 @@ def mixed() -> str:
         return str(failure)
 
 
+def faults(function: FunctionReward) -> list[str]:
+    """Where no row has the column, on rank 1 and then on both."""
+    mixture = RewardMixture([(function, 1.0)])
+    found, rollout = [], Rollout(*torch.zeros(6, 2, 1))
+    function.take_calls()
+    for good_rank in (0, None):
+        row = {"answer": "yes"} if dist.rank() == good_rank else {}
+        mixture(RewardRequest(["", ""], ["no", "yes"], [row] * 2), rollout)
+        try:
+            found.append(str(mixture.count_faults(refuse_all=True)))
+        except RewardFunctionError as failure:
+            found.append(str(failure))
+    return found
+
+
 if __name__ == "__main__":
     dist.init()
     first = told(None)
     second = told("the service é is away" if dist.rank() == 1 else None)
     function = FunctionReward(parse_function("exact_match"), 2, 20.0, 0.0)
     scores = function(RewardRequest(["", ""], ["no", "yes"], [{"answer": "yes"}] * 2), None)
+    lines = [first, second, mixed(), str(scores.tolist()), *faults(function)]
     function.close()
-    lines = [first, second, mixed(), str(scores.tolist())]
     (Path(sys.argv[-1]) / str(dist.rank())).write_text(" / ".join(lines), encoding="utf-8")
     dist.shutdown()
     leave(0)
