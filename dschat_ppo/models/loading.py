@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -30,6 +29,8 @@ from dschat_ppo.common.durable import blocks_of
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import patient
 from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.models.architectures import check_architecture, first_position
+from dschat_ppo.models.classifiers import classifier_class, lm_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_HEAD = "score.weight"
@@ -128,7 +129,7 @@ def check_length(folder: str, longest: int, flags: str) -> None:
     """
     config = load_config(folder, "model").get_text_config()
     known = getattr(config, "max_position_embeddings", None)
-    if known is None or longest <= known:
+    if known is None or longest <= (known := known - first_position(config)):
         return
     message = f"{flags} of {longest} tokens goes beyond the {known} positions that {folder} knows"
     if not hasattr(config, "rope_parameters") or longest > MOST_EXTRAPOLATION * known:
@@ -167,12 +168,6 @@ def _read_through(folder: str) -> None:
             pass
 
 
-def _require_causal(folder: str, config: PretrainedConfig) -> None:
-    """Rows are padded on the right and no mask is given, so a token must not see those after it."""
-    if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
-        raise UserError(f"{folder}: use_bidirectional_attention lets tokens see the future; take a causal model")
-
-
 def check_causal_lm(folder: str) -> None:
     """Compare the checkpoint with the causal language model of its config, without reading the weights.
 
@@ -181,10 +176,8 @@ def check_causal_lm(folder: str) -> None:
             listed).
     """
     config = load_config(folder, "model")
-    _require_causal(folder, config)
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"{folder}: transformers has no causal language model for {type(config).__name__}")
-    _check_weights(AutoModelForCausalLM, folder, config, {}, set())
+    check_architecture(config, folder, needs_lm=True)
+    _check_weights(AutoModelForCausalLM, folder, config)
 
 
 def load_causal_lm(
@@ -215,16 +208,14 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
             not causal, or no head where one is needed.
     """
     config = load_config(folder, "model")
-    _require_causal(folder, config)
+    check_architecture(config, folder, needs_lm=False)
     is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
     if is_classifier and config.num_labels != 1:
         raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
-    if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UserError(f"{folder}: transformers has no sequence classifier for {type(config).__name__}")
     config.num_labels = 1
+    kind = classifier_class(config)
     allowed = {SCORE_HEAD} if new_head else set()
-    key_mapping = _deepspeed_chat_mapping(folder, config)
-    return bool(_check_weights(AutoModelForSequenceClassification, folder, config, key_mapping, allowed))
+    return bool(_check_weights(kind, folder, config, _deepspeed_chat_mapping(folder, kind), allowed, lm_names(config)))
 
 
 def load_sequence_classifier(
@@ -243,12 +234,10 @@ def load_sequence_classifier(
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
     config = _with_dropout(load_config(folder, "model"), dropout)
     config.num_labels = 1
+    kind = classifier_class(config)
     with _loading(folder, ds_config):
-        return AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            config=config,
-            dtype=DTYPES[dtype],
-            key_mapping=_deepspeed_chat_mapping(folder, config) or None,
+        return kind.from_pretrained(
+            folder, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(folder, kind) or None
         )
 
 
@@ -260,13 +249,12 @@ def _with_dropout(config: PretrainedConfig, dropout: float | None) -> Pretrained
     return config
 
 
-def _deepspeed_chat_mapping(folder: str, config: PretrainedConfig) -> dict[str, str]:
+def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[str, str]:
     """Renames `rwtransformer.*` and `v_head.*` to the classifier's names, if the checkpoint has them."""
     names = _checkpoint_names(folder)
     if not any(name.startswith("v_head.") for name in names):
         return {}
-    model_class: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-    return {r"^rwtransformer\.": f"{model_class.base_model_prefix}.", r"^v_head\.": "score."}
+    return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": "score."}
 
 
 def _weight_files(folder: str) -> list[Path]:
@@ -290,18 +278,19 @@ def _checkpoint_names(folder: str) -> list[str]:
 
 
 def _check_weights(
-    auto_class: Any,
+    kind: Any,
     folder: str,
     config: PretrainedConfig,
-    key_mapping: dict[str, str],
-    allowed_missing: set[str],
-) -> set[str]:
+    key_mapping: dict[str, str] | None = None,
+    allowed_missing: Set[str] = frozenset(),
+    allowed_unexpected: Set[str] = frozenset(),
+) -> Set[str]:
     """Compare the checkpoint with the model on the meta device; return the allowed names that are missing."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
     try:
         with patient():
-            _, info = auto_class.from_pretrained(
+            _, info = kind.from_pretrained(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
@@ -310,7 +299,7 @@ def _check_weights(
     finally:
         transformers.logging.set_verbosity(verbosity)
     missing = set(info["missing_keys"])
-    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)}
+    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)} - allowed_unexpected
     wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
     if SCORE_HEAD in missing - allowed_missing and missing <= {SCORE_HEAD}:
         raise UserError(f"{folder}: has no trained scalar head ({SCORE_HEAD}); train a reward model first (step 2)")
