@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers
 from transformers import PretrainedConfig
 
@@ -56,10 +58,12 @@ def check_architecture(config: PretrainedConfig, folder: str, needs_lm: bool) ->
     if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
         raise UserError(f"{folder}: use_bidirectional_attention lets tokens see the future; take a causal model")
     if config.model_type in ENCODERS_UNLESS_DECODER and not config.is_decoder:
-        raise UserError(f"{folder}: {name} without is_decoder is an encoder, whose tokens see the future; take a decoder")
+        raise UserError(
+            f"{folder}: {name} without is_decoder is an encoder, whose tokens see the future; take a decoder"
+        )
     if config.model_type in UNUSABLE:
         raise UserError(f"{folder}: {name} cannot be used: {UNUSABLE[config.model_type]}; take another model")
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    known: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     is_lm = type(config) in known
     if not is_lm and (needs_lm or config.model_type not in CLASSIFIERS_ONLY):
         raise UserError(f"{folder}: transformers has no causal language model for {name}; take a decoder-only model")

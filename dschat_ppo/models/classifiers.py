@@ -18,7 +18,8 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class with one scalar head, named `score`, over the states of a causal model.
 
     Where transformers has such a class it is taken, so that plain transformers loads what is saved. Else it is
-    `<Architecture>WithScalarHead`: the backbone of the language model under its own name, and a linear head without bias.
+    `<Architecture>WithScalarHead`, which this project alone loads: the language model's backbone under its own name,
+    and a linear head without bias.
 
     Args:
         config: of an architecture that `check_architecture` lets pass, with one label.
@@ -59,7 +60,7 @@ def _with_scalar_head(config: PretrainedConfig) -> type[PreTrainedModel]:
     def init(self: Any, config: PretrainedConfig) -> None:
         base.__init__(self, config)
         setattr(self, name, backbone_of(lm_class(config)))  # as the language model builds it, without a pooler
-        self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
         self.post_init()
 
     stem = lm_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")

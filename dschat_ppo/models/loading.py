@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,6 +31,8 @@ from dschat_ppo.common.progress import patient
 from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.models.architectures import check_architecture, first_position
 from dschat_ppo.models.classifiers import classifier_class, lm_names
+from dschat_ppo.models.vocabulary import grow_vocabulary
+from dschat_ppo.models.weight_files import checkpoint_shapes, is_old_buffer, weight_files
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_HEAD = "score.weight"
@@ -79,6 +81,11 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     Raises:
         UserError: no usable tokenizer, one without words, or one without EOS.
     """
+    if _needs_sentencepiece(folder):
+        raise UserError(
+            f"{flag} {folder}: its only tokenizer is a tokenizer.model of SentencePiece; pip install "
+            '"dschat_ppo[sentencepiece]", or save a tokenizer.json there'
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as problem:
@@ -90,15 +97,26 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _needs_sentencepiece(folder: str) -> bool:
+    """Whether sentencepiece is needed and missing. transformers would ask for tiktoken, whose files are lines of text;
+    those of SentencePiece are protocol buffers, which begin with the tag of the list of pieces."""
+    file = Path(folder) / "tokenizer.model"
+    if find_spec("sentencepiece") is not None or (Path(folder) / "tokenizer.json").exists() or not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(1) == b"\n"
+
+
 def filler_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """An id to fill padding with. Masks alone say what is real, so any valid id does: PAD, or EOS without one."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def check_vocabulary(
-    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str, folder: str, other: bool = False
-) -> None:
-    """The model at `folder` must have an embedding for every id of `tokenizer`.
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str, folder: str, other: bool = False,
+    resize: bool = False,
+) -> None:  # fmt: skip
+    """The model at `folder` must have an embedding for every id of `tokenizer`, or get it (`--resize_vocabulary`).
 
     Args:
         tokenizer: whose ids the model will see.
@@ -106,12 +124,14 @@ def check_vocabulary(
         flag: the flag that named the model.
         folder: the model's folder.
         other: the tokenizer belongs to another model (the actor); then the model's own tokenizer must agree with it.
+        resize: embeddings that are missing will be added.
     """
     size = config.get_text_config().vocab_size
-    if len(tokenizer) > size:
+    if len(tokenizer) > size and not resize:
+        whose = "actor's tokenizer; train the reward model from the same base, or" if other else "tokenizer beside it;"
         raise UserError(
-            f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of the "
-            + ("actor's tokenizer; train the reward model from the same base" if other else "tokenizer beside it")
+            f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of the {whose} train "
+            "with --resize_vocabulary, which adds the missing rows"
         )
     if other and load_tokenizer(folder, flag).get_vocab() != tokenizer.get_vocab():
         raise UserError(
@@ -163,7 +183,7 @@ def _loading(folder: str, ds_config: dict[str, Any] | None) -> Iterator[None]:
 def _read_through(folder: str) -> None:
     """Once, so that the machine has the weights in memory. It is from a mapped file that they are copied later, in
     between collectives, where a disk that is slow cannot be told from a rank that hangs; here it can."""
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         for _ in blocks_of(file):
             pass
 
@@ -181,16 +201,22 @@ def check_causal_lm(folder: str) -> None:
 
 
 def load_causal_lm(
-    folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None
+    folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None, resize: bool = False
 ) -> PreTrainedModel:
     """A checked causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
 
-    `dropout` overrides every dropout of the config.
+    Args:
+        folder: model folder.
+        dtype: "bf16", "fp16" or "fp32".
+        ds_config: the DeepSpeed config that the model will run under; None for none.
+        dropout: overrides every dropout of the config.
+        resize: add rows for tokens of the folder's tokenizer that the model has none for (`grow_vocabulary`).
     """
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
     with _loading(folder, ds_config):
-        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype])
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype])
+        return _resized(model, folder) if resize else model
 
 
 def check_sequence_classifier(folder: str, new_head: bool) -> bool:
@@ -219,8 +245,9 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
 
 
 def load_sequence_classifier(
-    folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None
-) -> PreTrainedModel:
+    folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None,
+    resize: bool = False,
+) -> PreTrainedModel:  # fmt: skip
     """A checked model with a scalar head: any sequence classifier of one label, or DeepSpeed-Chat's layout.
 
     Args:
@@ -229,6 +256,7 @@ def load_sequence_classifier(
         ds_config: the DeepSpeed config that the model will run under; None for none.
         new_head: True for training a reward model; False where a trained head is needed.
         dropout: overrides every dropout of the config.
+        resize: see `load_causal_lm`.
     """
     if check_sequence_classifier(folder, new_head):
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
@@ -236,9 +264,17 @@ def load_sequence_classifier(
     config.num_labels = 1
     kind = classifier_class(config)
     with _loading(folder, ds_config):
-        return kind.from_pretrained(
+        model = kind.from_pretrained(
             folder, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(folder, kind) or None
         )
+        return _resized(model, folder) if resize else model
+
+
+def _resized(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    known, needed = model.config.get_text_config().vocab_size, len(load_tokenizer(folder, "model"))
+    if grow_vocabulary(model, needed):
+        logger().info(f"model: {folder} has rows for {known} tokens; {needed - known} are added (--resize_vocabulary)")
+    return model
 
 
 def _with_dropout(config: PretrainedConfig, dropout: float | None) -> PretrainedConfig:
@@ -251,30 +287,9 @@ def _with_dropout(config: PretrainedConfig, dropout: float | None) -> Pretrained
 
 def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[str, str]:
     """Renames `rwtransformer.*` and `v_head.*` to the classifier's names, if the checkpoint has them."""
-    names = _checkpoint_names(folder)
-    if not any(name.startswith("v_head.") for name in names):
+    if not any(name.startswith("v_head.") for name in checkpoint_shapes(folder)):
         return {}
     return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": "score."}
-
-
-def _weight_files(folder: str) -> list[Path]:
-    root = Path(folder)
-    return sorted(root.glob("*.safetensors")) or sorted(root.glob("pytorch_model*.bin"))
-
-
-def _checkpoint_names(folder: str) -> list[str]:
-    """Names of the weights in a checkpoint, read without the weights themselves."""
-    names: list[str] = []
-    try:
-        for file in _weight_files(folder):
-            if file.suffix == ".bin":
-                names += list(torch.load(file, map_location="meta", weights_only=True, mmap=True))
-                continue
-            with safe_open(file, framework="pt") as weights:
-                names += list(weights.keys())
-    except (SafetensorError, RuntimeError, pickle.UnpicklingError) as problem:
-        raise UserError(f"{file}: cannot be read ({in_one_line(problem)}); copy the model again") from None
-    return names
 
 
 def _check_weights(
@@ -300,6 +315,8 @@ def _check_weights(
         transformers.logging.set_verbosity(verbosity)
     missing = set(info["missing_keys"])
     unexpected = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)} - allowed_unexpected
+    if unexpected:
+        unexpected -= {name for name, shape in checkpoint_shapes(folder).items() if is_old_buffer(name, shape)}
     wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
     if SCORE_HEAD in missing - allowed_missing and missing <= {SCORE_HEAD}:
         raise UserError(f"{folder}: has no trained scalar head ({SCORE_HEAD}); train a reward model first (step 2)")

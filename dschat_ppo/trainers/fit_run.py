@@ -65,7 +65,7 @@ def begin_fit(
     with naming(MODEL):
         check_architecture(model_config, folder, isinstance(config, SFTConfig) or config.reward.objective != "reward")
     tokenizer = load_tokenizer(folder, MODEL)
-    check_vocabulary(tokenizer, model_config, MODEL, folder)
+    check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")
