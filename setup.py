@@ -28,6 +28,7 @@ setup(
     extras_require={
         "math": ["math-verify==0.9.0"],
         "plot": ["matplotlib==3.11.2"],
+        "sentencepiece": ["sentencepiece==0.2.3"],
         "test": [
             "pytest==9.2.0",
             "pytest-xdist==3.8.0",

@@ -9,15 +9,20 @@ from conftest import tiny_config
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
+    CodeGenConfig,
+    CodeGenForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    MambaConfig,
-    MambaForCausalLM,
     Qwen2Config,
 )
 
@@ -165,8 +170,6 @@ def test_wrong_shapes_are_listed(tmp_path):
 
 
 def test_dropout_override_reaches_the_model(tmp_path):
-    from transformers import GPT2LMHeadModel
-
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50)).save_pretrained(tmp_path)
     rates = {m.p for m in load_causal_lm(str(tmp_path), "fp32", None, 0.0).modules() if isinstance(m, torch.nn.Dropout)}
     assert rates == {0.0}
@@ -185,8 +188,9 @@ def test_a_folder_without_tokenizer_is_named(tmp_path, config):
 def test_vocabulary_that_does_not_fit_is_refused(assets):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     small = tiny_config(vocab_size=100)
-    with pytest.raises(UserError, match=r"--critic_model_name_or_path.*vocabulary of 100"):
+    with pytest.raises(UserError, match=r"--critic_model_name_or_path.*vocabulary of 100.*--resize_vocabulary"):
         check_vocabulary(tokenizer, small, "--critic_model_name_or_path", "folder", other=True)
+    check_vocabulary(tokenizer, small, "--model_name_or_path", "folder", resize=True)
     check_vocabulary(tokenizer, load_config(str(assets / "reward"), "f"), "f", str(assets / "reward"), other=True)
 
 
@@ -232,10 +236,78 @@ def test_gpt_neox_becomes_a_reward_model(tmp_path):
     assert load_sequence_classifier(str(tmp_path), "fp32", None, new_head=True).config.num_labels == 1
 
 
-def test_architecture_without_a_classifier_is_named(tmp_path):
-    MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no sequence classifier for MambaConfig"):
-        load_sequence_classifier(str(tmp_path), "fp32", None, new_head=True)
+_GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 8}
+_NEO = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50, "attention_types": [[["global"], 1]]}
+_MASK, _MASKED, _FREQUENCIES = torch.ones(1, 1, 8, 8).tril().bool(), torch.tensor(-1e4), torch.ones(4)
+OLD_FILES = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config(**_GPT), {"h.0.attn.bias": _MASK, "h.0.attn.masked_bias": _MASKED}),
+    "gptj": (
+        GPTJForCausalLM, GPTJConfig(**_GPT, rotary_dim=4),
+        {"transformer.h.0.attn.bias": _MASK, "transformer.h.0.attn.masked_bias": _MASKED},
+    ),
+    "gpt_neo": (
+        GPTNeoForCausalLM, GPTNeoConfig(**_NEO),
+        {"transformer.h.0.attn.attention.bias": _MASK, "transformer.h.0.attn.attention.masked_bias": _MASKED},
+    ),
+    "gpt_neox": (
+        GPTNeoXForCausalLM,
+        GPTNeoXConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50, intermediate_size=32),
+        {
+            "gpt_neox.layers.0.attention.bias": _MASK, "gpt_neox.layers.0.attention.masked_bias": _MASKED,
+            "gpt_neox.layers.0.attention.rotary_emb.inv_freq": _FREQUENCIES,
+        },
+    ),
+    "codegen": (
+        CodeGenForCausalLM, CodeGenConfig(**{**_GPT, "n_head": 4}, rotary_dim=4), {"transformer.h.0.attn.causal_mask": _MASK},
+    ),
+    "llama": (LlamaForCausalLM, tiny_config(), {"model.layers.0.self_attn.rotary_emb.inv_freq": _FREQUENCIES}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("name", list(OLD_FILES))
+def test_buffers_of_old_files_are_passed_over(tmp_path, name, safe):
+    kind, config, buffers = OLD_FILES[name]
+    model = kind(config).eval()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file) | buffers
+    if safe:
+        save_file(weights, file, metadata={"format": "pt"})
+    else:
+        file.unlink()
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+    loaded = load_causal_lm(str(tmp_path), "fp32", None).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS[:, :5] % 50).logits, model(IDS[:, :5] % 50).logits)
+    assert check_sequence_classifier(str(tmp_path), new_head=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("model.layers.0.self_attn.attn.bias", torch.zeros(32)),
+        ("model.layers.0.attention.bias", torch.zeros(1, 1, 4, 8)),
+        ("model.layers.0.attn.masked_bias", torch.zeros(3)),
+        ("model.layers.0.bias", _MASK),
+    ],
+)
+def test_weights_that_only_look_like_old_buffers_are_unexpected(tmp_path, name, weight):
+    folder = damaged(tmp_path, lambda weights: weights.update({name: weight}))
+    with pytest.raises(UserError, match=f"unexpected: {name}"):
+        load_causal_lm(folder, "fp32", None)
+
+
+def test_a_tokenizer_model_alone_asks_for_sentencepiece(tmp_path, monkeypatch):
+    tiny_config().save_pretrained(tmp_path)
+    monkeypatch.setattr("dschat_ppo.models.loading.find_spec", lambda name: None)
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    with pytest.raises(UserError, match=r'--model .*pip install "dschat_ppo\[sentencepiece\]"'):
+        load_tokenizer(str(tmp_path), "--model")
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # a file of tiktoken
+    with pytest.raises(UserError, match="tokenizer") as raised:
+        load_tokenizer(str(tmp_path), "--model")
+    assert "sentencepiece" not in str(raised.value)
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, lambda *a: load_sequence_classifier(*a, new_head=True)])

@@ -144,6 +144,9 @@ class RunFlags:
     )
     local_rank: int = flag("set by the deepspeed launcher", -1)
     dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
+    resize_vocabulary: bool = flag(
+        "add embeddings (the mean of those there are) for tokens of the tokenizer that a model has none for", False
+    )
     compute_fp32_loss: bool = flag("losses are always computed in fp32 (kept for old scripts)", False)
     adam_beta1: float = flag("first beta of AdamW", 0.9)
     adam_beta2: float = flag("second beta of AdamW; above the square of the first", 0.95)

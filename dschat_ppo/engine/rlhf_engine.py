@@ -72,9 +72,10 @@ class RLHFEngine:
         )
 
     def _build_actor(self, folder: str) -> Any:
-        ppo = self._config.ppo
+        ppo, run = self._config.ppo, self._config.run
         ds_config = self._train_config(ppo.actor_zero_stage)
-        model = PolicyModel(load_causal_lm(folder, self._config.run.dtype, ds_config, ppo.actor_dropout or 0.0))
+        lm = load_causal_lm(folder, run.dtype, ds_config, ppo.actor_dropout or 0.0, run.resize_vocabulary)
+        model = PolicyModel(lm)
         if ppo.actor_gradient_checkpointing:
             model.gradient_checkpointing_enable()
         settings = self._optimizer_settings(ppo.actor_learning_rate, ppo.actor_weight_decay, self._plan.actor_updates)
@@ -87,13 +88,17 @@ class RLHFEngine:
         ds_config = eval_config(ppo.actor_zero_stage, dtype, ppo.offload_reference_model, self._ranks)
         # the actor's way, so that the two agree to the last bit before the first update
         actor = self.actor.module
-        model = PolicyModel(load_causal_lm(folder, dtype, ds_config), actor.fused, actor.packed)
+        lm = load_causal_lm(folder, dtype, ds_config, resize=self._config.run.resize_vocabulary)
+        model = PolicyModel(lm, actor.fused, actor.packed)
         return eval_engine(model, ds_config)
 
     def _build_critic(self, folder: str) -> Any:
-        ppo, dtype, new_head = self._config.ppo, self._config.run.dtype, self._config.critic_may_have_new_head
+        ppo, run, new_head = self._config.ppo, self._config.run, self._config.critic_may_have_new_head
         ds_config = self._train_config(ppo.critic_zero_stage)
-        model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, new_head, ppo.critic_dropout or 0.0))
+        dropout = ppo.critic_dropout or 0.0
+        model = ScalarModel(
+            load_sequence_classifier(folder, run.dtype, ds_config, new_head, dropout, run.resize_vocabulary)
+        )
         if ppo.critic_gradient_checkpointing:
             model.gradient_checkpointing_enable()
         settings = self._optimizer_settings(ppo.critic_learning_rate, ppo.critic_weight_decay, self._plan.total_updates)
@@ -104,7 +109,8 @@ class RLHFEngine:
     def _build_reward(self, folder: str, critic_folder: str | None) -> Any:
         ppo, dtype = self._config.ppo, self._config.run.dtype
         ds_config = eval_config(ppo.critic_zero_stage, dtype, ppo.offload_reward_model, self._ranks)
-        model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, new_head=False))
+        resize = self._config.run.resize_vocabulary
+        model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, new_head=False, resize=resize))
         engine = eval_engine(model, ds_config)
         if self.critic is None or folder != critic_folder:
             choose_ways(engine)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dschat_ppo.models.architectures import first_position
+
 
 def accepts(model: nn.Module, argument: str) -> bool:
     """Whether the model's forward takes an argument of this name."""
@@ -43,9 +45,21 @@ def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
     return getattr(text, "sliding_window", None) is not None and all(window is None for window in received.values())
 
 
-def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
-    """`position_ids` as given, for models that take them (ALiBi models count for themselves)."""
-    return {"position_ids": positions} if accepts(model, "position_ids") else {}
+def backbone_of(lm: Any) -> Any:
+    """A causal language model without its head. (Llama 4 names its backbone otherwise than transformers expects.)"""
+    return lm.model if lm.base_model is lm else lm.base_model
+
+
+def position_arguments(model: Any, positions: Tensor) -> dict[str, Tensor]:
+    """`position_ids` for models that take them (ALiBi models count for themselves).
+
+    Args:
+        model: language model or backbone.
+        positions: int64, counted from 0 in each row.
+    """
+    if not accepts(model, "position_ids"):
+        return {}
+    return {"position_ids": positions + first_position(model.config)}
 
 
 def slot_arguments(model: nn.Module, input_ids: Tensor) -> dict[str, Tensor]:

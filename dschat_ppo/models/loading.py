@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -30,6 +29,10 @@ from dschat_ppo.common.durable import blocks_of
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import patient
 from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.models.architectures import check_architecture, first_position
+from dschat_ppo.models.classifiers import classifier_class, lm_names
+from dschat_ppo.models.vocabulary import grow_vocabulary
+from dschat_ppo.models.weight_files import checkpoint_shapes, is_old_buffer, weight_files
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_HEAD = "score.weight"
@@ -78,6 +81,11 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     Raises:
         UserError: no usable tokenizer, one without words, or one without EOS.
     """
+    if _needs_sentencepiece(folder):
+        raise UserError(
+            f"{flag} {folder}: its only tokenizer is a tokenizer.model of SentencePiece; pip install "
+            '"dschat_ppo[sentencepiece]", or save a tokenizer.json there'
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as problem:
@@ -89,15 +97,26 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _needs_sentencepiece(folder: str) -> bool:
+    """Whether sentencepiece is needed and missing. transformers would ask for tiktoken, whose files are lines of text;
+    those of SentencePiece are protocol buffers, which begin with the tag of the list of pieces."""
+    file = Path(folder) / "tokenizer.model"
+    if find_spec("sentencepiece") is not None or (Path(folder) / "tokenizer.json").exists() or not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(1) == b"\n"
+
+
 def filler_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """An id to fill padding with. Masks alone say what is real, so any valid id does: PAD, or EOS without one."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def check_vocabulary(
-    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str, folder: str, other: bool = False
-) -> None:
-    """The model at `folder` must have an embedding for every id of `tokenizer`.
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str, folder: str, other: bool = False,
+    resize: bool = False,
+) -> None:  # fmt: skip
+    """The model at `folder` must have an embedding for every id of `tokenizer`, or get it (`--resize_vocabulary`).
 
     Args:
         tokenizer: whose ids the model will see.
@@ -105,12 +124,14 @@ def check_vocabulary(
         flag: the flag that named the model.
         folder: the model's folder.
         other: the tokenizer belongs to another model (the actor); then the model's own tokenizer must agree with it.
+        resize: embeddings that are missing will be added.
     """
     size = config.get_text_config().vocab_size
-    if len(tokenizer) > size:
+    if len(tokenizer) > size and not resize:
+        whose = "actor's tokenizer; train the reward model from the same base, or" if other else "tokenizer beside it;"
         raise UserError(
-            f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of the "
-            + ("actor's tokenizer; train the reward model from the same base" if other else "tokenizer beside it")
+            f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of the {whose} train "
+            "with --resize_vocabulary, which adds the missing rows"
         )
     if other and load_tokenizer(folder, flag).get_vocab() != tokenizer.get_vocab():
         raise UserError(
@@ -128,7 +149,7 @@ def check_length(folder: str, longest: int, flags: str) -> None:
     """
     config = load_config(folder, "model").get_text_config()
     known = getattr(config, "max_position_embeddings", None)
-    if known is None or longest <= known:
+    if known is None or longest <= (known := known - first_position(config)):
         return
     message = f"{flags} of {longest} tokens goes beyond the {known} positions that {folder} knows"
     if not hasattr(config, "rope_parameters") or longest > MOST_EXTRAPOLATION * known:
@@ -162,15 +183,9 @@ def _loading(folder: str, ds_config: dict[str, Any] | None) -> Iterator[None]:
 def _read_through(folder: str) -> None:
     """Once, so that the machine has the weights in memory. It is from a mapped file that they are copied later, in
     between collectives, where a disk that is slow cannot be told from a rank that hangs; here it can."""
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         for _ in blocks_of(file):
             pass
-
-
-def _require_causal(folder: str, config: PretrainedConfig) -> None:
-    """Rows are padded on the right and no mask is given, so a token must not see those after it."""
-    if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
-        raise UserError(f"{folder}: use_bidirectional_attention lets tokens see the future; take a causal model")
 
 
 def check_causal_lm(folder: str) -> None:
@@ -181,23 +196,27 @@ def check_causal_lm(folder: str) -> None:
             listed).
     """
     config = load_config(folder, "model")
-    _require_causal(folder, config)
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"{folder}: transformers has no causal language model for {type(config).__name__}")
-    _check_weights(AutoModelForCausalLM, folder, config, {}, set())
+    check_architecture(config, folder, needs_lm=True)
+    _check_weights(AutoModelForCausalLM, folder, config)
 
 
 def load_causal_lm(
-    folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None
+    folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None, resize: bool = False
 ) -> PreTrainedModel:
     """A checked causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
 
-    `dropout` overrides every dropout of the config.
+    Args:
+        folder: model folder.
+        dtype: "bf16", "fp16" or "fp32".
+        ds_config: the DeepSpeed config that the model will run under; None for none.
+        dropout: overrides every dropout of the config.
+        resize: add rows for tokens of the folder's tokenizer that the model has none for (`grow_vocabulary`).
     """
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
     with _loading(folder, ds_config):
-        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype])
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype])
+        return _resized(model, folder) if resize else model
 
 
 def check_sequence_classifier(folder: str, new_head: bool) -> bool:
@@ -215,21 +234,20 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
             not causal, or no head where one is needed.
     """
     config = load_config(folder, "model")
-    _require_causal(folder, config)
+    check_architecture(config, folder, needs_lm=False)
     is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
     if is_classifier and config.num_labels != 1:
         raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
-    if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UserError(f"{folder}: transformers has no sequence classifier for {type(config).__name__}")
     config.num_labels = 1
+    kind = classifier_class(config)
     allowed = {SCORE_HEAD} if new_head else set()
-    key_mapping = _deepspeed_chat_mapping(folder, config)
-    return bool(_check_weights(AutoModelForSequenceClassification, folder, config, key_mapping, allowed))
+    return bool(_check_weights(kind, folder, config, _deepspeed_chat_mapping(folder, kind), allowed, lm_names(config)))
 
 
 def load_sequence_classifier(
-    folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None
-) -> PreTrainedModel:
+    folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None,
+    resize: bool = False,
+) -> PreTrainedModel:  # fmt: skip
     """A checked model with a scalar head: any sequence classifier of one label, or DeepSpeed-Chat's layout.
 
     Args:
@@ -238,18 +256,25 @@ def load_sequence_classifier(
         ds_config: the DeepSpeed config that the model will run under; None for none.
         new_head: True for training a reward model; False where a trained head is needed.
         dropout: overrides every dropout of the config.
+        resize: see `load_causal_lm`.
     """
     if check_sequence_classifier(folder, new_head):
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
     config = _with_dropout(load_config(folder, "model"), dropout)
     config.num_labels = 1
+    kind = classifier_class(config)
     with _loading(folder, ds_config):
-        return AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            config=config,
-            dtype=DTYPES[dtype],
-            key_mapping=_deepspeed_chat_mapping(folder, config) or None,
+        model = kind.from_pretrained(
+            folder, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(folder, kind) or None
         )
+        return _resized(model, folder) if resize else model
+
+
+def _resized(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    known, needed = model.config.get_text_config().vocab_size, len(load_tokenizer(folder, "model"))
+    if grow_vocabulary(model, needed):
+        logger().info(f"model: {folder} has rows for {known} tokens; {needed - known} are added (--resize_vocabulary)")
+    return model
 
 
 def _with_dropout(config: PretrainedConfig, dropout: float | None) -> PretrainedConfig:
@@ -260,48 +285,27 @@ def _with_dropout(config: PretrainedConfig, dropout: float | None) -> Pretrained
     return config
 
 
-def _deepspeed_chat_mapping(folder: str, config: PretrainedConfig) -> dict[str, str]:
+def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[str, str]:
     """Renames `rwtransformer.*` and `v_head.*` to the classifier's names, if the checkpoint has them."""
-    names = _checkpoint_names(folder)
-    if not any(name.startswith("v_head.") for name in names):
+    if not any(name.startswith("v_head.") for name in checkpoint_shapes(folder)):
         return {}
-    model_class: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-    return {r"^rwtransformer\.": f"{model_class.base_model_prefix}.", r"^v_head\.": "score."}
-
-
-def _weight_files(folder: str) -> list[Path]:
-    root = Path(folder)
-    return sorted(root.glob("*.safetensors")) or sorted(root.glob("pytorch_model*.bin"))
-
-
-def _checkpoint_names(folder: str) -> list[str]:
-    """Names of the weights in a checkpoint, read without the weights themselves."""
-    names: list[str] = []
-    try:
-        for file in _weight_files(folder):
-            if file.suffix == ".bin":
-                names += list(torch.load(file, map_location="meta", weights_only=True, mmap=True))
-                continue
-            with safe_open(file, framework="pt") as weights:
-                names += list(weights.keys())
-    except (SafetensorError, RuntimeError, pickle.UnpicklingError) as problem:
-        raise UserError(f"{file}: cannot be read ({in_one_line(problem)}); copy the model again") from None
-    return names
+    return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": "score."}
 
 
 def _check_weights(
-    auto_class: Any,
+    kind: Any,
     folder: str,
     config: PretrainedConfig,
-    key_mapping: dict[str, str],
-    allowed_missing: set[str],
-) -> set[str]:
+    key_mapping: dict[str, str] | None = None,
+    allowed_missing: Set[str] = frozenset(),
+    allowed_unexpected: Set[str] = frozenset(),
+) -> Set[str]:
     """Compare the checkpoint with the model on the meta device; return the allowed names that are missing."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
     try:
         with patient():
-            _, info = auto_class.from_pretrained(
+            _, info = kind.from_pretrained(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
@@ -310,7 +314,9 @@ def _check_weights(
     finally:
         transformers.logging.set_verbosity(verbosity)
     missing = set(info["missing_keys"])
-    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)}
+    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)} - allowed_unexpected
+    if unexpected:
+        unexpected -= {name for name, shape in checkpoint_shapes(folder).items() if is_old_buffer(name, shape)}
     wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
     if SCORE_HEAD in missing - allowed_missing and missing <= {SCORE_HEAD}:
         raise UserError(f"{folder}: has no trained scalar head ({SCORE_HEAD}); train a reward model first (step 2)")

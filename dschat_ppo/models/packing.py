@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dschat_ppo.models.backbone import backbone_states
+from dschat_ppo.models.architectures import MASK_IS_READ
+from dschat_ppo.models.backbone import backbone_states, position_arguments
 
 NAME = "dschat_packed"
 
@@ -86,7 +87,8 @@ def can_pack(model: PreTrainedModel) -> bool:
 
     That its other layers keep segments apart must be tried (`try_packing`).
     """
-    return bool(model._supports_attention_backend) and model.config._attn_implementation == "sdpa"
+    exchangeable = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    return bool(exchangeable) and model.config.model_type not in MASK_IS_READ
 
 
 def last_states(backbone: Any, input_ids: Tensor, lengths: Tensor, packed: bool) -> Tensor:
@@ -109,7 +111,7 @@ def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
     with segments(backbone.config, lengths.tolist()):
         states = backbone(
             input_ids=input_ids[real].unsqueeze(0), attention_mask=None, use_cache=False,
-            position_ids=slots[real].unsqueeze(0),
+            **position_arguments(backbone, slots[real].unsqueeze(0)),
         ).last_hidden_state  # fmt: skip
     padded = states.new_zeros((*input_ids.shape, states.shape[-1]))
     return padded.masked_scatter(real.unsqueeze(-1), states)

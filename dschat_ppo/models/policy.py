@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
-from dschat_ppo.models.backbone import last_logits_argument, slot_arguments
+from dschat_ppo.models.backbone import backbone_of, last_logits_argument, slot_arguments
 from dschat_ppo.models.packing import CHECKPOINTING, last_states
 
 
@@ -44,7 +44,7 @@ class PolicyModel(nn.Module):
     @property
     def backbone(self) -> PreTrainedModel:
         """The model without its head."""
-        return self.lm.base_model
+        return backbone_of(self.lm)
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +98,7 @@ class PolicyModel(nn.Module):
             return fused_token_scores(hidden, head.weight, head.bias, tokens, temperature, self._head, entropy_grad)
 
         with _forward_of(head, scores):
-            return head(states)
+            return head(states.to(head.weight.dtype))  # Mamba's are in fp32
 
     def _logits(self, input_ids: Tensor, wanted: Tensor, router: bool) -> tuple[Tensor, Tensor | None]:
         """(N, V) in the model's dtype, by the language model's own forward, and the loss of its router."""

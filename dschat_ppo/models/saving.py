@@ -15,6 +15,7 @@ from dschat_ppo.common.dist import broadcast_object, is_main
 from dschat_ppo.common.durable import PARTIAL, empty_folder, move_files_up
 from dschat_ppo.common.progress import beat, patient
 from dschat_ppo.errors import StorageError
+from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.scalar_head import ScalarModel
 
 
@@ -103,7 +104,12 @@ def _write(
 
 
 def _describe_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
-    """transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows."""
+    """transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows.
+
+    RoBERTa and its kin keep theirs: their positions are counted from it.
+    """
+    if first_position(model.config) > 0:
+        return
     pad = tokenizer.pad_token_id
     model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.errors import UserError
 from dschat_ppo.models.packing import CHECKPOINTING, last_states
 
 
@@ -21,8 +20,6 @@ class ScalarModel(nn.Module):
 
     def __init__(self, classifier: PreTrainedModel, packed: bool = False):
         super().__init__()
-        if not hasattr(classifier, "score"):
-            raise UserError(f"{type(classifier).__name__} has no `score` head; use a decoder-only reward model")
         self.classifier: Any = classifier
         self.packed = packed
 
@@ -47,4 +44,6 @@ class ScalarModel(nn.Module):
 
     def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values, those after a row's end meaningless."""
-        return self.classifier.score(last_states(self.backbone, input_ids, lengths, self.packed)).squeeze(-1).float()
+        states = last_states(self.backbone, input_ids, lengths, self.packed)
+        head = self.classifier.score
+        return head(states.to(head.weight.dtype)).squeeze(-1).float()  # Mamba's states are in fp32

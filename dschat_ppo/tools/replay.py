@@ -99,12 +99,13 @@ def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> P
     if what["model"] is None:
         return None
     path = str(folder / MODEL) if what["model"] == MODEL else model_folder(what["model"], "model")
+    resize = config.run.resize_vocabulary
     scalar = what["role"] in ("critic", "reward")
     if what["step_name"] == "reward":
         scalar = config.reward.objective == "reward"
     if scalar:
-        return ScalarModel(load_sequence_classifier(path, dtype, None, new_head=False), what["packed"])
-    return PolicyModel(load_causal_lm(path, dtype, None), what["fused"], what["packed"])
+        return ScalarModel(load_sequence_classifier(path, dtype, None, new_head=False, resize=resize), what["packed"])
+    return PolicyModel(load_causal_lm(path, dtype, None, resize=resize), what["fused"], what["packed"])
 
 
 def tokenizer_folder(folder: Path, what: dict[str, Any], config: Any) -> str:
@@ -147,7 +148,7 @@ def _reference(config: Any, dtype: str, device: torch.device) -> PolicyModel | N
     if flags.kl_loss_coef == 0 or flags.kl_loss_estimator != "full":
         return None
     path = model_folder(config.ppo.actor_model_name_or_path, "--actor_model_name_or_path")
-    model = PolicyModel(load_causal_lm(path, dtype, None), fused=False)
+    model = PolicyModel(load_causal_lm(path, dtype, None, resize=config.run.resize_vocabulary), fused=False)
     model.to(device).eval().requires_grad_(False)
     return model
 

@@ -17,6 +17,7 @@ from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.config.steps import RewardConfig, SFTConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.engine.ds_config import Config
+from dschat_ppo.models.architectures import check_architecture
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, load_tokenizer, model_folder
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.trainers.dumps import Dumps
@@ -24,7 +25,7 @@ from dschat_ppo.trainers.fit import Fit, fit_ds_config
 from dschat_ppo.trainers.inputs import EVAL_ROWS, Inputs
 from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.session import Session, open_session
-from dschat_ppo.trainers.setup import begin, show_plan
+from dschat_ppo.trainers.setup import begin, naming, show_plan
 
 MODEL = "--model_name_or_path"
 _RUINS = 1e-4  # learning rates above it are for LoRA, or for training from scratch
@@ -72,8 +73,11 @@ def begin_fit(
             "1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
         )
     folder = model_folder(fit.model_name_or_path, MODEL)
+    model_config = load_config(folder, MODEL)
+    with naming(MODEL):
+        check_architecture(model_config, folder, isinstance(config, SFTConfig) or config.reward.objective != "reward")
     tokenizer = load_tokenizer(folder, MODEL)
-    check_vocabulary(tokenizer, load_config(folder, MODEL), MODEL, folder)
+    check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")

@@ -145,7 +145,8 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
 def _check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
     """Vocabularies, kinds and lengths, before any weight is read."""
     longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
-    check_vocabulary(tokenizer, load_config(folders.actor, ACTOR), ACTOR, folders.actor)
+    resize = config.run.resize_vocabulary
+    check_vocabulary(tokenizer, load_config(folders.actor, ACTOR), ACTOR, folders.actor, resize=resize)
     with naming(ACTOR):
         check_causal_lm(folders.actor)
     if (
@@ -157,15 +158,16 @@ def _check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTraine
         flag = config.critic_flag
         _check_classifier(flag, folders.critic, config.critic_may_have_new_head)
         if folders.critic != folders.actor:
-            check_vocabulary(tokenizer, load_config(folders.critic, flag), flag, folders.critic, other=True)
+            check_vocabulary(tokenizer, load_config(folders.critic, flag), flag, folders.critic, True, resize)
     if folders.reward is not None:
         flag = config.reward_flag
         _check_classifier(flag, folders.reward, new_head=False)
         reward_config = load_config(folders.reward, flag)
         if config.algorithm.normalize_rewards == "model":
             saved_statistics(reward_config, folders.reward)
-        if _reward_tokenizer(config, folders.reward, tokenizer) is None:
-            check_vocabulary(tokenizer, reward_config, flag, folders.reward)
+        own = _reward_tokenizer(config, folders.reward, tokenizer)
+        check_vocabulary(own or tokenizer, reward_config, flag, folders.reward, resize=resize)
+        if own is None:
             check_length(folders.reward, longest, LIMITS)
             if config.rewards.reward_model_max_length is not None:
                 raise UserError(

@@ -20,12 +20,12 @@ from dschat_ppo.trainers.reward import reward_objective
 def load_trained_model(folder: str, config: RewardConfig, ds_config: Config) -> PolicyModel | ScalarModel:
     """The model that the objective trains: a classifier with a scalar head (new if there is none), or a language
     model, without dropout unless `--dropout` is given: the reference is measured without it."""
-    fit, dtype = config.fit, config.run.dtype
+    fit, dtype, resize = config.fit, config.run.dtype, config.run.resize_vocabulary
     model: PolicyModel | ScalarModel
     if config.reward.objective == "reward":
-        model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, new_head=True, dropout=fit.dropout))
+        model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, True, fit.dropout, resize))
     else:
-        model = PolicyModel(load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0))
+        model = PolicyModel(load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0, resize))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model

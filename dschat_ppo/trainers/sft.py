@@ -45,7 +45,8 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
     fit = config.fit
     run = begin_fit("sft", config, "step 1: supervised fine-tuning", "sft", config.sft.sft_only_data_path)
-    model = PolicyModel(load_causal_lm(run.folder, config.run.dtype, run.ds_config, fit.dropout))
+    flags = config.run
+    model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, flags.resize_vocabulary))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
