@@ -10,7 +10,8 @@ import pytest
 from dschat_ppo.checkpoint.choose import About, choose
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manifest import Manifest, describe_file
-from dschat_ppo.config.cli import flatten, parse, write_config
+from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.trainers.setup import _earlier_outputs, open_outputs
@@ -250,7 +251,7 @@ def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_n
         (tmp_path / mark).write_text("x")
     saved = save(tmp_path, 1)
     run = replace(config.run, tensorboard_path="tensorboard", overwrite_output_dir=True)
-    open_outputs(tmp_path, config, run, resumed=True)
+    open_outputs(tmp_path, config, run, resumed=saved)
     assert saved.exists() and all((tmp_path / mark).exists() for mark in marks)
     open_outputs(tmp_path, config, run)
     assert not saved.exists() and not any((tmp_path / mark).exists() for mark in marks)
@@ -262,7 +263,7 @@ def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_n
 def test_a_run_that_begins_is_not_finished_and_is_so_until_what_is_old_is_gone(tmp_path, monkeypatch, resumed):
     config = config_of(tmp_path)
     (tmp_path / "result.json").write_text("{}")
-    save(tmp_path, 1)
+    saved = save(tmp_path, 1)
     removed = []
 
     def rmtree(path):
@@ -271,7 +272,7 @@ def test_a_run_that_begins_is_not_finished_and_is_so_until_what_is_old_is_gone(t
 
     write_config(config, tmp_path)
     monkeypatch.setattr(shutil, "rmtree", rmtree)
-    open_outputs(tmp_path, config, config.run, resumed)
+    open_outputs(tmp_path, config, config.run, saved if resumed else None)
     assert removed == ([] if resumed else ["checkpoints"])
     assert not (tmp_path / "result.json").exists()
 
