@@ -33,8 +33,8 @@ EVENTS = {  # what appears on the disk, in this order; a cut comes some time aft
     "the prepared data": "**/*.arrow",
     "config.yaml": "output/config.yaml",
     "metrics.jsonl": "output/metrics.jsonl",
-    "a checkpoint": "output/checkpoints/step_00000?",
-    "step 3": "output/checkpoints/step_000003*",
+    "the first checkpoint": "output/checkpoints/step_000001",
+    "the third checkpoint": "output/checkpoints/step_000003",
     "the exported model": "output/**/model.safetensors*",
     "result.json": "output/result.json",
 }
@@ -126,6 +126,12 @@ class Disk:
         finally:
             os.close(number)
 
+    def has_new(self, pattern: str, begun: float) -> bool:
+        """Whether something that fits the pattern was written since then."""
+        with suppress(OSError):  # it is renamed just now
+            return any(path.stat().st_mtime >= begun for path in self.place.glob(pattern))
+        return False
+
     def content(self) -> dict[str, bytes]:
         """What is in each file, by its path; here they are small."""
         found = {}
@@ -176,7 +182,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 def run_until(process: subprocess.Popen[str], moment: Moment, disk: Disk) -> None:
     """Wait for the moment, or for the end of the run, then cut."""
-    while process.poll() is None and not any(disk.place.glob(EVENTS[moment.event])):
+    begun = time.time()
+    while process.poll() is None and not disk.has_new(EVENTS[moment.event], begun):
         time.sleep(0.02)
     with suppress(subprocess.TimeoutExpired):
         process.wait(moment.delay)

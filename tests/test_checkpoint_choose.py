@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dschat_ppo.checkpoint.choose import About, choose
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manifest import Manifest, describe_file
 from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.errors import UserError
@@ -297,3 +299,41 @@ def test_folders_that_no_run_of_ours_made_are_left_alone(tmp_path):
     assert all((tmp_path / name).exists() for name in mine)
     open_outputs(tmp_path, config, config.run)
     assert (tmp_path / "critic/model.safetensors").exists(), "not without --overwrite_output_dir"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"steps": 4', b"[1]", bytes(20), b"\xff"])
+def test_a_result_that_is_not_whole_is_no_mark_of_a_finished_run(tmp_path, monkeypatch, content):
+    said = []
+    monkeypatch.setattr(logger(), "warning", said.append)
+    write_config(config_of(tmp_path), tmp_path)
+    (tmp_path / "result.json").write_bytes(content)
+    problem, done = earlier(tmp_path)
+    assert done is None and problem is not None and "\n" not in problem
+    assert "result.json is damaged, and there is no checkpoint to finish that run from" in problem
+    saved = save(tmp_path, 4)
+    assert earlier(tmp_path) == (None, None) and choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved
+    assert said == [f"{tmp_path}/result.json is damaged, so the run does not count as done"]
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) == saved, "it was interrupted"
+    (tmp_path / "result.json").write_text("{}")
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff", b"a: [", b"[1]", bytes(30)])
+def test_a_configuration_that_cannot_be_read_is_written_again_from_an_intact_checkpoint(tmp_path, monkeypatch, content):
+    said = []
+    monkeypatch.setattr(logger(), "warning", said.append)
+    write_config(config_of(tmp_path), tmp_path)
+    written = (tmp_path / "config.yaml").read_bytes()
+    (tmp_path / "config.yaml").unlink()
+    if content is not None:
+        (tmp_path / "config.yaml").write_bytes(content)
+    (tmp_path / "result.json").write_text("{}")
+    save(tmp_path, 4)
+    problem, done = earlier(tmp_path)
+    assert problem is None and done is not None and "this run is done" in done
+    assert yaml.safe_load((tmp_path / "config.yaml").read_bytes()) == yaml.safe_load(written)
+    assert (
+        len(said) == 1 and "config.yaml could not be read; it is written again from checkpoint step_000004" in said[0]
+    )
+    problem, done = earlier(tmp_path, "--seed", "5")
+    assert done is None and problem is not None and "--seed 1234" in problem

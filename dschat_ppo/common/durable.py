@@ -87,7 +87,7 @@ def make_folder(path: Path) -> None:
 def empty_folder(path: Path) -> Path:
     """`path` as a new folder; what was there is removed."""
     remove_folder(path)
-    path.mkdir(parents=True)
+    make_folder(path)
     return path
 
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -26,6 +27,7 @@ from dschat_ppo.common.durable import (
     make_folder,
     remove_folder,
     replace_folder,
+    sync_folder,
     write_file,
 )
 from dschat_ppo.common.logging import logger
@@ -58,19 +60,47 @@ def cached_rows(root: str | None, key: str, make: Callable[[Path], Dataset]) -> 
     return rows
 
 
+def hub_rows(spec: str, config_name: str | None, root: str | None) -> datasets.DatasetDict:
+    """The splits of a hub data set, from the files that `datasets` makes of it in its cache.
+
+    Files that cannot be read, or hold fewer rows than there should be, are made again from what was downloaded.
+
+    Args:
+        spec: name on the hub.
+        config_name: its configuration, or None.
+        root: folder of the cache; None for that of `datasets`.
+    """
+    load = partial(datasets.load_dataset, spec, config_name, cache_dir=root)
+    try:
+        found = load()
+        is_whole = all(
+            len(rows) == rows.info.splits[name].num_examples for name, rows in found.items() if rows.info.splits
+        )
+    except ValueError:  # of pyarrow and of JSON; where something else is wrong it is raised once more
+        is_whole = False
+    if not is_whole:
+        found = load(download_mode=datasets.DownloadMode.REUSE_CACHE_IF_EXISTS)
+    for rows in found.values():
+        for file in rows.cache_files:
+            sync_folder(Path(file["filename"]).parent)
+    return found
+
+
 def _make(folder: Path, make: Callable[[Path], Dataset]) -> list[str]:
     if folder.exists():
         logger().warning(f"data: {folder} is damaged, so it is made again")
-    partial = empty_folder(folder.with_name(f"{folder.name}{PARTIAL}"))
-    made = make(empty_folder(partial / "work"))
+    unfinished = empty_folder(folder.with_name(f"{folder.name}{PARTIAL}"))
+    made = make(empty_folder(unfinished / "work"))
     names = []
     for number, file in enumerate(made.cache_files):
         names.append(f"rows_{number:05d}.arrow")
-        os.replace(file["filename"], partial / names[-1])
-    remove_folder(partial / "work")
-    content = {name: {"bytes": (partial / name).stat().st_size, "sha256": checksum(partial / name)} for name in names}
-    write_file(partial / _FILES, json.dumps(content, indent=1).encode())
-    replace_folder(folder, partial)
+        os.replace(file["filename"], unfinished / names[-1])
+    remove_folder(unfinished / "work")
+    content = {
+        name: {"bytes": (unfinished / name).stat().st_size, "sha256": checksum(unfinished / name)} for name in names
+    }
+    write_file(unfinished / _FILES, json.dumps(content, indent=1).encode())
+    replace_folder(folder, unfinished)
     return names
 
 

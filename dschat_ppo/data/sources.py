@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset, Features, Value
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.cache import cached_rows, file_key
+from dschat_ppo.data.cache import cached_rows, file_key, hub_rows
 from dschat_ppo.errors import UserError, in_one_line
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -156,7 +156,7 @@ def _first_odd_line(path: Path) -> str:
 
 def _load_hub(spec: str, flag: str, cache_dir: str | None, config_name: str | None) -> Source:
     try:
-        found = datasets.load_dataset(spec, config_name, cache_dir=cache_dir)
+        found = hub_rows(spec, config_name, cache_dir)
     except (datasets.exceptions.DatasetNotFoundError, OSError, ValueError) as problem:
         raise UserError(
             f"{flag} {spec}: neither a local file or folder nor a hub data set ({in_one_line(problem)})"
