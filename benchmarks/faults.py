@@ -1,11 +1,13 @@
 """What a run loses when something goes wrong: faults of every kind are injected, and the run is started again.
 
-    python benchmarks/faults.py [--quick] [--seed N] [--only WORD] [--work DIR] [--json FILE] [--docs FILE.md]
+    python benchmarks/faults.py [--power] [--quick] [--seed N] [--only WORD] [--work DIR] [--json FILE] [--docs FILE.md]
 
 A small run of step 3 (two ranks, ZeRO-3, a learned reward beside a reward service, a checkpoint after every PPO step)
 is made once without a fault. Then, for each fault, the same run meets it, is started again by the same command, and
 must end with the same metrics and the same weights to the last bit. Counted are also processes that are left over, and
 PPO steps that were saved but had to be made again. Twenty of the faults are SIGKILL at places drawn from `--seed`.
+
+`--power` lets runs of steps 1 and 3 lose power twenty times instead, see `power_loss.py`. It needs root.
 
 `--docs` puts the table between the marks of that file. The exit code is 1 if a fault was not survived. Full and
 read-only disks are small file systems that are mounted for it, which needs root; without it they are left out, and said
