@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import datasets
 import torch
+from checkpoints import CONTENT, fill
 from conftest import tiny_config
 from datasets import Dataset
 from power_loss_model import PowerLoss
@@ -68,6 +69,14 @@ def test_a_checkpoint_its_pointer_the_metrics_and_the_flags(tmp_path, monkeypatc
     files = {f"checkpoints/step_000002/{name}" for name in ("manifest.json", "rank_0.pt", "shared.pt", "metrics.jsonl")}
     assert set(left) == {"config.yaml", "metrics.jsonl", "checkpoints/latest", *files}
     assert left["metrics.jsonl"] == (saved / "metrics.jsonl").read_bytes()
+
+
+def test_files_and_folders_of_a_checkpoint_whoever_wrote_them(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    folder = CheckpointFolder(tmp_path)
+    fill(folder.partial("step_000012"), step=12, update=0)
+    folder.commit("step_000012")
+    assert {f"checkpoints/step_000012/{name}" for name in CONTENT} <= set(kept(power, tmp_path))
 
 
 def test_the_states_of_an_engine(tmp_path, monkeypatch):
