@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dschat_ppo.checkpoint.choose import About, choose
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manifest import Manifest, describe_file
-from dschat_ppo.config.cli import flatten, parse, write_config
+from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.trainers.setup import _earlier_outputs, open_outputs
@@ -253,7 +256,7 @@ def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_n
         (tmp_path / mark).write_text("x")
     saved = save(tmp_path, 1)
     run = replace(config.run, tensorboard_path="tensorboard", overwrite_output_dir=True)
-    open_outputs(tmp_path, config, run, resumed=True)
+    open_outputs(tmp_path, config, run, resumed=saved)
     assert saved.exists() and all((tmp_path / mark).exists() for mark in marks)
     open_outputs(tmp_path, config, run)
     assert not saved.exists() and not any((tmp_path / mark).exists() for mark in marks)
@@ -265,7 +268,7 @@ def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_n
 def test_a_run_that_begins_is_not_finished_and_is_so_until_what_is_old_is_gone(tmp_path, monkeypatch, resumed):
     config = config_of(tmp_path)
     (tmp_path / "result.json").write_text("{}")
-    save(tmp_path, 1)
+    saved = save(tmp_path, 1)
     removed = []
 
     def rmtree(path):
@@ -274,7 +277,7 @@ def test_a_run_that_begins_is_not_finished_and_is_so_until_what_is_old_is_gone(t
 
     write_config(config, tmp_path)
     monkeypatch.setattr(shutil, "rmtree", rmtree)
-    open_outputs(tmp_path, config, config.run, resumed)
+    open_outputs(tmp_path, config, config.run, saved if resumed else None)
     assert removed == ([] if resumed else ["checkpoints"])
     assert not (tmp_path / "result.json").exists()
 
@@ -299,3 +302,41 @@ def test_folders_that_no_run_of_ours_made_are_left_alone(tmp_path):
     assert all((tmp_path / name).exists() for name in mine)
     open_outputs(tmp_path, config, config.run)
     assert (tmp_path / "critic/model.safetensors").exists(), "not without --overwrite_output_dir"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"steps": 4', b"[1]", bytes(20), b"\xff"])
+def test_a_result_that_is_not_whole_is_no_mark_of_a_finished_run(tmp_path, monkeypatch, content):
+    said = []
+    monkeypatch.setattr(logger(), "warning", said.append)
+    write_config(config_of(tmp_path), tmp_path)
+    (tmp_path / "result.json").write_bytes(content)
+    problem, done = earlier(tmp_path)
+    assert done is None and problem is not None and "\n" not in problem
+    assert "result.json is damaged, and there is no checkpoint to finish that run from" in problem
+    saved = save(tmp_path, 4)
+    assert earlier(tmp_path) == (None, None) and choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved
+    assert said == [f"{tmp_path}/result.json is damaged, so the run does not count as done"]
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) == saved, "it was interrupted"
+    (tmp_path / "result.json").write_text("{}")
+    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff", b"a: [", b"[1]", bytes(30)])
+def test_a_configuration_that_cannot_be_read_is_written_again_from_an_intact_checkpoint(tmp_path, monkeypatch, content):
+    said = []
+    monkeypatch.setattr(logger(), "warning", said.append)
+    write_config(config_of(tmp_path), tmp_path)
+    written = (tmp_path / "config.yaml").read_bytes()
+    (tmp_path / "config.yaml").unlink()
+    if content is not None:
+        (tmp_path / "config.yaml").write_bytes(content)
+    (tmp_path / "result.json").write_text("{}")
+    save(tmp_path, 4)
+    problem, done = earlier(tmp_path)
+    assert problem is None and done is not None and "this run is done" in done
+    assert yaml.safe_load((tmp_path / "config.yaml").read_bytes()) == yaml.safe_load(written)
+    assert (
+        len(said) == 1 and "config.yaml could not be read; it is written again from checkpoint step_000004" in said[0]
+    )
+    problem, done = earlier(tmp_path, "--seed", "5")
+    assert done is None and problem is not None and "--seed 1234" in problem

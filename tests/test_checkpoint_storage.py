@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.checkpoint.storage import checksum, load_state, save_state, write_text
+from dschat_ppo.checkpoint.storage import load_state, save_state, write_text
 from dschat_ppo.common import durable
-from dschat_ppo.common.durable import sync_folder
+from dschat_ppo.common.durable import checksum, sync_folder
 from dschat_ppo.errors import UserError
 
 

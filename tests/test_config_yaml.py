@@ -7,7 +7,8 @@ import pytest
 import yaml
 from test_config import NEEDED, read
 
-from dschat_ppo.config.cli import flatten, parse, write_config
+from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
 
 

@@ -110,6 +110,17 @@ def test_ranks_that_leave_at_once_do_not_trip_over_each_other(ranks, monkeypatch
     board.leave()
 
 
+@pytest.mark.parametrize("content", ["", "\0\0\0\0", "12", "one two"])
+def test_what_a_loss_of_power_left_of_a_board_is_swept_away(ranks, content):
+    """Its content was lost, its name was not."""
+    old = ranks(0).folder.with_name(f"{failure._OWN_FOLDERS}localhost_29500_1_1")
+    old.mkdir()
+    (old / "rank_0").write_text(content)
+    board = ranks(1)
+    assert not old.exists() and board.is_present(1)
+    board.leave()
+
+
 def test_a_process_that_ends_without_leaving_is_lost(ranks):
     board = ranks(0)
     process = subprocess.Popen(["sleep", "60"])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dschat_ppo.common.durable import write_file
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import fault_kinds  # noqa: E402
 import faults  # noqa: E402
 import faulty_main  # noqa: E402
 import long_run  # noqa: E402
+import power_loss  # noqa: E402
 
 LOG = """checkpoint step_000001: copied in 0.0 s, being written
 checkpoint step_000001: saved, 0.9 MiB
@@ -129,6 +133,53 @@ def test_long_runs_are_compared_by_their_quarters_after_the_first_steps():
     assert found["memory_growth"] == pytest.approx(0.1)
     assert found["step_growth"] == pytest.approx(0.5)
     assert (found["steps"], found["files_before"], found["shared_bytes_after"]) == (99, 5, 100)
+
+
+def test_power_is_lost_twenty_times_in_both_steps_after_every_event():
+    runs = power_loss.draw(0, 20)
+    moments = [moment for cuts in runs for moment in cuts.moments]
+    assert len(moments) == 20 and max(len(cuts.moments) for cuts in runs) == 2
+    assert {moment.event for moment in moments} == set(power_loss.EVENTS)
+    assert {cuts.step for cuts in runs} == {1, 3} and {cuts.commit for cuts in runs} == {1, 5}
+    assert {cuts.mode for cuts in runs} == set(power_loss.MODES)
+    assert runs == power_loss.draw(0, 20) != power_loss.draw(1, 20)
+
+
+def test_a_loss_is_survived_where_the_next_start_ends_well_with_equal_numbers_and_no_step_lost():
+    cuts = power_loss.Cuts(3, (power_loss.Moment("config.yaml", 1.24),), "data=ordered", 5)
+    whole = power_loss.Loss(cuts, 4, 0, 0, True)
+    losses = [whole, replace(whole, code=2), replace(whole, steps_lost=1), replace(whole, equal=False)]
+    assert [loss.survived for loss in losses] == [True, False, False, False]
+    assert power_loss.summary(losses) == {
+        "injected": 4, "survived": 1, "steps_lost": 1, "trajectories_equal": False,
+    }  # fmt: skip
+    row = "| step 3, 1.2 s after config.yaml | data=ordered, commit=5 | 4 | 0 | 0 | yes |"
+    assert power_loss.table([whole]).splitlines()[-1] == row
+
+
+def test_a_cut_takes_what_is_not_synced_and_nothing_else(tmp_path):
+    if not power_loss.may_cut():
+        pytest.skip("file systems cannot be mounted and shut down here")
+    disk = power_loss.Disk(tmp_path / "image", tmp_path / "disk", "data=ordered")
+    try:
+        write_file(disk.place / "synced", b"x" * 9000)
+        (disk.place / "not_synced").write_bytes(b"x" * 9000)
+        disk.cut()
+        disk.unmount()
+        disk.mount()
+        left = disk.content()
+    finally:
+        disk.unmount()
+    assert left.pop(str(disk.place / "synced")) == b"x" * 9000
+    assert left.get(str(disk.place / "not_synced"), b"") == b""
+
+
+def test_without_root_the_benchmark_of_power_says_so_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(power_loss, "may_cut", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["faults.py", "--power", "--work", str(tmp_path)])
+    monkeypatch.setattr(faults, "Bench", lambda work: None)
+    with pytest.raises(SystemExit, match="^power losses need root and loop devices: [^\n]*$"):
+        faults.main()
 
 
 @pytest.mark.ranks

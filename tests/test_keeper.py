@@ -172,7 +172,8 @@ def test_a_manifest_is_of_the_moment_of_the_save(tmp_path, engines):
     assert (manifest.config, manifest.data, manifest.best) == ({"seed": 7}, "f" * 64, True)
     assert manifest.metrics_offset == length > 0
     assert manifest.versions["torch"] == torch.__version__ and "dschat_ppo" in manifest.versions
-    paths = ["actor/state/weights.pt", "critic/state/weights.pt", "rank_0.pt", "shared.pt"]
+    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "metrics.jsonl").read_bytes()[:length]
+    paths = ["actor/state/weights.pt", "critic/state/weights.pt", "metrics.jsonl", "rank_0.pt", "shared.pt"]
     assert sorted(manifest.files) == paths
     for path in paths:
         content = (folder / path).read_bytes()

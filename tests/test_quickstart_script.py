@@ -15,7 +15,7 @@ mkdir -p "$folder"
 rm -f "$folder/result.json"
 touch "$folder/config.yaml"
 echo "$step ${*##/*}" | xargs >>"$(dirname "$folder")/did"
-[ "${STOP:-}" = "$step" ] || touch "$folder/result.json"
+[ "${STOP:-}" = "$step" ] || echo {} >"$folder/result.json"
 """
 
 
@@ -25,7 +25,10 @@ def script(tmp_path) -> Path:
     (scripts / "toy").mkdir(parents=True)
     shutil.copy(Path(__file__).parents[1] / "training_scripts/quickstart.sh", scripts)
     (scripts / "setup_venv.sh").write_text("")
-    (scripts / "ranks.sh").write_text("RANKS=1 OMP_NUM_THREADS=1\npython() { :; }\n")
+    real = (Path(__file__).parents[1] / "training_scripts/ranks.sh").read_text().splitlines()
+    [is_whole] = [line for line in real if line.startswith("is_whole()")]
+    python = 'python() { case "$*" in *json.tool*) command python3 "$@" ;; esac; }'
+    (scripts / "ranks.sh").write_text(f"RANKS=1 OMP_NUM_THREADS=1\n{python}\n{is_whole}\n")
     for name in ("run_step1_sft", "run_step2_reward", "run_step3_ppo"):
         (scripts / "toy" / f"{name}.sh").write_text(STUB)
     return scripts / "quickstart.sh"
@@ -66,3 +69,10 @@ def test_a_run_between_two_steps_that_is_killed_leaves_nothing_old_as_done(scrip
     (script.parents[1] / "out/sft/result.json").unlink()
     assert did(script, stop="sft") == (1, ["sft"])
     assert [line.split()[0] for line in did(script)[1]] == list(STEPS)
+
+
+@pytest.mark.parametrize("content", ["", '{"loss_after": 1', "\0\0\0"])
+def test_a_step_whose_result_is_not_whole_is_not_done(script, content):
+    did(script)
+    (script.parents[1] / "out/ppo/result.json").write_text(content)
+    assert did(script) == (0, ["ppo"])

@@ -52,7 +52,7 @@ def test_a_beat_for_each_block_that_is_read(tmp_path, beats, small_blocks):
     (tmp_path / "file").write_bytes(bytes(range(35)))
     assert b"".join(durable.blocks_of(tmp_path / "file")) == bytes(range(35))
     assert len(beats) == 4
-    storage.checksum(tmp_path / "file")
+    durable.checksum(tmp_path / "file")
     assert len(beats) == 8
 
 

@@ -5,7 +5,8 @@ import json
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 
-from dschat_ppo.config.cli import parse, write_config
+from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.errors import UserError

@@ -21,18 +21,19 @@ run_step() { # run_step NAME SCRIPT ARGS...: skipped if NAME is done, timed if n
     local name="$1" anew=() start=$SECONDS
     local result="$out/$name/result.json" settings="$out/$name/config.yaml" mark="$out/$name.seconds"
     shift
-    if [ -e "$result" ] && [ -e "$mark" ] && [ ! "$mark" -ot "$before" ]; then
+    if is_whole "$result" && [ -e "$mark" ] && [ ! "$mark" -ot "$before" ]; then
         echo "quickstart: step '$name' is done, skipped"
     else
         echo "quickstart: step '$name'"
         # a step that was interrupted goes on from its last checkpoint
         if [ -e "$settings" ] && [ "$settings" -ot "$before" ]; then anew=(--overwrite_output_dir --resume never); fi
         bash "$@" "${anew[@]}"
-        if [ ! -e "$result" ]; then
+        if ! is_whole "$result"; then
             echo "quickstart: step '$name' was stopped; run again to go on"
             exit 1
         fi
         echo $((SECONDS - start)) >"$mark"
+        sync "$mark" "$out" # before a later step says that it is newer
     fi
     before="$mark"
 }

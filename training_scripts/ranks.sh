@@ -10,3 +10,4 @@ export RANKS="${RANKS:-$default_ranks}"
 threads=$((cores / RANKS))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 MASTER_PORT="${MASTER_PORT:-$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}"
+is_whole() { python -m json.tool "$1" >/dev/null 2>&1; } # is_whole FILE: whether it is there and is JSON to its end

@@ -34,4 +34,5 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
 fi
 echo "installing dschat_ppo and the libraries that it needs: this may take minutes"
 .venv/bin/python -m pip install -q -e ".${extra:+[$extra]}"
+sync # before the stamp says that all is there
 touch "$stamp-${extra:-plain}"

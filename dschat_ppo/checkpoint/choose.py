@@ -11,10 +11,11 @@ from dschat_ppo.checkpoint.changes import WHERE_AND_WHEN, Change, compare, refus
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.manifest import Manifest, damage
 from dschat_ppo.common import dist
+from dschat_ppo.common.durable import sync_entries
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.safety import AUTO, NEVER, SafetyFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.monitor.writers import RESULT
+from dschat_ppo.monitor.writers import is_finished
 
 SET_ASIDE = ".set_aside"
 UPDATE_ROWS = "rows_per_update"
@@ -58,7 +59,7 @@ def choose(output: Path, flags: SafetyFlags, about: About, overwrite: bool = Fal
 def _choose(output: Path, flags: SafetyFlags, about: About, overwrite: bool) -> tuple[str | None, str | None]:
     """(the checkpoint or None, why the run must not begin or None)."""
     may_begin_anew = overwrite and flags.resume == AUTO
-    if may_begin_anew and (output / RESULT).exists():
+    if may_begin_anew and is_finished(output):
         return None, None
     try:
         folder = _newest(output) if flags.resume == AUTO else _named(Path(flags.resume))
@@ -120,6 +121,7 @@ def _set_aside_later_ones(output: Path, chosen: Path) -> None:
         place = next(place for place in places if not place.exists())
         (folder.root / name).rename(place)
         logger().warning(f"{folder.root / name} is later than {chosen.name}: set aside as {place.name}")
+    sync_entries(folder.root)  # a later start must not find them under their names
 
 
 def lies_in(checkpoint: Path, output: Path) -> bool:

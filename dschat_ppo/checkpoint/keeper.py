@@ -29,7 +29,7 @@ from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.models.finite_weights import require_finite_weights
-from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 
 SHARED = "shared.pt"
 PACKAGES = ("torch", "deepspeed", "transformers")
@@ -197,13 +197,14 @@ class Keeper:
         logger().info(f"checkpoint {name}: copied in {time.perf_counter() - started:.1f} s, being written")
 
     def _save_shared(self, folder: Path) -> Written:
-        """What all ranks have in common, by rank 0 and at once: it is small."""
+        """What all ranks have in common and a copy of the metrics, by rank 0 and at once: they are small."""
         if not dist.is_main():
             return {}, None
         try:
             with self._folder.writing():
                 save_state(folder / SHARED, self._subject.shared_state())
-                return {SHARED: describe_file(folder / SHARED)}, None
+                self._metrics.copy_to(folder / METRICS)
+                return {name: describe_file(folder / name) for name in (SHARED, METRICS)}, None
         except StorageError as problem:
             return {}, str(problem)
 

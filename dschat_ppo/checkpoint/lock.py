@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.durable import make_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 
@@ -90,7 +91,7 @@ class RunLock:
 def _take_alone(folder: Path, processes: list[tuple[str, int]]) -> tuple[int | None, str | None]:
     """Rank 0: the lock's file descriptor, or why the run must not go on; neither where there are no locks."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except FileExistsError:
         return None, f"--output_dir {folder}: is a file; name a folder"
     except OSError as problem:

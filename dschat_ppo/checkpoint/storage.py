@@ -1,8 +1,7 @@
-"""A state as a file: nested tensors and plain values, written durably, read without executing anything; checksums."""
+"""A state as a file: nested tensors and plain values, written durably, read without executing anything."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dschat_ppo.common.durable import blocks_of, write_file
+from dschat_ppo.common.durable import write_file
 from dschat_ppo.common.progress import patient
 from dschat_ppo.errors import UserError
 
@@ -61,14 +60,6 @@ def load_state(path: Path) -> dict[Any, Any]:
     if not isinstance(state, dict):
         raise UserError(f"{path}: holds a {type(state).__name__}, not a state of a run")
     return state
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    for block in blocks_of(path):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def _storable(value: Any, where: str) -> Any:

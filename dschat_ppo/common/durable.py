@@ -6,6 +6,7 @@ empties its buffers, which is one call however much there is. Nothing here waits
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,6 +25,14 @@ def blocks_of(path: Path) -> Iterator[bytes]:
         while block := file.read(_BLOCK_BYTES):
             beat()
             yield block
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for block in blocks_of(path):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:
@@ -67,17 +76,25 @@ def sync_entries(folder: Path) -> None:
     _sync(folder)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are missing, and have their names on the disk before this returns."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_entries(folder.parent)
+
+
 def empty_folder(path: Path) -> Path:
     """`path` as a new folder; what was there is removed."""
     remove_folder(path)
-    path.mkdir(parents=True)
+    make_folder(path)
     return path
 
 
 def move_files_up(partial: Path) -> None:
-    """Let the finished files in `partial` take their places in the folder above it, each at once."""
+    """Let the finished files in `partial` take their places in the folder above it, each at once, weights last."""
     sync_folder(partial)
-    for file in partial.iterdir():
+    for file in sorted(partial.iterdir(), key=lambda file: file.suffix == ".safetensors"):
         os.replace(file, partial.parent / file.name)
     partial.rmdir()
     sync_entries(partial.parent)

@@ -152,7 +152,7 @@ class Board:
         """Whether their process works, of all ranks on the board."""
         found = {}
         for path in self._files("rank_*"):
-            with suppress(OSError):  # it leaves just now
+            with suppress(OSError, ValueError):  # it leaves just now; its content was lost with the machine's power
                 pid, started = map(int, path.read_text(encoding="ascii").split())
                 process = look_up(pid)
                 works = process is not None and process.started == started and not process.ended

@@ -152,11 +152,3 @@ def notes(step_name: str, config: Any) -> list[str]:
     if isinstance(config, PPOConfig):
         reasons |= config.idle()
     return [f"--{name} changes nothing here: {reason}" for name, reason in reasons.items()]
-
-
-def write_config(config: Any, folder: Path) -> Path:
-    """Write the resolved configuration to `folder/config.yaml`, readable again through `--config`."""
-    values = {name: value for name, value in flatten(config).items() if name not in ("local_rank", "config")}
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    return path

@@ -6,10 +6,10 @@ unless cut), `margin` (float), and for step 3 `row` (JSON of all columns of the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -20,6 +20,7 @@ from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.stopping import end_if_asked, helpers_may_end
 from dschat_ppo.config.schema import DataFlags, parse_data_split
+from dschat_ppo.data.cache import cached_rows, token_key
 from dschat_ppo.data.records import layout_of, read_row
 from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
 from dschat_ppo.data.templates import encode_answer, encode_prompt, turn_end
@@ -101,16 +102,6 @@ def _tokenise(
     return tokens
 
 
-def _cache_key(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
-    """Key of the prepared rows in the cache: content, tokenizer, template and settings."""
-    parts = [
-        rows._fingerprint,
-        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer),
-    ]
-    parts += [str(tokenizer.chat_template), str(tokenizer.special_tokens_map), *map(str, settings), _FORMAT]
-    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:32]
-
-
 def tokenise_rows(
     rows: Dataset,
     name: str,
@@ -131,15 +122,22 @@ def tokenise_rows(
     text_prompts = isinstance(rows.features.get("prompt"), datasets.Value)
     if len(rows) >= _MANY_ROWS:
         logger().info(f"data: {name}: {len(rows)} rows become tokens (at once if the cache holds them)")
-    with data_workers(flags.preprocessing_num_workers):
-        rows = rows.map(
-            _tokenise,
-            fn_kwargs={**settings, "tokenizer": tokenizer},
-            remove_columns=rows.column_names,
-            num_proc=flags.preprocessing_num_workers,
-            new_fingerprint=_cache_key(rows, tokenizer, *settings.values()),
-            features=datasets.Features(_FEATURES | ({"row": datasets.Value("string")} if use == "prompt" else {})),
-        )
+
+    key = token_key(rows, tokenizer, *settings.values(), _FORMAT)
+
+    def make(folder: Path) -> Dataset:
+        with data_workers(flags.preprocessing_num_workers):
+            return rows.map(
+                _tokenise,
+                fn_kwargs={**settings, "tokenizer": tokenizer},
+                remove_columns=rows.column_names,
+                num_proc=flags.preprocessing_num_workers,
+                new_fingerprint=key,
+                cache_file_name=str(folder / "rows.arrow"),
+                features=datasets.Features(_FEATURES | ({"row": datasets.Value("string")} if use == "prompt" else {})),
+            )
+
+    rows = cached_rows(flags.data_output_path, key, make)
     done = Counter(rows["fitted"])
     logger().info(f"data: {name}: {len(rows)} rows; " + ", ".join(f"{count} {what}" for what, count in done.items()))
     if for_training and set(done) == {_CUT_ANSWER}:

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset, Features, Value
 
 from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.data.cache import cached_rows, file_key, hub_rows
 from dschat_ppo.errors import UserError, in_one_line
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -87,9 +88,13 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
         _check_text(path, flag)
     try:
         settings = _all_text(path) if builder == "csv" else {}
-        rows = datasets.load_dataset(
-            builder, data_files=glob.escape(str(path)), split="train", cache_dir=cache_dir, **settings
-        )
+
+        def make(folder: Path) -> Dataset:
+            named = glob.escape(str(path))
+            where = {"cache_dir": str(folder), "keep_in_memory": False}
+            return datasets.load_dataset(builder, data_files=named, split="train", **where, **settings)
+
+        rows = cached_rows(cache_dir, file_key(path, builder, settings), make)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as problem:  # pyarrow's errors are ValueErrors
         if any(text in f"{problem} {problem.__cause__}" for text in _NO_ROWS):
             raise UserError(f"{flag} {path}: the data set is empty") from None
@@ -151,7 +156,7 @@ def _first_odd_line(path: Path) -> str:
 
 def _load_hub(spec: str, flag: str, cache_dir: str | None, config_name: str | None) -> Source:
     try:
-        found = datasets.load_dataset(spec, config_name, cache_dir=cache_dir)
+        found = hub_rows(spec, config_name, cache_dir)
     except (datasets.exceptions.DatasetNotFoundError, OSError, ValueError) as problem:
         raise UserError(
             f"{flag} {spec}: neither a local file or folder nor a hub data set ({in_one_line(problem)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Value
@@ -11,12 +12,14 @@ from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.stopping import end_if_asked, helpers_may_end
 from dschat_ppo.config.schema import DataFlags
+from dschat_ppo.data.cache import cached_rows, token_key
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.data.workers import data_workers
 from dschat_ppo.errors import UserError
 
 FLAG = "--unsupervised_dataset_name"
 _DOING = "prepared plain text"
+_FORMAT = "1"  # raise it when the same texts become other blocks, so that no cache of before is used
 
 
 def text_blocks(
@@ -42,14 +45,21 @@ def text_blocks(
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(rows.column_names)
             raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a column 'text' that holds text")
-        with data_workers(flags.preprocessing_num_workers):
-            blocks = rows.map(
-                _cut,
-                batched=True,
-                fn_kwargs={"tokenizer": tokenizer, "length": length},
-                remove_columns=rows.column_names,
-                num_proc=flags.preprocessing_num_workers,
-            )
+        key = token_key(rows, tokenizer, "text blocks", length, _FORMAT)
+
+        def make(folder: Path) -> Dataset:
+            with data_workers(flags.preprocessing_num_workers):
+                return rows.map(
+                    _cut,
+                    batched=True,
+                    fn_kwargs={"tokenizer": tokenizer, "length": length},
+                    remove_columns=rows.column_names,
+                    num_proc=flags.preprocessing_num_workers,
+                    new_fingerprint=key,
+                    cache_file_name=str(folder / "blocks.arrow"),
+                )
+
+        blocks = cached_rows(flags.data_output_path, key, make)
     if not len(blocks):
         raise UserError(f"{FLAG} {spec}: holds no text of two tokens or more")
     logger().info(f"data: {spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from dschat_ppo.common.dist import broadcast_object, is_main
-from dschat_ppo.common.durable import sync_file, write_file
+from dschat_ppo.common.durable import sync_entries, sync_file, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError
 
@@ -35,6 +35,7 @@ class MetricsWriter:
         self._board: Any = None
         if is_main():
             self._file = (folder / METRICS).open("ab")
+            sync_entries(folder)
             self._begin_at(resumed[0] if resumed else 0)
             if tensorboard is not None:
                 from torch.utils.tensorboard import SummaryWriter
@@ -54,6 +55,14 @@ class MetricsWriter:
             return int(self._file.seek(0, os.SEEK_END))
         except OSError as problem:
             raise StorageError(_cannot_write(self._file.name, problem)) from problem
+
+    def copy_to(self, file: Path) -> None:
+        """Write what `metrics.jsonl` holds to another file, durably. On rank 0.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_file(file, Path(self._file.name).read_bytes())
 
     def _begin_at(self, offset: int) -> None:
         there = self._file.tell()
@@ -100,6 +109,14 @@ class MetricsWriter:
 def _finite_or_null(metrics: dict[str, float]) -> dict[str, float | None]:
     """JSON has no NaN and no infinity (the gradient norm of an overflowed fp16 step): null stands for them."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether `result.json` is there and whole: the mark of a finished step."""
+    try:
+        return isinstance(json.loads((folder / RESULT).read_bytes()), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def write_result(folder: Path, result: dict[str, float]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from dschat_ppo.common.durable import PARTIAL, empty_folder, make_folder, move_files_up, write_file
+
 PAD, EOS = "<|pad|>", "<|end|>"
 
 
@@ -43,13 +45,18 @@ def write_task(
     tokenizer: PreTrainedTokenizerFast,
     model: LlamaForCausalLM,
 ) -> None:
-    """Write `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each entry of `rows`."""
-    (folder / "data").mkdir(parents=True, exist_ok=True)
+    """Write `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each entry of `rows`, durably.
+
+    The weights come last: where they are, all is there.
+    """
+    make_folder(folder / "data")
     for name, of_file in rows.items():
         lines = "".join(json.dumps(row) + "\n" for row in of_file)
-        (folder / "data" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    tokenizer.save_pretrained(folder / "model")
-    model.save_pretrained(folder / "model")
+        write_file(folder / "data" / f"{name}.jsonl", lines.encode())
+    partial = empty_folder(folder / "model" / PARTIAL)
+    tokenizer.save_pretrained(partial)
+    model.save_pretrained(partial)
+    move_files_up(partial)
 
 
 def make_as_asked(description: str, make: Callable[[Path, int], None]) -> None:

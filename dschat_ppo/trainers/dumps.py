@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.checkpoint.saved_config import write_config
 from dschat_ppo.common import dist
 from dschat_ppo.common.durable import remove_folder
-from dschat_ppo.config.cli import write_config
 from dschat_ppo.data.collators import PairBatch, PreferenceBatch, SFTBatch
 from dschat_ppo.engine.guard import loss_scale
 from dschat_ppo.errors import UserError

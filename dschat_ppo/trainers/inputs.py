@@ -8,7 +8,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from dschat_ppo.checkpoint.storage import checksum
+from dschat_ppo.common.durable import checksum
 from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.models.fingerprint import model_fingerprint
 from dschat_ppo.rewards.functions import parse_function

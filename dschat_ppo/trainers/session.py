@@ -85,7 +85,8 @@ def open_session(
     if dist.is_main():
         about = About(kind, settings | contents_of(inputs), fingerprint(inputs.train))
     chosen = choose(output, config.safety, about, config.run.overwrite_output_dir)
-    open_outputs(output, config, config.run, resumed=chosen is not None and lies_in(chosen, output))
+    resumed = chosen if chosen is not None and lies_in(chosen, output) else None
+    open_outputs(output, config, config.run, resumed)
     return Session(output, about, config.run, config.safety, chosen)
 
 

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from dschat_ppo.checkpoint.changes import compare, report
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.lock import RunLock
+from dschat_ppo.checkpoint.metrics_copy import keep_aside, restore_metrics
+from dschat_ppo.checkpoint.saved_config import CONFIG, read_config, write_config
 from dschat_ppo.common import dist, watchdog
 from dschat_ppo.common.durable import remove_folder
 from dschat_ppo.common.logging import logger, quiet_libraries, table
 from dschat_ppo.common.rank_log import keep_log
 from dschat_ppo.common.seeding import choose_algorithms, seed_everything
-from dschat_ppo.config.cli import flatten, notes, write_config
+from dschat_ppo.config.cli import flatten, notes
 from dschat_ppo.config.safety import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.monitor.writers import METRICS, RESULT
-
-CONFIG = "config.yaml"
+from dschat_ppo.monitor.writers import METRICS, RESULT, is_finished
 
 _LOCKED: dict[Path, RunLock] = {}  # output folders of this process, until it ends
 
@@ -75,10 +73,22 @@ def _look_at_earlier_outputs(folder: Path, config: Any, run: RunFlags) -> None:
 
 def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None, str | None]:
     """(why the run must not write there, or None; why there is nothing left to do, or None)."""
+    for name in (METRICS, RESULT, CONFIG):
+        if (folder / name).is_dir():
+            return f"{folder / name} is a folder, but the run writes a file of that name; move it away", None
     try:
         CheckpointFolder(folder).clear_partials()  # first of all: it may put one back
+        return _look_at_what_is_held(folder, config, run)
     except OSError as problem:
         return f"--output_dir {folder}: cannot be written ({problem.strerror})", None
+
+
+def _look_at_what_is_held(folder: Path, config: Any, run: RunFlags) -> tuple[str | None, str | None]:
+    """See `_earlier_outputs`.
+
+    Raises:
+        OSError: what has to be written or renamed cannot be.
+    """
     held = [name for name in (RESULT, METRICS, "config.json") if (folder / name).exists()]
     held += [path.name for path in folder.glob("*.safetensors")] + CheckpointFolder(folder).names()
     if run.overwrite_output_dir or not held:
@@ -88,10 +98,14 @@ def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | No
     ways_out = "name another folder or add --overwrite_output_dir"
     if resume == NEVER or (resume != AUTO and not Path(resume).resolve().is_relative_to(folder.resolve())):
         return f"{refusal}; to go on there give --resume auto, else {ways_out}", None
-    unfinished = RESULT not in held or resume != AUTO or force
-    if CheckpointFolder(folder).names() and unfinished:
+    is_done = is_finished(folder)
+    if CheckpointFolder(folder).names() and (not is_done or resume != AUTO or force):
+        if RESULT in held and not is_done:
+            logger().warning(f"{folder / RESULT} is damaged, so the run does not count as done")
         return None, None  # `choose` says whether it can be gone on from
-    saved = _earlier_config(folder)
+    if RESULT in held and not is_done:
+        return f"{folder / RESULT} is damaged, and there is no checkpoint to finish that run from; {ways_out}", None
+    saved = read_config(folder)
     if saved is None:
         return f"{refusal}; {ways_out}", None
     changes = [change for change in compare(saved, flatten(config)) if change.matters]
@@ -99,45 +113,35 @@ def _earlier_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | No
         if CheckpointFolder(folder).names():  # of a finished run, as the others have been left to `choose`
             ways_out = f"add --resume_force to train on from its last checkpoint, or to begin anew {ways_out}"
         return f"{refusal} of a run with other settings:\n{report(changes)}\n{ways_out}", None
-    if RESULT in held:
+    if is_done:
         more = "raise --num_train_epochs and add --resume_force to train on; --overwrite_output_dir does it once more"
         return None, f"{folder / RESULT} is there: this run is done ({more})"
     _keep_old_metrics(folder)
     return None, None
 
 
-def _earlier_config(folder: Path) -> dict[str, Any] | None:
-    """The configuration that an earlier run left in the folder; None: there is none that can be read."""
-    try:
-        saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
-    return saved if isinstance(saved, dict) else None
-
-
 def _keep_old_metrics(folder: Path) -> None:
     """The earlier run ended before its first checkpoint: this one begins anew, and says so."""
-    place = folder / METRICS
-    if not place.exists():
+    if not (folder / METRICS).exists():
         return
-    number = next(n for n in count(1) if not (folder / f"metrics.{n}.jsonl").exists())
-    kept = place.rename(folder / f"metrics.{number}.jsonl")
+    kept = keep_aside(folder / METRICS)
     logger().warning(
         f"--output_dir {folder}: an earlier run with these settings ended before its first checkpoint; beginning anew "
         f"(its metrics are kept as {kept.name})"
     )
 
 
-def open_outputs(folder: Path, config: Any, run: RunFlags, resumed: bool = False) -> None:
+def open_outputs(folder: Path, config: Any, run: RunFlags, resumed: Path | None = None) -> None:
     """Make the output folder ready and save the resolved configuration. Collective.
 
-    In a run that begins at the beginning what marks an earlier one is removed.
+    In a run that begins at the beginning what marks an earlier one is removed. In one that goes on `metrics.jsonl` is
+    checked, see `restore_metrics`.
 
     Args:
         folder: of the outputs.
         config: of the step.
         run: its flags.
-        resumed: the run goes on from a checkpoint in this folder.
+        resumed: the checkpoint in this folder that the run goes on from, or None.
 
     Raises:
         UserError: the folder cannot be written.
@@ -147,10 +151,12 @@ def open_outputs(folder: Path, config: Any, run: RunFlags, resumed: bool = False
         raise UserError(problem)
 
 
-def _write_start(folder: Path, config: Any, run: RunFlags, resumed: bool) -> str | None:
+def _write_start(folder: Path, config: Any, run: RunFlags, resumed: Path | None) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not resumed and (run.overwrite_output_dir or (folder / CONFIG).exists()):  # else it is no run's of ours
+        if resumed is not None:
+            restore_metrics(folder, resumed)
+        elif run.overwrite_output_dir or (folder / CONFIG).exists():  # else it is no run's of ours
             _remove_earlier(folder, run)
         (folder / RESULT).unlink(missing_ok=True)  # not before: it tells that what is removed is of a finished run
         write_config(config, folder)

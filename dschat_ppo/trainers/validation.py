@@ -17,6 +17,7 @@ from torch import Tensor
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.pass_at_k import pass_at_k
 from dschat_ppo.common import dist
+from dschat_ppo.common.durable import make_folder, write_file
 from dschat_ppo.config.validation import ValidationFlags
 from dschat_ppo.data.sampler import FILLER, optimizer_steps
 from dschat_ppo.errors import StorageError
@@ -152,8 +153,8 @@ class Validation:
         """Why the answers cannot be written, so that all ranks can stop alike; None: they are."""
         path = self.folder / "eval" / f"step_{step:06d}.jsonl"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(f"{_json_line(row)}\n" for row in rows), encoding="utf-8")
+            make_folder(path.parent)
+            write_file(path, "".join(f"{_json_line(row)}\n" for row in rows).encode())
         except OSError as problem:
             return f"{path}: the answers of the evaluation cannot be written ({problem.strerror})"
         return None

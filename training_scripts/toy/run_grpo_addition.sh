@@ -12,7 +12,7 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
     python -m dschat_ppo.tools.addition "$out/toy"
 fi
 
-if [ ! -e "$out/sft/result.json" ]; then
+if ! is_whole "$out/sft/result.json"; then
     bash "$top/training_scripts/toy/run_sft_addition.sh" "$out/toy" "$out/sft"
 fi
 

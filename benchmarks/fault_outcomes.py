@@ -1,0 +1,102 @@
+"""What a run lost to a fault: processes, saved steps, numbers; and the table of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from measure import markdown
+from safetensors.torch import load_file
+
+MARKS = ("<!-- faults -->", "<!-- /faults -->")
+MEASURED = ("time", "seconds/", "peak_memory_gib/", "tokens_per_second/")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run with a fault ended, and how the second start did."""
+
+    name: str
+    code: int
+    met: bool  # the first start ended by the fault, or was allowed not to
+    orphans: int
+    steps_lost: int
+    equal: bool
+    seconds: float
+
+    @property
+    def survived(self) -> bool:
+        return self.met and self.orphans == 0 and self.steps_lost == 0 and self.equal
+
+
+def left_over(word: str, patience: float = 40.0) -> int:
+    """Processes that still have `word` in their command line after a while; they are killed."""
+    deadline = time.monotonic() + patience
+    while True:
+        found = [p for p in psutil.process_iter(["cmdline"]) if any(word in part for part in p.info["cmdline"] or [])]
+        if not found or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    for process in found:
+        process.kill()
+    return len(found)
+
+
+def finished(output: Path) -> bool:
+    """Whether a run there came to its end."""
+    return (output / "result.json").exists()
+
+
+def saved_steps(log: str) -> int:
+    """The last PPO step whose checkpoint was said to be saved; 0: none."""
+    steps = [
+        line.split("step_")[1][:6] for line in log.splitlines() if "checkpoint step_" in line and ": saved" in line
+    ]
+    return max(map(int, steps), default=0)
+
+
+def resumed_at(log: str) -> int:
+    """The PPO step after which the second start went on; 0: it began anew."""
+    steps = [line.split("step_")[1][:6] for line in log.splitlines() if "going on from" in line]
+    return int(steps[-1]) if steps else 0
+
+
+def metrics_of(output: Path) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` without what measures the machine."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+
+
+def same_outputs(one: Path, other: Path) -> bool:
+    """Whether metrics and saved weights are equal to the last bit."""
+    if metrics_of(one) != metrics_of(other):
+        return False
+    models, others = ({path.relative_to(output) for path in output.rglob("*.safetensors")} for output in (one, other))
+    if models != others or not models:
+        return False
+    for model in models:
+        first, second = load_file(one / model), load_file(other / model)
+        if first.keys() != second.keys() or not all(torch.equal(first[name], second[name]) for name in first):
+            return False
+    return True
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Markdown: a row for each fault."""
+    rows = [
+        [o.name, str(o.code), str(o.orphans), str(o.steps_lost), "yes" if o.equal else "no"] for o in outcomes
+    ]  # fmt: skip
+    header = ["fault", "exit code", "processes left", "saved steps lost", "metrics and weights equal after resuming"]
+    return markdown(header, rows)
+
+
+def write_docs(file: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
+    """Put the table between the marks."""
+    before, rest = file.read_text(encoding="utf-8").split(marks[0])
+    after = rest.split(marks[1])[1]
+    file.write_text(f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{after}", encoding="utf-8")
