@@ -58,7 +58,7 @@ def init() -> torch.device:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from dschat_ppo.common.op_builds import wait_for_build  # which logs, and so needs the rank
+    from dschat_ppo.common.op_builds import guard_builds  # which logs, and so needs the rank
 
     if "RANK" not in os.environ:
         with socket.socket() as probe:
@@ -68,8 +68,7 @@ def init() -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank())
-    else:
-        wait_for_build("deepspeed_shm_comm")  # what init_distributed compiles on a CPU
+    guard_builds()
     try:
         with helpers_may_end("joined the ranks"):  # which compiles on a CPU
             deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
