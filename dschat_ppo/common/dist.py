@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from dschat_ppo.common.progress import patient
+from dschat_ppo.common.rendezvous import address_of
 from dschat_ppo.common.stopping import helpers_may_end
 from dschat_ppo.errors import UserError
 
@@ -46,14 +47,17 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def init() -> torch.device:
+def init(folder: str = "") -> torch.device:
     """Join the process group and return this rank's device.
 
     Under the deepspeed launcher the environment names the group; started by plain `python`, the process becomes a
     group of one on a free port.
 
+    Args:
+        folder: the output folder, as the flags name it; it helps to tell launches on one port apart.
+
     Raises:
-        UserError: the port is in use.
+        UserError: the port is in use, or another launch has a process group there.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -71,7 +75,8 @@ def init() -> torch.device:
     guard_builds()
     try:
         with helpers_may_end("joined the ranks"):  # which compiles on a CPU
-            deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
+            backend, address = accelerator.communication_backend_name(), address_of(folder)
+            deepspeed.init_distributed(dist_backend=backend, timeout=TIMEOUT, init_method=address)
     except torch_dist.DistNetworkError as problem:
         if "EADDRINUSE" not in str(problem):
             raise

@@ -64,6 +64,16 @@ def command(pid: int) -> list[str]:
     return text.split("\0")[:-1]
 
 
+def ancestor(word: str) -> tuple[int, Process] | None:
+    """The nearest process above this one that has `word` in its command line, and its number."""
+    pid = os.getpid()
+    while (process := look_up(pid)) is not None:
+        if word in command(pid):
+            return pid, process
+        pid = process.parent
+    return None
+
+
 def processes_at(*places: Path) -> set[int]:
     """Other processes that run in one of these folders or have one of these files open, of those that this user may
     look at; none where there is no /proc."""

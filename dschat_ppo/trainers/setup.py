@@ -50,7 +50,7 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
     is_ours = folder.resolve() in _LOCKED  # several steps may follow one another in one process
     if not is_ours:
         RunLock.look(folder)
-    device = dist.init()
+    device = dist.init(run.folder)
     if not is_ours:
         _LOCKED[folder.resolve()] = RunLock.acquire(folder)
     keep_log(folder)
