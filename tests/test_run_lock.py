@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,6 +61,17 @@ def test_a_second_run_is_refused_before_it_wants_a_port(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="another run"):
         setup.begin("sft", config, config.run, [])
     first.release()
+
+
+def test_a_run_that_only_looks_keeps_nobody_out(tmp_path):
+    """Two runs by one command at one instant: one looks while the other takes the lock."""
+    for take in (RunLock.acquire, RunLock.look):
+        with (tmp_path / ".lock").open("a") as looks:
+            fcntl.flock(looks, fcntl.LOCK_EX)
+            threading.Timer(0.2, fcntl.flock, [looks, fcntl.LOCK_UN]).start()
+            lock = take(tmp_path)
+            if lock:
+                lock.release()
 
 
 def test_letting_go_twice_closes_no_file_of_somebody_else(tmp_path):

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from dschat_ppo.errors import UserError
 FILE_NAME = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MOST_BYTES = 2000
+_A_LOOK_SECONDS = 0.5  # longer than `RunLock.look` of another run holds the lock
 _held: set[int] = set()  # file descriptors of this process's locks
 
 
@@ -118,7 +120,7 @@ def _take(folder: Path, take: Callable[[int], None]) -> tuple[int | None, str | 
     except OSError as problem:
         return None, f"--output_dir {folder}: cannot be written ({problem.strerror})"
     try:
-        take(number)
+        _insist(take, number)
     except BlockingIOError:
         holder = os.pread(number, _MOST_BYTES, 0).decode("utf-8", errors="replace").strip()
         os.close(number)
@@ -133,6 +135,18 @@ def _take(folder: Path, take: Callable[[int], None]) -> tuple[int | None, str | 
         return None, f"--output_dir {folder}: cannot be locked ({problem.strerror})"
     _held.add(number)
     return number, None
+
+
+def _insist(take: Callable[[int], None], number: int) -> None:
+    """Try for as long as another run may hold the lock only to look at it."""
+    deadline = time.monotonic() + _A_LOOK_SECONDS
+    while True:
+        try:
+            return take(number)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _describe(processes: list[tuple[str, int]]) -> str:

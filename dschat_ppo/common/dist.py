@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from dschat_ppo.common.progress import patient
+from dschat_ppo.common.rendezvous import address_of
 from dschat_ppo.common.stopping import helpers_may_end
 from dschat_ppo.errors import UserError
 
@@ -46,19 +47,22 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def init() -> torch.device:
+def init(folder: str = "") -> torch.device:
     """Join the process group and return this rank's device.
 
     Under the deepspeed launcher the environment names the group; started by plain `python`, the process becomes a
     group of one on a free port.
 
+    Args:
+        folder: the output folder, as the flags name it; it helps to tell launches on one port apart.
+
     Raises:
-        UserError: the port is in use.
+        UserError: the port is in use, or another launch has a process group there.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from dschat_ppo.common.op_builds import wait_for_build  # which logs, and so needs the rank
+    from dschat_ppo.common.op_builds import guard_builds  # which logs, and so needs the rank
 
     if "RANK" not in os.environ:
         with socket.socket() as probe:
@@ -68,11 +72,11 @@ def init() -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank())
-    else:
-        wait_for_build("deepspeed_shm_comm")  # what init_distributed compiles on a CPU
+    guard_builds()
     try:
         with helpers_may_end("joined the ranks"):  # which compiles on a CPU
-            deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT)
+            backend, address = accelerator.communication_backend_name(), address_of(folder)
+            deepspeed.init_distributed(dist_backend=backend, timeout=TIMEOUT, init_method=address)
     except torch_dist.DistNetworkError as problem:
         if "EADDRINUSE" not in str(problem):
             raise

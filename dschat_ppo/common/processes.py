@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,14 +64,27 @@ def command(pid: int) -> list[str]:
     return text.split("\0")[:-1]
 
 
-def own_names() -> Iterator[str]:
-    """Short names of all processes of this user."""
-    if not Path("/proc").is_dir():
-        return
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                if entry.stat().st_uid == os.getuid():
-                    yield Path(entry.path, "comm").read_text(encoding="utf-8", errors="replace").strip()
-            except OSError:  # it has ended meanwhile
-                continue
+def ancestor(word: str) -> tuple[int, Process] | None:
+    """The nearest process above this one that has `word` in its command line, and its number."""
+    pid = os.getpid()
+    while (process := look_up(pid)) is not None:
+        if word in command(pid):
+            return pid, process
+        pid = process.parent
+    return None
+
+
+def processes_at(*places: Path) -> set[int]:
+    """Other processes that run in one of these folders or have one of these files open, of those that this user may
+    look at; none where there is no /proc."""
+    wanted = {os.path.realpath(place) for place in places}
+    numbers = {int(entry.name) for entry in Path("/proc").glob("[0-9]*")} - {os.getpid()}
+    return {number for number in numbers if not wanted.isdisjoint(_places_of(number))}
+
+
+def _places_of(pid: int) -> Iterator[str]:
+    """The folder that it runs in and the files that it has open."""
+    with suppress(OSError):  # another user's, or it has ended meanwhile
+        for link in (f"/proc/{pid}/cwd", *(entry.path for entry in os.scandir(f"/proc/{pid}/fd"))):
+            with suppress(FileNotFoundError):  # closed meanwhile
+                yield os.readlink(link)

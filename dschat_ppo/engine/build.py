@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,8 +14,7 @@ from transformers import get_scheduler
 
 from dschat_ppo.common.dist import world_size
 from dschat_ppo.common.logging import quiet_prints
-from dschat_ppo.common.op_builds import wait_for_build
-from dschat_ppo.common.progress import beat, patient
+from dschat_ppo.common.progress import beat
 from dschat_ppo.common.stopping import helpers_may_end
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.engine.guard import (
@@ -69,8 +67,7 @@ def _optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) ->
     if offloaded:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        patience = patient() if wait_for_build("cpu_adam") else nullcontext()  # a lock may stay for ever
-        with patience, helpers_may_end("compiled an operator"):
+        with helpers_may_end("compiled an operator"):
             return DeepSpeedCPUAdam(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
 

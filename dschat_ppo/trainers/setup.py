@@ -49,7 +49,7 @@ def begin(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[tor
     if not is_ours:
         RunLock.look(folder)
     choose_algorithms(run.deterministic)
-    device = dist.init()
+    device = dist.init(run.folder)
     if not is_ours:
         _LOCKED[folder.resolve()] = RunLock.acquire(folder)
     keep_log(folder)
