@@ -321,7 +321,7 @@ def test_required_flags_are_named(step, missing):
         ("sft", "learning_rate", "fast"),
         ("sft", "learning_rate", "1.01"),
         ("sft", "learning_rate", "1e6"),
-        ("sft", "weight_decay", "1000"),
+        ("sft", "weight_decay", "1e6"),
         ("sft", "max_grad_norm", "1e-7"),
         ("sft", "adam_beta1", "-0.1"),
         ("sft", "adam_beta1", "0.99"),
