@@ -160,7 +160,8 @@ def test_special_tokens_go_before_other_added_ones_and_spaces_are_none():
 
 
 def test_a_template_that_refuses_the_example_or_is_none_at_all_leaves_eos():
-    for template in ("{{ raise_exception('a system message must come first') }}", "no message is shown", None):
+    refusing = ["{{ raise_exception('a system message must come first') }}", "{{ 1 + 'a' }}", "{{ 1 / 0 }}"]
+    for template in (*refusing, "{% broken", {"tools": "x"}, "no message is shown", None):
         tokenizer = tokenizer_of(template, "</s>")
         assert answer_ends(tokenizer) == (tokenizer.eos_token_id,)
 

@@ -17,6 +17,8 @@ from dschat_ppo.errors import UserError
 
 Messages = list[dict[str, Any]]
 _EXAMPLE = "An answer."
+# What a template's own code may raise; a ValueError also stands for several templates of which none is the default.
+_RENDERING_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 
 def is_messages(value: Any) -> bool:
@@ -66,7 +68,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
         example = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _EXAMPLE}]
         try:
             rendered = str(tokenizer.apply_chat_template(example, tokenize=False))
-        except TemplateError:  # it refuses the example; what it makes of the rows is their own matter
+        except _RENDERING_ERRORS:  # it refuses the example; what it makes of rows is seen there
             rendered = ""
         closing = rendered.rpartition(_EXAMPLE)[2] if _EXAMPLE in rendered else ""
     added = [(number, token.content, token.special) for number, token in tokenizer.added_tokens_decoder.items()]
