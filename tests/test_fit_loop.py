@@ -13,7 +13,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.safety import SafetyFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.guard import StepResult
-from dschat_ppo.errors import StopRequested
+from dschat_ppo.errors import NonFiniteError, StopRequested
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.trainers import fit
 from dschat_ppo.trainers.fit import Fit, Objective
@@ -127,6 +127,18 @@ def test_each_epoch_sees_each_row_once_and_is_evaluated(tmp_path, seen):
     assert (trainer.before, trainer.after) == ({"eval_loss": 1.0}, {"eval_loss": 3.0})
     settings = trainer.engine.settings
     assert (settings.warmup_steps, settings.total_steps) == (3, LAST)
+
+
+def test_weights_that_are_not_finite_are_neither_measured_nor_saved(tmp_path, seen, monkeypatch):
+    trainer, saved = make(), []
+    monkeypatch.setattr(fit, "save_model", lambda *arguments: saved.append(arguments[2]))
+    trainer.engine.module = torch.nn.Linear(1, 1)
+    trainer.save(tmp_path, None)
+    assert saved == [tmp_path]
+    trainer.engine.module.bias.data.fill_(torch.inf)
+    with pytest.raises(NonFiniteError, match=r"^model: weights are not finite \(rank 0: bias\)"):
+        trainer.save(tmp_path / "bad", None)
+    assert saved == [tmp_path]
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5, 8])

@@ -270,6 +270,7 @@ def saved_case(assets: Path, out: Path) -> dict:
     folder = out / "saved"
     trainer, scored = trainer_for(assets, folder, (2, 3), "--save_minutes", 0)
     about = About("ppo", {}, "")
+    folder.mkdir(exist_ok=True)
     keeper = Keeper(folder, trainer, trainer.config.safety, about, MetricsWriter(folder, None))
     keeper.finish()
     update_too_far(trainer.engines.critic, 1e39)
