@@ -271,7 +271,8 @@ OLD_FILES = {
         },
     ),
     "codegen": (
-        CodeGenForCausalLM, CodeGenConfig(**{**_GPT, "n_head": 4}, rotary_dim=4), {"transformer.h.0.attn.causal_mask": _MASK},
+        CodeGenForCausalLM, CodeGenConfig(**{**_GPT, "n_head": 4}, rotary_dim=4),
+        {"transformer.h.0.attn.causal_mask": _MASK},
     ),
     "llama": (LlamaForCausalLM, tiny_config(), {"model.layers.0.self_attn.rotary_emb.inv_freq": _FREQUENCIES}),
 }  # fmt: skip
