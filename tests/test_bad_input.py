@@ -109,6 +109,31 @@ CASES = {
     "output on top of something": ("sft", "--output_dir {b}/small", ["--output_dir", "earlier outputs"]),
     "limit that cuts every answer": ("sft", "--max_seq_len 2", ["every answer is cut", "2 tokens"]),
     "answers beyond all positions": ("ppo", "--max_answer_seq_len 1000000", ["--max_answer_seq_len", "128 positions"]),
+    "critic that is an encoder": (
+        "ppo",
+        "--critic_model_name_or_path {b}/encoder",
+        ["--critic_model_name_or_path", "BertConfig without is_decoder is an encoder"],
+    ),
+    "reward model that is an encoder": (
+        "ppo",
+        "--critic_model_name_or_path {a}/reward --reward_model_name_or_path {b}/encoder",
+        ["--reward_model_name_or_path", "BertConfig without is_decoder is an encoder"],
+    ),
+    "actor that is an encoder": (
+        "ppo",
+        "--actor_model_name_or_path {b}/encoder",
+        ["--actor_model_name_or_path", "BertConfig without is_decoder is an encoder"],
+    ),
+    "base of a reward model that is an encoder": (
+        "reward",
+        "--model_name_or_path {b}/encoder",
+        ["--model_name_or_path", "BertConfig without is_decoder is an encoder"],
+    ),
+    "more tokens than rows": (
+        "sft",
+        "--model_name_or_path {b}/few_rows",
+        ["--model_name_or_path", "vocabulary of 100", "--resize_vocabulary"],
+    ),
     "swapped models": (
         "ppo",
         "--actor_model_name_or_path {a}/reward --critic_model_name_or_path {a}/lm",
@@ -139,7 +164,7 @@ def base_words(step: str, assets, out) -> list[str]:
 def bad(assets, tmp_path_factory):
     """Folder of files that are wrong in one way each."""
     from conftest import tiny_config
-    from transformers import LlamaForSequenceClassification
+    from transformers import AutoTokenizer, BertConfig, LlamaForSequenceClassification
 
     from dschat_ppo.tools import toy
 
@@ -158,6 +183,10 @@ def bad(assets, tmp_path_factory):
     (folder / "auto.json").write_text('{"gradient_clipping": "auto"}')
     (folder / "bad.yaml").write_text("learning_speed: 3\n")
     LlamaForSequenceClassification(tiny_config(num_labels=1, vocab_size=100)).save_pretrained(folder / "small")
+    tiny_config(vocab_size=100).save_pretrained(folder / "few_rows")
+    BertConfig(num_labels=1).save_pretrained(folder / "encoder")  # a configuration without weights
+    for name in ("few_rows", "encoder"):
+        AutoTokenizer.from_pretrained(assets / "lm").save_pretrained(folder / name)
     LlamaForSequenceClassification(tiny_config(num_labels=1)).save_pretrained(folder / "other")
     toy.make_tokenizer(["entirely different words, merged"] * 3).save_pretrained(folder / "other")
     return folder

@@ -145,7 +145,9 @@ class RunFlags:
     local_rank: int = flag("set by the deepspeed launcher", -1)
     dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
     resize_vocabulary: bool = flag(
-        "add embeddings (the mean of those there are) for tokens of the tokenizer that a model has none for", False
+        "give a model with fewer embeddings than its tokenizer has tokens the missing rows, in the head too; each is "
+        "the mean of the old ones",
+        False,
     )
     compute_fp32_loss: bool = flag("losses are always computed in fp32 (kept for old scripts)", False)
     adam_beta1: float = flag("first beta of AdamW", 0.9)
