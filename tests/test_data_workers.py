@@ -43,15 +43,22 @@ sys.exit(9)
 
 KILLED = """
 import os, sys, threading, time
+import multiprocess.pool
 import psutil
 from datasets import Dataset
 from dschat_ppo.data.workers import data_workers
 
-late = sys.argv[1] == "late"
+late, replaced = sys.argv[1] == "late", sys.argv[1] == "replaced"
 
 def tell():
     while len(found := psutil.Process().children(recursive=True)) < (1 if late else 5):
         time.sleep(0.01)
+    if replaced:
+        workers = sorted(psutil.Process().children(), key=lambda process: process.pid)[1:]  # the manager is the first
+        workers[0].kill()
+        before = set(found)
+        while not (found := set(psutil.Process().children()) - before):
+            time.sleep(0.01)
     print(*(process.pid for process in found), flush=True)
 
 def begin(row):
@@ -59,6 +66,8 @@ def begin(row):
         return {"y": os.wait()}
     time.sleep(60)
 
+if replaced:
+    multiprocess.pool.Pool.terminate = lambda pool: time.sleep(60)
 if late:
     os.register_at_fork(after_in_child=lambda: time.sleep(1.0))
 rows = Dataset.from_dict({"x": [1, 2]})
@@ -72,14 +81,18 @@ with data_workers(2):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_what_a_killed_process_has_forked_ends_with_it():
-    """A process that asks the kernel when it is too late; and two workers, their manager and a child of each worker."""
-    running = [
-        subprocess.Popen([sys.executable, "-c", KILLED, case], stdout=subprocess.PIPE, text=True, env={**os.environ})
-        for case in ("late", "in time")
-    ]
-    for process, count in zip(running, (1, 5), strict=True):
+    """A process whose parent ends before it looks; two workers, their manager and a child of each worker; and a worker
+    that the pool's own thread has forked in the place of one that was killed."""
+    cases = {"late": 1, "in time": 5, "replaced": 1}
+    running = {
+        case: subprocess.Popen(
+            [sys.executable, "-c", KILLED, case], stdout=subprocess.PIPE, text=True, env={**os.environ}
+        )
+        for case in cases
+    }
+    for case, process in running.items():
         forked = [psutil.Process(int(word)) for word in process.stdout.readline().split()]
         process.kill()
         _, left = psutil.wait_procs(forked, timeout=10)
@@ -87,15 +100,17 @@ def test_what_a_killed_process_has_forked_ends_with_it():
             orphan.kill()
         process.wait()
         process.stdout.close()
-        assert len(forked) == count and not left
+        assert (len(forked), left) == (cases[case], []), case
 
 
 class Lost(Exception):  # noqa: N818
     """Stands for the end of the process."""
 
 
-def watched(monkeypatch, ticks_of, polls: int) -> tuple[list[tuple[int, int]], int | None]:
+def watched(monkeypatch, ticks_of, polls: int, code: int = 2) -> tuple[list[tuple[int, int]], int | None]:
     """Watch for so many polls, one a second: the processes that were killed, and the second when the pool was given up.
+
+    The process may end with this code alone.
 
     `ticks_of(second)` are the ticks of the workers by their numbers; process 7 was there before and computes always.
     """
@@ -110,8 +125,9 @@ def watched(monkeypatch, ticks_of, polls: int) -> tuple[list[tuple[int, int]], i
         numbers = {7: clock.now} | (ticks_of(clock.now) if clock.now else {})
         return {pid: Process(1, 0, False, ticks) for pid, ticks in numbers.items()}
 
-    def give_up(text):
-        assert "--preprocessing_num_workers" in text
+    def give_up(text, given):
+        assert given == code
+        assert ("stopped (SIGTERM)" if code == 0 else "--preprocessing_num_workers") in text
         raise Lost
 
     killed = []
@@ -143,12 +159,18 @@ def test_workers_are_killed_when_the_run_is_to_stop(monkeypatch):
     assert watched(monkeypatch, lambda second: {8: second, 9: second}, 2) == (2 * kills, None)
 
 
+def test_a_pool_that_a_stop_does_not_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(workers.stopping, "noticed", lambda: True)
+    monkeypatch.setattr(workers.stopping, "reason", lambda: "SIGTERM")
+    assert watched(monkeypatch, lambda second: {}, 500, code=0) == ([], 12)
+
+
 STOPPED = """
 import os, signal, sys, threading, time
 import psutil
 from datasets import Dataset
 from dschat_ppo.common import stopping
-from dschat_ppo.data.workers import data_workers
+from dschat_ppo.data import workers
 from dschat_ppo.errors import StopRequested
 
 def ask():
@@ -157,23 +179,32 @@ def ask():
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGINT)
 
+workers.STOP_SECONDS = 3.0
 rows = Dataset.from_dict({"x": list(range(40))})
 stopping.install()
 threading.Thread(target=ask, daemon=True).start()
 try:
-    with stopping.helpers_may_end("worked"), data_workers(2):
-        rows.map(lambda row: time.sleep(1000), num_proc=2, load_from_cache_file=False)
+    with stopping.helpers_may_end("worked"), workers.data_workers(2):
+        rows.map(lambda row: time.sleep(row["x"] >= int(sys.argv[1]) and 1000), num_proc=2, load_from_cache_file=False)
 except StopRequested as stop:
     print(stop, len(psutil.Process().children()))
 """
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_workers():
+@pytest.mark.parametrize("first_slow_row", [0, 20])
+def test_an_interrupt_ends_the_workers(first_slow_row):
+    """Both at work; or one waits for work and holds the pool's lock, without which the pool does not end."""
     ended = subprocess.run(
-        [sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=100, env={**os.environ}, check=False
-    )
-    assert ended.stdout == "stopped (SIGINT) while it worked; run the same command again 0\n", ended.stderr[-2000:]
+        [sys.executable, "-c", STOPPED, str(first_slow_row)], capture_output=True, text=True, timeout=100,
+        env={**os.environ}, check=False,
+    )  # fmt: skip
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    if first_slow_row:
+        assert ended.stderr.endswith("stopped (SIGINT) while it prepared the data; run the same command again\n")
+    else:
+        assert ended.stdout == "stopped (SIGINT) while it worked; run the same command again 0\n", said
 
 
 def test_one_process_or_none_is_not_watched(monkeypatch):

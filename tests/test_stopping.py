@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dschat_ppo.common import dist, stopping
+from dschat_ppo.common.processes import look_up
 from dschat_ppo.engine.build import OptimizerSettings, _optimizer
 from dschat_ppo.errors import StopRequested
 
@@ -114,6 +115,16 @@ def test_a_compilation_that_a_stop_has_ended_is_no_failure(monkeypatch, asked):
     for compiles in (dist.init, lambda: _optimizer(torch.nn.Linear(1, 1), settings, offloaded)):
         with pytest.raises(StopRequested if asked else RuntimeError):
             compiles()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_launcher_that_was_killed_before_the_rank_looked_is_missed(monkeypatch, works):
+    monkeypatch.setattr(stopping, "ancestor", lambda word: (5, look_up(os.getpid())) if works else None)
+    stopping.install()
+    assert stopping.reason() is None, "started by hand"
+    monkeypatch.setenv("CROSS_RANK", "0")
+    stopping.install()
+    assert stopping.reason() == (None if works else "the launcher has ended")
 
 
 SHELL = """

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dschat_ppo.common.processes import command, look_up, signal_at_parents_end
+from dschat_ppo.common.processes import ancestor, command, look_up, signal_at_parents_end
 from dschat_ppo.errors import StopRequested
 
-_RUNNERS = {"deepspeed", "ds"}
+_LAUNCHER, _RUNNERS = "deepspeed.launcher.launch", {"deepspeed", "ds"}
+_GONE = -1  # no process has this number
 
 
 @dataclass
@@ -148,7 +149,9 @@ def _find_launcher() -> None:
     """Remember DeepSpeed's launcher and runner. Any other parent (a shell) may end without taking this run along."""
     parent = os.getppid()
     process = look_up(parent)
-    if process is None or "deepspeed.launcher.launch" not in command(parent):
+    if process is None or _LAUNCHER not in command(parent):
+        if process is not None and "CROSS_RANK" in os.environ and ancestor(_LAUNCHER) is None:
+            _REQUESTS.launcher = _GONE  # it set that variable, and was killed while this rank began
         return
     _REQUESTS.launcher = parent
     words = command(process.parent)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from dschat_ppo.common import dist, progress, stopping
-from dschat_ppo.common.failure import RANK_LOST, TO_GO_ON, USER_ERROR, Board, Claim
+from dschat_ppo.common.failure import RANK_LOST, TO_GO_ON, Board, Claim
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import training_has_begun, where
 from dschat_ppo.common.rank_log import to_log
@@ -190,10 +190,10 @@ def start(seconds: float) -> None:
     _WATCH[-1].begin(seconds)
 
 
-def give_up(text: str) -> NoReturn:
-    """End this process at once, from any thread, with exit code 2 and `text` as the run's message."""
+def give_up(text: str, code: int) -> NoReturn:
+    """End this process at once, from any thread, with exit code `code` and `text` as the run's message."""
     board = _WATCH[-1].board if _WATCH else Board(None)
-    claim = board.claim(USER_ERROR)
+    claim = board.claim(code)
     if claim.rank == dist.rank():
         _to_stderr(text)
     to_log(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from functools import cache
 
 from dschat_ppo.common import stopping
-from dschat_ppo.common.processes import children, signal_at_parents_end
+from dschat_ppo.common.failure import DONE, USER_ERROR
+from dschat_ppo.common.processes import children
 from dschat_ppo.common.watchdog import give_up
 from dschat_ppo.errors import UserError
 
 POLL_SECONDS = 0.5
 IDLE_SECONDS = 60.0
+STOP_SECONDS = 10.0  # for the pool to end when its workers are killed
 _HINT = (
     "a process that prepares data was killed, most often for want of memory: lower --preprocessing_num_workers and run "
     "the same command again"
@@ -26,10 +29,10 @@ _HINT = (
 
 @dataclass
 class _Forks:
-    """Processes that this thread of this process forks end with it; None: outside `data_workers`."""
+    """A pipe whose write end only the process that opened it holds; None: outside `data_workers`, or not this one."""
 
-    thread: int | None = None
-    parent: int = 0
+    reader: int | None = None
+    writer: int | None = None
 
 
 _FORKS = _Forks()
@@ -43,10 +46,7 @@ def data_workers(count: int | None) -> Iterator[None]:
     the pool's lock, for which then all others and the end of the pool wait for ever; so a thread looks too, and ends
     the process.
 
-    Workers and the manager of their queue end with the process, even if it is killed (on Linux). They are forked by
-    the thread that runs the block. A worker that the pool's own thread forks in the place of one that was killed is
-    left out: that thread ends before the pool does, and the kernel would take its end for the process's. `datasets`
-    ends the pool then.
+    Workers, and the manager of their queue, end with the process, even if it is killed.
 
     Raises:
         UserError: a worker was killed, and the pool has noticed.
@@ -58,7 +58,7 @@ def data_workers(count: int | None) -> Iterator[None]:
     watch = threading.Thread(target=_watch, args=(over,), daemon=True)
     watch.start()
     _look_at_forks()
-    _FORKS.thread, _FORKS.parent = threading.get_ident(), os.getpid()
+    _FORKS.reader, _FORKS.writer = os.pipe()
     try:
         yield
     except RuntimeError as problem:
@@ -66,7 +66,9 @@ def data_workers(count: int | None) -> Iterator[None]:
             raise
         raise UserError(_HINT) from problem
     finally:
-        _FORKS.thread = None
+        os.close(_FORKS.reader)
+        os.close(_FORKS.writer)
+        _FORKS.reader = _FORKS.writer = None
         over.set()
         watch.join()
 
@@ -78,31 +80,42 @@ def _look_at_forks() -> None:
 
 
 def _end_with_parent() -> None:
-    if _FORKS.thread != threading.get_ident():
-        _FORKS.thread = None
-        return
-    signal_at_parents_end(signal.SIGKILL)
-    if os.getppid() != _FORKS.parent:  # it ended before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)
-    _FORKS.parent = os.getpid()  # of what this process forks in turn
+    """For a forked process. The kernel's signal at a parent's end would come when the thread that forked ends, and the
+    thread of the pool that replaces workers ends before the pool."""
+    if _FORKS.writer is not None:
+        os.close(_FORKS.writer)
+        _FORKS.writer = None
+    if _FORKS.reader is not None:
+        threading.Thread(target=_wait_for_the_end, args=(_FORKS.reader,), daemon=True).start()
+
+
+def _wait_for_the_end(reader: int) -> None:
+    """Without computing, which `_watch` would take for work."""
+    os.read(reader, 1)  # nobody writes: it returns when the other end is closed
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _watch(over: threading.Event) -> None:
     """Workers, while there are any, compute all the time; where none of them does any more the pool is lost.
 
     Once the run is asked to stop they are killed, and so are those that the pool puts in their place: the launcher's
-    signal ends them alone, which the pool may not notice, and a Ctrl-C without a launcher does not.
+    signal ends them alone, which the pool may not notice, and a Ctrl-C without a launcher does not. The pool's end may
+    then wait for ever too, for the lock of a worker that was killed; there is nothing to save, and the process ends.
     """
-    before, ticks, since = set(children()), -1, time.monotonic()
+    before, ticks, since, asked = set(children()), -1, time.monotonic(), math.inf
     while not over.wait(POLL_SECONDS):
         workers = {pid: process for pid, process in children().items() if pid not in before}
         now = sum(process.ticks for process in workers.values())
         if now != ticks or not workers:
             ticks, since = now, time.monotonic()
         idle = time.monotonic() - since > IDLE_SECONDS
-        if idle or stopping.noticed():
+        if stopping.noticed():
+            asked = min(asked, time.monotonic())
+        if idle or asked < math.inf:
             for pid in workers:  # they would wait for ever too
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+        if time.monotonic() - asked > STOP_SECONDS:
+            give_up(f"stopped ({stopping.reason()}) while it prepared the data; run the same command again\n", DONE)
         if idle:
-            give_up(f"error: {_HINT}\n")
+            give_up(f"error: {_HINT}\n", USER_ERROR)
