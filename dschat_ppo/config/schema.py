@@ -10,12 +10,14 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from dschat_ppo.errors import UserError
 
 SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
+MOST_SETTINGS = 2**20  # characters of a file of settings; a device such as /dev/zero has no end
 
 
 def flag(help: str, default: Any = MISSING) -> Any:
@@ -55,6 +57,23 @@ def require_fraction(flags: object, names: str) -> None:
 def _named(flags: object, names: str) -> list[tuple[str, float | None]]:
     """(name, value) of these flags."""
     return [(name, vars(flags)[name]) for name in names.split()]
+
+
+def read_settings(flag: str, path: str) -> str:
+    """The text of the file that `flag` names.
+
+    Raises:
+        UserError: it cannot be read, is not UTF-8 text, or is too long for a file of settings.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MOST_SETTINGS + 1)
+    except OSError as problem:
+        raise UserError(f"{flag} {path}: cannot be read ({problem.strerror})") from None
+    except UnicodeDecodeError as problem:
+        raise UserError(f"{flag} {path}: is not UTF-8 text ({problem})") from None
+    require(len(text) <= MOST_SETTINGS, f"{flag} {path}: is longer than a file of settings can be; name another")
+    return text
 
 
 def parse_data_split(text: str) -> tuple[float, float, float]:

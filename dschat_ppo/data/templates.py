@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, reading
 
 Messages = list[dict[str, Any]]
 
@@ -28,18 +28,26 @@ def is_messages(value: Any) -> bool:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> list[int]:
-    """Token ids of a prompt, with the BOS that the tokenizer (text) or its template (messages) puts, never two."""
+    """Token ids of a prompt, with the BOS that the tokenizer (text) or its template (messages) puts, never two.
+
+    Raises:
+        UserError: the tokenizer or its chat template refuses the prompt, or there is no template; the row is not named.
+    """
     if isinstance(prompt, str):
         starts_with_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        ids = list(tokenizer.encode(prompt, add_special_tokens=not starts_with_bos))
+        ids = _ids(tokenizer, prompt, add_special_tokens=not starts_with_bos)
         if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers close every text
             ids.pop()
         return ids
-    return list(tokenizer.encode(_render(tokenizer, prompt, open_answer=True), add_special_tokens=False))
+    return _ids(tokenizer, _render(tokenizer, prompt, open_answer=True), add_special_tokens=False)
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, answer: str) -> list[int]:
-    """Token ids of an answer to `prompt`, ending with EOS; after messages, spaced as the chat template spaces it."""
+    """Token ids of an answer to `prompt`, ending with EOS; after messages, spaced as the chat template spaces it.
+
+    Raises:
+        UserError: as for `encode_prompt`.
+    """
     text = answer
     if not isinstance(prompt, str):
         opening = _render(tokenizer, prompt, open_answer=True)
@@ -47,7 +55,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, an
         if whole.startswith(opening):
             text = whole[len(opening) :]
             text = text[: text.find(answer) + len(answer)] if answer in text else answer
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    ids = _ids(tokenizer, text, add_special_tokens=False)
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids.pop()
     return [*ids, tokenizer.eos_token_id]
@@ -59,4 +67,10 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer:
             "the data holds chat messages, but the model's tokenizer has no chat template; give prompts as text, or "
             "save a `chat_template.jinja` beside the tokenizer"
         )
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+    with reading("the chat template does not take these messages"):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
+    with reading("the tokenizer does not take this text"):
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,8 +14,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,7 +29,7 @@ from dschat_ppo.common.dist import local_rank, main_rank_of_node_first
 from dschat_ppo.common.durable import blocks_of
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import patient
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.errors import UserError, reading
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_HEAD = "score.weight"
@@ -39,6 +39,8 @@ _DROPOUTS = (
     "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
     "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
 )  # fmt: skip
+MOST_PARTS = 10_000  # to build more takes the machine's memory; no model has so many
+_COUNTS_PARTS = re.compile(r"(layers?|labels)$")  # `num_hidden_layers`, `n_layer`, `num_labels`, ...
 _WEIGHTS = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -55,21 +57,41 @@ def model_folder(name: str, flag: str) -> str:
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"{flag} {name}: no such folder")
-    try:
-        with main_rank_of_node_first():
-            return str(snapshot_download(name, allow_patterns=list(_WEIGHTS)))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
-        raise UserError(
-            f"{flag} {name}: neither a local folder nor a model on the hub ({in_one_line(problem)})"
-        ) from None
+    refused = f"{flag} {name}: neither a local folder nor a model on the hub that can be fetched"
+    with main_rank_of_node_first(), reading(refused):
+        return str(snapshot_download(name, allow_patterns=list(_WEIGHTS)))
 
 
 def load_config(folder: str, flag: str) -> PretrainedConfig:
-    """The model's configuration, without its weights."""
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # left out, transformers asks at a terminal
-    except (OSError, ValueError, TypeError, StrictDataclassError) as problem:
-        raise UserError(f"{flag} {folder}: config.json cannot be used: {in_one_line(problem)}") from None
+    """The model's configuration, without its weights.
+
+    Raises:
+        UserError: `config.json` cannot be read, or what it says is no model.
+    """
+    refused = f"{flag} {folder}: config.json cannot be used"
+    with reading(refused):
+        settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    _check_settings(settings, refused)
+    with reading(refused):
+        # trust_remote_code left out, transformers asks at a terminal
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
+    if not isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
+        raise UserError(f"{refused}: it has no vocabulary ('vocab_size'), so it is no language model's")
+    return config
+
+
+def _check_settings(settings: Any, refused: str) -> None:
+    """What transformers does not look at before it takes the machine's memory, here and in nested settings."""
+    if not isinstance(settings, dict):
+        raise UserError(f"{refused}: it is not a JSON object")
+    for name, value in settings.items():
+        if _COUNTS_PARTS.search(name) and isinstance(value, int) and value > MOST_PARTS:
+            raise UserError(f"{refused}: '{name}' is above {MOST_PARTS}, which no model has")
+        if isinstance(value, dict):
+            _check_settings(value, refused)
+    architectures = settings.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise UserError(f"{refused}: 'architectures' must be a list of names")
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
@@ -78,11 +100,11 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     Raises:
         UserError: no usable tokenizer, one without words, or one without EOS.
     """
-    try:
+    with reading(f"{flag} {folder}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as problem:
-        raise UserError(f"{flag} {folder}: its tokenizer cannot be loaded: {in_one_line(problem)}") from None
-    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # transformers makes one up
+        words, special = set(tokenizer.get_vocab().values()), set(tokenizer.all_special_ids)
+        tokenizer.encode("a text")  # parts that do not go together show only in use
+    if words <= special:  # transformers makes one up
         raise UserError(f"{flag} {folder}: holds no tokenizer; save the model's tokenizer there")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{flag} {folder}: the tokenizer has no EOS token, so answers could not end; give it one")
@@ -277,15 +299,13 @@ def _weight_files(folder: str) -> list[Path]:
 def _checkpoint_names(folder: str) -> list[str]:
     """Names of the weights in a checkpoint, read without the weights themselves."""
     names: list[str] = []
-    try:
-        for file in _weight_files(folder):
+    for file in _weight_files(folder):
+        with reading(f"{file}: cannot be read, copy the model again"):
             if file.suffix == ".bin":
                 names += list(torch.load(file, map_location="meta", weights_only=True, mmap=True))
                 continue
             with safe_open(file, framework="pt") as weights:
                 names += list(weights.keys())
-    except (SafetensorError, RuntimeError, pickle.UnpicklingError) as problem:
-        raise UserError(f"{file}: cannot be read ({in_one_line(problem)}); copy the model again") from None
     return names
 
 
@@ -300,13 +320,11 @@ def _check_weights(
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
     try:
-        with patient():
+        with patient(), reading(f"{folder}: its config and its weights make no {type(config).__name__}"):
             _, info = auto_class.from_pretrained(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
-    except (OSError, SafetensorError) as problem:
-        raise UserError(f"{folder}: its weights cannot be read: {in_one_line(problem)}") from None
     finally:
         transformers.logging.set_verbosity(verbosity)
     missing = set(info["missing_keys"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from dschat_ppo.trainers.fit import Fit, fit_ds_config
 from dschat_ppo.trainers.inputs import EVAL_ROWS, Inputs
 from dschat_ppo.trainers.nonfinite import NonFiniteGuard
 from dschat_ppo.trainers.session import Session, open_session
-from dschat_ppo.trainers.setup import begin, show_plan
+from dschat_ppo.trainers.setup import begin, naming, show_plan
 
 MODEL = "--model_name_or_path"
 
@@ -43,7 +44,11 @@ class FitRun:
 
 
 def begin_fit(
-    kind: Literal["sft", "reward"], config: SFTConfig | RewardConfig, use: str, whole_paths: list[str] | None = None
+    kind: Literal["sft", "reward"],
+    config: SFTConfig | RewardConfig,
+    use: str,
+    check: Callable[[str], object],
+    whole_paths: list[str] | None = None,
 ) -> FitRun:
     """Everything before a model is loaded. Collective.
 
@@ -51,6 +56,7 @@ def begin_fit(
         kind: the step.
         config: of the step.
         use: of the data, see `prepare`.
+        check: compares the model's folder with the model to train, and raises `UserError` if they do not fit.
         whole_paths: see `prepare`.
 
     Raises:
@@ -62,6 +68,8 @@ def begin_fit(
     folder = model_folder(fit.model_name_or_path, MODEL)
     tokenizer = load_tokenizer(folder, MODEL)
     check_vocabulary(tokenizer, load_config(folder, MODEL), MODEL, folder)
+    with naming(MODEL):
+        check(folder)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")
