@@ -22,7 +22,7 @@ from dschat_ppo.errors import UserError, reading
 _NAMES_A_PLACE = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux takes 4095 bytes, of which the names inside a folder need some
 MOST_COUNT = 2**31 - 1  # counts become 32-bit integers in several libraries
-LEAST_NUMBER, MOST_NUMBER = 1.2e-38, 3.4e38  # in size: fp32's
+LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # in size: beyond them fp32 has no room for the next product
 
 
 class _StepParser(HfArgumentParser):
@@ -121,7 +121,7 @@ def _check_values(values: dict[str, Any]) -> None:
                 require(item < 2**63, f"--{name} {item}: must be below 2^63, so that 64 bits hold it")
             elif isinstance(item, float):
                 usable = item == 0 or LEAST_NUMBER <= abs(item) <= MOST_NUMBER
-                require(usable, f"--{name} {item}: its size must be 0 or from 1.2e-38 to 3.4e38, as fp32 has it")
+                require(usable, f"--{name} {item}: must be 0 or, in size, from 1e-30 to 1e30, where fp32 can compute")
 
 
 def _check_place(name: str, place: str) -> None:

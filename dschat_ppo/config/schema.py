@@ -17,6 +17,7 @@ from dschat_ppo.errors import UserError
 
 SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
+MOST_PROCESSES = 1024
 MOST_SETTINGS = 2**20  # characters of a file of settings; a device such as /dev/zero has no end
 
 
@@ -52,6 +53,12 @@ def require_fraction(flags: object, names: str) -> None:
     """These flags must lie in [0, 1); None passes."""
     for name, value in _named(flags, names):
         require(value is None or 0 <= value < 1, f"--{name} must be at least 0 and below 1, got {value}")
+
+
+def require_at_most(flags: object, names: str, most: float, reason: str) -> None:
+    """These flags must be at most `most`, because of `reason`; None passes."""
+    for name, value in _named(flags, names):
+        require(value is None or value <= most, f"--{name} {value}: must be at most {most}: {reason}")
 
 
 def _named(flags: object, names: str) -> list[tuple[str, float | None]]:
@@ -113,6 +120,7 @@ class DataFlags:
         require_not_negative(self, "data_split_seed")
         require(len(self.data_path) > 0, "--data_path is empty: name at least one data set")
         require_positive(self, "preprocessing_num_workers")
+        require_at_most(self, "preprocessing_num_workers", MOST_PROCESSES, "each is a process of this machine")
 
 
 @dataclass(frozen=True)
