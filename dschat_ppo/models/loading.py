@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -30,6 +28,7 @@ from dschat_ppo.common.durable import blocks_of
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import patient
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.settings import check_settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_HEAD = "score.weight"
@@ -39,8 +38,6 @@ _DROPOUTS = (
     "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
     "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
 )  # fmt: skip
-MOST_PARTS = 10_000  # to build more takes the machine's memory; no model has so many
-_COUNTS_PARTS = re.compile(r"(layers?|labels)$")  # `num_hidden_layers`, `n_layer`, `num_labels`, ...
 _WEIGHTS = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -69,29 +66,12 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
         UserError: `config.json` cannot be read, or what it says is no model.
     """
     refused = f"{flag} {folder}: config.json cannot be used"
-    with reading(refused):
-        settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    _check_settings(settings, refused)
-    with reading(refused):
-        # trust_remote_code left out, transformers asks at a terminal
+    check_settings(folder, refused)
+    with reading(refused):  # without trust_remote_code transformers would ask at a terminal
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
     if not isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
         raise UserError(f"{refused}: it has no vocabulary ('vocab_size'), so it is no language model's")
     return config
-
-
-def _check_settings(settings: Any, refused: str) -> None:
-    """What transformers does not look at before it takes the machine's memory, here and in nested settings."""
-    if not isinstance(settings, dict):
-        raise UserError(f"{refused}: it is not a JSON object")
-    for name, value in settings.items():
-        if _COUNTS_PARTS.search(name) and isinstance(value, int) and value > MOST_PARTS:
-            raise UserError(f"{refused}: '{name}' is above {MOST_PARTS}, which no model has")
-        if isinstance(value, dict):
-            _check_settings(value, refused)
-    architectures = settings.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise UserError(f"{refused}: 'architectures' must be a list of names")
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
@@ -100,6 +80,8 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     Raises:
         UserError: no usable tokenizer, one without words, or one without EOS.
     """
+    if (Path(folder) / "config.json").exists():
+        load_config(folder, flag)  # transformers reads it here too, and would put the blame on the tokenizer
     with reading(f"{flag} {folder}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         words, special = set(tokenizer.get_vocab().values()), set(tokenizer.all_special_ids)
