@@ -51,7 +51,8 @@ def find_fault(builder: str, settings: dict[str, Any]) -> str | None:
         code = process.exitcode or 0
         end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"its reader ended with {end}: the file is damaged or nested too deeply, or memory is short"
-    finally:
+    finally:  # after a second Ctrl-C it still works
+        process.kill()
         process.join()
 
 
