@@ -1,5 +1,10 @@
 """Exceptions with a meaning of their own. `common/failure.py` holds the exit code of each."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+MOST_CHARACTERS = 400  # of another library's sentence; the log holds the rest
+
 
 class UserError(ValueError):
     """Bad input: a flag, a file, a row or a model that cannot be used.
@@ -32,5 +37,37 @@ class RolloutGivenUp(Exception):  # noqa: N818  nothing went wrong
 
 
 def in_one_line(problem: BaseException) -> str:
-    """What another library says, without line breaks, to stand inside a message of ours."""
-    return " ".join(str(problem).split())
+    """What another library says, without line breaks and of at most `MOST_CHARACTERS`, to stand in a message of ours.
+
+    What is no sentence, such as the missing key of a `KeyError`, gets the exception's name in front.
+    """
+    said = " ".join(str(problem).split())
+    said = said if " " in said else f"{type(problem).__name__}: {said}".rstrip(": ")
+    return said if len(said) <= MOST_CHARACTERS else f"{said[:MOST_CHARACTERS]}..."
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """The block lets a library read what the user gave, and nothing else; if it cannot, that is a `UserError`.
+
+    This is the one place that catches every `Exception`. A malformed file makes libraries raise almost any of them:
+    tokenizers raises plain `Exception`, transformers KeyError, AttributeError, ZeroDivisionError and more. The
+    exceptions of this module pass, and so does what ends a process (`KeyboardInterrupt`, `SystemExit`). A panic of Rust
+    code derives from `BaseException` and is known by its name alone.
+
+    Args:
+        what: flag, file or row, and what is wrong with it; the library's sentence follows.
+
+    Raises:
+        UserError: the block raised; the cause is kept for the log.
+    """
+    try:
+        yield
+    except (UserError, NonFiniteError, StopRequested, RolloutGivenUp):
+        raise
+    except Exception as problem:  # noqa: BLE001  see above
+        raise UserError(f"{what}: {in_one_line(problem)}") from problem
+    except BaseException as problem:
+        if type(problem).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {in_one_line(problem)}") from problem

@@ -1,6 +1,7 @@
 """Bad input: one clear message that names the culprit, and exit code 2 before any model is loaded."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -145,9 +146,57 @@ CASES = {
         ["--center_rewards_coef", "--objective dpo", "--objective reward"],
     ),
     "pairs that are missing": ("reward", "--objective dpo --data_path {a}/sft.jsonl", ["prompt/chosen/rejected"]),
+    "chat template that refuses system turns": (
+        "sft",
+        "--model_name_or_path {b}/strict --data_path {b}/system.jsonl --data_split 1,0,0",
+        ["system.jsonl, row 2", "System role not supported"],
+    ),
+    "lines of null, which crash pyarrow": ("sft", "--data_path {b}/nulls.jsonl", ["nulls.jsonl", "line 1"]),
+    "tokenizer that is none": ("sft", "--model_name_or_path {b}/no_tokenizer", ["no_tokenizer", "its tokenizer"]),
+    "heads that do not divide": (
+        "sft",
+        "--model_name_or_path {b}/heads",
+        ["--model_name_or_path", "heads", "multiple"],
+    ),
+    "model of ten trillion weights": ("sft", "--model_name_or_path {b}/huge", ["--model_name_or_path", "wrong shape"]),
+    "path longer than any": ("sft", "--data_path /{long}", ["--data_path /xxx", "longer than a file system takes"]),
+    "path that is no UTF-8": ("ppo", "--output_dir {b}/\udcff", ["--output_dir", "udcff", "not UTF-8"]),
+    "home of nobody": ("sft", "--data_path ~nobody_at_all/x", ["--data_path ~nobody_at_all/x", "no such file"]),
+    "cache that is a device": ("sft", "--data_output_path /dev/null", ["--data_output_path /dev/null"]),
+    "settings without end": ("sft", "--config /dev/zero", ["--config /dev/zero", "longer than a file of settings"]),
+    "settings of DeepSpeed nested too deeply": ("sft", "--deepspeed_config {b}/deep.json", ["deep.json", "recursion"]),
+    "epochs without end": (
+        "sft",
+        "--num_train_epochs 2000000000",
+        ["--num_train_epochs 2000000000", "more than a year"],
+    ),
+    "epochs that 32 bits do not hold": ("sft", "--num_train_epochs 999999999999", ["--num_train_epochs", "2^31"]),
+    "epochs that are no number": ("sft", "--num_train_epochs inf", ["--num_train_epochs", "inf"]),
+    "optimizer step of all memory": (
+        "sft",
+        "--gradient_accumulation_steps 2147483647",
+        ["--gradient_accumulation_steps 2147483647", "at most 1000000 fit"],
+    ),
+    "PPO step of all memory": (
+        "ppo",
+        "--generation_batches 2147483647",
+        ["--generation_batches 2147483647", "1000000"],
+    ),
+    "updates without end": ("ppo", "--ppo_epochs 2147483647", ["--ppo_epochs 2147483647", "more than a year"]),
+    "evaluation of all memory": (
+        "ppo",
+        "--eval_data_path {a}/prompts.jsonl --eval_samples 2147483647",
+        ["--eval_samples 2147483647 x 40", "answers fit in memory"],
+    ),
+    "clip that fp32 does not hold": ("ppo", "--reward_clip 1e308", ["--reward_clip 1e+308", "fp32"]),
+    "watchdog that looks too often": ("sft", "--collective_timeout 1e-30", ["--collective_timeout 1e-30"]),
+    "seed that 64 bits do not hold": ("sft", f"--seed {10**30}", ["--seed", "2^63"]),
     "slip of the pen": ("sft", "--learning_rat 3", ["did you mean --learning_rate?"]),
     "unknown setting in YAML": ("sft", "--config {b}/bad.yaml", ["bad.yaml", "'learning_speed'"]),
 }
+
+
+LONG = "x" * 5000
 
 
 def base_words(step: str, assets, out) -> list[str]:
@@ -182,6 +231,23 @@ def bad(assets, tmp_path_factory):
     (folder / "ds.json").write_text('{"train_batch_size": 4}')
     (folder / "auto.json").write_text('{"gradient_clipping": "auto"}')
     (folder / "bad.yaml").write_text("learning_speed: 3\n")
+    (folder / "nulls.jsonl").write_text("null\n" * 50)
+    (folder / "deep.json").write_text("[" * 5000 + "]" * 5000)
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    system = [{"role": "system", "content": "s"}, *turns]
+    (folder / "system.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in (turns, system)))
+    for name, settings in {
+        "strict": {}, "no_tokenizer": {}, "heads": {"num_attention_heads": 3},
+        "huge": {"vocab_size": 4 * 10**7, "hidden_size": 2**18},
+    }.items():  # fmt: skip
+        shutil.copytree(assets / "lm", folder / name)
+        config = json.loads((folder / name / "config.json").read_text()) | settings
+        (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "strict/chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+    )
+    (folder / "no_tokenizer/tokenizer.json").write_text('{"model": 7}')
     LlamaForSequenceClassification(tiny_config(num_labels=1, vocab_size=100)).save_pretrained(folder / "small")
     tiny_config(vocab_size=100).save_pretrained(folder / "few_rows")
     BertConfig(num_labels=1).save_pretrained(folder / "encoder")  # a configuration without weights
@@ -198,7 +264,7 @@ def said(assets, bad, tmp_path_factory):
     out = tmp_path_factory.mktemp("said")
     cases = {}
     for number, (name, (step, words, _)) in enumerate(CASES.items()):
-        extra = words.format(a=assets, b=bad).split()
+        extra = words.format(a=assets, b=bad, long=LONG).split()
         cases[name] = [step, [*base_words(step, assets, out / str(number)), *extra]]
     (out / "cases.json").write_text(json.dumps(cases))
     worker = [sys.executable, str(ROOT / "tests/workers/bad_input.py"), str(out / "cases.json"), str(out / "said.json")]

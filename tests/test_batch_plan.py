@@ -2,9 +2,10 @@
 
 import pytest
 
-from dschat_ppo.config.batch_plan import plan_fit, plan_ppo
+from dschat_ppo.config.batch_plan import check_evaluation, plan_fit, plan_ppo
 from dschat_ppo.config.ppo import PPOFlags
 from dschat_ppo.config.schema import FitFlags
+from dschat_ppo.config.validation import ValidationFlags
 from dschat_ppo.errors import UserError
 
 
@@ -111,3 +112,49 @@ def test_ppo_steps_that_are_no_whole_number_of_updates_are_refused(
     message = str(problem.value)
     for part in (*numbers, f"--per_device_training_batch_size {micro_batch}", f"--generation_batches {batches}"):
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "accumulation", "epochs", "refused"),
+    [
+        (1000, 500, 1, None),  # 500,000 on each of two ranks: a million, which is allowed
+        (1000, 501, 1, "1002000 rows of one optimizer step"),
+        (5, 1, 10**8, None),  # 100 rows in steps of 10: 10 an epoch, a billion in all
+        (5, 1, 10**8 + 1, "--num_train_epochs 100000001: 1000000010 optimizer steps"),
+    ],
+)
+def test_what_no_machine_can_fit_is_refused(micro_batch, accumulation, epochs, refused):
+    flags = fit_flags(micro_batch, accumulation, epochs)
+    if refused is None:
+        plan_fit(flags, 100, 2)
+        return
+    with pytest.raises(UserError, match=refused):
+        plan_fit(flags, 100, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"per_device_generation_batch_size": 1000, "generation_batches": 500}, None),  # a million on two ranks
+        ({"per_device_generation_batch_size": 1000, "generation_batches": 501}, "1002000 rows of one PPO step"),
+        ({"per_device_generation_batch_size": 1000, "n_samples_per_prompt": 501}, "1002000 rows of one PPO step"),
+        # 100 prompts in steps of 20: 5 PPO steps of 1 update, so 2 x 10^8 passes are a billion updates
+        ({"per_device_generation_batch_size": 10, "ppo_epochs": 2 * 10**8}, None),
+        ({"per_device_generation_batch_size": 10, "ppo_epochs": 2 * 10**8 + 1}, "1000000005 optimizer steps"),
+        ({"per_device_generation_batch_size": 10, "num_train_epochs": 2 * 10**8 + 1}, "1000000005 optimizer steps"),
+    ],
+)
+def test_a_ppo_run_that_no_machine_can_make_is_refused(settings, refused):
+    flags = ppo_flags(**settings, per_device_training_batch_size=10)
+    if refused is None:
+        plan_ppo(flags, prompts=100, world_size=2)
+        return
+    with pytest.raises(UserError, match=refused):
+        plan_ppo(flags, prompts=100, world_size=2)
+
+
+def test_an_evaluation_whose_answers_do_not_fit_is_refused():
+    few = ValidationFlags(eval_data_path=["e"], eval_samples=10_000, eval_max_prompts=1000)
+    check_evaluation(few, 10**6)  # the first thousand alone are asked: ten million answers
+    with pytest.raises(UserError, match="--eval_samples 10000 x 1001 held-out prompts"):
+        check_evaluation(ValidationFlags(eval_data_path=["e"], eval_samples=10_000), 1001)

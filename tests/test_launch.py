@@ -11,7 +11,8 @@ from dschat_ppo.common import dist, stopping
 from dschat_ppo.common.failure import TO_GO_ON
 from dschat_ppo.common.launch import run_step
 from dschat_ppo.common.phases import PhaseClock, announce, announce_step, begin_anew, current_phase, where
-from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
+from dschat_ppo.common.rank_log import end_log, keep_log
+from dschat_ppo.errors import NonFiniteError, StopRequested, UserError, reading
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,20 @@ def test_user_error_is_its_message_and_exit_code_2(capsys, message):
 
     assert run_step(lambda argv: argv, train, []) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_what_a_library_raised_stands_in_the_log_alone(capsys, tmp_path):
+    def train(_config):
+        keep_log(tmp_path)
+        with reading("--data_path x: cannot be read"):
+            int("no number")
+
+    assert run_step(lambda argv: argv, train, []) == 2
+    end_log()
+    log = (tmp_path / "logs/rank_0.log").read_text()
+    assert capsys.readouterr().err.count("\n") == 1
+    assert "error: --data_path x: cannot be read: invalid literal" in log
+    assert "Traceback" in log and "ValueError: invalid literal for int()" in log
 
 
 def test_a_port_in_use_is_the_users_to_mend(monkeypatch):

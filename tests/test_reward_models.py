@@ -6,6 +6,7 @@ from conftest import tiny_config
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 from dschat_ppo.data.collators import right_padded
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.rewards import model as rewards_model
 from dschat_ppo.rewards.model import ForeignModelReward, ModelReward, scores_in_batches
@@ -146,3 +147,9 @@ def test_long_rows_lose_their_start_and_are_counted(engine, tokenizer, capsys):
     assert "2 of 3 rows are longer" in capsys.readouterr().out
     foreign(engine, tokenizer, rows, max_length=max(len(tokenizer.encode(p + a)) for p, a, _ in rows) + 1)
     assert capsys.readouterr().out == ""
+
+
+def test_a_template_that_refuses_a_prompt_is_the_users_to_mend(engine, tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(UserError, match="^--reward_model_name_or_path: .*System role not supported.*'text of it'"):
+        foreign(engine, tokenizer, [("text of it", "yes", {"prompt": MESSAGES})])

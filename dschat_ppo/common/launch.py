@@ -64,7 +64,8 @@ def _tell_user(board: Board, problem: UserError | NonFiniteError) -> int:
         beat()
         time.sleep(0.05)
     claim = board.claim(exit_code(problem))
-    to_log(f"error: {problem}")
+    causes = f"\n{''.join(traceback.format_exception(problem)).rstrip()}" if problem.__cause__ else ""
+    to_log(f"error: {problem}{causes}")
     if claim.rank == dist.rank() or claim.code == DONE:
         _speak(f"error: {problem}" if dist.is_main() else f"error on rank {dist.rank()}: {problem}")
     return claim.code or exit_code(problem)

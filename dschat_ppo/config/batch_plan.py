@@ -7,6 +7,11 @@ from math import gcd
 
 from dschat_ppo.config.ppo import PPOFlags
 from dschat_ppo.config.schema import FitFlags, require
+from dschat_ppo.config.validation import ValidationFlags
+
+MOST_UPDATES = 10**9  # at thirty a second they take a year
+MOST_ROWS = 10**6  # held in memory at a time, by every rank
+MOST_ANSWERS = 10**7  # of an evaluation, as texts and scores
 
 
 @dataclass(frozen=True)
@@ -51,14 +56,29 @@ class FitPlan:
 
 
 def plan_fit(flags: FitFlags, rows: int, world_size: int) -> FitPlan:
-    """The batch plan of steps 1 and 2 for `rows` training rows."""
-    return FitPlan(
+    """The batch plan of steps 1 and 2 for `rows` training rows.
+
+    Raises:
+        UserError: an optimizer step has more rows, or the run more steps, than any machine can do.
+    """
+    plan = FitPlan(
         rows,
         world_size,
         flags.per_device_train_batch_size,
         flags.gradient_accumulation_steps,
         flags.num_train_epochs,
     )
+    require(
+        plan.global_batch <= MOST_ROWS,
+        f"--per_device_train_batch_size {plan.per_device} x --gradient_accumulation_steps {plan.accumulation} x "
+        f"{world_size} ranks = {plan.global_batch} rows of one optimizer step: at most {MOST_ROWS} fit in memory",
+    )
+    _require_few_updates(plan.total_steps, f"--num_train_epochs {plan.epochs}")
+    return plan
+
+
+def _require_few_updates(count: int, flags: str) -> None:
+    require(count <= MOST_UPDATES, f"{flags}: {count} optimizer steps in all; {MOST_UPDATES} take more than a year")
 
 
 @dataclass(frozen=True)
@@ -164,7 +184,8 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         warmup_rollouts: PPO steps that train the critic alone.
 
     Raises:
-        UserError: the rows of a PPO step are not a whole number of optimizer steps, or the actor is never trained.
+        UserError: the rows of a PPO step are not a whole number of optimizer steps, the actor is never trained, or a
+            PPO step has more rows, or the run more steps, than any machine can do.
     """
     plan = PPOPlan(
         prompts=prompts,
@@ -186,6 +207,12 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         f"--critic_warmup_rollouts {warmup_rollouts} is not below the {plan.ppo_steps} PPO steps of this run: the "
         "actor would never be trained",
     )
+    require(
+        plan.rollout_rows <= MOST_ROWS,
+        f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
+        f"x --n_samples_per_prompt {plan.samples} x {world_size} ranks = {plan.rollout_rows} rows of one PPO step: "
+        f"every rank holds them all, and at most {MOST_ROWS} fit in memory",
+    )
     made, taken = plan.rows_per_rank, plan.micro_batch * plan.accumulation
     require(
         made % taken == 0,
@@ -196,4 +223,19 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         f"= {taken}; {made} / {taken} leaves {made % taken}. "
         f"--generation_batches {plan.generation_batches * taken // gcd(made, taken)} makes it whole",
     )
+    _require_few_updates(plan.total_updates, f"--num_train_epochs {plan.train_epochs} x --ppo_epochs {plan.ppo_epochs}")
     return plan
+
+
+def check_evaluation(flags: ValidationFlags, prompts: int) -> None:
+    """The answers to `prompts` held-out prompts must fit in memory.
+
+    Raises:
+        UserError: they do not.
+    """
+    asked = min(flags.eval_max_prompts or prompts, prompts)
+    require(
+        asked * flags.eval_samples <= MOST_ANSWERS,
+        f"--eval_samples {flags.eval_samples} x {asked} held-out prompts: {MOST_ANSWERS} answers fit in memory; "
+        "lower it or --eval_max_prompts",
+    )

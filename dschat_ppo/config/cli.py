@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
+import re
+import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
 
-from dschat_ppo.config.schema import require
+from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.steps import STEPS, PPOConfig, Step
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.errors import UserError, reading
+
+_NAMES_A_PLACE = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
+MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux takes 4095 bytes, of which the names inside a folder need some
+MOST_COUNT = 2**31 - 1  # counts become 32-bit integers in several libraries
+LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # in size: beyond them fp32 has no room for the next product
 
 
 class _StepParser(HfArgumentParser):
@@ -42,14 +49,10 @@ def _amend(parser: HfArgumentParser, step: Step) -> None:
 
 def _yaml_arguments(path: str, known: set[str]) -> list[str]:
     """The settings of a YAML file as command-line words, to stand before the user's own."""
-    try:
-        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise UserError(f"--config {path}: cannot be read ({problem.strerror})") from None
-    except UnicodeDecodeError as problem:
-        raise UserError(f"--config {path}: is not UTF-8 text ({problem})") from None
-    except yaml.YAMLError as problem:
-        raise UserError(f"--config {path}: is not YAML: {in_one_line(problem)}") from None
+    _check_place("config", path)
+    text = read_settings("--config", path)
+    with reading(f"--config {path}: is not YAML"):
+        settings = yaml.safe_load(text)
     require(isinstance(settings, dict), f"--config {path}: must be a mapping of flag names to values")
     words: list[str] = []
     for key, value in settings.items():
@@ -104,7 +107,31 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
             0, f"unknown flag or value: {' '.join(unknown)}{_nearest(unknown[0], known)} (all flags: --help)"
         )
     require(not refused, "; ".join(refused))
+    _check_values(values)
     return step.config(**{name: part for (name, _), part in zip(groups, parts, strict=True)})
+
+
+def _check_values(values: dict[str, Any]) -> None:
+    """Numbers that the libraries below cannot hold, and places that no file system takes."""
+    for name, value in values.items():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and _NAMES_A_PLACE.search(name):
+                _check_place(name, item)
+            elif isinstance(item, int) and "seed" not in name:
+                require(abs(item) <= MOST_COUNT, f"--{name} {item}: must be below 2^31, so that 32 bits hold it")
+            elif isinstance(item, int):
+                require(item < 2**63, f"--{name} {item}: must be below 2^63, so that 64 bits hold it")
+            elif isinstance(item, float):
+                usable = item == 0 or LEAST_NUMBER <= abs(item) <= MOST_NUMBER
+                require(usable, f"--{name} {item}: must be 0 or, in size, from 1e-30 to 1e30, where fp32 can compute")
+
+
+def _check_place(name: str, place: str) -> None:
+    odd = [mark for mark in place if unicodedata.category(mark) in ("Cc", "Cs")]
+    require(not odd, f"--{name} {ascii(place)}: holds a control character or is not UTF-8 text; rename it")
+    lengths = [len(os.fsencode(part)) for part in (place, *place.split("/"))]
+    fits = lengths[0] <= MOST_PATH_BYTES and max(lengths[1:]) <= MOST_NAME_BYTES
+    require(fits, f"--{name} {place[:60]}...: is longer than a file system takes; move or rename it")
 
 
 def _nearest(unknown: str, known: set[str]) -> str:

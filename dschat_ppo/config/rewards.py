@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dschat_ppo.config.schema import flag, flag_list, require, require_not_negative, require_positive
+from dschat_ppo.config.schema import (
+    MOST_PROCESSES,
+    flag,
+    flag_list,
+    require,
+    require_at_most,
+    require_not_negative,
+    require_positive,
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,10 @@ class RewardSourceFlags:
             "reward_model_max_length reward_workers reward_timeout remote_reward_timeout remote_reward_batch_size",
         )
         require_not_negative(self, "remote_reward_retries")
+        require_at_most(self, "reward_workers", MOST_PROCESSES, "each is a process of this machine")
+        require_at_most(
+            self, "reward_timeout remote_reward_timeout", 10**6, "these are seconds, and that is eleven days"
+        )
         for name, value in (
             ("reward_model_weight", self.reward_model_weight),
             ("reward_default", self.reward_default),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat_ppo.config.schema import flag, require_not_negative, require_positive
+from dschat_ppo.config.schema import flag, require, require_at_most, require_not_negative, require_positive
 
 AUTO, NEVER = "auto", "never"
 
@@ -42,3 +42,9 @@ class SafetyFlags:
     def __post_init__(self) -> None:
         require_not_negative(self, "save_steps save_minutes")
         require_positive(self, "save_total_limit collective_timeout max_nonfinite_skips")
+        require(
+            self.collective_timeout >= 1,
+            f"--collective_timeout {self.collective_timeout}: must be at least 1 second: progress is looked at twice a "
+            "second",
+        )
+        require_at_most(self, "collective_timeout", 10**8, "these are seconds, and that is three years")

@@ -17,6 +17,8 @@ from dschat_ppo.errors import UserError
 
 SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
+MOST_PROCESSES = 1024
+MOST_SETTINGS = 2**20  # characters of a file of settings; a device such as /dev/zero has no end
 
 SMALLEST_EPSILON = 2.0**-63  # squares of smaller gradients are no normal numbers in fp32
 LARGEST_BETA = 1 - 1e-6  # 1 less a larger one has hardly a digit left in fp32
@@ -80,9 +82,32 @@ def require_bounded_updates(flags: object, learning_rate: str, weight_decay: str
     )
 
 
+def require_at_most(flags: object, names: str, most: float, reason: str) -> None:
+    """These flags must be at most `most`, because of `reason`; None passes."""
+    for name, value in _named(flags, names):
+        require(value is None or value <= most, f"--{name} {value}: must be at most {most}: {reason}")
+
+
 def _named(flags: object, names: str) -> list[tuple[str, float | None]]:
     """(name, value) of these flags."""
     return [(name, vars(flags)[name]) for name in names.split()]
+
+
+def read_settings(flag: str, path: str) -> str:
+    """The text of the file that `flag` names.
+
+    Raises:
+        UserError: it cannot be read, is not UTF-8 text, or is too long for a file of settings.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MOST_SETTINGS + 1)
+    except OSError as problem:
+        raise UserError(f"{flag} {path}: cannot be read ({problem.strerror})") from None
+    except UnicodeDecodeError as problem:
+        raise UserError(f"{flag} {path}: is not UTF-8 text ({problem})") from None
+    require(len(text) <= MOST_SETTINGS, f"{flag} {path}: is longer than a file of settings can be; name another")
+    return text
 
 
 def parse_data_split(text: str) -> tuple[float, float, float]:
@@ -122,6 +147,7 @@ class DataFlags:
         require_not_negative(self, "data_split_seed")
         require(len(self.data_path) > 0, "--data_path is required: name at least one data set")
         require_positive(self, "preprocessing_num_workers")
+        require_at_most(self, "preprocessing_num_workers", MOST_PROCESSES, "each is a process of this machine")
 
 
 @dataclass(frozen=True)

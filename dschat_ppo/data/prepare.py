@@ -86,10 +86,13 @@ def _tokenise(
     end_if_asked(_DOING)  # this may take hours
     where = row[ORIGIN]
     parsed = read_row(row, layout, use, where)
-    prompt = encode_prompt(tokenizer, parsed.prompt)
+    try:
+        prompt = encode_prompt(tokenizer, parsed.prompt)
+        answers = [encode_answer(tokenizer, parsed.prompt, answer) for answer in parsed.answers]
+    except UserError as problem:
+        raise UserError(f"{where}: {problem}") from problem.__cause__
     if not prompt:
         raise UserError(f"{where}: the prompt is empty")
-    answers = [encode_answer(tokenizer, parsed.prompt, answer) for answer in parsed.answers]
     has_empty = any(len(answer) == 1 for answer in answers)  # the token that ends it alone
     prompt, answers, done = fit_row(prompt, answers, limit, policy)
     if done == _DROPPED and policy == "error":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from datasets import Dataset, Features, Value
 
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.cache import cached_rows, file_key, hub_rows
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.data.conversion import EMPTY, find_fault, load_table
+from dschat_ppo.errors import UserError, in_one_line, reading
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
-_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")  # `datasets` of JSON, of Parquet
 
 ORIGIN = "_origin"  # column of where a row stands, kept through shuffling and splitting, for messages
 
@@ -48,7 +49,13 @@ def load_source(spec: str, flag: str, cache_dir: str | None, config_name: str | 
     Raises:
         UserError: nothing there, a format that is not read, an unreadable or empty file.
     """
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
+    if cache_dir is not None:
+        cache_dir = os.path.expanduser(cache_dir)
+        try:
+            os.makedirs(cache_dir, exist_ok=True)
+        except OSError as problem:
+            raise UserError(f"--data_output_path {cache_dir}: cannot be written ({problem.strerror})") from None
     if path.is_file():
         return Source(_read_files([path], flag, cache_dir), None)
     if path.is_dir():
@@ -82,55 +89,54 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
     builder = BUILDERS.get(path.suffix)
     if builder is None:
         raise UserError(f"{flag} {path}: '{path.suffix}' files are not read; use one of {', '.join(BUILDERS)}")
+    if not path.is_file():
+        raise UserError(f"{flag} {path}: is no file that can be read")
     if path.stat().st_size == 0:
         raise UserError(f"{flag} {path}: the file is empty")
     if builder != "parquet":
         _check_text(path, flag)
-    try:
-        settings = _all_text(path) if builder == "csv" else {}
+    settings = _all_text(path, flag) if builder == "csv" else {}
 
-        def make(folder: Path) -> Dataset:
-            named = glob.escape(str(path))
-            where = {"cache_dir": str(folder), "keep_in_memory": False}
-            return datasets.load_dataset(builder, data_files=named, split="train", **where, **settings)
+    def make(folder: Path) -> Dataset:
+        where = {"data_files": glob.escape(str(path)), "cache_dir": str(folder), "keep_in_memory": False, **settings}
+        fault = find_fault(builder, where)
+        if fault is not None and fault != EMPTY and builder == "json":
+            fault = _first_odd_line(path) or fault
+        if fault is not None:
+            raise UserError(f"{flag} {path}: {fault}")
+        with reading(f"{flag} {path}: cannot be read as a table"):
+            return load_table(builder, where)
 
-        rows = cached_rows(cache_dir, file_key(path, builder, settings), make)
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as problem:  # pyarrow's errors are ValueErrors
-        if any(text in f"{problem} {problem.__cause__}" for text in _NO_ROWS):
-            raise UserError(f"{flag} {path}: the data set is empty") from None
-        where = _first_odd_line(path) if builder == "json" else ""
-        raise UserError(
-            f"{flag} {path}: cannot be read as a table: {where or in_one_line(problem.__cause__ or problem)}"
-        ) from None
-    if len(rows) == 0:
-        raise UserError(f"{flag} {path}: the data set is empty")
-    return _with_origin(rows, str(path))
+    return _with_origin(cached_rows(cache_dir, file_key(path, builder, settings), make), str(path), flag)
 
 
-def _all_text(path: Path) -> dict[str, Any]:
+def _all_text(path: Path, flag: str) -> dict[str, Any]:
     """Settings by which every column of a CSV file is text: an answer may be "4", "N/A" or nothing at all.
 
     Raises:
-        ValueError: there are more fields than names. pandas, which reads it, would take the first field for the row's
-            name and move the others to the left.
+        UserError: the file is no CSV, or there are more fields than names. pandas, which reads it, would take the first
+            field for the row's name and move the others to the left.
     """
-    first = pandas.read_csv(path, nrows=1)  # it names columns without a name, and knows the mark of Excel's UTF-8
+    with reading(f"{flag} {path}: cannot be read as a table"):
+        first = pandas.read_csv(path, nrows=1)  # it names columns without a name, and knows the mark of Excel's UTF-8
     if not isinstance(first.index, pandas.RangeIndex):
-        raise ValueError("row 1 has more fields than there are columns; put text that holds a comma in double quotes")
+        raise UserError(
+            f"{flag} {path}: cannot be read as a table: row 1 has more fields than there are columns; put text that "
+            "holds a comma in double quotes"
+        )
     return {"features": Features({name: Value("string") for name in first.columns}), "keep_default_na": False}
 
 
 def _check_text(path: Path, flag: str) -> None:
     """The whole file must be UTF-8: `datasets` would find out only when the bad row is used."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for _ in lines:
-                pass
-    except UnicodeDecodeError as problem:
-        raise UserError(f"{flag} {path}: is not UTF-8 text ({problem}); convert it") from None
+    with reading(f"{flag} {path}: cannot be read as UTF-8 text, convert it"), path.open(encoding="utf-8") as lines:
+        for _ in lines:
+            pass
 
 
-def _with_origin(rows: Dataset, name: str) -> Dataset:
+def _with_origin(rows: Dataset, name: str, flag: str) -> Dataset:
+    if ORIGIN in rows.column_names:
+        raise UserError(f"{flag} {name}: its column '{ORIGIN}' has a name that is taken; rename it")
     return rows.add_column(ORIGIN, [f"{name}, row {number}" for number in range(1, len(rows) + 1)])
 
 
@@ -143,8 +149,10 @@ def _first_odd_line(path: Path) -> str:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as problem:
-                return f"line {number} is not JSON ({problem.msg})"
+            except ValueError as problem:
+                return f"line {number} is not JSON ({in_one_line(problem)})"
+            except RecursionError:
+                return f"line {number} is nested too deeply"
             if not isinstance(row, dict):
                 return f"line {number} is not an object with named fields"
             for key, value in row.items():
@@ -155,13 +163,9 @@ def _first_odd_line(path: Path) -> str:
 
 
 def _load_hub(spec: str, flag: str, cache_dir: str | None, config_name: str | None) -> Source:
-    try:
+    with reading(f"{flag} {spec}: neither a local file or folder nor a hub data set that can be read"):
         found = hub_rows(spec, config_name, cache_dir)
-    except (datasets.exceptions.DatasetNotFoundError, OSError, ValueError) as problem:
-        raise UserError(
-            f"{flag} {spec}: neither a local file or folder nor a hub data set ({in_one_line(problem)})"
-        ) from None
-    splits = {str(name): _with_origin(rows, f"{spec} ({name})") for name, rows in found.items()}
+    splits = {str(name): _with_origin(rows, f"{spec} ({name})", flag) for name, rows in found.items()}
     if "train" not in splits:
         raise UserError(f"{flag} {spec}: has no 'train' split (it has {', '.join(splits)})")
     evaluation = next((splits[name] for name in splits if name.lower().startswith(EVAL_NAMES)), None)

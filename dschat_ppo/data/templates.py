@@ -7,18 +7,16 @@ token; an answer to a text prompt ends with the tokenizer's EOS. Generation stop
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, reading
 
 Messages = list[dict[str, Any]]
 _EXAMPLE = "An answer."
-# What a template's own code may raise; a ValueError also stands for several templates of which none is the default.
-_RENDERING_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 
 def is_messages(value: Any) -> bool:
@@ -34,14 +32,18 @@ def is_messages(value: Any) -> bool:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> list[int]:
-    """Token ids of a prompt, with the BOS that the tokenizer (text) or its template (messages) puts, never two."""
+    """Token ids of a prompt, with the BOS that the tokenizer (text) or its template (messages) puts, never two.
+
+    Raises:
+        UserError: the tokenizer or its chat template refuses the prompt, or there is no template; the row is not named.
+    """
     if isinstance(prompt, str):
         starts_with_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        ids = list(tokenizer.encode(prompt, add_special_tokens=not starts_with_bos))
+        ids = _ids(tokenizer, prompt, add_special_tokens=not starts_with_bos)
         if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers close every text
             ids.pop()
         return ids
-    return list(tokenizer.encode(_render(tokenizer, prompt, open_answer=True), add_special_tokens=False))
+    return _ids(tokenizer, _render(tokenizer, prompt, open_answer=True), add_special_tokens=False)
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
     The end-of-turn token is the first special token after the answer, or else the first other added token.
     """
     closing = ""
-    if tokenizer.chat_template is not None:
+    with suppress(UserError):  # no template, or it refuses the example; what it makes of rows is seen there
         example = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _EXAMPLE}]
-        try:
-            rendered = str(tokenizer.apply_chat_template(example, tokenize=False))
-        except _RENDERING_ERRORS:  # it refuses the example; what it makes of rows is seen there
-            rendered = ""
+        rendered = _render(tokenizer, example, open_answer=False)
         closing = rendered.rpartition(_EXAMPLE)[2] if _EXAMPLE in rendered else ""
     added = [(number, token.content, token.special) for number, token in tokenizer.added_tokens_decoder.items()]
     added.append((int(tokenizer.eos_token_id), str(tokenizer.eos_token), True))
@@ -92,14 +91,18 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, answer: str) -> list[int]:
     """Token ids of an answer to `prompt`, with one token that ends it: EOS after text, and after messages what the chat
-    template renders up to and including its end-of-turn token."""
+    template renders up to and including its end-of-turn token.
+
+    Raises:
+        UserError: as for `encode_prompt`.
+    """
     eos = str(tokenizer.eos_token)
     end = TurnEnd("", "", int(tokenizer.eos_token_id)) if isinstance(prompt, str) else turn_end(tokenizer)
     brought = (eos, str(tokenizer.convert_ids_to_tokens(end.token)))
     while answer.endswith(brought):
         answer = answer.removesuffix(brought[0]).removesuffix(brought[1])
     if isinstance(prompt, str):
-        ids = list(tokenizer.encode(answer, add_special_tokens=False))
+        ids = _ids(tokenizer, answer, add_special_tokens=False)
     else:
         ids = _encode_turn(tokenizer, prompt, answer, end)
     return ids if ids[-1:] == [end.token] else [*ids, end.token]
@@ -124,11 +127,11 @@ def _encode_turn(tokenizer: PreTrainedTokenizerBase, prompt: Messages, answer: s
     if whole.startswith(opening) and whole.endswith(end.kept + end.dropped):
         turn = whole[len(opening) : len(whole) - len(end.dropped)]
     # In one piece with the prompt, since some tokenizers put a space before every text.
-    prompt_ids = list(tokenizer.encode(opening, add_special_tokens=False))
-    ids = list(tokenizer.encode(opening + turn, add_special_tokens=False))
+    prompt_ids = _ids(tokenizer, opening, add_special_tokens=False)
+    ids = _ids(tokenizer, opening + turn, add_special_tokens=False)
     if ids[: len(prompt_ids)] == prompt_ids:
         return ids[len(prompt_ids) :]
-    return list(tokenizer.encode(turn, add_special_tokens=False))  # a token would reach from the prompt into the answer
+    return _ids(tokenizer, turn, add_special_tokens=False)  # a token would reach from the prompt into the answer
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool) -> str:
@@ -137,4 +140,10 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer:
             "the data holds chat messages, but the model's tokenizer has no chat template; give prompts as text, or "
             "save a `chat_template.jinja` beside the tokenizer"
         )
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+    with reading("the chat template does not take these messages"):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
+    with reading("the tokenizer does not take this text"):
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.config.schema import read_settings
+from dschat_ppo.errors import UserError, reading
 
 Config = dict[str, Any]
 
@@ -92,10 +92,9 @@ def read_overlay(path: str | None) -> Config:
     """
     if path is None:
         return {}
-    try:
-        settings = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise UserError(f"--deepspeed_config {path}: cannot be read as JSON ({problem})") from None
+    text = read_settings("--deepspeed_config", path)
+    with reading(f"--deepspeed_config {path}: cannot be read as JSON"):
+        settings = json.loads(text)
     if not isinstance(settings, dict):
         raise UserError(f"--deepspeed_config {path}: must be a JSON object")
     if '"auto"' in json.dumps(settings):

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,9 +26,10 @@ from dschat_ppo.common.dist import local_rank, main_rank_of_node_first
 from dschat_ppo.common.durable import blocks_of
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import patient
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.architectures import check_architecture, first_position
 from dschat_ppo.models.classifiers import classifier_class, lm_names
+from dschat_ppo.models.settings import check_settings
 from dschat_ppo.models.vocabulary import grow_vocabulary
 from dschat_ppo.models.weight_files import checkpoint_shapes, is_old_buffer, weight_files
 
@@ -58,21 +57,24 @@ def model_folder(name: str, flag: str) -> str:
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"{flag} {name}: no such folder")
-    try:
-        with main_rank_of_node_first():
-            return str(snapshot_download(name, allow_patterns=list(_WEIGHTS)))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
-        raise UserError(
-            f"{flag} {name}: neither a local folder nor a model on the hub ({in_one_line(problem)})"
-        ) from None
+    refused = f"{flag} {name}: neither a local folder nor a model on the hub that can be fetched"
+    with main_rank_of_node_first(), reading(refused):
+        return str(snapshot_download(name, allow_patterns=list(_WEIGHTS)))
 
 
 def load_config(folder: str, flag: str) -> PretrainedConfig:
-    """The model's configuration, without its weights."""
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # left out, transformers asks at a terminal
-    except (OSError, ValueError, TypeError, StrictDataclassError) as problem:
-        raise UserError(f"{flag} {folder}: config.json cannot be used: {in_one_line(problem)}") from None
+    """The model's configuration, without its weights.
+
+    Raises:
+        UserError: `config.json` cannot be read, or what it says is no model.
+    """
+    refused = f"{flag} {folder}: config.json cannot be used"
+    check_settings(folder, refused)
+    with reading(refused):  # without trust_remote_code transformers would ask at a terminal
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
+    if not isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
+        raise UserError(f"{refused}: it has no vocabulary ('vocab_size'), so it is no language model's")
+    return config
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
@@ -86,11 +88,13 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
             f"{flag} {folder}: its only tokenizer is a tokenizer.model of SentencePiece; pip install "
             '"dschat_ppo[sentencepiece]", or save a tokenizer.json there'
         )
-    try:
+    if (Path(folder) / "config.json").exists():
+        load_config(folder, flag)  # transformers reads it here too, and would put the blame on the tokenizer
+    with reading(f"{flag} {folder}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as problem:
-        raise UserError(f"{flag} {folder}: its tokenizer cannot be loaded: {in_one_line(problem)}") from None
-    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # transformers makes one up
+        words, special = set(tokenizer.get_vocab().values()), set(tokenizer.all_special_ids)
+        tokenizer.encode("a text")  # parts that do not go together show only in use
+    if words <= special:  # transformers makes one up
         raise UserError(f"{flag} {folder}: holds no tokenizer; save the model's tokenizer there")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{flag} {folder}: the tokenizer has no EOS token, so answers could not end; give it one")
@@ -304,13 +308,11 @@ def _check_weights(
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
     try:
-        with patient():
+        with patient(), reading(f"{folder}: its config and its weights make no {type(config).__name__}"):
             _, info = kind.from_pretrained(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
-    except (OSError, SafetensorError) as problem:
-        raise UserError(f"{folder}: its weights cannot be read: {in_one_line(problem)}") from None
     finally:
         transformers.logging.set_verbosity(verbosity)
     missing = set(info["missing_keys"])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.errors import reading
 
 
 def weight_files(folder: str) -> list[Path]:
@@ -21,16 +20,14 @@ def weight_files(folder: str) -> list[Path]:
 def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in a checkpoint, read without the weights themselves."""
     shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        for file in weight_files(folder):
+    for file in weight_files(folder):
+        with reading(f"{file}: cannot be read, copy the model again"):
             if file.suffix == ".bin":
                 loaded = torch.load(file, map_location="meta", weights_only=True, mmap=True)
                 shapes |= {name: tuple(weight.shape) for name, weight in loaded.items()}
                 continue
             with safe_open(file, framework="pt") as weights:
                 shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in list(weights.keys())}
-    except (SafetensorError, RuntimeError, pickle.UnpicklingError) as problem:
-        raise UserError(f"{file}: cannot be read ({in_one_line(problem)}); copy the model again") from None
     return shapes
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -110,7 +110,7 @@ def _settings(text: str, given: str) -> tuple[tuple[str, str], ...]:
 
 def _checked(found: FunctionSpec, given: str) -> FunctionSpec:
     if found.path.endswith(".py"):
-        if not Path(found.path).is_file():
+        if not os.path.isfile(found.path):  # of a name that is too long `Path` raises
             raise UserError(f"{given}: there is no file {found.path}")
     elif not all(part.isidentifier() for part in found.path.split(".")):
         raise UserError(f"{given}: '{found.path}' is neither a file that ends in .py nor a module")

@@ -13,6 +13,7 @@ from dschat_ppo.common.logging import say
 from dschat_ppo.common.progress import beat
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.templates import Messages, encode_answer, encode_prompt, is_messages
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import filler_id
 from dschat_ppo.models.micro_batches import even_passes
@@ -99,8 +100,11 @@ class ForeignModelReward:
     def _encode(self, prompt: str, response: str, row: dict[str, Any], ended: bool) -> list[int]:
         has_template = self.tokenizer.chat_template is not None
         given: str | Messages = row["prompt"] if has_template and is_messages(row.get("prompt")) else prompt
-        answer = encode_answer(self.tokenizer, given, response)
-        return encode_prompt(self.tokenizer, given) + (answer if ended else answer[:-1])
+        try:
+            answer = encode_answer(self.tokenizer, given, response)
+            return encode_prompt(self.tokenizer, given) + (answer if ended else answer[:-1])
+        except UserError as problem:
+            raise UserError(f"--reward_model_name_or_path: {problem} (prompt: {prompt[:60]!r})") from problem.__cause__
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,6 +50,7 @@ def begin_fit(
     config: SFTConfig | RewardConfig,
     aim: str,
     use: str,
+    check: Callable[[str], object],
     whole_paths: list[str] | None = None,
 ) -> FitRun:
     """Everything before a model is loaded. Collective.
@@ -58,6 +60,7 @@ def begin_fit(
         config: of the step.
         aim: what it trains, for the first line of its log.
         use: of the data, see `prepare`.
+        check: compares the model's folder with the model to train, and raises `UserError` if they do not fit.
         whole_paths: see `prepare`.
 
     Raises:
@@ -78,6 +81,8 @@ def begin_fit(
         check_architecture(model_config, folder, isinstance(config, SFTConfig) or config.reward.objective != "reward")
     tokenizer = load_tokenizer(folder, MODEL)
     check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
+    with naming(MODEL):
+        check(folder)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")

@@ -15,7 +15,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.durable import PARTIAL, replace_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
-from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
+from dschat_ppo.config.batch_plan import PPOPlan, check_evaluation, plan_ppo
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.templates import answer_ends
@@ -75,6 +75,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     )
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it, or --truncation left")
+    check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
     plan = plan_ppo(ppo, len(rows.train), dist.world_size(), config.algorithm.critic_warmup_rollouts)
     texts = plain_texts(config, plan, tokenizer, device)
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)

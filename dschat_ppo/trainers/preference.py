@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import RewardConfig
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.models.loading import filler_id, load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import (
+    check_causal_lm,
+    check_sequence_classifier,
+    filler_id,
+    load_causal_lm,
+    load_sequence_classifier,
+)
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.trainers.dpo import dpo_objective
@@ -37,7 +44,8 @@ def train_preferences(config: RewardConfig) -> dict[str, Any]:
     aim = "trains the policy itself on pairs of answers, against the model that it starts from"
     if name == "reward":
         aim = "trains a reward model (for DPO: training/step2_dpo/main.py, or --objective dpo)"
-    run = begin_fit("reward", config, f"step 2: --objective {name} {aim}", "preference")
+    check = partial(check_sequence_classifier, new_head=True) if name == "reward" else check_causal_lm
+    run = begin_fit("reward", config, f"step 2: --objective {name} {aim}", "preference", check)
     if name != "reward" and any(run.rows.train["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config)

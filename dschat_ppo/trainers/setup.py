@@ -189,7 +189,7 @@ def naming(flag: str) -> Iterator[None]:
         yield
     except UserError as problem:
         hint = " (are actor and critic swapped?)" if "score.weight" in str(problem) else ""
-        raise UserError(f"{flag} {problem}{hint}") from None
+        raise UserError(f"{flag} {problem}{hint}") from problem.__cause__
 
 
 def _check_dtype(dtype: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.data.collators import SFTBatch, collate_sft
-from dschat_ppo.models.loading import filler_id, load_causal_lm
+from dschat_ppo.models.loading import check_causal_lm, filler_id, load_causal_lm
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.monitor.metrics import MetricSums
 from dschat_ppo.trainers.fit import Fit, Objective
@@ -44,7 +44,8 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
     fit = config.fit
-    run = begin_fit("sft", config, "step 1: supervised fine-tuning", "sft", config.sft.sft_only_data_path)
+    paths = config.sft.sft_only_data_path
+    run = begin_fit("sft", config, "step 1: supervised fine-tuning", "sft", check_causal_lm, paths)
     flags = config.run
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, flags.resize_vocabulary))
     if fit.gradient_checkpointing:

@@ -1,0 +1,208 @@
+"""Malformed model folders and data files, made from a seed: each is taken, or refused in one line."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dschat_ppo.data.sources import load_source
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.loading import check_causal_lm, check_vocabulary, load_config, load_tokenizer
+
+FLAG = "--model_name_or_path"
+VALUES = ["abc", "", -1, 0, 3, 10**12, 10**40, 1e308, 0.5, float("nan"), None, True, [], {}, [1, 2], {"a": 1}]
+FURTHER_KEYS = {
+    "config.json": "auto_map num_labels id2label quantization_config layer_types rope_scaling text_config",
+    "tokenizer_config.json": "chat_template added_tokens_decoder extra_special_tokens auto_map unk_token",
+}
+CONTENTS = {
+    "zeros": b"\0" * 5000, "nothing": b"", "null": b"null", "a list": b"[1, 2]", "text": b'"abc"',
+    "nested 5,000 deep": b"[" * 5000 + b"]" * 5000, "no UTF-8": b'{"a": "\xff\xfe"}',
+}  # fmt: skip
+
+
+def is_refused(read, folder: Path) -> bool:
+    """Whether reading is refused, in one line that names the place; any other exception fails the test."""
+    try:
+        read(folder)
+    except UserError as problem:
+        assert str(folder) in str(problem)
+        assert "\n" not in str(problem) and len(str(problem)) < 1500
+        return True
+    return False
+
+
+def read_model(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder), FLAG)
+    check_vocabulary(tokenizer, load_config(str(folder), FLAG), FLAG, str(folder))
+    check_causal_lm(str(folder))
+
+
+def read_rows(path: Path) -> None:
+    load_source(str(path), "--data_path", None).train.to_list()
+
+
+@pytest.fixture
+def model(assets, tmp_path) -> Path:
+    return Path(shutil.copytree(assets / "lm", tmp_path / "model"))
+
+
+def keys_of(settings: dict, name: str) -> list[tuple]:
+    """The places of a file of settings, two levels deep, the first entry standing for all of a list."""
+    keys = [(key,) for key in [*settings, *FURTHER_KEYS.get(name, "").split()]]
+    for key, value in settings.items():
+        inner = value[0] if isinstance(value, list) and value else value
+        if isinstance(inner, dict):
+            keys += [(key, *([0] if isinstance(value, list) else []), entry) for entry in list(inner)[:8]]
+    return keys
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("config.json", 100), ("tokenizer.json", 100), ("tokenizer_config.json", 30), ("generation_config.json", 0)],
+)
+def test_settings_of_the_wrong_kind(model, name, least):
+    rng, text = random.Random(0), (model / name).read_text()
+    refused = 0
+    for key in keys_of(json.loads(text), name):
+        for value in rng.sample(VALUES, 5):
+            settings = json.loads(text)
+            place = settings
+            for part in key[:-1]:
+                place = place[part]
+            place[key[-1]] = value
+            (model / name).write_text(json.dumps(settings))
+            refused += is_refused(read_model, model)
+    assert refused >= least
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_files_that_are_none_of_settings(model, name):
+    whole = (model / name).read_bytes()
+    for content in (*CONTENTS.values(), whole[: len(whole) // 2]):
+        (model / name).write_bytes(content)
+        assert is_refused(read_model, model), content[:20]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is above"),
+        ({"num_labels": 10**40}, "'num_labels' is above"),
+        ({"text_config": {"n_layer": 10**9}}, "'n_layer' is above"),
+        ({"vocab_size": 4 * 10**7, "hidden_size": 2**18}, "wrong shape"),  # ten trillion
+        ({"head_dim": 10**10}, "'head_dim' is above"),
+        ({"max_position_embeddings": 10**12}, "'max_position_embeddings' is above"),
+        ({"hidden_size": 0}, "wrong shape"),
+        ({"num_attention_heads": 3}, "config.json"),
+        ({"num_attention_heads": 0}, "config.json"),
+        ({"num_key_value_heads": 0}, "LlamaConfig"),
+        ({"hidden_act": "nonsense"}, "LlamaConfig.*nonsense"),
+        ({"text_config": 7}, "vocab_size"),
+        ({"architectures": [1]}, "'architectures'"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused_before_it_takes_memory(model, settings, words):
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | settings))
+    with pytest.raises(UserError, match=words) as caught:
+        read_model(model)
+    assert str(model) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_model_that_asks_for_tuples_is_used_all_the_same(model):
+    (model / "config.json").write_text(
+        json.dumps(json.loads((model / "config.json").read_text()) | {"return_dict": False})
+    )
+    assert load_config(str(model), FLAG).return_dict
+
+
+def test_flipped_bytes_of_weights(model):
+    rng, whole = random.Random(0), (model / "model.safetensors").read_bytes()
+    for _ in range(30):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(400)] ^= rng.randrange(1, 256)  # the header: what the numbers are nobody knows
+        (model / "model.safetensors").write_bytes(damaged)
+        is_refused(read_model, model)
+    (model / "model.safetensors").write_bytes(whole[:-1])
+    assert is_refused(read_model, model)
+
+
+ROWS = [{"prompt": f"ask {number}", "response": f"yes {number}"} for number in range(50)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def parquet(table: pyarrow.Table, **settings) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink, **settings)
+    return sink.getvalue().to_pybytes()
+
+
+def not_utf8() -> bytes:
+    """A Parquet file whose second text is none, which only looking at it shows."""
+    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pyarrow.py_buffer(b"abc\xff")]
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
+    return parquet(pyarrow.table({"prompt": text, "response": text}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("nulls.jsonl", b"null\n" * 50, "line 1 is not an object"),
+        ("null_first.jsonl", b"null\n" + LINES, "line 1 is not an object"),
+        (
+            "deep.jsonl",
+            LINES + b'{"prompt":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n",
+            "line 51 is nested too deeply",
+        ),
+        ("deep_objects.jsonl", b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "line 1 is nested too deeply"),
+        ("deep.json", b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
+        ("deep_5000.json", b'[{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}]", "line 1 is nested too deeply"),
+        ("zeros.jsonl", b"\0" * 10_000, "line 1 is not JSON"),
+        ("zeros.parquet", b"\0" * 10_000, "cannot be read as a table"),
+        ("not_utf8.parquet", not_utf8(), "UTF8"),
+        ("taken.jsonl", b'{"_origin": "x", "prompt": "a"}\n', "'_origin'"),
+    ],
+)
+def test_a_file_that_crashes_its_reader_or_is_no_table_is_one_line(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=words) as caught:
+        read_rows(tmp_path / name)
+    assert str(caught.value).startswith(f"--data_path {tmp_path / name}: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "content", "refused_of_30"),
+    [
+        ("rows.jsonl", LINES, 1),
+        ("rows.json", json.dumps(ROWS).encode(), 1),
+        ("rows.csv", b"prompt,response\n" + b"ask,yes\n" * 50, 0),
+        ("rows.parquet", parquet(pyarrow.Table.from_pylist(ROWS)), 5),
+        ("plain.parquet", parquet(pyarrow.Table.from_pylist(ROWS), compression="none", use_dictionary=False), 1),
+    ],
+)
+def test_flipped_bytes_of_data(tmp_path, name, content, refused_of_30):
+    rng, refused = random.Random(0), 0
+    for number in range(30):
+        damaged = bytearray(content)
+        for _ in range(rng.choice((1, 3, 20))):
+            damaged[rng.randrange(len(damaged))] ^= rng.randrange(1, 256)
+        place = tmp_path / f"{number}_{name}"  # of another name, so that it is not found in the cache
+        place.write_bytes(damaged)
+        refused += is_refused(read_rows, place)
+    assert refused >= refused_of_30
+
+
+def test_a_folder_or_a_dead_link_named_like_a_file_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"a\.jsonl: is no file that can be read"):
+        load_source(str(tmp_path), "--data_path", None)
+    (tmp_path / "a.jsonl").rmdir()
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"a\.jsonl: is no file that can be read"):
+        load_source(str(tmp_path), "--data_path", None)
