@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from tiny_models import plain_logprobs, prompts_of
 from transformers import AutoTokenizer
 
@@ -134,6 +135,27 @@ def test_answers_are_generated_at_positions_after_padding(name, engine):
     rollout = generate(model, prompts, torch.arange(4), how)
     assert rollout.response_mask.sum() > 8
     torch.testing.assert_close(rollout.rollout_logprobs, plain_logprobs(model, rollout, 0.8), atol=1e-4, rtol=0)
+
+
+def test_a_multimodal_configuration_gives_the_reward_model_of_its_text_part(tmp_path):
+    config, kind = MODELS["llama4"]
+    kind(config).save_pretrained(tmp_path)
+    hf.Llama4Config(text_config=config.to_dict()).save_pretrained(tmp_path)
+    model = load_sequence_classifier(str(tmp_path), "fp32", None, new_head=True)
+    assert type(model).__name__ == "Llama4WithScalarHead"
+    assert type(model.config) is hf.Llama4TextConfig
+    assert model.config.num_labels == 1
+
+
+def test_a_package_that_an_architecture_needs_is_named(tmp_path):
+    if hf.utils.is_timm_available():
+        pytest.skip("timm is installed")
+    hf.Gemma3nConfig().save_pretrained(tmp_path)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for check in (check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)):
+        with pytest.raises(UserError, match="timm") as raised:
+            check(str(tmp_path))
+        assert "\n" not in str(raised.value)
 
 
 def test_positions_after_padding_leave_fewer_for_tokens(tmp_path):

@@ -30,7 +30,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import patient
 from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.models.architectures import check_architecture, first_position
-from dschat_ppo.models.classifiers import classifier_class, lm_names
+from dschat_ppo.models.classifiers import classifier_class, config_for, lm_names
 from dschat_ppo.models.vocabulary import grow_vocabulary
 from dschat_ppo.models.weight_files import checkpoint_shapes, is_old_buffer, weight_files
 
@@ -238,8 +238,8 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
     is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
     if is_classifier and config.num_labels != 1:
         raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
-    config.num_labels = 1
     kind = classifier_class(config)
+    config = config_for(kind, config)
     allowed = {SCORE_HEAD} if new_head else set()
     return bool(_check_weights(kind, folder, config, _deepspeed_chat_mapping(folder, kind), allowed, lm_names(config)))
 
@@ -261,8 +261,8 @@ def load_sequence_classifier(
     if check_sequence_classifier(folder, new_head):
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
     config = _with_dropout(load_config(folder, "model"), dropout)
-    config.num_labels = 1
     kind = classifier_class(config)
+    config = config_for(kind, config)
     with _loading(folder, ds_config):
         model = kind.from_pretrained(
             folder, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(folder, kind) or None
@@ -309,7 +309,7 @@ def _check_weights(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
-    except (OSError, SafetensorError) as problem:
+    except (OSError, SafetensorError, ImportError) as problem:
         raise UserError(f"{folder}: its weights cannot be read: {in_one_line(problem)}") from None
     finally:
         transformers.logging.set_verbosity(verbosity)
