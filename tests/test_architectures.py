@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import save_file
+from tiny_models import plain_logprobs, prompts_of
 from transformers import AutoTokenizer
 
 from dschat_ppo.errors import UserError
@@ -22,6 +24,9 @@ from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.models.startup import choose_ways
+from dschat_ppo.rollout.generator import Generation, generate
+from dschat_ppo.rollout.sampling import Sampling
+from dschat_ppo.rollout.stopping import Stopping
 
 VOCABULARY = 60
 SIZES = {
@@ -116,6 +121,41 @@ def test_a_reward_model_is_built_saved_and_loaded(saved, assets, tmp_path):
     in_bf16 = ScalarModel(load_sequence_classifier(str(again), "bf16", None, new_head=False)).eval()
     choose_ways(in_bf16)
     assert torch.isfinite(last_token_scores(in_bf16, IDS, LENGTHS)).all()
+
+
+@pytest.mark.parametrize("engine", ["continuous", "padded"])
+@pytest.mark.parametrize("name", ["roberta", "xlm-roberta-xl"])
+def test_answers_are_generated_at_positions_after_padding(name, engine):
+    """PAD ends an answer, because the oracle, which counts by itself, would not count it."""
+    config, kind = ROBERTAS[name]
+    torch.manual_seed(1)
+    model = kind(config).eval().float()
+    how = Generation(Sampling(temperature=0.8), Stopping(8, eos_ids=(1, 2)), rows=3, engine=engine)
+    prompts = prompts_of((1, 9, 20, 5))
+    rollout = generate(model, prompts, torch.arange(4), how)
+    assert rollout.response_mask.sum() > 8
+    torch.testing.assert_close(rollout.rollout_logprobs, plain_logprobs(model, rollout, 0.8), atol=1e-4, rtol=0)
+
+
+def test_a_multimodal_configuration_gives_the_reward_model_of_its_text_part(tmp_path):
+    config, kind = MODELS["llama4"]
+    kind(config).save_pretrained(tmp_path)
+    hf.Llama4Config(text_config=config.to_dict()).save_pretrained(tmp_path)
+    model = load_sequence_classifier(str(tmp_path), "fp32", None, new_head=True)
+    assert type(model).__name__ == "Llama4WithScalarHead"
+    assert type(model.config) is hf.Llama4TextConfig
+    assert model.config.num_labels == 1
+
+
+def test_a_package_that_an_architecture_needs_is_named(tmp_path):
+    if hf.utils.is_timm_available():
+        pytest.skip("timm is installed")
+    hf.Gemma3nConfig().save_pretrained(tmp_path)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for check in (check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)):
+        with pytest.raises(UserError, match="timm") as raised:
+            check(str(tmp_path))
+        assert "\n" not in str(raised.value)
 
 
 def test_positions_after_padding_leave_fewer_for_tokens(tmp_path):

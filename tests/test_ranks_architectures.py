@@ -42,6 +42,7 @@ def base(assets):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     more = {"num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "eos_token_id": 1}
+    more["tie_word_embeddings"] = True
     GraniteForCausalLM(GraniteConfig(**sizes, **more, vocab_size=known)).save_pretrained(assets / "granite")
     tokenizer.save_pretrained(assets / "granite")
     (assets / "granite.py").write_text(FUNCTIONS)

@@ -28,9 +28,11 @@ UNUSABLE = {
     "musicgen": "its tokens are those of sounds",
     "musicgen_melody": "its tokens are those of sounds",
     "prophetnet": "padding on the right changes what it says",
+    "qwen4_exp": "it takes no positions that several rows share",
+    "qwen4_exp_text": "it takes no positions that several rows share",
     "reformer": "its rows must be multiples of its chunks",
     "rembert": "its head reads other states than those of its layers",
-    "xlm": "it takes no positions for several rows at once",
+    "xlm": "it takes no positions that several rows share",
     "xlnet": "its tokens see those after them",
     "xmod": "its layers depend on the language of each row",
 }

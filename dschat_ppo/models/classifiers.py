@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.models.backbone import backbone_of
 
 HEAD = "score"
@@ -22,14 +23,25 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     and a linear head without bias.
 
     Args:
-        config: of an architecture that `check_architecture` lets pass, with one label.
+        config: of an architecture that `check_architecture` lets pass.
+
+    Raises:
+        UserError: the architecture needs a package that is not installed.
     """
     known: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if known is not None:
         with torch.device("meta"):
-            if hasattr(known(config), HEAD):
+            if hasattr(known(config_for(known, config)), HEAD):
                 return known
     return _with_scalar_head(config)
+
+
+def config_for(kind: Any, config: PretrainedConfig) -> PretrainedConfig:
+    """`config` with one label; its text part for a class of text models, as in transformers' auto classes."""
+    is_text = kind.config_class is config.sub_configs.get("text_config")
+    config = config.get_text_config() if is_text else config
+    config.num_labels = 1
+    return config
 
 
 def lm_names(config: PretrainedConfig) -> set[str]:
@@ -42,8 +54,11 @@ def lm_names(config: PretrainedConfig) -> set[str]:
 
 
 def _lm_without_weights(config: PretrainedConfig) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except ImportError as problem:
+        raise UserError(f"{type(config).__name__}: {in_one_line(problem)}") from None
 
 
 def _backbone_name(lm: PreTrainedModel) -> str:

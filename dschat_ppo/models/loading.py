@@ -28,7 +28,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import patient
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.architectures import check_architecture, first_position
-from dschat_ppo.models.classifiers import classifier_class, lm_names
+from dschat_ppo.models.classifiers import classifier_class, config_for, lm_names
 from dschat_ppo.models.settings import check_settings
 from dschat_ppo.models.vocabulary import grow_vocabulary
 from dschat_ppo.models.weight_files import checkpoint_shapes, is_old_buffer, weight_files
@@ -242,8 +242,8 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
     is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
     if is_classifier and config.num_labels != 1:
         raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
-    config.num_labels = 1
     kind = classifier_class(config)
+    config = config_for(kind, config)
     allowed = {SCORE_HEAD} if new_head else set()
     return bool(_check_weights(kind, folder, config, _deepspeed_chat_mapping(folder, kind), allowed, lm_names(config)))
 
@@ -265,8 +265,8 @@ def load_sequence_classifier(
     if check_sequence_classifier(folder, new_head):
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
     config = _with_dropout(load_config(folder, "model"), dropout)
-    config.num_labels = 1
     kind = classifier_class(config)
+    config = config_for(kind, config)
     with _loading(folder, ds_config):
         model = kind.from_pretrained(
             folder, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(folder, kind) or None
@@ -308,7 +308,7 @@ def _check_weights(
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
     try:
-        with patient(), reading(f"{folder}: its config and its weights make no {type(config).__name__}"):
+        with patient(), reading(f"{folder}: its weights cannot be read as {type(config).__name__}"):
             _, info = kind.from_pretrained(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,
