@@ -68,10 +68,7 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
     refused = f"{flag} {folder}: config.json cannot be used"
     check_settings(folder, refused)
     with reading(refused):  # without trust_remote_code transformers would ask at a terminal
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
-    if not isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
-        raise UserError(f"{refused}: it has no vocabulary ('vocab_size'), so it is no language model's")
-    return config
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
@@ -80,8 +77,8 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     Raises:
         UserError: no usable tokenizer, one without words, or one without EOS.
     """
-    if (Path(folder) / "config.json").exists():
-        load_config(folder, flag)  # transformers reads it here too, and would put the blame on the tokenizer
+    if (Path(folder) / "config.json").exists():  # transformers reads it here too
+        check_settings(folder, f"{flag} {folder}: config.json cannot be used")
     with reading(f"{flag} {folder}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         words, special = set(tokenizer.get_vocab().values()), set(tokenizer.all_special_ids)
@@ -110,7 +107,9 @@ def check_vocabulary(
         folder: the model's folder.
         other: the tokenizer belongs to another model (the actor); then the model's own tokenizer must agree with it.
     """
-    size = config.get_text_config().vocab_size
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if not isinstance(size, int):
+        raise UserError(f"{flag} {folder}: config.json names no 'vocab_size', so it is no language model's")
     if len(tokenizer) > size:
         raise UserError(
             f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of the "
@@ -302,7 +301,7 @@ def _check_weights(
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
     try:
-        with patient(), reading(f"{folder}: its config and its weights make no {type(config).__name__}"):
+        with patient(), reading(f"{folder}: its weights cannot be read as those of a {type(config).__name__}"):
             _, info = auto_class.from_pretrained(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,

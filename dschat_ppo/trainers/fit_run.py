@@ -66,8 +66,8 @@ def begin_fit(
     fit = config.fit
     device, output = begin(kind, config, config.run, [fit.model_name_or_path])
     folder = model_folder(fit.model_name_or_path, MODEL)
-    tokenizer = load_tokenizer(folder, MODEL)
-    check_vocabulary(tokenizer, load_config(folder, MODEL), MODEL, folder)
+    model_config, tokenizer = load_config(folder, MODEL), load_tokenizer(folder, MODEL)
+    check_vocabulary(tokenizer, model_config, MODEL, folder)
     with naming(MODEL):
         check(folder)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
