@@ -37,8 +37,8 @@ def is_refused(read, folder: Path) -> bool:
 
 
 def read_model(folder: Path) -> None:
-    tokenizer = load_tokenizer(str(folder), FLAG)
-    check_vocabulary(tokenizer, load_config(str(folder), FLAG), FLAG, str(folder))
+    config, tokenizer = load_config(str(folder), FLAG), load_tokenizer(str(folder), FLAG)
+    check_vocabulary(tokenizer, config, FLAG, str(folder))
     check_causal_lm(str(folder))
 
 

@@ -71,10 +71,7 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
     refused = f"{flag} {folder}: config.json cannot be used"
     check_settings(folder, refused)
     with reading(refused):  # without trust_remote_code transformers would ask at a terminal
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
-    if not isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
-        raise UserError(f"{refused}: it has no vocabulary ('vocab_size'), so it is no language model's")
-    return config
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
@@ -88,8 +85,8 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
             f"{flag} {folder}: its only tokenizer is a tokenizer.model of SentencePiece; pip install "
             '"dschat_ppo[sentencepiece]", or save a tokenizer.json there'
         )
-    if (Path(folder) / "config.json").exists():
-        load_config(folder, flag)  # transformers reads it here too, and would put the blame on the tokenizer
+    if (Path(folder) / "config.json").exists():  # transformers reads it here too
+        check_settings(folder, f"{flag} {folder}: config.json cannot be used")
     with reading(f"{flag} {folder}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         words, special = set(tokenizer.get_vocab().values()), set(tokenizer.all_special_ids)
@@ -130,7 +127,9 @@ def check_vocabulary(
         other: the tokenizer belongs to another model (the actor); then the model's own tokenizer must agree with it.
         resize: embeddings that are missing will be added.
     """
-    size = config.get_text_config().vocab_size
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if not isinstance(size, int):
+        raise UserError(f"{flag} {folder}: config.json names no 'vocab_size', so it is no language model's")
     if len(tokenizer) > size and not resize:
         whose = "actor's tokenizer; train the reward model from the same base, or" if other else "tokenizer beside it;"
         raise UserError(
@@ -308,7 +307,7 @@ def _check_weights(
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
     try:
-        with patient(), reading(f"{folder}: its weights cannot be read as {type(config).__name__}"):
+        with patient(), reading(f"{folder}: its weights cannot be read as those of a {type(config).__name__}"):
             _, info = kind.from_pretrained(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,
