@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -109,8 +110,15 @@ def wait_for_service(output: Path) -> None:
 
 
 def kill_launcher_of_workers(process: subprocess.Popen[str], output: Path) -> None:
-    """SIGKILL of the launcher once a rank has started processes that prepare data."""
-    wait_for(lambda: any(rank.children() for rank in launcher_of(process).children()), process)
+    """SIGKILL of the launcher once a rank has forked a process that prepares data."""
+
+    def prepares() -> bool:
+        with suppress(psutil.Error):  # a compiler, say, that has ended meanwhile
+            ranks = [rank for launcher in psutil.Process(process.pid).children() for rank in launcher.children()]
+            return any(child.cmdline() == rank.cmdline() for rank in ranks for child in rank.children())
+        return False
+
+    wait_for(prepares, process)
     launcher_of(process).kill()
 
 
