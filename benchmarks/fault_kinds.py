@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from dschat_ppo.common.op_builds import TORCH_LOCK, folder_of_environment
 
 STEPS, UPDATES = 4, 4
 AWAY_SECONDS = 30
@@ -105,6 +109,40 @@ def wait_for_service(output: Path) -> None:
     time.sleep(max(0.0, Service.away_until - time.monotonic()))
 
 
+def kill_launcher_of_workers(process: subprocess.Popen[str], output: Path) -> None:
+    """SIGKILL of the launcher once a rank has forked a process that prepares data."""
+
+    def prepares() -> bool:
+        with suppress(psutil.Error):  # a compiler, say, that has ended meanwhile
+            ranks = [rank for launcher in psutil.Process(process.pid).children() for rank in launcher.children()]
+            return any(child.cmdline() == rank.cmdline() for rank in ranks for child in rank.children())
+        return False
+
+    wait_for(prepares, process)
+    launcher_of(process).kill()
+
+
+def leave_lock(process: subprocess.Popen[str], output: Path) -> None:
+    """What a killed compilation leaves of torch's lock, before the ranks load the operator."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or folder_of_environment(), "deepspeed_shm_comm")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TORCH_LOCK).touch()
+
+
+def start_rival(process: subprocess.Popen[str], output: Path) -> None:
+    """The same command for another output folder, on the same port; it is waited for.
+
+    Raises:
+        RuntimeError: it ended neither well nor by giving way.
+    """
+    words = [word.replace(str(output), f"{output}_rival") for word in psutil.Process(process.pid).cmdline()]
+    env = psutil.Process(process.pid).environ()
+    with open(f"{output}_rival.log", "w", encoding="utf-8") as log:
+        code = subprocess.run(words, env=env, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    if code not in (0, 2) or code == process.wait():
+        raise RuntimeError(f"of two launches on one port exactly one must run; see {log.name}")
+
+
 def kills(seed: int, count: int) -> list[Fault]:
     """SIGKILL of either rank at places drawn from a seed."""
     draw = random.Random(seed)
@@ -160,4 +198,10 @@ def others() -> list[Fault]:
             "SIGKILL of the launcher", outside=after_a_checkpoint(lambda process, _: launcher_of(process).kill()),
             silent=True,
         ),
+        Fault(
+            "SIGKILL of the launcher, preparing 1", {"rank": 0, "place": "preparing", "count": 1, "act": "hang"},
+            outside=kill_launcher_of_workers, silent=True,
+        ),
+        Fault("a lock of a killed compilation", outside=leave_lock, may_survive=True),
+        Fault("a second launch on its port", outside=start_rival, may_survive=True),
     ]  # fmt: skip
