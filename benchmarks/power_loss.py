@@ -199,11 +199,12 @@ def meet(bench: Starter, cuts: Cuts, whole: Path, number: int) -> Loss:
         number: of the run, for its files.
     """
     log = bench.work / f"power_{number:02d}.log"
-    disk = Disk(bench.work / "image", bench.work / "disk", f"{cuts.mode},commit={cuts.commit}")
+    # An image of its own for each run: a loop device that still knows the last one would be mounted in its place.
+    disk = Disk(bench.work / f"image_{number:02d}", bench.work / "disk", f"{cuts.mode},commit={cuts.commit}")
     output, env = disk.place / "output", {"HF_HOME": str(disk.place / "hf"), "TMPDIR": str(disk.place / "tmp")}
-    (disk.place / "tmp").mkdir()
     files = lost = 0
     try:
+        (disk.place / "tmp").mkdir()
         os.sync()
         for moment in cuts.moments:
             process = bench.start_step(cuts.step, output, env, log)
@@ -225,6 +226,7 @@ def meet(bench: Starter, cuts: Cuts, whole: Path, number: int) -> Loss:
         return Loss(cuts, files, lost, code, code == 0 and same_outputs(whole, output))
     finally:
         disk.unmount()
+        disk.image.unlink()
 
 
 def _read(log: Path) -> str:
