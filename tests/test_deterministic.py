@@ -54,7 +54,7 @@ def test_a_setting_of_cublas_that_is_there_is_kept(monkeypatch):
 @pytest.mark.parametrize("step", TRAIN)
 @pytest.mark.parametrize("words", [["--deterministic"], []], ids=["deterministic", "default"])
 def test_each_step_chooses_before_its_rank_joins_the_others(step, words, monkeypatch, tmp_path):
-    def join():
+    def join(_folder):
         raise RanksJoinError(torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)
 
     monkeypatch.setattr(setup.dist, "init", join)

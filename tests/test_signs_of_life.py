@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -18,7 +17,6 @@ from dschat_ppo.checkpoint.universal import WEIGHTS, Fragment, Shard, gather
 from dschat_ppo.common import durable, progress
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.fingerprint import fingerprint
-from dschat_ppo.engine import build
 from dschat_ppo.models import loading, saving
 from dschat_ppo.models.fingerprint import BLOCK_BYTES, BLOCKS, model_fingerprint
 from dschat_ppo.trainers.dumps import Dumps, Scene
@@ -187,17 +185,6 @@ def test_weights_are_read_before_ranks_wait_for_each_other(tmp_path, beats, smal
     loading._read_through.cache_clear()
     with loading._loading(str(tmp_path), {"zero_optimization": {"stage": 3}}):
         assert len(beats) == blocks + (4 if patient else 0)
-
-
-@pytest.mark.parametrize("free", [True, False])
-def test_a_compilation_is_waited_for_unless_its_lock_may_stay_for_ever(monkeypatch, free):
-    patience = []
-    adam = SimpleNamespace(DeepSpeedCPUAdam=lambda *_, **__: patience.append(progress.is_patient()))
-    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", adam)
-    monkeypatch.setattr(build, "wait_for_build", lambda operator: free)
-    settings = build.OptimizerSettings(0.1, 0.0, "constant", 0, 1, (0.9, 0.95), 1e-8)
-    build._optimizer(torch.nn.Linear(1, 1), settings, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
-    assert patience == [free]
 
 
 def test_models_are_saved_with_patience(tmp_path):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.op_files import discard_damaged, mark_whole
 from dschat_ppo.common.processes import look_up, processes_at
 from dschat_ppo.common.progress import patient
 from dschat_ppo.common.stopping import end_if_asked
@@ -61,7 +62,11 @@ def _guarded(jit_load: Callable[..., Any]) -> Callable[..., Any]:
     def load(builder: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], builder.name)
         with patient(), alone_in(folder), _announced(folder):
-            return jit_load(builder, *args, **kwargs)
+            if discard_damaged(folder, frozenset({OWN_LOCK})):
+                _say(f"{folder} is not as a compilation left it, or is of an earlier version: it is compiled again")
+            loaded = jit_load(builder, *args, **kwargs)
+            mark_whole(folder)
+            return loaded
 
     return load
 
