@@ -174,6 +174,7 @@ def test_positions_after_padding_leave_fewer_for_tokens(tmp_path):
         (hf.T5Config(), "no causal language model for T5Config"),
         (hf.MllamaConfig(), "saved with MllamaTextConfig"),
         (hf.XLNetConfig(), "XLNetConfig cannot be used: its tokens see those after them"),
+        (hf.RobertaConfig(is_decoder=True, pad_token_id=None), "RobertaConfig counts positions from pad_token_id"),
     ],
 )
 def test_what_is_no_decoder_is_refused_from_its_configuration_alone(tmp_path, config, reason):

@@ -8,10 +8,17 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from transformers import CodeGenConfig, CodeGenForCausalLM
 
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.loading import check_causal_lm, check_vocabulary, load_config, load_tokenizer
+from dschat_ppo.models.loading import (
+    check_causal_lm,
+    check_sequence_classifier,
+    check_vocabulary,
+    load_config,
+    load_tokenizer,
+)
 
 FLAG = "--model_name_or_path"
 VALUES = ["abc", "", -1, 0, 3, 10**12, 10**40, 1e308, 0.5, float("nan"), None, True, [], {}, [1, 2], {"a": 1}]
@@ -112,6 +119,34 @@ def test_a_model_that_cannot_be_built_is_refused_before_it_takes_memory(model, s
     with pytest.raises(UserError, match=words) as caught:
         read_model(model)
     assert str(model) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def classifiers(assets, tmp_path) -> Path:
+    """`llama`, a reward model, and `codegen`, a language model that transformers has no classifier for."""
+    shutil.copytree(assets / "reward", tmp_path / "llama")
+    sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+    CodeGenForCausalLM(CodeGenConfig(**sizes)).save_pretrained(tmp_path / "codegen")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "words"),
+    [
+        ("llama", "hidden_act", "nonsense", "nonsense"),
+        ("llama", "head_dim", 0, "negative power"),
+        ("llama", "vocab_size", -1, "negative dimension"),
+        ("llama", "dtype", 3, "is_floating_point"),
+        ("codegen", "activation_function", "nonsense", "nonsense"),
+        ("codegen", "n_head", 0, "by zero"),
+    ],
+)
+def test_a_reward_model_that_cannot_be_built_is_refused_in_one_line(classifiers, name, setting, value, words):
+    place = classifiers / name / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {setting: value}))
+    with pytest.raises(UserError, match=f"no reward model can be built from its config.json: .*{words}") as caught:
+        check_sequence_classifier(str(place.parent), new_head=True)
+    assert str(place.parent) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_model_that_asks_for_tuples_is_used_all_the_same(model):

@@ -54,7 +54,8 @@ def check_architecture(config: PretrainedConfig, folder: str, needs_lm: bool) ->
         needs_lm: whether it is used as a language model, and not only under a scalar head.
 
     Raises:
-        UserError: the model is an encoder, has no causal language model in transformers, or is known not to work.
+        UserError: the model is an encoder, has no causal language model in transformers, is known not to work, or does
+            not say where its positions begin.
     """
     name = type(config).__name__
     if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
@@ -65,6 +66,8 @@ def check_architecture(config: PretrainedConfig, folder: str, needs_lm: bool) ->
         )
     if config.model_type in UNUSABLE:
         raise UserError(f"{folder}: {name} cannot be used: {UNUSABLE[config.model_type]}; take another model")
+    if config.model_type in POSITIONS_AFTER_PADDING and config.pad_token_id is None:
+        raise UserError(f"{folder}: {name} counts positions from pad_token_id, which config.json lacks; put it there")
     known: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     is_lm = type(config) in known
     if not is_lm and (needs_lm or config.model_type not in CLASSIFIERS_ONLY):

@@ -9,7 +9,6 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.models.backbone import backbone_of
 
 HEAD = "score"
@@ -26,7 +25,7 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         config: of an architecture that `check_architecture` lets pass.
 
     Raises:
-        UserError: the architecture needs a package that is not installed.
+        Exception: almost any, where a setting of `config` or the lack of a package keeps transformers from building.
     """
     known: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if known is not None:
@@ -54,11 +53,8 @@ def lm_names(config: PretrainedConfig) -> set[str]:
 
 
 def _lm_without_weights(config: PretrainedConfig) -> Any:
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except ImportError as problem:
-        raise UserError(f"{type(config).__name__}: {in_one_line(problem)}") from None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _backbone_name(lm: PreTrainedModel) -> str:

@@ -241,10 +241,12 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
     is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
     if is_classifier and config.num_labels != 1:
         raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
-    kind = classifier_class(config)
-    config = config_for(kind, config)
+    with reading(f"{folder}: no reward model can be built from its config.json"):
+        kind = classifier_class(config)
+        config = config_for(kind, config)
+        unused = lm_names(config)
     allowed = {SCORE_HEAD} if new_head else set()
-    return bool(_check_weights(kind, folder, config, _deepspeed_chat_mapping(folder, kind), allowed, lm_names(config)))
+    return bool(_check_weights(kind, folder, config, _deepspeed_chat_mapping(folder, kind), allowed, unused))
 
 
 def load_sequence_classifier(
