@@ -159,6 +159,18 @@ def test_special_tokens_go_before_other_added_ones_and_spaces_are_none():
     assert turn_end(tokenizer) == TurnEnd("  </answer>", "\n", tokenizer.convert_tokens_to_ids("</answer>"))
 
 
+def test_the_template_is_asked_once_however_many_answers_there_are(monkeypatch):
+    tokenizer, _ = shaped("ChatML")
+    listed = []
+    added = type(tokenizer).added_tokens_decoder.fget
+    monkeypatch.setattr(
+        type(tokenizer), "added_tokens_decoder", property(lambda found: listed.append(0) or added(found))
+    )
+    for _ in range(3):
+        encode_answer(tokenizer, ASK, "In the hall.")
+    assert len(listed) == 1
+
+
 def test_a_template_that_refuses_the_example_or_is_none_at_all_leaves_eos():
     refusing = ["{{ raise_exception('a system message must come first') }}", "{{ 1 + 'a' }}", "{{ 1 / 0 }}"]
     for template in (*refusing, "{% broken", {"tools": "x"}, "no message is shown", None):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -65,20 +66,29 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 
     The end-of-turn token is the first special token after the answer, or else the first other added token.
     """
+    return _turn_end(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id))
+
+
+@lru_cache(maxsize=16)
+def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> TurnEnd:
+    """Kept, since it is asked for each answer, and a tokenizer with thousands of added tokens takes 20 ms to list them.
+
+    `template` and `eos_id` are the tokenizer's own, so that what is kept holds for them alone.
+    """
     closing = ""
     with suppress(UserError):  # no template, or it refuses the example; what it makes of rows is seen there
         example = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _EXAMPLE}]
         rendered = _render(tokenizer, example, open_answer=False)
         closing = rendered.rpartition(_EXAMPLE)[2] if _EXAMPLE in rendered else ""
     added = [(number, token.content, token.special) for number, token in tokenizer.added_tokens_decoder.items()]
-    added.append((int(tokenizer.eos_token_id), str(tokenizer.eos_token), True))
+    added.append((eos_id, str(tokenizer.eos_token), True))
     found = [
         (not special, closing.index(token), -len(token), token, number)
         for number, token, special in added
         if token.strip() and token in closing  # some tokenizers add runs of spaces
     ]
     if not found:
-        return TurnEnd("", closing, int(tokenizer.eos_token_id))
+        return TurnEnd("", closing, eos_id)
     _, first, _, token, number = min(found)
     last = first + len(token)
     return TurnEnd(closing[:last], closing[last:], number)
