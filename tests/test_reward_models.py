@@ -8,7 +8,9 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.rewards import failure
 from dschat_ppo.rewards import model as rewards_model
+from dschat_ppo.rewards.failure import RewardServiceError
 from dschat_ppo.rewards.model import ForeignModelReward, ModelReward, scores_in_batches
 from dschat_ppo.rewards.request import RewardRequest
 from dschat_ppo.types import Rollout
@@ -153,3 +155,11 @@ def test_a_template_that_refuses_a_prompt_is_the_users_to_mend(engine, tokenizer
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(UserError, match="^--reward_model_name_or_path: .*System role not supported.*'text of it'"):
         foreign(engine, tokenizer, [("text of it", "yes", {"prompt": MESSAGES})])
+
+
+def test_a_row_that_is_refused_on_another_rank_ends_this_one_before_its_first_pass(engine, tokenizer, monkeypatch):
+    monkeypatch.setattr(failure.dist, "gather_objects", lambda problem: [problem, "refused on rank 1"])
+    counting = Counting(engine)
+    with pytest.raises(RewardServiceError, match="refused on rank 1"):
+        foreign(counting, tokenizer, [("ask", "yes", {})])
+    assert counting.shapes == []

@@ -9,7 +9,7 @@ from dschat_ppo.errors import UserError
 
 
 class RewardServiceError(UserError):
-    """A reward service gave no usable answer. The message names it, the attempts and the last cause."""
+    """A source of reward gave no usable answer. The message names the source and the cause."""
 
 
 class RewardFunctionError(UserError):

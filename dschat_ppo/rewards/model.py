@@ -17,6 +17,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import filler_id
 from dschat_ppo.models.micro_batches import even_passes
+from dschat_ppo.rewards.failure import agree_on_failure
 from dschat_ppo.rewards.request import RewardRequest
 from dschat_ppo.types import Rollout, full_sequences
 
@@ -84,9 +85,17 @@ class ForeignModelReward:
         sees.
         Where the row's `prompt` column holds chat messages and the reward model's tokenizer has a template, they go
         through that template, with the response as the assistant's answer; otherwise the prompt's text is taken.
+
+        Raises:
+            RewardServiceError: the template or the tokenizer refuses a row of some rank; on every rank.
         """
         given = zip(request.prompts, request.responses, request.rows, rollout.ended.tolist(), strict=True)
-        rows = [self._encode(*row) for row in given]
+        rows, problem = list[list[int]](), None
+        try:
+            rows = [self._encode(*row) for row in given]
+        except UserError as refused:
+            problem = str(refused)
+        agree_on_failure(problem)  # the others would wait in the passes
         cut = [row[-self.max_length :] for row in rows]
         too_long = sum(len(row) > self.max_length for row in rows)
         if too_long:
