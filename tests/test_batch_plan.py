@@ -95,7 +95,7 @@ def test_test_mode_stops_early_but_never_later(stop, steps):
     ("generation", "batches", "micro_batch", "accumulation", "numbers"),
     [
         (8, 1, 3, 1, ("= 8 rows", "= 3", "8 / 3 leaves 2", "--generation_batches 3 makes")),
-        (4, 3, 4, 2, ("= 12 rows", "= 8", "12 / 8 leaves 4", "--generation_batches 6 makes")),
+        (4, 3, 4, 2, ("= 12 rows", "= 8", "12 / 8 leaves 4", "--generation_batches 4 makes")),
         (4, 1, 8, 1, ("= 4 rows", "= 8", "4 / 8 leaves 4", "--generation_batches 2 makes")),
         (16, 1, 16, 2, ("= 16 rows", "= 32", "16 / 32 leaves 16", "--generation_batches 2 makes")),
     ],

@@ -214,6 +214,7 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         f"every rank holds them all, and at most {MOST_ROWS} fit in memory",
     )
     made, taken = plan.rows_per_rank, plan.micro_batch * plan.accumulation
+    factor = taken // gcd(made // plan.generation_batches, taken)  # of --generation_batches that fit
     require(
         made % taken == 0,
         "the rows of a PPO step are not a whole number of optimizer steps: "
@@ -221,7 +222,7 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         f"x --n_samples_per_prompt {plan.samples} = {made} rows per device, but an optimizer step takes "
         f"--per_device_training_batch_size {plan.micro_batch} x --gradient_accumulation_steps {plan.accumulation} "
         f"= {taken}; {made} / {taken} leaves {made % taken}. "
-        f"--generation_batches {plan.generation_batches * taken // gcd(made, taken)} makes it whole",
+        f"--generation_batches {-(-plan.generation_batches // factor) * factor} makes it whole",
     )
     _require_few_updates(plan.total_updates, f"--num_train_epochs {plan.train_epochs} x --ppo_epochs {plan.ppo_epochs}")
     return plan
