@@ -31,6 +31,7 @@ HOW_IT_IS_COMPUTED = frozenset({
     "micro_batch_tokens", "per_device_eval_batch_size", "eval_batch_size",
     "rollout_rows", "rollout_engine", "rollout_graphs", "prepack_weights", "unpin_actor_parameters",
     "sleep_in_rollout", "deterministic",
+    "resize_vocabulary",  # without it a model that needs it is refused; for others it does nothing
 })  # fmt: skip
 
 # Kept for old scripts: they change nothing at all.
