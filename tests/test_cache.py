@@ -10,6 +10,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.cache import cached_rows, hub_rows
 from dschat_ppo.data.prepare import prepare
+from dschat_ppo.errors import UserError
 from dschat_ppo.tools import toy
 
 
@@ -78,6 +79,12 @@ def test_what_a_crash_left_half_made_does_not_count(tmp_path):
     (tmp_path / "dschat_ppo/key.partial").mkdir(parents=True)
     (tmp_path / "dschat_ppo/key.partial/rows_00000.arrow").write_text("half")
     assert rows.read() == [1, 2, 3] and not (tmp_path / "dschat_ppo/key.partial").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file/dschat_ppo .Not a directory.; name another folder with --data_output_"):
+        cached_rows(str(tmp_path / "file"), "key", None)
 
 
 def test_the_users_file_is_not_blamed_for_a_damaged_cache(tmp_path):

@@ -31,6 +31,7 @@ from dschat_ppo.common.durable import (
     write_file,
 )
 from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import UserError
 
 _FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of the rows
 
@@ -47,12 +48,19 @@ def cached_rows(root: str | None, key: str, make: Callable[[Path], Dataset]) -> 
         The rows, mapped from their files, with `key` as their fingerprint.
 
     Raises:
-        OSError: the cache cannot be written.
+        UserError: the folder cannot be made.
+        OSError: the rows cannot be written.
     """
     folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
     names = _whole_files(folder)
     if names is None:
-        make_folder(folder.parent)
+        try:
+            make_folder(folder.parent)
+        except OSError as problem:
+            raise UserError(
+                f"prepared rows cannot be kept in {folder.parent} ({problem.strerror}); name another folder with "
+                "--data_output_path"
+            ) from None
         with FileLock(f"{folder}.lock"):
             names = _whole_files(folder) or _make(folder, make)  # another process may have made it meanwhile
     rows = datasets.concatenate_datasets([Dataset.from_file(str(folder / name)) for name in names])
