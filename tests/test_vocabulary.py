@@ -67,6 +67,12 @@ def test_a_model_with_further_rows_for_each_token_is_refused():
         grow_vocabulary(model, 52)
 
 
+def test_layers_as_wide_as_the_vocabulary_are_no_rows_of_tokens():
+    model = LlamaForCausalLM(tiny_config(vocab_size=32, hidden_size=32, intermediate_size=32))
+    assert grow_vocabulary(model, 34)
+    assert model(IDS).logits.shape == (1, 4, 34)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_models_are_loaded_with_rows_for_the_tokenizer_beside_them(assets, tmp_path, dtype):
     """Actor and reference come to the same rows; a reward model has an embedding alone."""

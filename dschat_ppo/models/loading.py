@@ -219,7 +219,7 @@ def load_causal_lm(
     config = _with_dropout(load_config(folder, "model"), dropout)
     with _loading(folder, ds_config):
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype])
-        return _resized(model, folder) if resize else model
+    return _resized(model, folder) if resize else model
 
 
 def check_sequence_classifier(folder: str, new_head: bool) -> bool:
@@ -272,7 +272,7 @@ def load_sequence_classifier(
         model = kind.from_pretrained(
             folder, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(folder, kind) or None
         )
-        return _resized(model, folder) if resize else model
+    return _resized(model, folder) if resize else model
 
 
 def _resized(model: PreTrainedModel, folder: str) -> PreTrainedModel:

@@ -19,7 +19,8 @@ def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
     parameters are whole on every rank; `deepspeed.initialize` partitions them.
 
     Args:
-        model: as loaded, before it is given to an engine.
+        model: as loaded, before it is given to an engine, and once transformers' ZeRO-3 mode has ended: in it no model
+            can be built without weights, to compare with.
         size: number of tokens. Nothing happens if there are rows enough.
 
     Returns:
@@ -29,8 +30,7 @@ def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
         UserError: the model keeps further weights for each token.
     """
     config = model.config.get_text_config()
-    old_size = config.vocab_size
-    if size <= old_size:
+    if size <= config.vocab_size:
         return False
     modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     grown: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are one parameter
@@ -42,13 +42,15 @@ def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
         for count in ("num_embeddings", "out_features"):
             if hasattr(module, count):
                 setattr(module, count, size)
-    others = [name for name, weight in model.named_parameters() if _shape(weight)[0] == old_size]
+    config.vocab_size = size
+    with torch.device("meta"):
+        wanted = dict(type(model)(model.config).named_parameters(remove_duplicate=False))
+    others = [name for name, weight in model.named_parameters() if _shape(weight) != wanted[name].shape]
     if others:
         raise UserError(
             f"--resize_vocabulary: {type(model).__name__} keeps a row for each token in {others[0]} too; take a model "
             "with an embedding and a head alone, or a tokenizer without added tokens"
         )
-    config.vocab_size = size
     if hasattr(model, "vocab_size"):
         model.vocab_size = size
     return True
@@ -64,4 +66,4 @@ def _with_mean_rows(weight: nn.Parameter, size: int) -> Tensor:
 
 
 def _shape(weight: Any) -> tuple[int, ...]:
-    return tuple(getattr(weight, "ds_shape", weight.shape)) or (0,)
+    return tuple(getattr(weight, "ds_shape", weight.shape))
