@@ -165,9 +165,9 @@ def _first_odd_line(path: Path) -> str:
 def _load_hub(spec: str, flag: str, cache_dir: str | None, config_name: str | None) -> Source:
     with reading(f"{flag} {spec}: neither a local file or folder nor a hub data set that can be read"):
         found = hub_rows(spec, config_name, cache_dir)
-    splits = {str(name): _with_origin(rows, f"{spec} ({name})", flag) for name, rows in found.items()}
+    splits = {str(name): _with_origin(rows, f"{spec} ({name})", flag) for name, rows in found.items() if len(rows)}
     if "train" not in splits:
-        raise UserError(f"{flag} {spec}: has no 'train' split (it has {', '.join(splits)})")
+        raise UserError(f"{flag} {spec}: has no 'train' split with rows (it has {', '.join(splits) or 'no rows'})")
     evaluation = next((splits[name] for name in splits if name.lower().startswith(EVAL_NAMES)), None)
     return Source(splits["train"], evaluation)
 
