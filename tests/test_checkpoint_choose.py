@@ -321,7 +321,7 @@ def test_a_result_that_is_not_whole_is_no_mark_of_a_finished_run(tmp_path, monke
     assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff", b"a: [", b"[1]", bytes(30)])
+@pytest.mark.parametrize("content", [None, b"", b"\xff", b"a: [", b"[1]", b"a: 2026-13-45", bytes(30)])
 def test_a_configuration_that_cannot_be_read_is_written_again_from_an_intact_checkpoint(tmp_path, monkeypatch, content):
     said = []
     monkeypatch.setattr(logger(), "warning", said.append)

@@ -40,7 +40,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     """
     try:
         saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):  # not UTF-8; a date that is none
         saved = None
     return saved if isinstance(saved, dict) else _restore(folder)
 
