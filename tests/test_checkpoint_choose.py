@@ -335,8 +335,6 @@ def test_a_configuration_that_cannot_be_read_is_written_again_from_an_intact_che
     problem, done = earlier(tmp_path)
     assert problem is None and done is not None and "this run is done" in done
     assert yaml.safe_load((tmp_path / "config.yaml").read_bytes()) == yaml.safe_load(written)
-    assert (
-        len(said) == 1 and "config.yaml could not be read; it is written again from checkpoint step_000004" in said[0]
-    )
+    assert len(said) == 1 and "config.yaml could not be read; it is restored from checkpoint step_000004" in said[0]
     problem, done = earlier(tmp_path, "--seed", "5")
     assert done is None and problem is not None and "--seed 1234" in problem

@@ -49,7 +49,7 @@ def test_metrics_that_the_run_did_not_write_are_kept_and_replaced_by_those_of_th
     place.write_bytes(changed)
     assert run(tmp_path, 5).position == (5, 0)
     assert place.read_bytes().startswith(written) and steps_of(tmp_path) == [1, 2, 3, 4, 5]
-    assert len(said) == 1 and f"{place} does not hold the lines that the run wrote" in said[0]
+    assert len(said) == 1 and f"{place} is not as the run wrote it" in said[0]
     assert "step_000003" in said[0]
     if changed:
         assert (tmp_path / "metrics.1.jsonl").read_bytes() == changed and "kept as metrics.1.jsonl" in said[0]

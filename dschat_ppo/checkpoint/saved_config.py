@@ -52,7 +52,7 @@ def _restore(folder: Path) -> dict[str, Any] | None:
         return None
     saved = {flag: value for flag, value in Manifest.read(checkpoints.root / name).config.items() if flag in FLAGS}
     path = _write(saved, folder)
-    logger().warning(f"{path} could not be read; it is written again from checkpoint {name}")
+    logger().warning(f"{path} could not be read; it is restored from checkpoint {name}")
     return saved
 
 

@@ -47,7 +47,7 @@ def guard_builds() -> None:
 
 
 def folder_of_environment() -> Path:
-    """The folder for operators of this Python with these libraries; other environments would compile them anew."""
+    """The folder for operators of this Python with these libraries; other environments would compile them again."""
     import deepspeed
     import torch
     from torch.utils.cpp_extension import get_default_build_root
@@ -111,7 +111,7 @@ def _wait(folder: Path, obstacle: Callable[[], str | None]) -> None:
         waited = time.monotonic() - began
         what = f"DeepSpeed's operator {folder.name} waits for {found}"
         if waited > LIMIT_SECONDS:
-            raise UserError(f"{what} for {LIMIT_SECONDS / 60:g} minutes; end that, or remove {folder}")
+            raise UserError(f"{what}; {LIMIT_SECONDS / 60:g} minutes are over: end that process, or remove {folder}")
         if waited > _SAY_AFTER_SECONDS and not said:
             logger().info(what)
             said = True
