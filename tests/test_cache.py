@@ -5,12 +5,16 @@ import pyarrow
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from datasets import Dataset, DatasetDict
+from filelock import FileLock
 
+from dschat_ppo.common import stopping
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import parse
+from dschat_ppo.data import cache
 from dschat_ppo.data.cache import cached_rows, hub_rows
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.errors import UserError
+from dschat_ppo.data.sources import load_source
+from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.tools import toy
 
 
@@ -81,12 +85,6 @@ def test_what_a_crash_left_half_made_does_not_count(tmp_path):
     assert rows.read() == [1, 2, 3] and not (tmp_path / "dschat_ppo/key.partial").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file/dschat_ppo .Not a directory.; name another folder with --data_output_"):
-        cached_rows(str(tmp_path / "file"), "key", None)
-
-
 def test_the_users_file_is_not_blamed_for_a_damaged_cache(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("prompt,response\na,b\nc,d\n")
@@ -98,6 +96,25 @@ def test_the_users_file_is_not_blamed_for_a_damaged_cache(tmp_path):
     for file in entries:
         file.write_bytes(file.read_bytes()[:100])
     assert prepare("sft", tokenizer, flags, 64).train.to_list() == rows
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/dschat_ppo: cannot be written \(.*name another .* --data_output_path"):
+        cached_rows(str(tmp_path / "file"), "key", Rows(tmp_path).make)
+
+
+def test_who_waits_for_another_process_says_so_and_can_be_stopped(tmp_path, monkeypatch):
+    lines, noticed = [], iter([False, True])
+    monkeypatch.setattr(cache, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(logger(), "info", lines.append)
+    monkeypatch.setattr(stopping, "noticed", lambda: next(noticed))
+    rows = Rows(tmp_path)
+    rows.folder.parent.mkdir()
+    with FileLock(f"{rows.folder}.lock", is_singleton=False), pytest.raises(StopRequested, match="waited for prepared"):
+        rows.read()
+    assert lines == [f"data: another process prepares {rows.folder}; waiting for it"]
+    assert rows.read() == [1, 2, 3]
 
 
 def hub(monkeypatch, *answers):
@@ -131,3 +148,12 @@ def test_what_is_wrong_with_a_name_of_the_hub_is_said_all_the_same(monkeypatch):
     hub(monkeypatch, ValueError("Config name is missing"), ValueError("Config name is missing"))
     with pytest.raises(ValueError, match="Config name is missing"):
         hub_rows("x", None, None)
+
+
+def test_splits_of_the_hub_without_rows_do_not_count(monkeypatch):
+    rows, none = Dataset.from_dict({"prompt": ["a"]}), Dataset.from_dict({"prompt": []})
+    hub(monkeypatch, DatasetDict(train=rows, validation=none, test=rows), DatasetDict(train=none))
+    source = load_source("name", "--data_path", None)
+    assert (len(source.train), len(source.eval)) == (1, 1)
+    with pytest.raises(UserError, match=r"--data_path name: has no 'train' split with rows \(it has no rows\)"):
+        load_source("name", "--data_path", None)

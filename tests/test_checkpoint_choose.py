@@ -321,7 +321,7 @@ def test_a_result_that_is_not_whole_is_no_mark_of_a_finished_run(tmp_path, monke
     assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff", b"a: [", b"[1]", bytes(30)])
+@pytest.mark.parametrize("content", [None, b"", b"\xff", b"a: [", b"[1]", b"a: 2026-13-45", bytes(30)])
 def test_a_configuration_that_cannot_be_read_is_written_again_from_an_intact_checkpoint(tmp_path, monkeypatch, content):
     said = []
     monkeypatch.setattr(logger(), "warning", said.append)
@@ -335,8 +335,6 @@ def test_a_configuration_that_cannot_be_read_is_written_again_from_an_intact_che
     problem, done = earlier(tmp_path)
     assert problem is None and done is not None and "this run is done" in done
     assert yaml.safe_load((tmp_path / "config.yaml").read_bytes()) == yaml.safe_load(written)
-    assert (
-        len(said) == 1 and "config.yaml could not be read; it is written again from checkpoint step_000004" in said[0]
-    )
+    assert len(said) == 1 and "config.yaml could not be read; it is restored from checkpoint step_000004" in said[0]
     problem, done = earlier(tmp_path, "--seed", "5")
     assert done is None and problem is not None and "--seed 1234" in problem

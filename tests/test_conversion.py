@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from dschat_ppo.common import stopping
 from dschat_ppo.common.processes import children
 from dschat_ppo.data import conversion
 from dschat_ppo.data.conversion import EMPTY, find_fault, load_table
+from dschat_ppo.errors import StopRequested
 
 
 @pytest.fixture
@@ -47,8 +49,19 @@ def test_one_that_is_killed_because_the_run_is_to_stop_is_not(settings, monkeypa
     monkeypatch.setattr(conversion, "load_table", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     stopping.install()
     stopping.tell()
-    with pytest.raises(EOFError):
+    with pytest.raises((EOFError, StopRequested)):  # whichever is seen first
         find_fault("json", settings)
+
+
+def test_a_stop_does_not_wait_for_a_long_conversion(settings, monkeypatch):
+    monkeypatch.setattr(conversion, "load_table", lambda *_: time.sleep(60))
+    before, began = set(children()), time.monotonic()
+    stopping.install()
+    threading.Timer(0.2, stopping.tell).start()
+    with pytest.raises(StopRequested, match="while it prepared the data"):
+        find_fault("json", settings)
+    assert time.monotonic() - began < 30
+    assert set(children()) <= before
 
 
 def test_a_second_interrupt_does_not_wait_for_the_process(settings, monkeypatch):

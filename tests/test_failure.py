@@ -170,6 +170,12 @@ def test_alone_or_without_a_folder_each_speaks_for_itself(ranks, monkeypatch, tm
     assert boards[1].claimed() is None
     assert boards[0].lost_ranks() == []
     assert boards[0].seconds_since_progress() == float("inf")
+
+    def none_can_be_written():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(failure.tempfile, "gettempdir", none_can_be_written)
+    assert ranks(0).folder is None
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(failure.tempfile, "gettempdir", lambda: str(tmp_path))
     assert ranks(0).folder is None

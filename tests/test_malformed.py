@@ -235,9 +235,9 @@ def test_flipped_bytes_of_data(tmp_path, name, content, refused_of_30):
 
 def test_a_folder_or_a_dead_link_named_like_a_file_is_refused(tmp_path):
     (tmp_path / "a.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"a\.jsonl: is no file that can be read"):
+    with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
         load_source(str(tmp_path), "--data_path", None)
     (tmp_path / "a.jsonl").rmdir()
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"a\.jsonl: is no file that can be read"):
+    with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
         load_source(str(tmp_path), "--data_path", None)

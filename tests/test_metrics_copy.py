@@ -3,12 +3,13 @@
 import json
 
 import pytest
+import torch
 from test_session import Trainer, config_of, open_run, run, steps_of
 
 from dschat_ppo.checkpoint.manifest import Manifest
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
-from dschat_ppo.trainers.setup import begin
+from dschat_ppo.trainers import setup
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_metrics_that_the_run_did_not_write_are_kept_and_replaced_by_those_of_th
     place.write_bytes(changed)
     assert run(tmp_path, 5).position == (5, 0)
     assert place.read_bytes().startswith(written) and steps_of(tmp_path) == [1, 2, 3, 4, 5]
-    assert len(said) == 1 and f"{place} does not hold the lines that the run wrote" in said[0]
+    assert len(said) == 1 and f"{place} is not as the run wrote it" in said[0]
     assert "step_000003" in said[0]
     if changed:
         assert (tmp_path / "metrics.1.jsonl").read_bytes() == changed and "kept as metrics.1.jsonl" in said[0]
@@ -89,7 +90,12 @@ def test_a_checkpoint_without_a_copy_is_gone_on_from_as_before(tmp_path, said):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "config.yaml"])
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_folder_in_the_place_of_a_file_is_one_line_before_anything_is_changed(tmp_path, name, saved):
+def test_a_folder_in_the_place_of_a_file_is_one_line_before_anything_is_changed(tmp_path, monkeypatch, name, saved):
+    locks = {}
+    monkeypatch.setattr(setup, "_LOCKED", locks)
+    monkeypatch.setattr(setup.dist, "init", lambda folder: torch.device("cpu"))  # other tests share this process
+    monkeypatch.setattr(setup.watchdog, "start", lambda seconds: None)
+    monkeypatch.setattr(setup, "keep_log", lambda folder: None)
     output = tmp_path / "out"
     if saved:
         run(output, 2)
@@ -97,7 +103,8 @@ def test_a_folder_in_the_place_of_a_file_is_one_line_before_anything_is_changed(
     (output / name).mkdir(parents=True)
     config = config_of(output)
     with pytest.raises(UserError, match=f"{name} is a folder, but the run writes a file of that name") as raised:
-        begin("sft", config, config.run, [])
+        setup.begin("sft", config, config.run, [])
+    locks[output.resolve()].release()
     assert "\n" not in str(raised.value) and (output / name).is_dir()
 
 

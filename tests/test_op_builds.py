@@ -188,8 +188,8 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with alone_in(tmp_path):
-        assert "its file system has no locks" in capsys.readouterr().out
+    with alone_in(tmp_path) as alone:
+        assert not alone and "its file system has no locks" in capsys.readouterr().out
 
 
 def test_every_environment_has_a_folder_of_its_own(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """What was compiled is loaded while it is as it was, and compiled again otherwise."""
 
+import errno
+import fcntl
 import os
 from types import SimpleNamespace
 
@@ -57,3 +59,15 @@ def test_objects_of_a_compilation_that_was_cut_are_not_linked(operator):
     (operator.folder / "toy.o").write_bytes(b"")
     (operator.folder / "sub").mkdir()
     assert operator() == 1
+
+
+def test_without_locks_what_another_process_compiles_is_left_alone(operator, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    operator.folder.mkdir()
+    (operator.folder / "toy.so").write_bytes(b"library" * 50)
+    (operator.folder / "toy.o").write_bytes(b"half")  # of a process that is still at work
+    assert operator() == 0
+    assert sorted(path.name for path in operator.folder.iterdir()) == [OWN_LOCK, "toy.o", "toy.so"]

@@ -137,7 +137,7 @@ def pair(folder: Path, outputs: tuple[str, str]) -> list[subprocess.Popen[str]]:
     folder.mkdir()
     started, port = [], str(free_port())
     for number, (output, delays) in enumerate(zip(outputs, ([0.0, 2.0], [1.0, 0.5]), strict=True)):
-        words = ["--model_name_or_path", "m", "--output_dir", folder / output]
+        words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", folder / output]
         command = deepspeed_command(2, "tests/workers/meeting.py", *words)
         command[command.index("--master_port") + 1] = port
         env = environment() | {"TMPDIR": str(folder), "RANKS": "4", "DELAYS": json.dumps(delays)}

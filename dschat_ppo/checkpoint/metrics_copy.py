@@ -1,4 +1,4 @@
-"""`metrics.jsonl` of a run that goes on: as the run wrote it, or written again from the copy in the checkpoint."""
+"""`metrics.jsonl` of a run that resumes: as the run wrote it, or written again from the copy in the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def restore_metrics(output: Path, checkpoint: Path) -> None:
 
     Args:
         output: `--output_dir`.
-        checkpoint: in it, from which the run goes on. One of an earlier version holds no copy: nothing is done.
+        checkpoint: in it, from which the run resumes. One of an earlier version holds no copy: nothing is done.
 
     Raises:
         OSError: the file cannot be written.
@@ -37,8 +37,8 @@ def restore_metrics(output: Path, checkpoint: Path) -> None:
     kept = keep_aside(place) if there else None
     write_file(place, (checkpoint / METRICS).read_bytes())
     logger().warning(
-        f"{place} does not hold the lines that the run wrote: it is written again from checkpoint {checkpoint.name}"
-        + (f", and what was there is kept as {kept.name}" if kept else "")
+        f"{place} is not as the run wrote it: it is restored from checkpoint {checkpoint.name}"
+        + (f", and the old file is kept as {kept.name}" if kept else "")
     )
 
 

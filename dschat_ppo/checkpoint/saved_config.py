@@ -40,7 +40,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     """
     try:
         saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):  # not UTF-8; a date that is none
         saved = None
     return saved if isinstance(saved, dict) else _restore(folder)
 
@@ -52,7 +52,7 @@ def _restore(folder: Path) -> dict[str, Any] | None:
         return None
     saved = {flag: value for flag, value in Manifest.read(checkpoints.root / name).config.items() if flag in FLAGS}
     path = _write(saved, folder)
-    logger().warning(f"{path} could not be read; it is written again from checkpoint {name}")
+    logger().warning(f"{path} could not be read; it is restored from checkpoint {name}")
     return saved
 
 

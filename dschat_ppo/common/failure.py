@@ -185,9 +185,9 @@ def open_board() -> Board:
     # the same for all ranks of one launch on this machine, and of no other launch
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     name = f"{_OWN_FOLDERS}{address}_{port}_{os.getppid()}_{launcher.started}".replace("/", "_")
-    folder = Path(tempfile.gettempdir(), name)
-    _sweep()
     try:
+        folder = Path(tempfile.gettempdir(), name)  # there may be none that can be written
+        _sweep()
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.lstat().st_uid != os.getuid():  # the place is everybody's: another user may have been there first
             return Board(None)

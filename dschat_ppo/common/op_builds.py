@@ -47,7 +47,7 @@ def guard_builds() -> None:
 
 
 def folder_of_environment() -> Path:
-    """The folder for operators of this Python with these libraries; other environments would compile them anew."""
+    """The folder for operators of this Python with these libraries; other environments would compile them again."""
     import deepspeed
     import torch
     from torch.utils.cpp_extension import get_default_build_root
@@ -61,22 +61,26 @@ def _guarded(jit_load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(jit_load)
     def load(builder: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], builder.name)
-        with patient(), alone_in(folder), _announced(folder):
-            if discard_damaged(folder, frozenset({OWN_LOCK})):
+        with patient(), alone_in(folder) as alone, _announced(folder):
+            if alone and discard_damaged(folder, frozenset({OWN_LOCK})):
                 _say(f"{folder} is not as a compilation left it, or is of an earlier version: it is compiled again")
             loaded = jit_load(builder, *args, **kwargs)
-            mark_whole(folder)
+            if alone:
+                mark_whole(folder)
             return loaded
 
     return load
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Iterator[bool]:
     """Hold the lock of an operator's folder: no process compiles there, and torch's lock is not there.
 
     The kernel releases the lock when its holder ends, however it ends. This waits for a compiler that a killed process
     has left running, and removes torch's lock once no process has it open.
+
+    Gives whether the lock is held. Where the file system has no locks it is not, a warning says so, and another
+    process may compile there at any time.
 
     Raises:
         UserError: the folder cannot be written, or somebody is in the way for `LIMIT_SECONDS`.
@@ -91,12 +95,13 @@ def alone_in(folder: Path) -> Iterator[None]:
             "TORCH_EXTENSIONS_DIR to another folder"
         ) from None
     with lock:
-        _wait(folder, lambda: _holder(lock, folder))
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        if locked := _knows_locks(lock, folder):
+            _wait(folder, lambda: _holder(lock))
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
         _wait(folder, lambda: _left_behind(folder))
-        yield
+        yield locked
 
 
 def _wait(folder: Path, obstacle: Callable[[], str | None]) -> None:
@@ -106,7 +111,7 @@ def _wait(folder: Path, obstacle: Callable[[], str | None]) -> None:
         waited = time.monotonic() - began
         what = f"DeepSpeed's operator {folder.name} waits for {found}"
         if waited > LIMIT_SECONDS:
-            raise UserError(f"{what} for {LIMIT_SECONDS / 60:g} minutes; end that, or remove {folder}")
+            raise UserError(f"{what}; {LIMIT_SECONDS / 60:g} minutes are over: end that process, or remove {folder}")
         if waited > _SAY_AFTER_SECONDS and not said:
             logger().info(what)
             said = True
@@ -114,17 +119,26 @@ def _wait(folder: Path, obstacle: Callable[[], str | None]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _holder(lock: Any, folder: Path) -> str | None:
+def _knows_locks(lock: Any, folder: Path) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as problem:
+        if problem.errno not in _NO_LOCKS:
+            raise
+        logger().warning(f"{folder}: its file system has no locks; let one run compile before you start a second one")
+        return False
+    return True
+
+
+def _holder(lock: Any) -> str | None:
     """Who holds the lock; None: this process does, from now on."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
         return f"process {lock.read().strip() or '(unknown)'}, which compiles it"
-    except OSError as problem:
-        if problem.errno not in _NO_LOCKS:
-            raise
-        logger().warning(f"{folder}: its file system has no locks; let one run compile before you start a second one")
     return None
 
 

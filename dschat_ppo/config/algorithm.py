@@ -71,9 +71,9 @@ class AlgorithmFlags:
     high_entropy_share: float = flag("only this share of tokens, those of highest entropy, trains the policy", 1.0)
 
     kl_coef: float | None = flag(
-        "weight of the per-token KL penalty in the reward; not given: 0.1, but 0 (and no reference is loaded for it) "
-        "for estimators that compare the answers to one prompt (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, "
-        "opo, gpg, grpo_pass_at_k)",
+        "weight of the per-token KL penalty in the reward; not given: 0.1, or 0 for the estimators that compare the "
+        "answers to one prompt (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, grpo_pass_at_k), which "
+        "then need no reference",
         None,
     )
     kl_estimator: KL_FORM = flag(

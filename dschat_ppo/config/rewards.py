@@ -54,9 +54,7 @@ class RewardSourceFlags:
         )
         require_not_negative(self, "remote_reward_retries")
         require_at_most(self, "reward_workers", MOST_PROCESSES, "each is a process of this machine")
-        require_at_most(
-            self, "reward_timeout remote_reward_timeout", 10**6, "these are seconds, and that is eleven days"
-        )
+        require_at_most(self, "reward_timeout remote_reward_timeout", 10**6, "10^6 seconds are eleven days")
         for name, value in (
             ("reward_model_weight", self.reward_model_weight),
             ("reward_default", self.reward_default),

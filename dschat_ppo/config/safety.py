@@ -24,11 +24,11 @@ class SafetyFlags:
         "keep the newest N checkpoints (and the best of those saved right after an evaluation)", 2
     )
     resume: str = flag(
-        "'auto' goes on from the newest intact checkpoint in --output_dir, 'never' begins anew, a folder names the "
-        "checkpoint to go on from",
+        "'auto' resumes from the newest intact checkpoint in --output_dir, 'never' starts over, a folder names the "
+        "checkpoint to resume from",
         AUTO,
     )
-    resume_force: bool = flag("resume although flags or data changed that change what the run computes", False)
+    resume_force: bool = flag("resume even if flags or data that affect the result have changed", False)
     collective_timeout: float = flag(
         "seconds without progress after which every rank prints its stack and the run ends", 1800.0
     )
@@ -47,4 +47,4 @@ class SafetyFlags:
             f"--collective_timeout {self.collective_timeout}: must be at least 1 second: progress is looked at twice a "
             "second",
         )
-        require_at_most(self, "collective_timeout", 10**8, "these are seconds, and that is three years")
+        require_at_most(self, "collective_timeout", 10**8, "10^8 seconds are three years")

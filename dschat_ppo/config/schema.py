@@ -158,21 +158,21 @@ class RunFlags:
 
     output_dir: str | None = flag("where the model, metrics and resolved configuration are written (required)", None)
     overwrite_output_dir: bool = flag(
-        "let --output_dir hold an earlier run, and begin anew there; only a run with the same settings that was "
-        "interrupted goes on (see --resume)",
+        "start over if --output_dir holds an earlier run; an interrupted run with the same settings still resumes (see "
+        "--resume)",
         False,
     )
     seed: int = flag("global seed; a run is reproducible from it", 1234)
     deterministic: bool = flag(
-        "use deterministic algorithms only, so that on a GPU too the same command gives the same numbers to the last "
-        "bit; slower, and an operation that has no such algorithm ends the run (CPU runs do not need it)",
+        "use PyTorch's deterministic algorithms, so that a GPU too repeats a run to the last bit; slower, and an "
+        "operation without such an algorithm ends the run (not needed on a CPU)",
         False,
     )
     local_rank: int = flag("set by the deepspeed launcher", -1)
     dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
     resize_vocabulary: bool = flag(
-        "give a model with fewer embeddings than its tokenizer has tokens the missing rows, in the head too; each is "
-        "the mean of the old ones",
+        "if the tokenizer has more tokens than the model has embeddings, add the missing rows to the embedding and the "
+        "head; each is the mean of the old rows",
         False,
     )
     compute_fp32_loss: bool = flag("losses are always computed in fp32 (kept for old scripts)", False)
@@ -181,7 +181,7 @@ class RunFlags:
     adam_epsilon: float = flag("epsilon of AdamW, 1.1e-19 to 1", 1e-8)
     enable_tensorboard: bool = flag("write the metrics to TensorBoard too", False)
     tensorboard_path: str = flag(
-        "TensorBoard folder; a relative path is inside --output_dir, which may stand at its front or not", "tensorboard"
+        "TensorBoard folder; a relative path is taken inside --output_dir, unless it already leads there", "tensorboard"
     )
     deepspeed: bool = flag("training always runs on DeepSpeed (kept for old scripts)", False)
     deepspeed_config: str | None = flag("JSON file of DeepSpeed settings laid over the derived training config", None)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import datasets
 from datasets import Dataset
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.durable import (
@@ -31,8 +32,10 @@ from dschat_ppo.common.durable import (
     write_file,
 )
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.stopping import end_if_asked
 from dschat_ppo.errors import UserError
 
+POLL_SECONDS = 0.5
 _FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of the rows
 
 
@@ -42,26 +45,19 @@ def cached_rows(root: str | None, key: str, make: Callable[[Path], Dataset]) -> 
     Args:
         root: folder of the cache; None for that of `datasets`.
         key: names the rows by all that they depend on.
-        make: is given a folder, and returns the rows in Arrow files that it wrote below it (or no rows at all).
+        make: is given a folder, and returns the rows, of which there are some, in Arrow files that it wrote below it.
 
     Returns:
         The rows, mapped from their files, with `key` as their fingerprint.
 
     Raises:
-        UserError: the folder cannot be made.
-        OSError: the rows cannot be written.
+        UserError: the cache cannot be written.
+        StopRequested: the run is to stop while another process makes the entry.
     """
     folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
     names = _whole_files(folder)
     if names is None:
-        try:
-            make_folder(folder.parent)
-        except OSError as problem:
-            raise UserError(
-                f"prepared rows cannot be kept in {folder.parent} ({problem.strerror}); name another folder with "
-                "--data_output_path"
-            ) from None
-        with FileLock(f"{folder}.lock"):
+        with _alone(folder):
             names = _whole_files(folder) or _make(folder, make)  # another process may have made it meanwhile
     rows = datasets.concatenate_datasets([Dataset.from_file(str(folder / name)) for name in names])
     rows._fingerprint = key
@@ -92,6 +88,30 @@ def hub_rows(spec: str, config_name: str | None, root: str | None) -> datasets.D
         for file in rows.cache_files:
             sync_folder(Path(file["filename"]).parent)
     return found
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of an entry, so that no other process makes it. The kernel releases it when its holder ends."""
+    lock, said = FileLock(f"{folder}.lock"), False
+    while not lock.is_locked:
+        try:
+            make_folder(folder.parent)
+            lock.acquire(timeout=POLL_SECONDS)
+        except Timeout:
+            if not said:
+                logger().info(f"data: another process prepares {folder}; waiting for it")
+            said = True
+            end_if_asked("waited for prepared data")
+        except OSError as problem:
+            raise UserError(
+                f"{folder.parent}: cannot be written ({problem.strerror}), and prepared data are kept there; name "
+                "another folder with --data_output_path"
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _make(folder: Path, make: Callable[[Path], Dataset]) -> list[str]:

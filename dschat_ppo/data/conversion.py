@@ -16,6 +16,7 @@ from dschat_ppo.common import stopping
 from dschat_ppo.common.processes import signal_at_parents_end
 from dschat_ppo.errors import UserError, reading
 
+POLL_SECONDS = 0.5
 EMPTY = "the data set is empty"
 _NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")  # `datasets` of JSON, of Parquet
 
@@ -35,6 +36,7 @@ def find_fault(builder: str, settings: dict[str, Any]) -> str | None:
     crashes its reader ends the forked process alone.
 
     Raises:
+        StopRequested: the run is asked to stop.
         EOFError: the process has ended because the run is asked to stop; see `stopping.helpers_may_end`.
     """
     context = multiprocessing.get_context("fork")
@@ -43,6 +45,8 @@ def find_fault(builder: str, settings: dict[str, Any]) -> str | None:
     process.start()
     theirs.close()
     try:
+        while not ours.poll(POLL_SECONDS):
+            stopping.end_if_asked("prepared the data")
         return ours.recv()
     except EOFError:  # it ended without a word
         process.join()

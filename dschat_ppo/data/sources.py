@@ -90,7 +90,7 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
     if builder is None:
         raise UserError(f"{flag} {path}: '{path.suffix}' files are not read; use one of {', '.join(BUILDERS)}")
     if not path.is_file():
-        raise UserError(f"{flag} {path}: is no file that can be read")
+        raise UserError(f"{flag} {path}: is not a regular file")
     if path.stat().st_size == 0:
         raise UserError(f"{flag} {path}: the file is empty")
     if builder != "parquet":
@@ -136,7 +136,7 @@ def _check_text(path: Path, flag: str) -> None:
 
 def _with_origin(rows: Dataset, name: str, flag: str) -> Dataset:
     if ORIGIN in rows.column_names:
-        raise UserError(f"{flag} {name}: its column '{ORIGIN}' has a name that is taken; rename it")
+        raise UserError(f"{flag} {name}: the column name '{ORIGIN}' is reserved; rename the column")
     return rows.add_column(ORIGIN, [f"{name}, row {number}" for number in range(1, len(rows) + 1)])
 
 
@@ -165,9 +165,9 @@ def _first_odd_line(path: Path) -> str:
 def _load_hub(spec: str, flag: str, cache_dir: str | None, config_name: str | None) -> Source:
     with reading(f"{flag} {spec}: neither a local file or folder nor a hub data set that can be read"):
         found = hub_rows(spec, config_name, cache_dir)
-    splits = {str(name): _with_origin(rows, f"{spec} ({name})", flag) for name, rows in found.items()}
+    splits = {str(name): _with_origin(rows, f"{spec} ({name})", flag) for name, rows in found.items() if len(rows)}
     if "train" not in splits:
-        raise UserError(f"{flag} {spec}: has no 'train' split (it has {', '.join(splits)})")
+        raise UserError(f"{flag} {spec}: has no 'train' split with rows (it has {', '.join(splits) or 'no rows'})")
     evaluation = next((splits[name] for name in splits if name.lower().startswith(EVAL_NAMES)), None)
     return Source(splits["train"], evaluation)
 

@@ -97,7 +97,7 @@ def _look_at_what_is_held(folder: Path, config: Any, run: RunFlags) -> tuple[str
     refusal = f"--output_dir {folder} holds earlier outputs ({held[0]})"
     ways_out = "name another folder or add --overwrite_output_dir"
     if resume == NEVER or (resume != AUTO and not Path(resume).resolve().is_relative_to(folder.resolve())):
-        return f"{refusal}; to go on there give --resume auto, else {ways_out}", None
+        return f"{refusal}; to resume there give --resume auto, else {ways_out}", None
     is_done = is_finished(folder)
     if CheckpointFolder(folder).names() and (not is_done or resume != AUTO or force):
         if RESULT in held and not is_done:
@@ -111,10 +111,10 @@ def _look_at_what_is_held(folder: Path, config: Any, run: RunFlags) -> tuple[str
     changes = [change for change in compare(saved, flatten(config)) if change.matters]
     if changes:
         if CheckpointFolder(folder).names():  # of a finished run, as the others have been left to `choose`
-            ways_out = f"add --resume_force to train on from its last checkpoint, or to begin anew {ways_out}"
+            ways_out = f"add --resume_force to train on from its last checkpoint, or to start over {ways_out}"
         return f"{refusal} of a run with other settings:\n{report(changes)}\n{ways_out}", None
     if is_done:
-        more = "raise --num_train_epochs and add --resume_force to train on; --overwrite_output_dir does it once more"
+        more = "raise --num_train_epochs and add --resume_force to train on; --overwrite_output_dir starts over"
         return None, f"{folder / RESULT} is there: this run is done ({more})"
     _keep_old_metrics(folder)
     return None, None
@@ -126,7 +126,7 @@ def _keep_old_metrics(folder: Path) -> None:
         return
     kept = keep_aside(folder / METRICS)
     logger().warning(
-        f"--output_dir {folder}: an earlier run with these settings ended before its first checkpoint; beginning anew "
+        f"--output_dir {folder}: an earlier run with these settings ended before its first checkpoint; starting over "
         f"(its metrics are kept as {kept.name})"
     )
 
