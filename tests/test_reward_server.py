@@ -180,7 +180,7 @@ class Slow:
 
     def __call__(self, texts):
         self.batches.append(list(texts))
-        self.leave.wait(10)
+        self.leave.wait(100)
         if "bad" in texts:
             raise RuntimeError("no memory")
         return [float(len(text)) for text in texts]
@@ -192,7 +192,7 @@ def several(batcher: Batcher, score: Slow, jobs: list[list[str]]) -> list:
         futures = []
         for number, job in enumerate(jobs):
             futures.append(threads.submit(batcher, job))
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while len(batcher.waiting) <= number and not futures[-1].done() and time.monotonic() < deadline:
                 time.sleep(0.005)
             while not score.batches and time.monotonic() < deadline:
