@@ -1,12 +1,9 @@
 """Log-probs, entropies and values of right-padded rows, against each row alone in plain transformers."""
 
-import logging
-
 import pytest
 import torch
 import transformers as hf
 
-from dschat_ppo.common.logging import logger
 from dschat_ppo.models.forward import response_logprobs, response_scores, response_values
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
@@ -193,16 +190,6 @@ def test_rows_without_a_response_give_zero_gradients():
     logprobs, entropy = both(response_scores(policy, rows, 1.0, entropy_grad=True))
     (logprobs.sum() + entropy.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
-
-
-@pytest.fixture
-def said():
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger().addHandler(handler)
-    yield lines
-    logger().removeHandler(handler)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
