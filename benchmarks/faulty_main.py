@@ -19,25 +19,25 @@ import datasets
 import multiprocess.managers
 import psutil
 
-from dschat_ppo.checkpoint import engine_files, folder
+from dschat_ppo.checkpoint import engine_state, folder
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
-from dschat_ppo.trainers import ppo_run
-from dschat_ppo.trainers.collector import Collector
-from dschat_ppo.trainers.ppo import PPOTrainer
+from dschat_ppo.ppo import train_ppo
+from dschat_ppo.ppo.collect import ExperienceCollector
+from dschat_ppo.ppo.loop import PPOTrainer
+from dschat_ppo.runtime.launch import leave, run_step
 
 # place -> (what holds the function, its name)
 PLACES: dict[str, tuple[Any, str]] = {
     "preparing": (multiprocess.managers.SyncManager, "Queue"),  # the workers and their manager have just begun
-    "loading": (ppo_run, "RLHFEngine"),
-    "rollout": (Collector, "rollout"),
-    "scoring": (Collector, "score"),
+    "loading": (train_ppo, "RLHFEngine"),
+    "rollout": (ExperienceCollector, "rollout"),
+    "scoring": (ExperienceCollector, "score"),
     "update": (PPOTrainer, "update_once"),
-    "saving": (engine_files, "_write"),  # in the thread that writes
+    "saving": (engine_state, "_write"),  # in the thread that writes
     "committing": (folder.CheckpointFolder, "commit"),  # rank 0 alone: before the checkpoint gets its name
     "pointing": (folder, "write_text"),  # rank 0 alone: it has its name, `latest` does not know it yet
-    "exporting": (ppo_run, "save_models"),
+    "exporting": (train_ppo, "save_models"),
 }
 
 
@@ -93,7 +93,7 @@ def main() -> int:
             kill_a_data_worker()
         else:
             break_at(fault["place"], fault["count"], fault["act"])
-    return run_step(lambda argv: parse("ppo", argv), ppo_run.train_ppo, sys.argv[1:])
+    return run_step(lambda argv: parse("ppo", argv), train_ppo.train_ppo, sys.argv[1:])
 
 
 if __name__ == "__main__":

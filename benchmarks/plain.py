@@ -14,13 +14,13 @@ from rollout import AtLength
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
-from dschat_ppo.algorithms.advantages import gae, token_rewards
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.masked import masked_whiten
 from dschat_ppo.algorithms.policy_loss import PolicyLossSettings, PolicyTerms, ppo
+from dschat_ppo.algorithms.token_rewards import gae, token_rewards
 from dschat_ppo.algorithms.value_loss import value_losses
-from dschat_ppo.engine.build import optimizer_step
-from dschat_ppo.trainers.ppo import PPOTrainer
+from dschat_ppo.engine.build_engine import optimizer_step
+from dschat_ppo.ppo.loop import PPOTrainer
 
 
 @torch.no_grad()

@@ -28,20 +28,21 @@ from measure import costs, markdown, peak_memory, threads
 from models import Workload, classifier, config_of, language_model, workload
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
-from dschat_ppo.experience.mini_dataset import gather_rows
 from dschat_ppo.models.loading import load_tokenizer
-from dschat_ppo.rewards.build import build_sources
+from dschat_ppo.ppo.loop import PPOTrainer
+from dschat_ppo.ppo.mini_dataset import gather_rows
+from dschat_ppo.ppo.train_ppo import learned_reward
+from dschat_ppo.rewards.reward_sources import build_sources
 from dschat_ppo.rollout.generator import generate
-from dschat_ppo.rollout.stopping import Stopping
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.runtime.launch import leave
+from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.tools.toy import make_tokenizer
-from dschat_ppo.trainers.ppo import PPOTrainer
-from dschat_ppo.trainers.ppo_run import learned_reward
 
 BATCH = 32
 WIDE = 32768
@@ -71,7 +72,7 @@ def make_trainer(folder: Path, vocabulary: int, old_logprobs: str) -> PPOTrainer
 
 def our_step(trainer: PPOTrainer, work: Workload) -> None:
     """One PPO step as `PPOTrainer.run` makes it, with answers of given lengths."""
-    how = replace(trainer.collector.rollouts.how, stopping=Stopping(int(work.answer_lengths.max())))
+    how = replace(trainer.collector.rollouts.how, stopping=StoppingCriteria(int(work.answer_lengths.max())))
     with trainer.engines.hybrid.generating() as model:
         rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), how, limits=work.answer_lengths)
     assert int(rollout.response_mask.sum()) == work.tokens
@@ -130,7 +131,7 @@ def main() -> None:
     if arguments.compare:
         import trl  # noqa: F401  (fails now if it is not installed, and not after an hour)
     quiet_libraries()
-    dist.init()
+    init_process_group()
     cores, results = len(os.sched_getaffinity(0)), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(Path(folder), 8192, arguments.old_logprobs)

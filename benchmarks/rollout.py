@@ -19,22 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from measure import Cost, costs, markdown, matmul_rate, peak_memory, read_bandwidth, threads, wait
 from models import SHAPES, Workload, language_model, workload
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.rollout.generator import Generation, generate
-from dschat_ppo.rollout.sampling import Sampling
-from dschat_ppo.rollout.stopping import Stopping
+from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import repeat_rows, to_device
 
 ROWS = (32, 128)
 PROMPTS = {"fixed": 128, "varied": 128, "group": 16, "long": 64}
 
 
-class AtLength(StoppingCriteria):
+class AtLength(transformers.StoppingCriteria):
     """Ends each row of `generate` at its own length."""
 
     def __init__(self, prompt_length: int, lengths: Tensor):
@@ -49,7 +50,7 @@ class AtLength(StoppingCriteria):
 def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
     """Batches of `rows`, as they come, each until its last row is finished."""
     batch = repeat_rows(work.prompts, work.samples)
-    sampling = GenerationConfig(
+    sampling = transformers.GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0, eos_token_id=None,
         max_new_tokens=int(work.answer_lengths.max()),
     )  # fmt: skip
@@ -66,7 +67,7 @@ def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
 
 def by_us(model: PreTrainedModel, work: Workload, rows: int) -> None:
     """Continuous batching, log-probs of the sampled tokens included."""
-    how = Generation(Sampling(), Stopping(int(work.answer_lengths.max())), work.samples, rows)
+    how = GenerationConfig(SamplingParameters(), StoppingCriteria(int(work.answer_lengths.max())), work.samples, rows)
     device = model.device
     seeds = row_seeds(0, len(work.answer_lengths), 0).to(device)
     limits = work.answer_lengths.to(device)

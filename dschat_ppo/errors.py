@@ -1,4 +1,4 @@
-"""Exceptions with a meaning of their own. `common/failure.py` holds the exit code of each."""
+"""Exceptions with a meaning of their own. `runtime/first_failure.py` holds the exit code of each."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class StopRequested(Exception):  # noqa: N818  nothing went wrong
     """
 
 
-class RolloutGivenUp(Exception):  # noqa: N818  nothing went wrong
+class RolloutCancelled(Exception):  # noqa: N818  nothing went wrong
     """The run is to stop, so the answers of this PPO step are thrown away; raised on every rank."""
 
 
@@ -63,7 +63,7 @@ def reading(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (UserError, NonFiniteError, StopRequested, RolloutGivenUp):
+    except (UserError, NonFiniteError, StopRequested, RolloutCancelled):
         raise
     except Exception as problem:  # noqa: BLE001  see above
         raise UserError(f"{what}: {in_one_line(problem)}") from problem

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from dschat_ppo.rollout.bank import GROWTH, Bank
-from dschat_ppo.rollout.kv_store import KeyValueStore
+from dschat_ppo.rollout.decode_batch import GROWTH, DecodeBatch
+from dschat_ppo.rollout.kv_cache import KVCache
 
 HEADS = 2
 
@@ -15,17 +15,17 @@ def tagged(tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, -keys.expand(-1, -1, -1, 3)
 
 
-def assert_holds(store: KeyValueStore, row: int, tags: list[int]) -> None:
+def assert_holds(store: KVCache, row: int, tags: list[int]) -> None:
     keys, values = tagged(torch.tensor([tags]))
     for layer in (0, 1):
         assert torch.equal(store.keys[layer][row, :, : len(tags)], keys[0])
         assert torch.equal(store.values[layer][row, :, : len(tags)], values[0])
 
 
-def plain_bank(answers: list[int], position: int = 3, capacity: int = GROWTH) -> Bank:
+def plain_bank(answers: list[int], position: int = 3, capacity: int = GROWTH) -> DecodeBatch:
     """Rows that hold `position` tokens each, tagged 100 answer + place."""
     count = len(answers)
-    store = KeyValueStore(count, capacity)
+    store = KVCache(count, capacity)
     rows = torch.arange(count)
     for layer in (0, 1):
         store.put_block(layer, rows, rows, *tagged(rows_of(answers, position)))
@@ -35,7 +35,7 @@ def plain_bank(answers: list[int], position: int = 3, capacity: int = GROWTH) ->
         np.zeros(count, dtype=np.int64),
         np.zeros(count, dtype=np.int64),
     )
-    return Bank(store, *facts)
+    return DecodeBatch(store, *facts)
 
 
 def rows_of(answers: list[int], position: int) -> torch.Tensor:

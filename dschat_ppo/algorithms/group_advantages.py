@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.advantages import AdvantageInputs
 from dschat_ppo.algorithms.masked import zero_outside
+from dschat_ppo.algorithms.token_rewards import AdvantageInputs
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dschat_ppo.checkpoint.manifest import Manifest, damage, read_manifest
-from dschat_ppo.checkpoint.storage import write_text
-from dschat_ppo.common.durable import PARTIAL, remove_folder, sync_entries, sync_folder
+from dschat_ppo.checkpoint.state_file import write_text
+from dschat_ppo.common.atomic_files import PARTIAL, remove_folder, sync_entries, sync_folder
 from dschat_ppo.errors import StorageError
 
 REMOVED = ".removed"  # on its way out

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from dschat_ppo.checkpoint.storage import write_text
-from dschat_ppo.common.durable import checksum
+from dschat_ppo.checkpoint.state_file import write_text
+from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.errors import UserError
 
 FORMAT = 1  # raise it when a checkpoint of today could not be read by the code of before

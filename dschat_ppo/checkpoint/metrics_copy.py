@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.common.durable import sync_entries, write_file
+from dschat_ppo.common.atomic_files import sync_entries, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.monitor.writers import METRICS
 

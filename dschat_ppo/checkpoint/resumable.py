@@ -68,29 +68,29 @@ class Resumable(Protocol):
         """Go on from what the ranks of the saved run gave: `shared_state` of rank 0, `rank_state` of each."""
 
 
-class Boundary(Protocol):
+class Checkpointer(Protocol):
     """What a trainer calls where its state can be saved. Collective."""
 
-    def pass_by(self) -> None:
+    def save_if_due(self) -> None:
         """Save if it is time; stop the run if it is asked to.
 
         Raises:
             StopRequested: the state is saved and the run is to end.
         """
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether any rank was asked to stop."""
 
 
 class _NoBoundary:
     """Nothing is saved, nothing stops."""
 
-    def pass_by(self) -> None:
+    def save_if_due(self) -> None:
         """Go on."""
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Never."""
         return False
 
 
-NO_BOUNDARY: Boundary = _NoBoundary()
+NO_CHECKPOINTS: Checkpointer = _NoBoundary()

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.checkpoint.changes import FLAGS
+from dschat_ppo.checkpoint.config_diff import FLAGS
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.common.durable import write_file
+from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import flatten
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from dschat_ppo.common.progress import beat
+from dschat_ppo.common.heartbeat import heartbeat
 
 _GIB = 2**30
 _CURRENT = ["start"]
@@ -32,13 +32,13 @@ def current_phase() -> str:
 def announce(name: str) -> None:
     """Name what the process does from here on, outside timed phases."""
     _CURRENT[0] = name
-    beat()
+    heartbeat()
 
 
 def announce_step(number: int) -> None:
     """The step of training that begins; it stays the current one until the next is announced."""
     _STEP[:] = [number]
-    beat()
+    heartbeat()
 
 
 def training_has_begun() -> bool:
@@ -63,7 +63,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block under `name`; repeated blocks add up. An exception leaves the name in `current_phase`."""
         _CURRENT.append(name)
-        beat()
+        heartbeat()
         _reset_peak()
         start = time.perf_counter()
         yield
@@ -72,7 +72,7 @@ class PhaseClock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), _peak_bytes() / _GIB)
         _CURRENT.pop()
-        beat()
+        heartbeat()
 
     def count_tokens(self, name: str, tokens: float) -> None:
         """Add this rank's tokens to a phase."""

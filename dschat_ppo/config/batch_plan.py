@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from dschat_ppo.config.ppo import PPOFlags
+from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import FitFlags, require
-from dschat_ppo.config.validation import ValidationFlags
 
 MOST_UPDATES = 10**9  # at thirty a second they take a year
 MOST_ROWS = 10**6  # held in memory at a time, by every rank

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from dschat_ppo.config.algorithm import AlgorithmFlags
-from dschat_ppo.config.ppo import PPOFlags
-from dschat_ppo.config.preference import RewardFlags
-from dschat_ppo.config.rewards import RewardSourceFlags
-from dschat_ppo.config.safety import SafetyFlags
+from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.ppo_flags import PPOFlags
+from dschat_ppo.config.preference_flags import RewardFlags
+from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schema import DataFlags, FitFlags, RunFlags, flag, flag_list, require
-from dschat_ppo.config.validation import ValidationFlags
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from datasets import Dataset
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.common.durable import (
+from dschat_ppo.common.atomic_files import (
     PARTIAL,
     checksum,
     empty_folder,
@@ -32,8 +32,8 @@ from dschat_ppo.common.durable import (
     write_file,
 )
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.stopping import end_if_asked
 from dschat_ppo.errors import UserError
+from dschat_ppo.runtime.stop_requests import end_if_asked
 
 POLL_SECONDS = 0.5
 _FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of the rows

@@ -12,9 +12,9 @@ from typing import Any
 import datasets
 from datasets import Dataset
 
-from dschat_ppo.common import stopping
-from dschat_ppo.common.processes import signal_at_parents_end
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.runtime import stop_requests
+from dschat_ppo.runtime.processes import signal_at_parents_end
 
 POLL_SECONDS = 0.5
 EMPTY = "the data set is empty"
@@ -46,11 +46,11 @@ def find_fault(builder: str, settings: dict[str, Any]) -> str | None:
     theirs.close()
     try:
         while not ours.poll(POLL_SECONDS):
-            stopping.end_if_asked("prepared the data")
+            stop_requests.end_if_asked("prepared the data")
         return ours.recv()
     except EOFError:  # it ended without a word
         process.join()
-        if stopping.requested():
+        if stop_requests.requested():
             raise
         code = process.exitcode or 0
         end = signal.Signals(-code).name if code < 0 else f"exit code {code}"

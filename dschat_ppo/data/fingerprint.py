@@ -7,7 +7,7 @@ import hashlib
 import pyarrow
 from datasets import Dataset
 
-from dschat_ppo.common.progress import beat
+from dschat_ppo.common.heartbeat import heartbeat
 
 
 def fingerprint(rows: Dataset) -> str:
@@ -19,5 +19,5 @@ def fingerprint(rows: Dataset) -> str:
         with pyarrow.ipc.new_stream(stream, table.schema) as writer:
             writer.write_table(table)
         digest.update(stream.getvalue())
-        beat()  # rank 0 does this alone, however many rows there are
+        heartbeat()  # rank 0 does this alone, however many rows there are
     return digest.hexdigest()

@@ -18,14 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.stopping import end_if_asked, helpers_may_end
 from dschat_ppo.config.schema import DataFlags, parse_data_split
 from dschat_ppo.data.cache import cached_rows, token_key
 from dschat_ppo.data.records import layout_of, read_row
 from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
 from dschat_ppo.data.templates import encode_answer, encode_prompt, turn_end
-from dschat_ppo.data.workers import data_workers
 from dschat_ppo.errors import UserError
+from dschat_ppo.runtime.dataset_workers import data_workers
+from dschat_ppo.runtime.stop_requests import end_if_asked, helpers_may_end
 
 _FORMAT = "3"  # raise it when the same rows become other tokens, so that no cache of before is used
 _DOING = "prepared the data"

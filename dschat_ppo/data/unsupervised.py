@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.stopping import end_if_asked, helpers_may_end
 from dschat_ppo.config.schema import DataFlags
 from dschat_ppo.data.cache import cached_rows, token_key
 from dschat_ppo.data.sources import load_source
-from dschat_ppo.data.workers import data_workers
 from dschat_ppo.errors import UserError
+from dschat_ppo.runtime.dataset_workers import data_workers
+from dschat_ppo.runtime.stop_requests import end_if_asked, helpers_may_end
 
 FLAG = "--unsupervised_dataset_name"
 _DOING = "prepared plain text"

@@ -8,14 +8,14 @@ from typing import Any
 from dschat_ppo.common.dist import world_size
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.build import OptimizerSettings, eval_engine, train_engine
+from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine
 from dschat_ppo.engine.ds_config import eval_config, read_overlay, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.moving_average import MovingAverage
+from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
-from dschat_ppo.models.startup import choose_ways
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class RLHFEngine:
             model.gradient_checkpointing_enable()
         settings = self._optimizer_settings(ppo.actor_learning_rate, ppo.actor_weight_decay, self._plan.actor_updates)
         engine = train_engine(model, ds_config, settings)
-        choose_ways(engine)
+        select_kernels(engine)
         return engine
 
     def _build_reference(self, folder: str) -> Any:
@@ -103,7 +103,7 @@ class RLHFEngine:
             model.gradient_checkpointing_enable()
         settings = self._optimizer_settings(ppo.critic_learning_rate, ppo.critic_weight_decay, self._plan.total_updates)
         engine = train_engine(model, ds_config, settings)
-        choose_ways(engine)
+        select_kernels(engine)
         return engine
 
     def _build_reward(self, folder: str, critic_folder: str | None) -> Any:
@@ -113,7 +113,7 @@ class RLHFEngine:
         model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, new_head=False, resize=resize))
         engine = eval_engine(model, ds_config)
         if self.critic is None or folder != critic_folder:
-            choose_ways(engine)
+            select_kernels(engine)
         else:
             model.packed = self.critic.module.packed
         return engine

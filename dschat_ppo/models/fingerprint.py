@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from dschat_ppo.common.progress import beat
+from dschat_ppo.common.heartbeat import heartbeat
 
 BLOCKS, BLOCK_BYTES = 64, 2**16
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -32,7 +32,7 @@ def model_fingerprint(folder: str | Path) -> str:
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             for block in blocks_of(path):
                 digest.update(block)
-                beat()
+                heartbeat()
     return digest.hexdigest()
 
 

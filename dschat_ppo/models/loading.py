@@ -22,14 +22,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dschat_ppo.common.atomic_files import blocks_of
 from dschat_ppo.common.dist import local_rank, main_rank_of_node_first
-from dschat_ppo.common.durable import blocks_of
+from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.progress import patient
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.architectures import check_architecture, first_position
 from dschat_ppo.models.classifiers import classifier_class, config_for, lm_names
-from dschat_ppo.models.settings import check_settings
+from dschat_ppo.models.config_values import check_settings
 from dschat_ppo.models.vocabulary import grow_vocabulary
 from dschat_ppo.models.weight_files import checkpoint_shapes, is_old_buffer, weight_files
 
@@ -169,7 +169,7 @@ def _loading(folder: str, ds_config: dict[str, Any] | None) -> Iterator[None]:
     if local_rank() == 0:
         _read_through(folder)
     if ds_config is None or ds_config["zero_optimization"]["stage"] != 3:
-        with patient():
+        with watchdog_paused():
             yield
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
@@ -309,7 +309,7 @@ def _check_weights(
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
     try:
-        with patient(), reading(f"{folder}: its weights cannot be read as those of a {type(config).__name__}"):
+        with watchdog_paused(), reading(f"{folder}: its weights cannot be read as those of a {type(config).__name__}"):
             _, info = kind.from_pretrained(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,

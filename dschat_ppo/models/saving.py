@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up
 from dschat_ppo.common.dist import broadcast_object, is_main
-from dschat_ppo.common.durable import PARTIAL, empty_folder, move_files_up
-from dschat_ppo.common.progress import beat, patient
+from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import StorageError
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.scalar_head import ScalarModel
@@ -28,7 +28,7 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
 
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        beat()
+        heartbeat()
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             if is_main():
                 state[name] = parameter.detach().cpu().clone()
@@ -92,7 +92,7 @@ def _write(
     """Write beside the place, then into it; why that cannot be done, or None."""
     try:
         partial = empty_folder(folder / PARTIAL)
-        with torch.no_grad(), patient():
+        with torch.no_grad(), watchdog_paused():
             # not the names that a DeepSpeed-Chat checkpoint came with, but those that transformers loads
             model.save_pretrained(partial, state_dict=state, save_original_format=False)
             tokenizer.save_pretrained(partial)

@@ -10,7 +10,7 @@ from dschat_ppo.algorithms.group_advantages import groups_that_differ
 from dschat_ppo.algorithms.kl import kl_k1, kl_k3
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.common.phases import PhaseClock
-from dschat_ppo.monitor.metrics import explained_variance, moments
+from dschat_ppo.monitor.metric_sums import explained_variance, moments
 from dschat_ppo.types import Experience
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dschat_ppo.common.atomic_files import sync_entries, sync_file, write_file
 from dschat_ppo.common.dist import broadcast_object, is_main
-from dschat_ppo.common.durable import sync_entries, sync_file, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError
 

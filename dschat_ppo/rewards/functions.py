@@ -17,9 +17,9 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import say
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.rewards.failure import Calls
 from dschat_ppo.rewards.pool import CallError, Signature, Target, WorkerPool
-from dschat_ppo.rewards.request import RewardRequest
+from dschat_ppo.rewards.reward_failure import Calls
+from dschat_ppo.rewards.reward_request import RewardRequest
 from dschat_ppo.types import Rollout
 
 FLAG = "--reward_function"
@@ -255,3 +255,13 @@ def _score(value: float | None) -> float | str:
     if not abs(value) <= LARGEST:
         return f"returned {value}, which is no finite fp32 number"
     return value
+
+
+def function_files(flag: str, functions: Sequence[str]) -> list[tuple[str, str | None]]:
+    """(flag with the path, path) of each reward function that is given by a file.
+
+    Raises:
+        UserError: see `parse_function`.
+    """
+    paths = [parse_function(text).path for text in functions]
+    return [(f"{flag} {path}", path) for path in paths if path.endswith(".py")]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
-from dschat_ppo.rewards.failure import Calls, RewardFunctionError, RewardServiceError, agree_on_failure
-from dschat_ppo.rewards.request import RewardRequest, RewardSource
+from dschat_ppo.rewards.reward_failure import Calls, RewardFunctionError, RewardServiceError, agree_on_failure
+from dschat_ppo.rewards.reward_request import RewardRequest, RewardSource
 from dschat_ppo.types import Rollout
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pickle import PicklingError, dumps
 from typing import Any, NoReturn
 
-from dschat_ppo.common.progress import beat
+from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.rewards.worker import LENGTH
 
 _BEAT_SECONDS = 1.0
@@ -155,7 +155,7 @@ class Worker:
         poll = select.poll()
         poll.register(number, event)
         while not poll.poll(1000 * min(_BEAT_SECONDS, max(0.0, deadline - time.monotonic()))):
-            beat()  # its own limit tells a call that hangs
+            heartbeat()  # its own limit tells a call that hangs
             if time.monotonic() >= deadline:
                 self._give_up(late)
 
@@ -203,7 +203,7 @@ class WorkerPool:
                     number = waiting.get_nowait()
                 except queue.Empty:
                     return
-                beat()
+                heartbeat()
                 try:
                     results[number] = worker.call(calls[number], self.seconds)
                 except CallError as problem:

@@ -15,10 +15,10 @@ from torch import Tensor
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.progress import beat
+from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards.failure import RewardServiceError
-from dschat_ppo.rewards.request import RewardRequest
+from dschat_ppo.rewards.reward_failure import RewardServiceError
+from dschat_ppo.rewards.reward_request import RewardRequest
 from dschat_ppo.types import Rollout
 
 FLAG = "--remote_reward_url"
@@ -75,7 +75,7 @@ class RemoteReward:
         try:
             for part in [threads.submit(self._batch, request, start) for start in starts]:
                 while not wait([part], _BEAT_SECONDS).done:
-                    beat()  # the request's own limits tell a service that hangs
+                    heartbeat()  # the request's own limits tell a service that hangs
                 scores += part.result()
         finally:  # who interrupts does not wait for a service that hangs
             threads.shutdown(wait=False, cancel_futures=True)

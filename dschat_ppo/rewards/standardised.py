@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards.request import RewardRequest, RewardSource
+from dschat_ppo.rewards.reward_request import RewardRequest, RewardSource
 from dschat_ppo.types import Rollout
 
 STATISTICS = ("reward_mean", "reward_std")  # in the model's config, written by step 2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-from dschat_ppo.rollout.kv_store import KeyValueStore
+from dschat_ppo.rollout.kv_cache import KVCache
 
 NAME = "dschat_rollout"
 
@@ -34,7 +34,7 @@ class SharedPrefix:
     flattened grid.
     """
 
-    store: KeyValueStore
+    store: KVCache
     length: Tensor
     grid: Tensor
     cell: Tensor
@@ -50,7 +50,7 @@ class Span:
 
     first: int
     count: int
-    store: KeyValueStore
+    store: KVCache
     slots: Tensor
     reach: int
     prefix: SharedPrefix | None
@@ -60,7 +60,7 @@ class Span:
 class Block:
     """A prefill: row `source[i]` of the forward pass is written to row `rows[i]` of `store`."""
 
-    store: KeyValueStore
+    store: KVCache
     rows: Tensor
     source: Tensor
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_ppo.models.forward import vocabulary_size
-from dschat_ppo.rollout.answers import Answers
-from dschat_ppo.rollout.continuous import Agree, ContinuousBatching, never
-from dschat_ppo.rollout.kv_store import KeyValueStore
+from dschat_ppo.rollout.continuous_batching import Agree, ContinuousBatching, never
+from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.memory import rows_for_memory
-from dschat_ppo.rollout.padded import PaddedBatches
+from dschat_ppo.rollout.padded_batches import PaddedBatches
 from dschat_ppo.rollout.prepack import can_prepack, prepacked
-from dschat_ppo.rollout.sampling import Sampling
+from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.scheduler import Scheduler
-from dschat_ppo.rollout.stopping import Stopping
+from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout
 
 Engine = Literal["continuous", "padded"]
@@ -31,7 +31,7 @@ POLL = 8  # tokens between two looks at what is finished, where steps are CUDA g
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationConfig:
     """How rollouts are made.
 
     `samples` answers per prompt; `rows` at work at a time, 0 = as many as memory allows, up to `MOST_ROWS`; `prepack`
@@ -39,8 +39,8 @@ class Generation:
     graphs on a GPU (None: on a GPU where nothing forbids it); `engine` is "continuous" or "padded".
     """
 
-    sampling: Sampling
-    stopping: Stopping
+    sampling: SamplingParameters
+    stopping: StoppingCriteria
     samples: int = 1
     rows: int = 0
     prepack: bool = True
@@ -49,8 +49,8 @@ class Generation:
 
 
 def generate(
-    model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, how: Generation, agree: Agree | None = None,
-    limits: Tensor | None = None, given_up: Callable[[], bool] = never,
+    model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, how: GenerationConfig, agree: Agree | None = None,
+    limits: Tensor | None = None, cancelled: Callable[[], bool] = never,
 ) -> Rollout:  # fmt: skip
     """Sample answers.
 
@@ -77,20 +77,22 @@ def generate(
     every_token = agree is not None or bool(how.stopping.stop_strings)
     static = prompts.prompt_ids.is_cuda and not every_token if how.static is None else how.static
     poll = POLL if static else 1
-    answers = Answers(prompts, seeds, how.samples, how.sampling, how.stopping, vocabulary_size(model), poll, limits)
+    answers = SequenceBuffers(
+        prompts, seeds, how.samples, how.sampling, how.stopping, vocabulary_size(model), poll, limits
+    )
     pack = how.prepack and agree is None and can_prepack(model)
     with prepacked(model, TYPICAL_ROWS) if pack else nullcontext():
         rows = min(how.rows or rows_for_memory(model, answers.width), answers.count)
         if how.engine == "padded":
-            PaddedBatches(model, answers, how.sampling, rows, agree, given_up).run()
+            PaddedBatches(model, answers, how.sampling, rows, agree, cancelled).run()
         else:
             scheduler = _scheduler(answers, how.samples, rows, static)
-            ContinuousBatching(model, answers, scheduler, how.sampling, agree, poll, given_up).run()
+            ContinuousBatching(model, answers, scheduler, how.sampling, agree, poll, cancelled).run()
     return answers.rollout()
 
 
 def _check(
-    model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, how: Generation, agree: Agree | None,
+    model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, how: GenerationConfig, agree: Agree | None,
     limits: Tensor | None,
 ) -> None:  # fmt: skip
     count, vocabulary = len(prompts.prompt_ids), vocabulary_size(model)
@@ -107,7 +109,7 @@ def _check(
         raise ValueError("static steps can neither keep ranks in step nor look for stop strings")
 
 
-def _scheduler(answers: Answers, samples: int, rows: int, static: bool) -> Scheduler:
+def _scheduler(answers: SequenceBuffers, samples: int, rows: int, static: bool) -> Scheduler:
     prompt = torch.arange(answers.count // samples).repeat_interleave(samples)
     return Scheduler(
         answers.prompt_length[:-1].cpu().numpy(),
@@ -115,5 +117,5 @@ def _scheduler(answers: Answers, samples: int, rows: int, static: bool) -> Sched
         rows,
         samples,
         share_from=0 if static else SHARE_FROM,
-        fixed=KeyValueStore(rows, answers.width + 1) if static else None,
+        fixed=KVCache(rows, answers.width + 1) if static else None,
     )

@@ -15,7 +15,7 @@ NUCLEUS_GUESS = 1024  # a nucleus is first sought among so many of the likeliest
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParameters:
     """temperature > 0; top_k 0 = off, 1 = greedy; top_p 1 = off; min_p 0 = off; repetition_penalty 1 = off."""
 
     temperature: float = 1.0
@@ -124,7 +124,7 @@ def _holds(ordered: Tensor, mass: Tensor) -> bool:
     return bool((ordered.sum(dim=1, keepdim=True) >= mass).all())
 
 
-def _truncated(weights: Tensor, sampling: Sampling) -> Tensor:
+def _truncated(weights: Tensor, sampling: SamplingParameters) -> Tensor:
     """Weights with 0 for all but the `top_k` likeliest, of these the nucleus, of these what `min_p` leaves.
 
     What is kept hangs on weights alone, so it is the same whatever order ties are sorted in.
@@ -141,7 +141,7 @@ def _truncated(weights: Tensor, sampling: Sampling) -> Tensor:
 
 def sample(
     logits: Tensor,
-    sampling: Sampling,
+    sampling: SamplingParameters,
     uniforms: Tensor,
     seen: Tensor | None = None,
     forbidden: Tensor | None = None,

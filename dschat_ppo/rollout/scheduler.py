@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dschat_ppo.rollout.bank import Bank, merged, rounded_up
-from dschat_ppo.rollout.kv_store import KeyValueStore
+from dschat_ppo.rollout.decode_batch import DecodeBatch, merged, rounded_up
+from dschat_ppo.rollout.kv_cache import KVCache
 
 MOST_BANKS = 4  # each costs some small operations a layer
 SMALL_BANK = 16  # rows that are not worth a bank of their own
@@ -21,7 +21,7 @@ class Prefill:
     """One forward pass over prompts: `answers[i]` stands for the prompt of row i of the pass; what that row yields goes
     to `rows[j]` of `store` for each j with `source[j] == i`."""
 
-    store: KeyValueStore
+    store: KVCache
     answers: np.ndarray
     rows: np.ndarray
     source: np.ndarray
@@ -43,7 +43,7 @@ class Scheduler:
 
     def __init__(
         self, prompt_length: np.ndarray, prompt: np.ndarray, rows: int, samples: int = 1, share_from: int = 0,
-        fixed: KeyValueStore | None = None,
+        fixed: KVCache | None = None,
     ):  # fmt: skip
         self.prompt_length = prompt_length
         self.prompt = prompt
@@ -52,7 +52,7 @@ class Scheduler:
         self.share_from = share_from
         self.fixed = fixed
         self.queue = np.lexsort((np.arange(len(prompt)), prompt, -prompt_length))
-        self.banks: list[Bank] = []
+        self.banks: list[DecodeBatch] = []
 
     @property
     def active(self) -> int:
@@ -76,10 +76,10 @@ class Scheduler:
             return self._extend(self.fixed, wave)
         return [prefill for part in self._similar(wave) for prefill in self._open_bank(part)]
 
-    def _extend(self, store: KeyValueStore, answers: np.ndarray) -> list[Prefill]:
+    def _extend(self, store: KVCache, answers: np.ndarray) -> list[Prefill]:
         if not self.banks:
             none = np.array([], dtype=np.int64)
-            self.banks = [Bank(store, none, none, none, none)]
+            self.banks = [DecodeBatch(store, none, none, none, none)]
         first = self.active
         self.banks[0].extend(answers, self.prompt_length[answers] - 1)
         _, leaders, source = np.unique(self.prompt[answers], return_index=True, return_inverse=True)
@@ -100,9 +100,9 @@ class Scheduler:
         _, leaders, source = np.unique(self.prompt[answers], return_index=True, return_inverse=True)
         stored = np.maximum(self.prompt_length[answers] - 1, 1)  # the last token is fed by the first decode step
         shares = 0 < self.share_from <= stored.min() and len(leaders) < len(answers)
-        target = KeyValueStore(len(leaders) if shares else len(answers), 0)
-        bank = Bank(
-            store=KeyValueStore(len(answers), rounded_up(1)) if shares else target,
+        target = KVCache(len(leaders) if shares else len(answers), 0)
+        bank = DecodeBatch(
+            store=KVCache(len(answers), rounded_up(1)) if shares else target,
             answer=answers.copy(),
             position=self.prompt_length[answers] - 1,
             shared=stored if shares else np.zeros_like(stored),
@@ -114,9 +114,7 @@ class Scheduler:
         places = np.arange(len(leaders)) if shares else source
         return list(self._passes(target, answers[leaders], places))
 
-    def _passes(
-        self, store: KeyValueStore, leaders: np.ndarray, source: np.ndarray, first: int = 0
-    ) -> Iterator[Prefill]:
+    def _passes(self, store: KVCache, leaders: np.ndarray, source: np.ndarray, first: int = 0) -> Iterator[Prefill]:
         """Forward passes over the prompts of `leaders`, each within `PREFILL_TOKENS`, into rows from `first` on."""
         order = np.argsort(-self.prompt_length[leaders], kind="stable")
         start = 0
@@ -167,5 +165,5 @@ class Scheduler:
         self.queue = np.concatenate([busy, self.queue])
         self.rows = rows
         if self.fixed is not None:
-            self.fixed = KeyValueStore(rows, self.fixed.capacity)
+            self.fixed = KVCache(rows, self.fixed.capacity)
         return busy.tolist()

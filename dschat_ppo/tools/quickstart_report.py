@@ -32,10 +32,10 @@ from dschat_ppo.data.templates import encode_prompt
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.loading import filler_id
 from dschat_ppo.models.scalar_head import ScalarModel
-from dschat_ppo.rewards.model import ModelReward
-from dschat_ppo.rollout.generator import Generation, generate
-from dschat_ppo.rollout.sampling import Sampling
-from dschat_ppo.rollout.stopping import Stopping
+from dschat_ppo.rewards.learned_reward import ModelReward
+from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.tools.toy import Question, keeps_rule
 from dschat_ppo.types import Rollout, to_device
 
@@ -45,7 +45,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "ten
 
 
 @dataclass(frozen=True)
-class Answers:
+class SequenceBuffers:
     """Sampled answers of one model to the held-out questions, as text and as a rollout."""
 
     texts: list[str]
@@ -63,17 +63,17 @@ def sample_answers(
     prompts: list[Any],
     device: torch.device,
     seed: int,
-) -> Answers:
+) -> SequenceBuffers:
     """One answer at temperature 1 for each prompt."""
     rows = [{"prompt_ids": encode_prompt(tokenizer, prompt)} for prompt in prompts]
     batch = to_device(collate_prompts(rows, range(len(rows)), filler_id(tokenizer)), device)
-    how = Generation(Sampling(), Stopping(MAX_NEW_TOKENS, (tokenizer.eos_token_id,)))
+    how = GenerationConfig(SamplingParameters(), StoppingCriteria(MAX_NEW_TOKENS, (tokenizer.eos_token_id,)))
     rollout = generate(model, batch, row_seeds(0, len(rows), seed), how)
     texts = [
         str(tokenizer.decode(ids[mask], skip_special_tokens=True))
         for ids, mask in zip(rollout.response_ids, rollout.response_mask, strict=True)
     ]
-    return Answers(texts, rollout)
+    return SequenceBuffers(texts, rollout)
 
 
 def load_lm(folder: Path, device: torch.device) -> PreTrainedModel:

@@ -21,20 +21,20 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import SFTBatch
-from dschat_ppo.engine.guard import set_random_state
+from dschat_ppo.engine.skip_update import set_random_state
 from dschat_ppo.errors import UserError
-from dschat_ppo.experience.mini_dataset import Update
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, load_tokenizer, model_folder
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
-from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.nonfinite.repro_bundle import CONFIG, MODEL, read_bundle
+from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.ppo.mini_dataset import Update
+from dschat_ppo.supervised.dpo_objective import dpo_loss
+from dschat_ppo.supervised.reward_objective import reward_loss
+from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.tools.replay_rows import SHOWN_ROWS, replay_rows
 from dschat_ppo.tools.suspects import FirstBadOutput, bad_gradients, bad_weights, shown_row, single_rows
-from dschat_ppo.trainers.dpo import dpo_loss
-from dschat_ppo.trainers.dumps import CONFIG, MODEL, read_dump
-from dschat_ppo.trainers.losses import ActorLoss, critic_loss, ptx_loss
-from dschat_ppo.trainers.reward import reward_loss
-from dschat_ppo.trainers.sft import sft_loss
 from dschat_ppo.types import to_device
 
 Loss = Callable[[Any], Tensor]
@@ -65,7 +65,7 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     Raises:
         UserError: the folder cannot be used.
     """
-    what, records, states = read_dump(folder)
+    what, records, states = read_bundle(folder)
     config = parse(what["step_name"], ["--config", str(folder / CONFIG)])
     dtype = dtype or what["dtype"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.experience.finite import bad_places
-from dschat_ppo.experience.shaping import Shaping
 from dschat_ppo.models.forward import response_scores, response_values
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
-from dschat_ppo.rewards.model import ModelReward
+from dschat_ppo.nonfinite.find import bad_places
+from dschat_ppo.ppo.advantages import AdvantageComputation
+from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.tools.suspects import FirstBadOutput, shown_row
 from dschat_ppo.types import ScoredRollout, select_rows
 
@@ -67,7 +67,7 @@ def _made_again(role: str, model: PolicyModel | ScalarModel, rows: ScoredRollout
 
 def _shape_again(what: dict[str, Any], config: Any, rows: ScoredRollout) -> bool:
     """Rewards and advantages once more, from the scores and what adapts as it was."""
-    shaping = Shaping(config.algorithm, config.ppo.max_answer_seq_len, config.run.seed)
+    shaping = AdvantageComputation(config.algorithm, config.ppo.max_answer_seq_len, config.run.seed)
     shaping.load_state_dict(what["constants"]["shaping"])
     places = bad_places(shaping.experience(rows, what["step"]))
     for name, found in places.items():

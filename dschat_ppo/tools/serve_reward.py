@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from dschat_ppo.common.failure import USER_ERROR
 from dschat_ppo.common.logging import quiet_libraries, say
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.templates import encode_finished
@@ -44,7 +43,8 @@ from dschat_ppo.models.loading import (
     model_folder,
 )
 from dschat_ppo.models.scalar_head import ScalarModel
-from dschat_ppo.rewards.model import scores_in_batches
+from dschat_ppo.rewards.learned_reward import scores_in_batches
+from dschat_ppo.runtime.first_failure import USER_ERROR
 
 COLUMNS = ("prompts", "labels")
 _SECONDS_FOR_A_REQUEST = 60.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dschat_ppo.data.collators import PairBatch, PreferenceBatch
-from dschat_ppo.experience.finite import bad_places
+from dschat_ppo.nonfinite.find import bad_places
 from dschat_ppo.types import Rollout, select_rows, tensors_of
 
 SHOWN_TOKENS = 12

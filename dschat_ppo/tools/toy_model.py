@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dschat_ppo.common.durable import PARTIAL, empty_folder, make_folder, move_files_up, write_file
+from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, make_folder, move_files_up, write_file
 
 PAD, EOS = "<|pad|>", "<|end|>"
 

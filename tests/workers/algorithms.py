@@ -11,12 +11,13 @@ import torch
 from datasets import Dataset
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
-from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.rewards.mixture import RewardMixture
+from dschat_ppo.runtime.launch import leave
+from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, trainer_of
 from workers.quick import be_quick
@@ -88,7 +89,7 @@ def main() -> None:
     be_quick()
     assets, out, stage = Path(sys.argv[-3]), Path(sys.argv[-2]), int(sys.argv[-1])
     quiet_libraries()
-    device = dist.init()
+    device = init_process_group()
     torch.set_num_threads(1)
     found = {f"{case}, micro {m}": numbers_of(assets, stage, m, case, device) for case in CASES for m in (1, 4)}
     if dist.is_main():

@@ -10,11 +10,12 @@ import re
 import sys
 from pathlib import Path
 
-from dschat_ppo.common.launch import run_step
 from dschat_ppo.config.cli import parse
-from dschat_ppo.trainers import ppo_run, preference, sft
+from dschat_ppo.ppo import train_ppo
+from dschat_ppo.runtime.launch import run_step
+from dschat_ppo.supervised import sft, train_preference
 
-TRAIN = {"sft": sft.train_sft, "reward": preference.train_preferences, "ppo": ppo_run.train_ppo}
+TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "ppo": train_ppo.train_ppo}
 
 
 def forbidden(*_args, **_kwargs):
@@ -22,7 +23,7 @@ def forbidden(*_args, **_kwargs):
 
 
 def main() -> None:
-    sft.load_causal_lm = preference.load_trained_model = ppo_run.RLHFEngine = forbidden
+    sft.load_causal_lm = train_preference.load_trained_model = train_ppo.RLHFEngine = forbidden
     found = {}
     for name, (step, words) in json.loads(Path(sys.argv[1]).read_text()).items():
         errors = io.StringIO()

@@ -19,15 +19,16 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from dschat_ppo.checkpoint import engine_files, universal
+from dschat_ppo.checkpoint import engine_state, reshard
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave
 from dschat_ppo.common.logging import quiet_libraries
-from dschat_ppo.engine.build import OptimizerSettings, learning_rate, optimizer_step, train_engine
+from dschat_ppo.engine.build_engine import OptimizerSettings, learning_rate, optimizer_step, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.runtime.launch import leave
+from dschat_ppo.runtime.process_group import init_process_group
 from workers.quick import be_quick
 
 BEFORE, AFTER = 4, 3
@@ -112,7 +113,7 @@ def digest(engine) -> str:
     """SHA-256 of all that this rank has: weights, masters, moments, counts, buffers, scale, counters, schedule."""
     weights = [getattr(weight, "ds_tensor", weight) for weight in engine.module.parameters()]
     states = [state[key] for state in engine.basic_optimizer.state.values() for key in sorted(state)]
-    tensors = [*weights, *engine_files.flat_masters(engine), *engine.module.buffers(), *map(torch.as_tensor, states)]
+    tensors = [*weights, *engine_state.flat_masters(engine), *engine.module.buffers(), *map(torch.as_tensor, states)]
     hashed = hashlib.sha256()
     for tensor in tensors:
         hashed.update(tensor.detach().clone().flatten().view(torch.uint8).numpy().tobytes())
@@ -133,12 +134,12 @@ def full_states(engine) -> dict[str, dict[str, torch.Tensor]]:
     for weight, name in engine.param_names.items():
         if not weight.requires_grad:
             continue
-        keys = universal.MOMENTS if engine.basic_optimizer.state else ()
+        keys = reshard.MOMENTS if engine.basic_optimizer.state else ()
         if engine.zero_optimization():
             states = {key: safe_get_full_optimizer_state(weight, key) for key in keys}
-            found[name] = {universal.WEIGHTS: safe_get_full_fp32_param(weight), **states}
+            found[name] = {reshard.WEIGHTS: safe_get_full_fp32_param(weight), **states}
         else:
-            found[name] = {universal.WEIGHTS: weight, **{key: engine.optimizer.state[weight][key] for key in keys}}
+            found[name] = {reshard.WEIGHTS: weight, **{key: engine.optimizer.state[weight][key] for key in keys}}
     return {name: {key: value.detach().clone() for key, value in states.items()} for name, states in found.items()}
 
 
@@ -148,13 +149,13 @@ def steps_of(engine) -> list[int]:
 
 def save_and_go_on(case: Case, folder: Path) -> dict:
     """Train, save, train on while nothing is written yet, then let it be written."""
-    engine, writer = build(case), engine_files.BackgroundWriter()
+    engine, writer = build(case), engine_state.BackgroundWriter()
     before = train(engine, range(case.begun))
     saved, full, steps = digest(engine), full_states(engine), steps_of(engine)
     gate = Event()
     writer._thread.submit(gate.wait)
     own_files = engine.checkpoint_engine
-    engine_files.save_engine(engine, folder, writer)
+    engine_state.save_engine(engine, folder, writer)
     undisturbed = digest(engine) == saved and engine.checkpoint_engine is own_files
     after = train(engine, range(case.begun, case.begun + AFTER))
     found = {"pending": not writer.done(), "undisturbed": undisturbed}
@@ -171,27 +172,27 @@ def resume(case: Case, folder: Path) -> dict:
     """A fresh engine with other weights, loaded and trained on."""
     engine = build(case, seed=1)
     other = digest(engine)
-    fits = engine_files.has_layout_of(engine, folder)
-    engine_files.load_engine(engine, folder)
+    fits = engine_state.has_layout_of(engine, folder)
+    engine_state.load_engine(engine, folder)
     loaded = digest(engine)
     after = train(engine, range(case.begun, case.begun + AFTER))
     return {"other": other, "fits": fits, "loaded": loaded, "after": after, "end": digest(engine)}
 
 
-def reshard(case: Case, folder: Path) -> dict:
+def reshard_engine(case: Case, folder: Path) -> dict:
     """A fresh engine of another layout, loaded, compared to the last bit and trained on."""
     expected = torch.load(folder / "expected.pt", weights_only=True)
     engine = build(case, seed=1)
-    fits = engine_files.has_layout_of(engine, folder)
+    fits = engine_state.has_layout_of(engine, folder)
     partitioned = [weight for weight in engine.module.parameters() if hasattr(weight, "ds_id")]
     for weight in partitioned:
         weight.all_gather()  # as a forward pass may leave it
     try:
-        engine_files.load_engine(engine, folder)
+        engine_state.load_engine(engine, folder)
         refused = ""
     except UserError as problem:
         refused = str(problem)
-    universal.load_engine_resharded(engine, folder)
+    reshard.load_engine_resharded(engine, folder)
     settled = all((weight.ds_status == ZeroParamStatus.AVAILABLE) == weight.ds_persist for weight in partitioned)
     full = full_states(engine)
     differing = [
@@ -252,7 +253,7 @@ RESHARDED = {
 def main() -> None:
     folder, part = Path(sys.argv[-2]), sys.argv[-1]
     quiet_libraries()
-    dist.init()
+    init_process_group()
     torch.set_num_threads(1)
     type(get_accelerator()).is_fp16_supported = lambda self: True  # slow on most CPUs, but there
     be_quick()
@@ -262,7 +263,7 @@ def main() -> None:
         found["saved"][str(case)] = save_and_go_on(case, here)
         found["resumed"][str(case)] = resume(case, here)
     for source, before, after in RESHARDED[part]:
-        how = reshard(after, folder / source / str(before))
+        how = reshard_engine(after, folder / source / str(before))
         found["resharded"][f"{source}: {before} -> {after}"] = {"source": source, **how}
     (folder / f"{part}.{dist.rank()}").write_text(json.dumps(found))
     dist.shutdown()

@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 import torch.distributed as torch_dist
 
-from dschat_ppo.common import dist, progress, rank_log, stopping, watchdog
-from dschat_ppo.common.launch import leave, run_step
+from dschat_ppo.common import dist, heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
+from dschat_ppo.runtime import rank_log, stop_requests, watchdog
+from dschat_ppo.runtime.launch import leave, run_step
 
 LIMIT = 3.0
 READY, FAULT, LAST = 3, 5, 2000  # steps
@@ -38,9 +39,9 @@ def hold_the_lock() -> None:
 def take_time() -> None:
     """Longer than the watchdog's limit and the net under it: with signs of life, then with patience. Rank 0 waits."""
     for _ in range(int((LIMIT + 11.0) / 0.1)):
-        progress.beat()
+        heartbeat.heartbeat()
         time.sleep(0.1)
-    with progress.patient():
+    with heartbeat.watchdog_paused():
         time.sleep(LIMIT + 11.0)
 
 
@@ -48,10 +49,10 @@ def write_slowly() -> None:
     """Rank 1 hangs. Rank 0 waits for a slow disk, longer than the limit, and then for rank 1, while it writes on."""
     if dist.rank() == 1:
         hang()
-    with progress.patient():
-        from dschat_ppo.checkpoint import engine_files
-    engine_files._write = lambda state, path: time.sleep(2 * LIMIT)
-    writer = engine_files.BackgroundWriter()
+    with heartbeat.watchdog_paused():
+        from dschat_ppo.checkpoint import engine_state
+    engine_state._write = lambda state, path: time.sleep(2 * LIMIT)
+    writer = engine_state.BackgroundWriter()
     writer.save({}, "first")
     writer.wait()
     for number in range(20):
@@ -93,7 +94,7 @@ def train(words: list[str]) -> None:
             if fault and step == FAULT and who in (None, dist.rank()):
                 fault()
             time.sleep(0.02)
-            stop = dist.all_reduce(torch.tensor([float(stopping.requested())]), "max")
+            stop = dist.all_reduce(torch.tensor([float(stop_requests.requested())]), "max")
         if step == READY + (FAULT if fault is take_time else 0):
             (out / f"ready_{dist.rank()}").write_text(str(os.getpid()))
         if bool(stop):
@@ -104,7 +105,7 @@ def train(words: list[str]) -> None:
 def main() -> None:
     words = [word for word in sys.argv[1:] if not re.match("--local_rank", word)]
     code = run_step(lambda argv: argv, train, words)
-    (Path(words[1]) / f"left_{dist.rank()}").write_text(json.dumps({"code": code, "reason": stopping.reason()}))
+    (Path(words[1]) / f"left_{dist.rank()}").write_text(json.dumps({"code": code, "reason": stop_requests.reason()}))
     leave(code)
 
 

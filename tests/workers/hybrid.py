@@ -14,13 +14,13 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.rollout.generator import generate
-from dschat_ppo.rollout.stopping import Stopping
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.runtime.launch import leave
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, make_trainer
 from workers.quick import be_quick
@@ -38,7 +38,7 @@ def hooks(module):
 
 def generate_some(trainer, count: int, max_new_tokens: int):
     batch = collate_prompts(trainer.collector.rollouts.prompts, range(count), 0)
-    how = replace(trainer.collector.rollouts.how, stopping=Stopping(max_new_tokens, (1,)), rows=4)
+    how = replace(trainer.collector.rollouts.how, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4)
     with trainer.engines.hybrid.generating() as model:
         return generate(model, batch, row_seeds(count * dist.rank(), count, 0), how, trainer.engines.hybrid.agree)
 

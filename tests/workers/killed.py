@@ -13,10 +13,11 @@ import deepspeed
 import torch
 
 from dschat_ppo.common import dist
+from dschat_ppo.runtime.process_group import init_process_group
 
 
 def main() -> None:
-    device = dist.init()
+    device = init_process_group()
     value = torch.full((8,), float(dist.rank() + 1), device=device)
     deepspeed.comm.all_reduce(value)  # through the buffers in shared memory, where DeepSpeed has them
     prefix = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as torch_dist
 
-from dschat_ppo.checkpoint.lock import RunLock
 from dschat_ppo.errors import UserError
+from dschat_ppo.session.run_lock import RunLock
 
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch_dist.init_process_group("gloo", f"file://{sys.argv[1]}", timedelta(seconds=60), rank=rank, world_size=ranks)

@@ -15,14 +15,13 @@ from datasets import Dataset
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from dschat_ppo.checkpoint.choose import About, choose
-from dschat_ppo.checkpoint.keeper import Keeper
+from dschat_ppo.checkpoint.manager import CheckpointManager
+from dschat_ppo.checkpoint.resume import RunIdentity, choose
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
-from dschat_ppo.engine.build import (
+from dschat_ppo.engine.build_engine import (
     OptimizerSettings,
     accumulate,
     apply,
@@ -32,12 +31,14 @@ from dschat_ppo.engine.build import (
 )
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.errors import NonFiniteError
-from dschat_ppo.experience.mini_dataset import gather_rows
 from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.models.loading import DTYPES
-from dschat_ppo.monitor.metrics import MetricSums
+from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.trainers.ppo_run import save_models
+from dschat_ppo.ppo.mini_dataset import gather_rows
+from dschat_ppo.ppo.train_ppo import save_models
+from dschat_ppo.runtime.launch import leave
+from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import trainer_of
 from workers.quick import be_quick
@@ -269,9 +270,9 @@ def saved_case(assets: Path, out: Path) -> dict:
     """An update turns the critic's weights bad after a checkpoint: what is saved then, and what a run would resume."""
     folder = out / "saved"
     trainer, scored = trainer_for(assets, folder, (2, 3), "--save_minutes", 0)
-    about = About("ppo", {}, "")
+    about = RunIdentity("ppo", {}, "")
     folder.mkdir(exist_ok=True)
-    keeper = Keeper(folder, trainer, trainer.config.safety, about, MetricsWriter(folder, None))
+    keeper = CheckpointManager(folder, trainer, trainer.config.safety, about, MetricsWriter(folder, None))
     keeper.finish()
     update_too_far(trainer.engines.critic, 1e39)
     trainer.progress.begin_step(trainer.shaping.experience(scored, 1), {})
@@ -312,7 +313,7 @@ def main() -> None:
     be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     quiet_libraries()
-    dist.init()
+    init_process_group()
     torch.set_num_threads(1)
     type(get_accelerator()).is_fp16_supported = lambda self: True  # slow on a CPU, but it works
     found = {f"{dtype} stage {stage}{' offload' * offload}": engine_case(stage, dtype, offload)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave
 from dschat_ppo.models.forward import last_token_scores
-from dschat_ppo.trainers.ppo_run import save_models
+from dschat_ppo.ppo.train_ppo import save_models
+from dschat_ppo.runtime.launch import leave
 from workers.ppo_setup import experience_of, make_trainer
 
 

@@ -13,18 +13,19 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
-from dschat_ppo.experience.mini_dataset import gather_rows
 from dschat_ppo.models.loading import load_tokenizer
-from dschat_ppo.rewards.build import build_sources
-from dschat_ppo.trainers.ppo import PPOTrainer
-from dschat_ppo.trainers.ppo_run import learned_reward, plain_texts
+from dschat_ppo.ppo.loop import PPOTrainer
+from dschat_ppo.ppo.mini_dataset import gather_rows
+from dschat_ppo.ppo.train_ppo import learned_reward, plain_texts
+from dschat_ppo.rewards.reward_sources import build_sources
+from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Experience, Rollout
 
 
 def make_trainer(assets: Path, *words: object, lm: str = "lm") -> PPOTrainer:
     """Join the ranks and build the trainer; `words` are further flags."""
     quiet_libraries()
-    device = dist.init()
+    device = init_process_group()
     torch.set_num_threads(1)
     seed_everything(1)
     flags = ["--actor_model_name_or_path", assets / lm, "--critic_model_name_or_path", assets / "reward"]

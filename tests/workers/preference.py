@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
@@ -18,10 +17,12 @@ from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.loading import load_tokenizer
-from dschat_ppo.trainers.dpo import dpo_objective
-from dschat_ppo.trainers.fit import Fit, fit_ds_config
-from dschat_ppo.trainers.preference import load_trained_model
-from dschat_ppo.trainers.reward import reward_objective
+from dschat_ppo.runtime.launch import leave
+from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.supervised.dpo_objective import dpo_objective
+from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.train_preference import load_trained_model
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 from workers.quick import be_quick
 
 GLOBAL_BATCH, STEPS = 4, 4
@@ -35,7 +36,7 @@ TASKS = {
 
 
 @torch.no_grad()
-def largest_lead(fit: Fit, rows) -> float:
+def largest_lead(fit: SupervisedTrainer, rows) -> float:
     """Largest |D| over the rows, in training mode, in other batches than the reference was computed in."""
     largest = 0.0
     for start in range(0, len(rows), 3):
@@ -59,7 +60,7 @@ def trajectory(assets: Path, task: str, stage: int, micro: int, device) -> dict:
     ds_config = fit_ds_config(config.fit, config.run)
     objective = (reward_objective if task == "reward" else dpo_objective)(0, device, config)
     trained = load_trained_model(model, config, ds_config)
-    fit = Fit(trained, ds_config, TokenRows(rows, None), objective, config.fit, config.run)
+    fit = SupervisedTrainer(trained, ds_config, TokenRows(rows, None), objective, config.fit, config.run)
     found = {"lead": 0.0 if task == "reward" else largest_lead(fit, fit.rows.train)}
     order = [epoch_order(len(rows), 7, epoch) for epoch in range(2)]
     steps = [step for part in order for step in optimizer_steps(
@@ -75,7 +76,7 @@ def main() -> None:
     be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     quiet_libraries()
-    device = dist.init()
+    device = init_process_group()
     torch.set_num_threads(1)
     found = {}
     for task, stage, micro in [

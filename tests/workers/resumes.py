@@ -14,15 +14,18 @@ import sys
 from pathlib import Path
 
 from dschat_ppo.checkpoint.folder import checkpoint_name
-from dschat_ppo.checkpoint.keeper import Keeper
-from dschat_ppo.common import dist, stopping
-from dschat_ppo.common.launch import leave
+from dschat_ppo.checkpoint.manager import CheckpointManager
+from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import StopRequested
-from dschat_ppo.trainers import ppo_run, preference, session, sft
+from dschat_ppo.ppo import train_ppo
+from dschat_ppo.runtime import stop_requests
+from dschat_ppo.runtime.launch import leave
+from dschat_ppo.session import session
+from dschat_ppo.supervised import sft, train_preference
 from workers.quick import be_quick
 
-TRAIN = {"sft": sft.train_sft, "reward": preference.train_preferences, "ppo": ppo_run.train_ppo}
+TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "ppo": train_ppo.train_ppo}
 
 
 class StopAt:
@@ -37,18 +40,18 @@ class StopAt:
         return self.name == self.place if isinstance(self.place, str) else self.seen >= (self.place or math.inf)
 
 
-class NamedKeeper(Keeper):
+class NamedKeeper(CheckpointManager):
     """Lets `StopAt` know at which boundary it is asked."""
 
-    def pass_by(self) -> None:
-        stopping.requested.name = checkpoint_name(*self._subject.position)
-        super().pass_by()
-        stopping.requested.name = ""
+    def save_if_due(self) -> None:
+        stop_requests.requested.name = checkpoint_name(*self._subject.position)
+        super().save_if_due()
+        stop_requests.requested.name = ""
 
 
 def start(step: str, words: list[str], stop_at: int | str | None) -> dict:
     said = io.StringIO()
-    stopping.requested = StopAt(stop_at)
+    stop_requests.requested = StopAt(stop_at)
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             TRAIN[step](parse(step, words))
@@ -56,12 +59,12 @@ def start(step: str, words: list[str], stop_at: int | str | None) -> dict:
     except StopRequested as reason:
         ended = str(reason)
     print(said.getvalue()[-1500:], ended, flush=True)
-    return {"said": said.getvalue(), "ended": ended, "boundaries": stopping.requested.seen}
+    return {"said": said.getvalue(), "ended": ended, "boundaries": stop_requests.requested.seen}
 
 
 def main() -> None:
     be_quick()
-    session.Keeper = NamedKeeper
+    session.CheckpointManager = NamedKeeper
     found = {}
     for name, (step, words, stops, to_the_end) in json.loads(Path(sys.argv[-2]).read_text()).items():
         print("---", name, flush=True)

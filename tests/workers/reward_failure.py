@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave
-from dschat_ppo.rewards.failure import RewardFunctionError, RewardServiceError, agree_on_failure
 from dschat_ppo.rewards.functions import FunctionReward, parse_function
 from dschat_ppo.rewards.mixture import RewardMixture
-from dschat_ppo.rewards.request import RewardRequest
+from dschat_ppo.rewards.reward_failure import RewardFunctionError, RewardServiceError, agree_on_failure
+from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.runtime.launch import leave
+from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout
 
 
@@ -63,7 +64,7 @@ def faults(function: FunctionReward) -> list[str]:
 
 
 if __name__ == "__main__":
-    dist.init()
+    init_process_group()
     first = told(None)
     second = told("the service é is away" if dist.rank() == 1 else None)
     function = FunctionReward(parse_function("exact_match"), 2, 20.0, 0.0)

@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
-from dschat_ppo.trainers import ppo_run, preference, sft
+from dschat_ppo.ppo import train_ppo
+from dschat_ppo.runtime.launch import leave
+from dschat_ppo.supervised import sft, train_preference
 from workers.quick import be_quick
 
-TRAIN = {"sft": sft.train_sft, "reward": preference.train_preferences, "ppo": ppo_run.train_ppo}
+TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "ppo": train_ppo.train_ppo}
 
 
 def ended(step: str, words: list[str]) -> str | None:

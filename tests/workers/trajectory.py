@@ -11,7 +11,6 @@ import torch
 from datasets import Dataset
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.launch import leave
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
@@ -20,10 +19,12 @@ from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, load_tokenizer
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
-from dschat_ppo.monitor.metrics import MetricSums
-from dschat_ppo.trainers.fit import Fit, fit_ds_config
-from dschat_ppo.trainers.reward import reward_objective
-from dschat_ppo.trainers.sft import sft_objective
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.runtime.launch import leave
+from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.sft import sft_objective
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, trainer_of
 from workers.quick import be_quick
@@ -54,7 +55,7 @@ def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device, *mor
     else:
         classifier = load_sequence_classifier(str(assets / model), "fp32", ds_config, new_head=False)
         trained, objective = ScalarModel(classifier), reward_objective(0, device, config)
-    fit = Fit(trained, ds_config, TokenRows(rows, None), objective, config.fit, config.run)
+    fit = SupervisedTrainer(trained, ds_config, TokenRows(rows, None), objective, config.fit, config.run)
     order = [index for epoch in range(3) for index in epoch_order(len(rows), 7, epoch)]
     taken = optimizer_steps(order, micro, fit.plan.accumulation, dist.world_size(), dist.rank())
     steps = [fit.train_step(indices) for indices, _ in zip(taken, range(STEPS), strict=False)]
@@ -99,7 +100,7 @@ def main() -> None:
     be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     quiet_libraries()
-    device = dist.init()
+    device = init_process_group()
     torch.set_num_threads(1)
     found = {}
     for stage in STAGES:

@@ -5,13 +5,13 @@ deepspeed training/step1_sft/main.py --help
 
 import sys
 
-from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import SFTConfig
+from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: SFTConfig) -> None:
-    from dschat_ppo.trainers.sft import train_sft  # here: --help need not wait for DeepSpeed
+    from dschat_ppo.supervised.sft import train_sft  # here: --help need not wait for DeepSpeed
 
     train_sft(config)
 

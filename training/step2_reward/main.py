@@ -5,13 +5,13 @@ deepspeed training/step2_reward/main.py --help
 
 import sys
 
-from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import RewardConfig
+from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: RewardConfig) -> None:
-    from dschat_ppo.trainers.preference import train_preferences  # here: --help need not wait for DeepSpeed
+    from dschat_ppo.supervised.train_preference import train_preferences  # here: --help need not wait for DeepSpeed
 
     train_preferences(config)
 

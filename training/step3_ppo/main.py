@@ -5,13 +5,13 @@ deepspeed training/step3_ppo/main.py --help
 
 import sys
 
-from dschat_ppo.common.launch import leave, run_step
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: PPOConfig) -> None:
-    from dschat_ppo.trainers.ppo_run import train_ppo  # here: --help need not wait for DeepSpeed
+    from dschat_ppo.ppo.train_ppo import train_ppo  # here: --help need not wait for DeepSpeed
 
     train_ppo(config)
 

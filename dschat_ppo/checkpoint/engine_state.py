@@ -1,0 +1,299 @@
+"""The states of a DeepSpeed engine: to files, written in the background, and back into an engine of the same layout.
+
+The files are DeepSpeed's own (`engine.save_checkpoint`), below `FOLDER/state/`. Three things differ from what DeepSpeed
+does by itself: tensors are copied to host memory and written while training goes on; each file is hashed on its way to
+the disk; and nothing is ever unpickled but tensors, plain values and the few classes of `_CLASSES`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from dschat_ppo.common.dist import world_size
+from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
+from dschat_ppo.common.logging import quiet_prints
+from dschat_ppo.errors import UserError
+
+TAG = "state"
+LAYOUT, PARAMETER_NAMES = "dschat_ppo_layout", "dschat_ppo_parameter_names"
+
+# Every class that DeepSpeed 0.19.8 pickles for ZeRO stages 0 to 3 in fp32, bf16 and fp16, with and without offload.
+_CLASSES = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size, ZeroStageEnum, fragment_address)
+
+
+class BackgroundWriter(CheckpointEngine):
+    """DeepSpeed's interface for files of an engine: `save` copies and returns, a thread writes, `wait` tells.
+
+    One writer serves any number of engines. The host holds a copy of each state until it is written. Errors of the
+    disk never leave `save` or `makedirs`, where the other ranks would wait at DeepSpeed's barriers for this one;
+    `wait` raises them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "BackgroundWriter"
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._written: dict[Path, Future[tuple[int, str]]] = {}
+        self._problem: OSError | None = None
+
+    def create(self, info: Any) -> None:
+        """Nothing to prepare."""
+
+    def commit(self, info: Any) -> bool:
+        """Nothing to do: a checkpoint is whole when its manifest is written, after `wait`."""
+        return True
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder; a failure is kept for `wait`."""
+        try:
+            os.makedirs(path, exist_ok=exist_ok)
+        except OSError as problem:
+            self._problem = self._problem or problem
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Copy the state as it is now and have it written to `path`.
+
+        Raises:
+            TypeError: it holds something that `load_file` would refuse.
+        """
+        self._written[Path(path)] = self._thread.submit(_write, host_copy(state_dict), Path(path))
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        """The state in `path`, on the host. Weights are mapped from the file; what optimizers keep is copied."""
+        with watchdog_paused():  # the disk alone is waited for
+            state = load_file(path)
+            return {key: value if key == "module" else host_copy(value) for key, value in state.items()}
+
+    def done(self) -> bool:
+        """True if nothing is left to write, so that `wait` returns (or raises) at once."""
+        return all(future.done() for future in self._written.values())
+
+    def wait(self) -> dict[Path, tuple[int, str]]:
+        """Wait until everything that was saved since the last call is on the disk, however long the disk takes.
+
+        The thread that writes gives no sign of life: while training goes on beside it, it must not speak for it.
+
+        Returns:
+            For each file of this rank its length in bytes and the SHA-256 of its content, as 64 hex digits.
+
+        Raises:
+            OSError: something could not be written. The writer can be used again.
+        """
+        written, problem = self._written, self._problem
+        self._written, self._problem = {}, None
+        with watchdog_paused():
+            failures = [failure for future in written.values() if (failure := future.exception())]
+        if problem or failures:
+            raise problem or failures[0]
+        return {path: future.result() for path, future in written.items()}
+
+
+class _HashedFile:
+    """What `torch.save` writes to: counts and hashes the bytes, and remembers the disk's own error.
+
+    When a write fails, torch's archive writer goes on to fail with a RuntimeError of its own, which hides the reason.
+    """
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self._hash = hashlib.sha256()
+        self.length = 0
+        self.problem: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            self._file.write(data)
+        except OSError as problem:
+            self.problem = self.problem or problem
+            raise
+        self._hash.update(data)
+        self.length += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def _write(state: dict[str, Any], path: Path) -> tuple[int, str]:
+    """Write, flush to the disk, and return (bytes, SHA-256)."""
+    with open(path, "wb") as file:
+        hashed = _HashedFile(file)
+        try:
+            torch.save(state, cast(IO[bytes], hashed))
+        except RuntimeError:
+            if hashed.problem is None:
+                raise
+            raise hashed.problem from None
+        os.fsync(file.fileno())
+    return hashed.length, hashed.hexdigest()
+
+
+def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "state") -> Any:
+    """A copy of nested containers in which every tensor is a contiguous one of its own in host memory.
+
+    A view becomes a tensor of just its elements, so that a file does not hold the buffer behind it. Two names of one
+    tensor (tied weights) stay one, as `torch.save` then writes it once.
+
+    Raises:
+        TypeError: a value of another class than `load_file` reads; the message says where.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, Tensor):
+        identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if value.numel() == 0 or identity not in seen:
+            seen[identity] = value.detach().to("cpu", copy=True).contiguous()
+            heartbeat()
+        return seen[identity]
+    if isinstance(value, LossScaler | DynamicLossScaler):
+        return copy.copy(value)  # training changes it in place
+    if isinstance(value, _PLAIN):
+        return value
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, host_copy(item, seen, f"{where}.{key}")) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(host_copy(item, seen, f"{where}[{number}]") for number, item in enumerate(value))
+    raise TypeError(f"{where} is a {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def load_file(path: str | Path) -> dict[str, Any]:
+    """What `BackgroundWriter` wrote. Tensors are mapped from the file: copy those that must outlive it.
+
+    Raises:
+        UserError: the file is no archive of torch, or holds an object of a class that no engine saves. Nothing of it
+            has been executed.
+    """
+    try:
+        with torch.serialization.safe_globals(_CLASSES):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError) as problem:
+        reason = str(problem).rpartition("WeightsUnpickler error: ")[2].split(". ")[0].splitlines()[0]
+        raise UserError(f"{path}: not a file of engine states that is safe to open ({reason})") from None
+
+
+def flat_masters(engine: Any) -> list[Tensor]:
+    """This rank's fp32 weights, as the optimizer's own tensors: one flat part for each group; at stage 0 parameters."""
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(engine.optimizer, name):  # ZeRO 3; ZeRO 1 and 2; ZeRO 1 in bf16
+            return list(getattr(engine.optimizer, name))
+    return [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+
+
+def layout(engine: Any) -> dict[str, Any]:
+    """What must be the same for `load_engine`; the same on every rank."""
+    masters = flat_masters(engine)
+    return {
+        "ranks": world_size(),
+        "ZeRO stage": engine.zero_optimization_stage(),
+        "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
+        "optimizer": type(engine.basic_optimizer).__name__,
+        "elements": f"{sum(tensor.numel() for tensor in masters)} in {len(masters)} tensors",
+    }
+
+
+def model_states(folder: Path) -> dict[str, Any]:
+    """The file of rank 0 that holds counters, schedule and (but at stage 3) weights.
+
+    Raises:
+        UserError: there is none in `folder`, or it cannot be opened.
+    """
+    found = sorted((folder / TAG).glob("*mp_rank_00_model_states.pt"))
+    if not found:
+        raise UserError(f"{folder}: holds no states of an engine ({TAG}/*_model_states.pt is missing)")
+    return load_file(found[0])
+
+
+def has_layout_of(engine: Any, folder: Path) -> bool:
+    """True if the states in `folder` were saved by an engine of this world size, ZeRO stage, dtype and optimizer."""
+    return model_states(folder).get(LAYOUT) == layout(engine)
+
+
+def save_engine(engine: Any, folder: Path, writer: BackgroundWriter) -> None:
+    """Save weights, optimizer, schedule, loss scale and counters below `folder`. Collective.
+
+    The states are those of this moment; the files are complete after `writer.wait()`. To be called between optimizer
+    steps. An error of the disk is raised by `wait` alone, on the ranks that met it: agree on it.
+    """
+    names = [] if engine.zero_optimization() else [engine.param_names[weight] for weight in flat_masters(engine)]
+    extra = {LAYOUT: layout(engine), PARAMETER_NAMES: names}
+    with _files_of(engine, writer), quiet_prints():
+        engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, client_state=extra)
+
+
+def load_engine(engine: Any, folder: Path) -> None:
+    """Put the states in `folder` into a freshly built engine of the same layout. Collective.
+
+    The states are those that were saved, to the last bit.
+
+    Raises:
+        UserError: another layout (see `universal.load_engine_resharded`), or a file that is missing or not safe.
+    """
+    saved, own = model_states(folder).get(LAYOUT, {}), layout(engine)
+    differing = [f"{name} {saved.get(name)} there and {own[name]} here" for name in own if saved.get(name) != own[name]]
+    if differing:
+        raise UserError(f"{folder}: saved by an engine of another layout ({', '.join(differing)})")
+    with _files_of(engine, BackgroundWriter()), quiet_prints():
+        loaded, _ = engine.load_checkpoint(str(folder), tag=TAG)
+    if loaded is None:
+        raise UserError(f"{folder}: DeepSpeed found no states to load in it")
+    replay_bias_correction(engine)
+
+
+def replay_bias_correction(engine: Any) -> None:
+    """Bring the powers of beta that DeepSpeedCPUAdam keeps to those after as many steps as its states say.
+
+    Its C++ side multiplies float32 powers from step to step, and they are in no file; a fresh one would begin with
+    `pow(beta, step)`, which rounds otherwise. So the steps are made again, on one number. Other optimizers have none.
+    """
+    adam = engine.basic_optimizer
+    if not isinstance(adam, DeepSpeedCPUAdam):
+        return
+    steps = max((int(state["step"]) for state in adam.state.values() if "step" in state), default=0)
+    group = adam.param_groups[0]
+    settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+    numbers = [torch.zeros(1) for _ in ("weight", "gradient", "exp_avg", "exp_avg_sq")]
+    for step in range(1, steps + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, *settings, *numbers)
+
+
+@contextmanager
+def _files_of(engine: Any, files: BackgroundWriter) -> Iterator[None]:
+    """Let `files` write and read for the engine, and keep DeepSpeed from copying its recovery scripts.
+
+    That copying raises on rank 0 alone when the disk is full, and the other ranks would wait for it for ever. Weights
+    are read from a mapped file as each rank copies them, so that copying has the patience that `load` has.
+    """
+    own, copy_weights = engine.checkpoint_engine, engine.load_module_state_dict
+
+    def copy_patiently(*args: Any, **kwargs: Any) -> None:
+        with watchdog_paused():
+            copy_weights(*args, **kwargs)
+
+    engine.checkpoint_engine = files
+    engine._copy_recovery_script = lambda save_path: None
+    engine.load_module_state_dict = copy_patiently
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = own
+        del engine._copy_recovery_script, engine.load_module_state_dict

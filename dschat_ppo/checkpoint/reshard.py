@@ -1,0 +1,271 @@
+"""The states of an engine into an engine of any other world size, ZeRO stage or dtype.
+
+Whatever the stage, a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments in
+the same order. A `Fragment` says which elements of which parameter lie where. With the fragments of all ranks that
+saved and those of the engine that loads, every piece is copied straight from the mapped files to where it belongs: no
+second set of files, no more memory than this rank's own part, and nothing unpickled but what `load_file` allows.
+
+DeepSpeed's own way is a universal checkpoint: `ds_to_universal` converts, `load_universal` loads. It was tried (0.19.8;
+2 ranks to 1) and does not do: a folder that stage 2 saved cannot be loaded by stage 3, nor the other way round, because
+each looks for the other's files; stage 3 takes the settings of the first parameter group for all groups, so biases and
+norms begin to decay, and the third loss differs by 1 %; stage 0 has no files that can be converted; everything is
+unpickled with `weights_only=False` and written twice more. `safe_set_full_optimizer_state` does not do either: at
+stages 1 and 2 it knows no moments but those of the first parameter group, and of none before a step was made. The
+files of stages 1 to 3 can still be converted by `ds_to_universal` for use elsewhere; the tests compare with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    FP32_FLAT_GROUPS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARAM_SLICE_MAPPINGS,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from torch import Tensor
+
+from dschat_ppo.checkpoint.engine_state import (
+    LAYOUT,
+    PARAMETER_NAMES,
+    TAG,
+    flat_masters,
+    layout,
+    load_file,
+    model_states,
+    replay_bias_correction,
+)
+from dschat_ppo.common import dist
+from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.logging import quiet_prints
+from dschat_ppo.errors import UserError
+
+WEIGHTS, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
+_LOSS_SCALE = (LOSS_SCALER, "dynamic_loss_scale", "overflow")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """`length` elements from `start` on of flattened parameter `name` lie from `offset` on in flat tensor `flat`."""
+
+    name: str
+    start: int
+    length: int
+    flat: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of saved states.
+
+    `flats[i]` maps "fp32" (weights) and, once a step was made, "exp_avg" and "exp_avg_sq" to 1-D fp32 tensors of one
+    order. `steps` is AdamW's count. `loss_scale` is what DeepSpeed saves of it; {} at stage 0.
+    """
+
+    fragments: list[Fragment]
+    flats: list[dict[str, Tensor]]
+    steps: int
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+
+
+def load_engine_resharded(engine: Any, folder: Path) -> None:
+    """Put the states in `folder`, saved with any layout, into a freshly built engine of the same model. Collective.
+
+    Weights (the fp32 masters where there are some), moments, step count, learning rate, schedule and counters are
+    those that were saved, to the last bit; what training makes of them differs by rounding. The loss scale is taken
+    over if the dtype is the same. Betas, epsilon and weight decay are the engine's. Frozen parameters stay as built.
+
+    Raises:
+        UserError: the states are those of another model, incomplete, or in a file that is not safe to open.
+    """
+    common = model_states(folder)
+    shards = read_shards(folder, common)
+    _require_same_parameters(folder, shards, engine)
+    flats = gather(shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)])
+    same_dtype = common.get(LAYOUT, {}).get("dtype") == layout(engine)["dtype"]
+    with quiet_prints():
+        _install(engine, flats, shards[0].steps, shards[0].loss_scale if same_dtype else {})
+    engine.module.load_state_dict({name: common["module"][name] for name in common["buffer_names"]}, strict=False)
+    engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
+    for group, rate in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    for name in _COUNTERS:
+        setattr(engine, name, common[name])
+    replay_bias_correction(engine)
+
+
+def read_shards(folder: Path, common: Mapping[str, Any]) -> list[Shard]:
+    """The parts of all ranks that saved, in rank order. `common` is `model_states(folder)`.
+
+    Raises:
+        UserError: a rank's file is missing or not safe to open.
+    """
+    if common["optimizer"] is not None:
+        return [_whole_shard(common)]
+    ranks = common["dp_world_size"]
+    begun: dict[str, int] = defaultdict(int)
+    return [_read_shard(folder, rank, ranks, common["param_shapes"], begun) for rank in range(ranks)]
+
+
+def _whole_shard(common: Mapping[str, Any]) -> Shard:
+    """Stage 0 in fp32: every rank holds everything, in a plain torch optimizer."""
+    names, states = common[PARAMETER_NAMES], common["optimizer"]["state"]
+    weights = [common["module"][name].flatten() for name in names]
+    fragments = [Fragment(name, 0, weights[flat].numel(), flat, 0) for flat, name in enumerate(names)]
+    return _shard(fragments, weights, states, {})
+
+
+def _read_shard(
+    folder: Path, rank: int, ranks: int, shapes: Sequence[Mapping[str, torch.Size]], begun: dict[str, int]
+) -> Shard:
+    """ZeRO: the file of one rank. `begun` says how much of each parameter lower ranks hold (stages 1 and 2)."""
+    name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    found = [path for path in (folder / TAG / name, folder / TAG / f"bf16_{name}") if path.is_file()]
+    if not found:
+        raise UserError(f"{folder}: the states of rank {rank} of {ranks} are missing ({TAG}/{name})")
+    state = load_file(found[0])[OPTIMIZER_STATE_DICT]
+    loss_scale = {key: state[key] for key in _LOSS_SCALE if key in state}
+    if FP32_FLAT_GROUPS in state:
+        fragments = partitioned_fragments(shapes, rank, ranks)
+        return _shard(fragments, state[FP32_FLAT_GROUPS], state[OPTIMIZER_STATE_DICT]["state"], loss_scale)
+    fragments = []
+    for flat, addresses in enumerate(state[PARAM_SLICE_MAPPINGS]):
+        for name, address in addresses.items():
+            fragments.append(Fragment(name, begun[name], address.numel, flat, address.start))
+            begun[name] += address.numel
+    base = state[BASE_OPTIMIZER_STATE]["state"]
+    return _shard(fragments, state[SINGLE_PARTITION_OF_FP32_GROUPS], base, loss_scale)
+
+
+def _shard(
+    fragments: list[Fragment], weights: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]], loss_scale: dict
+) -> Shard:
+    """`states[i]` is what the optimizer knows of `weights[i]`; nothing before the first step."""
+    flats = []
+    for number, weight in enumerate(weights):
+        moments = {key: value.flatten() for key, value in states.get(number, {}).items() if key in MOMENTS}
+        flats.append({WEIGHTS: weight} | moments)
+    steps = max((int(state["step"]) for state in states.values()), default=0)
+    return Shard(fragments, flats, steps, loss_scale)
+
+
+def partitioned_fragments(shapes: Sequence[Mapping[str, torch.Size]], rank: int, ranks: int) -> list[Fragment]:
+    """ZeRO-3: each parameter is padded and cut into as many equal parts as there are ranks.
+
+    Args:
+        shapes: for each flat tensor the names and shapes of its parameters, in order.
+    """
+    fragments = []
+    for flat, group in enumerate(shapes):
+        offset = 0
+        for name, shape in group.items():
+            part = -(-shape.numel() // ranks)
+            length = min(part, shape.numel() - rank * part)
+            if length > 0:
+                fragments.append(Fragment(name, rank * part, length, flat, offset))
+            offset += part
+    return fragments
+
+
+def _fragments_of(engine: Any) -> list[Fragment]:
+    """What this rank of the engine holds where."""
+    if engine.zero_optimization_partition_weights():
+        return partitioned_fragments(engine._get_zero_param_shapes(), dist.rank(), dist.world_size())
+    if not engine.zero_optimization():
+        weights = flat_masters(engine)
+        return [Fragment(engine.param_names[weight], 0, weight.numel(), i, 0) for i, weight in enumerate(weights)]
+    fragments = []
+    for weight, name in engine.param_names.items():
+        held = getattr(weight, "_hp_mapping", None)  # None: other ranks hold all of it, or it is frozen
+        if held is not None:
+            here, there = held.lp_fragment_address, held.hp_fragment_address
+            fragments.append(Fragment(name, here.start, here.numel, held.param_group_index, there.start))
+    return fragments
+
+
+def _require_same_parameters(folder: Path, shards: Sequence[Shard], engine: Any) -> None:
+    saved: dict[str, int] = defaultdict(int)
+    for shard in shards:
+        for fragment in shard.fragments:
+            saved[fragment.name] += fragment.length
+    own = {
+        name: weight.ds_numel if hasattr(weight, "ds_numel") else weight.numel()
+        for weight, name in engine.param_names.items()
+        if weight.requires_grad
+    }
+    differing = [name for name in sorted({*saved, *own}) if saved.get(name) != own.get(name)]
+    if differing:
+        first = differing[0]
+        raise UserError(
+            f"{folder}: holds the states of another model (parameters that differ: {len(differing)}; the first is "
+            f"{first} with {saved.get(first, 0)} elements there and {own.get(first, 0)} here)"
+        )
+
+
+def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Flat tensors in which the `wanted` fragments hold what the shards say of those elements, and all else is 0.
+
+    Args:
+        lengths: of each flat tensor, in elements.
+
+    Returns:
+        For each flat tensor a dict as in `Shard.flats`, fp32 on the host; moments only if a step was made.
+    """
+    held = defaultdict(list)
+    for shard in shards:
+        for fragment in shard.fragments:
+            held[fragment.name].append((fragment, shard.flats[fragment.flat]))
+    keys = (WEIGHTS, *MOMENTS) if any(shard.steps for shard in shards) else (WEIGHTS,)
+    flats = [{key: torch.zeros(length) for key in keys} for length in lengths]
+    for target in wanted:
+        for source, states in held[target.name]:
+            _copy_overlap(target, flats[target.flat], source, states)
+            heartbeat()  # the states of the other ranks are read from their files here
+    return flats
+
+
+def _copy_overlap(target: Fragment, into: Mapping[str, Tensor], source: Fragment, states: Mapping[str, Tensor]) -> None:
+    """Copy the elements that two fragments of one parameter have in common."""
+    start = max(target.start, source.start)
+    length = min(target.start + target.length, source.start + source.length) - start
+    if length <= 0:
+        return
+    for key, values in states.items():
+        piece = values.narrow(0, source.offset + start - source.start, length)
+        into[key].narrow(0, target.offset + start - target.start, length).copy_(piece)
+
+
+def _install(engine: Any, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:
+    """Hand the flat tensors to the engine in the shape of its own state dict."""
+    masters = flat_masters(engine)
+    moments: dict[int, dict[str, Any]] = {}
+    if steps:
+        for number, (master, flat) in enumerate(zip(masters, flats, strict=True)):
+            moments[number] = {key: flat[key].view_as(master) for key in MOMENTS}
+            moments[number]["step"] = steps  # torch's AdamW makes a tensor of it
+    state = engine.optimizer.state_dict() | loss_scale
+    if not engine.zero_optimization():
+        for weight, flat in zip(masters, flats, strict=True):
+            weight.data.copy_(flat[WEIGHTS].view_as(weight))
+        engine.optimizer.load_state_dict(state | {"state": moments})
+        return
+    whole = engine.zero_optimization_partition_weights()
+    state[OPTIMIZER_STATE_DICT if whole else BASE_OPTIMIZER_STATE]["state"] = moments
+    state[FP32_FLAT_GROUPS if whole else SINGLE_PARTITION_OF_FP32_GROUPS] = [flat[WEIGHTS] for flat in flats]
+    if whole:
+        engine.optimizer.checkpoint_event_prologue()
+    engine.optimizer.load_state_dict([state] * dist.world_size(), load_from_fp32_weights=True)
+    if whole:
+        engine.optimizer.checkpoint_event_epilogue()
+    else:
+        engine.optimizer.update_lp_params()

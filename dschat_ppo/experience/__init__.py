@@ -1,1 +1,0 @@
-"""Scoring a rollout, shaping it into experience, and serving that to the updates."""

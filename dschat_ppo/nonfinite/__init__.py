@@ -1,0 +1,1 @@
+"""NaN and infinity: detection, policy, and bundles that reproduce the failure."""

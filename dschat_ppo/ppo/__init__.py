@@ -1,0 +1,1 @@
+"""Step 3: the PPO loop and what each of its lines does."""

@@ -1,0 +1,139 @@
+"""The learned reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.logging import say
+from dschat_ppo.data.collators import right_padded
+from dschat_ppo.data.templates import Messages, encode_answer, encode_prompt, is_messages
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.forward import last_token_scores
+from dschat_ppo.models.loading import filler_id
+from dschat_ppo.models.micro_batches import even_passes
+from dschat_ppo.rewards.reward_failure import agree_on_failure
+from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.types import Rollout, full_sequences
+
+BATCH_TOKENS = 16384
+
+
+class ModelReward:
+    """Scores a rollout with a reward model that shares the actor's vocabulary.
+
+    Args:
+        engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
+        batch_tokens: most tokens of a forward pass when it is called as a source of reward.
+    """
+
+    name = "model"
+
+    def __init__(self, engine: Any, batch_tokens: int = BATCH_TOKENS):
+        self.engine = engine
+        self.batch_tokens = batch_tokens
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """`scores` in several forward passes. Collective: every rank makes as many as the busiest."""
+        return scores_in_batches(self.engine, *full_sequences(rollout), self.batch_tokens)
+
+    @torch.no_grad()
+    def scores(self, rollout: Rollout) -> Tensor:
+        """Score at the last real token of `[prompt | response]` (what ended it, or where the limit cut), (B,) fp32.
+
+        A row whose response is empty is scored at the last token of its prompt. One forward pass.
+        """
+        return last_token_scores(self.engine, *full_sequences(rollout))
+
+
+class ForeignModelReward:
+    """Scores text with a reward model that has a tokenizer of its own.
+
+    Args:
+        engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
+        tokenizer: of the reward model.
+        max_length: most tokens of a row; longer ones lose their start.
+        device: of the model.
+        batch_tokens: most tokens of a forward pass.
+    """
+
+    name = "model"
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        device: torch.device,
+        batch_tokens: int = BATCH_TOKENS,
+    ):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.device = device
+        self.batch_tokens = batch_tokens
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """Score at the token that ends prompt and response, (B,) fp32. Collective, as `ModelReward`.
+
+        An answer that the length limit cut has no such token, as in the rows that a model with the actor's tokenizer
+        sees.
+        Where the row's `prompt` column holds chat messages and the reward model's tokenizer has a template, they go
+        through that template, with the response as the assistant's answer; otherwise the prompt's text is taken.
+
+        Raises:
+            RewardServiceError: the template or the tokenizer refuses a row of some rank; on every rank.
+        """
+        given = zip(request.prompts, request.responses, request.rows, rollout.ended.tolist(), strict=True)
+        rows, problem = list[list[int]](), None
+        try:
+            rows = [self._encode(*row) for row in given]
+        except UserError as refused:
+            problem = str(refused)
+        agree_on_failure(problem)  # the others would wait in the passes
+        cut = [row[-self.max_length :] for row in rows]
+        too_long = sum(len(row) > self.max_length for row in rows)
+        if too_long:
+            say(
+                f"warning: rank {dist.rank()}: {too_long} of {len(rows)} rows are longer than the reward model's "
+                f"{self.max_length} tokens (--reward_model_max_length); their start was cut off"
+            )
+        input_ids, lengths = right_padded(cut, filler_id(self.tokenizer))
+        return scores_in_batches(self.engine, input_ids.to(self.device), lengths.to(self.device), self.batch_tokens)
+
+    def _encode(self, prompt: str, response: str, row: dict[str, Any], ended: bool) -> list[int]:
+        has_template = self.tokenizer.chat_template is not None
+        given: str | Messages = row["prompt"] if has_template and is_messages(row.get("prompt")) else prompt
+        try:
+            answer = encode_answer(self.tokenizer, given, response)
+            return encode_prompt(self.tokenizer, given) + (answer if ended else answer[:-1])
+        except UserError as problem:
+            raise UserError(f"--reward_model_name_or_path: {problem} (prompt: {prompt[:60]!r})") from problem.__cause__
+
+
+@torch.no_grad()
+def scores_in_batches(engine: Any, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
+    """`last_token_scores` of right-padded rows, in passes of rows of similar length.
+
+    Collective: every rank makes as many passes as the busiest, because under ZeRO-3 a pass gathers weights from all.
+
+    Args:
+        engine: see `last_token_scores`.
+        input_ids: (B, T) int64, right-padded, B above 0.
+        lengths: (B,) int64, above 0.
+        batch_tokens: most tokens of a pass, padding included; a longer row goes alone.
+
+    Returns:
+        (B,) fp32.
+    """
+    scores = torch.empty(len(lengths), device=input_ids.device)
+    for part in even_passes(lengths, batch_tokens)[0]:
+        heartbeat()
+        width = int(lengths[part].max())
+        scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()
+    return scores

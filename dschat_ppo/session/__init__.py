@@ -1,0 +1,1 @@
+"""One run and its output folder. Skip it at first reading."""

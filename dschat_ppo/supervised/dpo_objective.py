@@ -1,0 +1,79 @@
+"""Step 2, all other objectives: the language model itself learns from pairs of answers.
+
+The reference is the model before training. Its log-probs are computed once, by the engine that will be trained, and
+kept beside the rows; no second model is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from dschat_ppo.algorithms.preference_loss import chosen_nll_loss, log_ratios, preference_loss
+from dschat_ppo.common.dist import main_rank_of_node_first
+from dschat_ppo.config.preference_flags import RewardFlags
+from dschat_ppo.config.steps import RewardConfig
+from dschat_ppo.data.collators import PreferenceBatch, collate_answers, collate_preferences, with_reference
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.models.forward import answer_logprobs
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.supervised.trainer import Objective, score_rows
+from dschat_ppo.types import to_device
+
+
+def dpo_loss(engine: Any, batch: PreferenceBatch, num_pairs: Tensor, sums: MetricSums, flags: RewardFlags) -> Tensor:
+    """The objective's loss on D, the difference of log-ratios to the reference, divided by `num_pairs` of the whole
+    optimizer step."""
+    real, num_tokens = batch.pair_mask, batch.answer_mask.sum(dim=1)
+    logprobs = answer_logprobs(engine, batch.input_ids, batch.answer_mask)
+    chosen, rejected = log_ratios(logprobs, batch.ref_logprobs, num_tokens, flags.objective)
+    lead = chosen - rejected
+    loss = preference_loss(flags.objective, lead, real, num_pairs, flags.beta, flags.label_smoothing)
+    chosen_logprobs, rejected_logprobs = logprobs.chunk(2)
+    if flags.objective == "dpo_nll":
+        nll = chosen_nll_loss(chosen_logprobs, num_tokens.chunk(2)[0], real, num_pairs)
+        sums.add_sum("nll", nll * num_pairs, real.sum())
+        loss = loss + flags.nll_coef * nll
+    sums.add_sum("loss", loss * num_pairs, real.sum())
+    sums.add_mean("accuracy", (lead > 0).float(), real)
+    sums.add_mean("margin", flags.beta * lead, real)
+    sums.add_mean("chosen_reward", flags.beta * chosen, real)
+    sums.add_mean("rejected_reward", flags.beta * rejected, real)
+    sums.add_mean("chosen_logprob", chosen_logprobs, real)
+    sums.add_mean("rejected_logprob", rejected_logprobs, real)
+    return loss.float()
+
+
+def add_reference(engine: Any, rows: Dataset, pad_id: int, device: torch.device, batch_size: int) -> Dataset:
+    """The rows with the log-probs that the model, as it is now and without dropout, gives their answers. Collective."""
+
+    def both(rows: Dataset, indices: Sequence[int]) -> Tensor:
+        batch = to_device(collate_answers(rows, indices, pad_id), device)
+        return answer_logprobs(engine, batch.input_ids, batch.answer_mask).view(2, -1).T
+
+    logprobs = score_rows(engine, rows, both, batch_size, "reference log-probs")
+    with main_rank_of_node_first():
+        return with_reference(rows, logprobs)
+
+
+def dpo_objective(pad_id: int, device: torch.device, config: RewardConfig) -> Objective[PreferenceBatch]:
+    """Mean loss over pairs, with the reference's log-probs beside the rows."""
+
+    def collate(rows: Dataset, indices: Sequence[int]) -> PreferenceBatch:
+        return to_device(collate_preferences(rows, indices, pad_id), device)
+
+    def prepare(engine: Any, rows: TokenRows) -> TokenRows:
+        size = config.fit.per_device_eval_batch_size
+        train = add_reference(engine, rows.train, pad_id, device, size)
+        held_out = None if rows.eval is None else add_reference(engine, rows.eval, pad_id, device, size)
+        return TokenRows(train, held_out)
+
+    return Objective(
+        collate, lambda batch: batch.pair_mask.sum(), partial(dpo_loss, flags=config.reward), dict,
+        ("loss", "accuracy", "margin"), prepare=prepare,
+    )  # fmt: skip

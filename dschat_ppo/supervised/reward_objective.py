@@ -1,0 +1,60 @@
+"""Step 2, `--objective reward`: a reward model from pairs of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from dschat_ppo.algorithms.preference_loss import bradley_terry_loss, reward_centering_loss
+from dschat_ppo.config.preference_flags import RewardFlags
+from dschat_ppo.config.steps import RewardConfig
+from dschat_ppo.data.collators import PairBatch, collate_pairs
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.models.forward import last_token_scores
+from dschat_ppo.monitor.metric_sums import MetricSums, moments
+from dschat_ppo.supervised.trainer import Objective, score_rows
+from dschat_ppo.types import to_device
+
+
+def reward_loss(engine: Any, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: RewardFlags) -> Tensor:
+    """Bradley-Terry on the scores at the last real tokens, divided by `num_pairs` of the whole optimizer step."""
+    chosen, rejected = last_token_scores(engine, batch.input_ids, batch.lengths).chunk(2)
+    real = batch.pair_mask
+    loss = bradley_terry_loss(chosen, rejected, real, num_pairs, batch.margin if flags.use_margin else None)
+    if flags.center_rewards_coef:
+        centering = reward_centering_loss(chosen, rejected, real, num_pairs)
+        sums.add_sum("centering_loss", centering * num_pairs, real.sum())
+        loss = loss + flags.center_rewards_coef * centering
+    sums.add_sum("loss", loss * num_pairs, real.sum())
+    sums.add_mean("accuracy", (chosen > rejected).float(), real)
+    sums.add_mean("margin", chosen - rejected, real)
+    sums.add_mean("chosen_score", chosen, real)
+    sums.add_mean("rejected_score", rejected, real)
+    return loss
+
+
+def reward_objective(pad_id: int, device: torch.device, config: RewardConfig) -> Objective[PairBatch]:
+    """Mean Bradley-Terry loss over pairs; the trained model's config gets the spread of its own scores."""
+
+    def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:
+        return to_device(collate_pairs(rows, indices, pad_id), device)
+
+    def describe(engine: Any, rows: TokenRows) -> dict[str, float]:
+        def scores(rows: Dataset, indices: Sequence[int]) -> Tensor:
+            batch = collate(rows, indices)
+            return last_token_scores(engine, batch.input_ids, batch.lengths).view(2, -1).T
+
+        shown = rows.train if rows.eval is None else rows.eval
+        size = config.fit.per_device_eval_batch_size
+        mean, std = moments(score_rows(engine, shown, scores, size, "score statistics"))
+        return {"reward_mean": mean, "reward_std": std}
+
+    return Objective(
+        collate, lambda batch: batch.pair_mask.sum(), partial(reward_loss, flags=config.reward), dict,
+        ("loss", "accuracy", "margin"), describe=describe,
+    )  # fmt: skip

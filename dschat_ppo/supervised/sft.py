@@ -1,0 +1,56 @@
+"""Step 1: supervised fine-tuning on responses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from dschat_ppo.config.steps import SFTConfig
+from dschat_ppo.data.collators import SFTBatch, collate_sft
+from dschat_ppo.models.loading import check_causal_lm, filler_id, load_causal_lm
+from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_to_the_end
+from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer
+from dschat_ppo.types import to_device
+
+
+def sft_loss(engine: Any, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
+    """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole optimizer step."""
+    logprobs, _ = engine(batch.input_ids, batch.loss_mask)
+    sums.add_mean("loss", -logprobs.detach())
+    return -logprobs.sum() / num_tokens
+
+
+def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
+    """Adds `perplexity = exp(loss)`."""
+    return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))}
+
+
+def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> Objective[SFTBatch]:
+    """Token-mean cross entropy of responses."""
+
+    def collate(rows: Dataset, indices: Sequence[int]) -> SFTBatch:
+        return to_device(collate_sft(rows, indices, pad_id, train_on_prompt), device)
+
+    return Objective(collate, lambda batch: batch.loss_mask.sum(), sft_loss, with_perplexity, ("loss",))
+
+
+def train_sft(config: SFTConfig) -> dict[str, Any]:
+    """Run step 1; returns the contents of `result.json`."""
+    fit = config.fit
+    paths = config.sft.sft_only_data_path
+    run = begin_supervised_run("sft", config, "step 1: supervised fine-tuning", "sft", check_causal_lm, paths)
+    flags = config.run
+    model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, flags.resize_vocabulary))
+    if fit.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
+    return train_to_the_end(
+        SupervisedTrainer(model, run.ds_config, run.rows, objective, fit, config.run, run.guard), run, "SFT"
+    )

@@ -1,0 +1,116 @@
+"""Steps 1 and 2 around their loop: checks, data and session before it, saving after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, RunInputs
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.phases import announce
+from dschat_ppo.config.batch_plan import plan_fit
+from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.config.steps import RewardConfig, SFTConfig
+from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.engine.ds_config import Config
+from dschat_ppo.models.architectures import check_architecture
+from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, load_tokenizer, model_folder
+from dschat_ppo.monitor.writers import write_result
+from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.repro_bundle import ReproBundles
+from dschat_ppo.session.begin_run import begin, naming, show_plan
+from dschat_ppo.session.session import Session, open_session
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+
+MODEL = "--model_name_or_path"
+_RUINS = 1e-4  # learning rates above it are for LoRA, or for training from scratch
+
+
+@dataclass(frozen=True)
+class SupervisedRun:
+    """A run of step 1 or 2 whose model is to be loaded next, from `folder`."""
+
+    device: torch.device
+    folder: str
+    tokenizer: PreTrainedTokenizerBase
+    rows: TokenRows
+    session: Session
+    ds_config: Config
+    guard: NonFinitePolicy
+
+
+def begin_supervised_run(
+    kind: Literal["sft", "reward"],
+    config: SFTConfig | RewardConfig,
+    aim: str,
+    use: str,
+    check: Callable[[str], object],
+    whole_paths: list[str] | None = None,
+) -> SupervisedRun:
+    """Everything before a model is loaded. Collective.
+
+    Args:
+        kind: the step.
+        config: of the step.
+        aim: what it trains, for the first line of its log.
+        use: of the data, see `prepare`.
+        check: compares the model's folder with the model to train, and raises `UserError` if they do not fit.
+        whole_paths: see `prepare`.
+
+    Raises:
+        UserError: the flags, the data or the model's folder cannot be used.
+        StopRequested: the run was asked to stop, or it is done.
+    """
+    fit = config.fit
+    device, output = begin(kind, config, config.run, [fit.model_name_or_path])
+    logger().info(aim)
+    if fit.learning_rate > _RUINS:
+        logger().warning(
+            f"--learning_rate {fit.learning_rate:g} trains all weights: that ruins most pretrained models, for which "
+            "1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
+        )
+    folder = model_folder(fit.model_name_or_path, MODEL)
+    model_config = load_config(folder, MODEL)
+    with naming(MODEL):
+        check_architecture(model_config, folder, isinstance(config, SFTConfig) or config.reward.objective != "reward")
+    tokenizer = load_tokenizer(folder, MODEL)
+    check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
+    with naming(MODEL):
+        check(folder)
+    check_length(folder, fit.max_seq_len, "--max_seq_len")
+    ds_config = fit_ds_config(fit, config.run)
+    announce("prepare data")
+    rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, fit.eval_data_path, fit.eval_fraction)
+    amounts = {"rows_per_update": plan_fit(fit, len(rows.train), dist.world_size()).global_batch}
+    session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), amounts)
+    announce("load models")
+    guard = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
+    return SupervisedRun(device, folder, tokenizer, rows, session, ds_config, guard)
+
+
+def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
+    """What steps 1 and 2 read; `folder` is that of the model that they begin with."""
+    return RunInputs(
+        rows.train, {EVAL_ROWS: rows.eval}, [(MODEL, folder)], [("--deepspeed_config", run.deepspeed_config)]
+    )
+
+
+def train_to_the_end(fit: SupervisedTrainer[Any], run: SupervisedRun, title: str) -> dict[str, Any]:
+    """Train from where the session stands, save the model and write `result.json`; returns its contents."""
+    output = run.session.output
+    show_plan(f"{title}: batches", fit.plan.table(), fit.fit.num_warmup_steps, fit.plan.total_steps)
+    started = time.perf_counter()
+    announce("train")
+    run.session.train(fit, lambda writer, checkpointer: fit.run(writer, checkpointer, title))
+    announce("save models")
+    result = fit.save(output, run.tokenizer)
+    result["seconds"] = round(time.perf_counter() - started, 2)
+    write_result(output, result)
+    logger().info(f"{title}: saved to {output}")
+    return result

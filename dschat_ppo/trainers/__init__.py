@@ -1,1 +1,0 @@
-"""The three steps, each readable from top to bottom."""

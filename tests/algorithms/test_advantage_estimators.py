@@ -1,0 +1,398 @@
+"""Advantage estimators by name: by hand and against loops over uneven rows, uneven groups and gaps in the mask."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged import fillings, gapped_mask, normal, properties, ragged_mask, row_lengths, widened
+
+from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
+from dschat_ppo.algorithms.token_rewards import AdvantageInputs, gae, returns_to_go, token_rewards
+from dschat_ppo.config.algorithm_flags import WITHIN_A_GROUP
+
+LENGTHS = (5, 3, 0, 1, 2, 5, 4, 0)
+PROMPTS = (7, -2, 7, 40, -2, 7, 7, 11)  # four rows of 7 (one of them empty), two of -2, a single 40, an empty 11
+
+
+def inputs_of(mask, rewards=None, groups=None, **changes) -> AdvantageInputs:
+    rows = mask.shape[0]
+    settings = {
+        "rewards": normal(0, *mask.shape) if rewards is None else rewards,
+        "values": normal(1, *mask.shape),
+        "response_mask": mask,
+        "groups": torch.tensor(groups) if groups is not None else torch.zeros(rows, dtype=torch.int64),
+        "baselines": normal(2, rows),
+        "gamma": 0.9,
+        "lam": 0.8,
+    }
+    return AdvantageInputs(**{**settings, **changes})
+
+
+def scored(scores, groups, lengths=None, **changes) -> AdvantageInputs:
+    """Rows with their score on the last token and no KL penalty, in fp32."""
+    mask = ragged_mask(lengths or [1] * len(scores))
+    rewards = token_rewards(torch.tensor(scores), torch.zeros(mask.shape), mask, 0.0)
+    return inputs_of(mask, rewards, groups, **{"gamma": 1.0, "epsilon": 0.0, **changes})
+
+
+def row_advantages(name: str, inputs: AdvantageInputs) -> list[float]:
+    """The advantage of each row's first token, after a check that it stands on all of them and nowhere else."""
+    advantages, _ = ESTIMATORS[name](inputs)
+    first = advantages[torch.arange(len(advantages)), inputs.response_mask.int().argmax(dim=1)]
+    assert torch.equal(advantages, torch.where(inputs.response_mask, first.unsqueeze(1), 0.0))
+    return first.tolist()
+
+
+def returns_by_loop(rewards, mask, gamma) -> np.ndarray:
+    """Each token's reward plus the discounted ones of the row's later tokens, counted in tokens of the mask."""
+    returns = np.zeros(rewards.shape)
+    for row in range(rewards.shape[0]):
+        places = [t for t in range(rewards.shape[1]) if mask[row, t]]
+        for i, t in enumerate(places):
+            returns[row, t] = sum(gamma**k * rewards[row, s] for k, s in enumerate(places[i:]))
+    return returns
+
+
+def row_by_loop(name, i, scores, lengths, groups, epsilon, normalise) -> float:
+    """What a row-level estimator gives row i, from the lists of the whole batch."""
+    mates = [j for j in range(len(scores)) if groups[j] == groups[i] and lengths[j] > 0]
+    if lengths[i] == 0 or len(mates) == 1:
+        return 0.0
+    values = [scores[j] for j in mates]
+    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) + epsilon
+    if name == "grpo":
+        return (scores[i] - mean) / (spread if normalise else 1.0)
+    if name == "dr_grpo":
+        return scores[i] - mean
+    if name == "rloo":
+        return scores[i] - float(np.mean([scores[j] for j in mates if j != i]))
+    if name == "opo":
+        return scores[i] - sum(lengths[j] * scores[j] for j in mates) / sum(lengths[j] for j in mates)
+    if name == "gpg":
+        counted = [j for j in range(len(scores)) if lengths[j] > 0]
+        useful = [j for j in counted if len({scores[k] for k in counted if groups[k] == groups[j]}) > 1]
+        return len(counted) / len(useful) * (scores[i] - mean)
+    assert name == "grpo_pass_at_k"
+    first, second = sorted(values, reverse=True)[:2]
+    return (first - second) / (spread if normalise else 1.0) if scores[i] == first else 0.0
+
+
+def check_rows(name, inputs):
+    mask, rewards = inputs.response_mask.numpy(), inputs.rewards.numpy()
+    scores = [float(rewards[i][mask[i]].sum()) for i in range(len(rewards))]
+    lengths, groups = mask.sum(axis=1).tolist(), inputs.groups.tolist()
+    rest = inputs.epsilon, inputs.normalise_std
+    expected = [row_by_loop(name, i, scores, lengths, groups, *rest) for i in range(len(scores))]
+    advantages, returns = ESTIMATORS[name](inputs)
+    np.testing.assert_allclose(advantages.numpy(), np.where(mask, np.array(expected)[:, None], 0.0), atol=1e-10)
+    np.testing.assert_allclose(returns.numpy(), returns_by_loop(rewards, mask, inputs.gamma), atol=1e-10)
+
+
+ROW_LEVEL = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_pass_at_k"]
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("name", ROW_LEVEL)
+def test_row_estimators_match_a_loop_over_uneven_groups(name, normalise):
+    mask = ragged_mask(LENGTHS)
+    check_rows(name, inputs_of(mask, groups=PROMPTS, normalise_std=normalise, epsilon=0.03))
+
+
+@pytest.mark.parametrize("name", ROW_LEVEL)
+@properties
+@given(lengths=row_lengths(rows=8), data=st.data(), seed=st.integers(0, 99))
+def test_row_estimators_match_a_loop_for_any_groups(name, lengths, data, seed):
+    groups = data.draw(st.lists(st.integers(-1, 2), min_size=len(lengths), max_size=len(lengths)))
+    check_rows(name, inputs_of(ragged_mask(lengths, 5), normal(seed, len(lengths), 5), groups))
+
+
+def test_names():
+    assert set(ESTIMATORS) == {*ROW_LEVEL, "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"}
+
+
+def test_grpo_by_hand():
+    # 1, 2, 6: mean 3, unbiased variance (4 + 1 + 9) / 2 = 7. The other prompt: 5, 5.
+    advantages = row_advantages("grpo", scored([1.0, 5.0, 2.0, 6.0, 5.0], [0, 1, 0, 0, 1], epsilon=1e-6))
+    assert advantages == pytest.approx([-2 / 7**0.5, 0.0, -1 / 7**0.5, 3 / 7**0.5, 0.0], rel=1e-5)
+
+
+def test_grpo_adds_epsilon_to_the_deviation():
+    # Scores 0 and 2: deviation 2^0.5; with epsilon 1 it is 2^0.5 + 1.
+    advantages = row_advantages("grpo", scored([0.0, 2.0], [0, 0], epsilon=1.0))
+    assert advantages == pytest.approx([-1 / (2**0.5 + 1), 1 / (2**0.5 + 1)], rel=1e-6)
+
+
+def test_the_default_epsilon_is_a_millionth():
+    assert scored([0.0], [0]).epsilon == 0.0
+    assert AdvantageInputs(*[torch.zeros(1)] * 5, gamma=1.0, lam=1.0).epsilon == 1e-6
+
+
+def penalised(scores, penalties, **changes) -> AdvantageInputs:
+    """One group of answers of one token each, with a KL penalty taken off the score."""
+    scores, penalties = torch.tensor(scores), torch.tensor(penalties)
+    mask = torch.ones(len(scores), 1, dtype=torch.bool)
+    rewards = token_rewards(scores, penalties.unsqueeze(1), mask, 1.0)
+    return inputs_of(mask, rewards, [0] * len(scores), **{"gamma": 1.0, "epsilon": 1e-6, "scores": scores, **changes})
+
+
+def test_grpo_takes_the_kl_off_scores_in_units_of_their_spread_by_hand():
+    # 1 and 3 over their deviation 2^0.5, less 0.1 and 0.3: 2^0.5 - 0.2 apart, a spread below 1: not divided.
+    half = 0.5**0.5 - 0.1
+    assert row_advantages("grpo", penalised([1.0, 3.0], [0.1, 0.3])) == pytest.approx([-half, half], rel=1e-5)
+    # Less 0.3 and 0.1: the spread is 1 + 0.02^0.5, so the sum is brought back to 1.
+    half = 0.5**0.5
+    assert row_advantages("grpo", penalised([1.0, 3.0], [0.3, 0.1])) == pytest.approx([-half, half], rel=1e-5)
+    # Equal scores: the penalties alone, as they are.
+    assert row_advantages("grpo", penalised([2.0, 2.0], [0.02, 0.0])) == pytest.approx([-0.01, 0.01], rel=1e-5)
+
+
+def test_a_kl_penalty_beside_nearly_equal_scores_is_not_blown_up():
+    found = row_advantages("grpo", penalised([1.0, 1.0, 1.0, 1.0001], [0.0, 0.1, 0.05, -0.05]))
+    alone = row_advantages("grpo", scored([1.0, 1.0, 1.0, 1.0001], [0] * 4, epsilon=1e-6))
+    assert max(abs(a) for a in found) <= 1.5  # (n - 1) / n^0.5
+    assert found == pytest.approx(alone, abs=0.11)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_pass_at_k"])
+@properties
+@given(
+    spread=st.sampled_from([0.0, 1e-7, 1e-4, 0.003, 1.0, 30.0]), weight=st.sampled_from([0.0, 0.01, 1.0, 100.0]),
+    rows=st.integers(2, 9), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_standardised_advantages_are_bounded_whatever_the_kl(name, spread, weight, rows, seed):
+    scores, penalties = normal(seed, 2, rows).float() * torch.tensor([[spread], [weight]])
+    advantages = torch.tensor(row_advantages(name, penalised((1 + scores).tolist(), penalties.tolist())))
+    # the lead of the best is over the second, which may be as far from the mean on the other side: n^0.5
+    bound = {"grpo": (rows - 1) / rows**0.5, "grpo_pass_at_k": rows**0.5}[name]
+    assert advantages.abs().max() <= bound * (1 + 1e-6)
+    if spread == 0:
+        assert advantages.abs().max() <= 1.0001 * (penalties.max() - penalties.min()) + 1e-6
+
+
+def test_dr_grpo_and_rloo_by_hand():
+    inputs = scored([1.0, 2.0, 6.0], [3, 3, 3])
+    assert row_advantages("dr_grpo", inputs) == [-2.0, -1.0, 3.0]
+    assert row_advantages("rloo", inputs) == [1 - 4.0, 2 - 3.5, 6 - 1.5]
+
+
+def test_opo_by_hand_weighs_scores_by_length():
+    # (1 * 1 + 3 * 5) / 4 = 4
+    assert row_advantages("opo", scored([1.0, 5.0], [0, 0], lengths=[1, 3])) == [-3.0, 1.0]
+
+
+def test_opo_of_a_group_of_empty_answers_is_zero():
+    advantages, returns = ESTIMATORS["opo"](scored([1.0, 5.0, 2.0], [0, 0, 1], lengths=[0, 0, 2]))
+    assert not advantages.any()
+    assert returns.tolist() == [[0.0, 0.0], [0.0, 0.0], [2.0, 2.0]]
+
+
+def test_gpg_by_hand_counts_rows_of_groups_that_differ():
+    # Six rows, of which the last two say nothing: alpha = 6 / 4. A score of 0 in a mixed group is information, and a
+    # row on its group's mean counts as well.
+    scores, groups = [0.0, 0.5, 1.0, 0.5, 1.0, 1.0], [0, 0, 0, 0, 1, 1]
+    assert row_advantages("gpg", scored(scores, groups)) == [-0.75, 0.0, 0.75, 0.0, 0.0, 0.0]
+
+
+def test_pass_at_k_by_hand_rewards_the_best_alone():
+    inputs = scored([1.0, 4.0, 2.5, 3.0, 3.0, 9.0], [0, 0, 0, 1, 1, 2], normalise_std=False)
+    assert row_advantages("grpo_pass_at_k", inputs) == [0.0, 1.5, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_pass_at_k_divides_by_the_deviation_of_the_group():
+    # 1, 2, 6: lead 4, unbiased variance 7.
+    assert row_advantages("grpo_pass_at_k", scored([1.0, 2.0, 6.0], [0, 0, 0])) == pytest.approx([0, 0, 4 / 7**0.5])
+
+
+@pytest.mark.parametrize("name", WITHIN_A_GROUP)
+def test_a_group_of_one_has_advantage_zero(name):
+    inputs = scored([3.0, -2.0, 8.0], [0, 1, 2], lengths=[3, 1, 2], epsilon=1e-6)
+    advantages, returns = ESTIMATORS[name](inputs)
+    assert torch.equal(advantages, torch.zeros(3, 3))
+    assert returns.tolist() == [[3.0] * 3, [-2.0, 0.0, 0.0], [8.0, 8.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", WITHIN_A_GROUP)
+def test_a_group_of_which_one_row_is_not_empty_has_advantage_zero(name):
+    inputs = inputs_of(ragged_mask([3, 0, 0]), groups=[4, 4, 4])
+    assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(3, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("score", [0.1, -0.7, 1e-8, 3e7])
+@pytest.mark.parametrize("name", WITHIN_A_GROUP)
+def test_equal_scores_have_advantage_exactly_zero(name, score):
+    lengths = [5, 3, 1, 2, 4, 4, 2]
+    for epsilon in (1e-6, 1e-30):
+        inputs = scored([score] * 7, [0] * 7, lengths, epsilon=epsilon)
+        assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(7, 5))
+
+
+def test_empty_answers_do_not_count_in_their_group():
+    # 2 and 4 are compared with each other; the empty row's 0 is no score.
+    assert row_advantages("dr_grpo", scored([2.0, 4.0, 9.0], [0, 0, 0], lengths=[1, 2, 0])) == [-1.0, 1.0, 0.0]
+
+
+def test_kl_penalties_are_part_of_the_score_before_the_baseline():
+    # Scores 3 and 3, penalties 0.5 * (1 + 1) and 0.5 * 4: S = 2 and 1.
+    mask = ragged_mask([2, 1])
+    rewards = token_rewards(torch.tensor([3.0, 3.0]), torch.tensor([[1.0, 1.0], [4.0, 9.0]]), mask, 0.5)
+    assert row_advantages("dr_grpo", inputs_of(mask, rewards, [0, 0])) == [0.5, -0.5]
+
+
+def test_reinforce_plus_plus_by_hand():
+    # gamma 0.5, rewards 1, 2, 4: 4; 2 + 2; 1 + 2.
+    advantages, returns = ESTIMATORS["reinforce_plus_plus"](
+        inputs_of(ragged_mask([3, 0], 3), torch.tensor([[1.0, 2.0, 4.0], [9.0, 9.0, 9.0]]), gamma=0.5)
+    )
+    assert advantages.tolist() == [[3.0, 4.0, 4.0], [0.0, 0.0, 0.0]]
+    assert torch.equal(returns, advantages)
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    # S = 7 and 1, mean 4; with gamma 1 the returns-to-go are 7, 6, 4 and 1.
+    rewards = torch.tensor([[1.0, 2.0, 4.0], [1.0, 8.0, 8.0]])
+    advantages, returns = ESTIMATORS["reinforce_plus_plus_baseline"](
+        inputs_of(ragged_mask([3, 1]), rewards, [0, 0], gamma=1.0)
+    )
+    assert advantages.tolist() == [[3.0, 2.0, 0.0], [-3.0, 0.0, 0.0]]
+    assert returns.tolist() == [[7.0, 6.0, 4.0], [1.0, 0.0, 0.0]]
+
+
+def test_reinforce_plus_plus_baseline_matches_a_loop():
+    mask = ragged_mask(LENGTHS)
+    inputs = inputs_of(mask, groups=PROMPTS)
+    returns = returns_by_loop(inputs.rewards.numpy(), mask.numpy(), 0.9)
+    expected = np.zeros(returns.shape)
+    for i, length in enumerate(LENGTHS):
+        mates = [j for j in range(len(LENGTHS)) if PROMPTS[j] == PROMPTS[i] and LENGTHS[j] > 0]
+        if len(mates) > 1:
+            mean = np.mean([float(inputs.rewards[j, : LENGTHS[j]].sum()) for j in mates])
+            expected[i, :length] = [returns[i, t] - mean * 0.9 ** (length - 1 - t) for t in range(length)]
+    np.testing.assert_allclose(ESTIMATORS["reinforce_plus_plus_baseline"](inputs)[0].numpy(), expected, atol=1e-10)
+
+
+def test_remax_by_hand_and_against_a_loop():
+    mask = ragged_mask(LENGTHS)
+    inputs = inputs_of(mask)
+    advantages, returns = ESTIMATORS["remax"](inputs)
+    expected = returns_by_loop(inputs.rewards.numpy(), mask.numpy(), 0.9)
+    np.testing.assert_allclose(returns.numpy(), expected, atol=1e-10)
+    for i, length in enumerate(LENGTHS):
+        for t in range(length):
+            expected[i, t] -= float(inputs.baselines[i]) * 0.9 ** (length - 1 - t)
+    np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-10)
+    assert row_advantages("remax", scored([3.0, 1.0], [0, 0], baselines=torch.tensor([2.0, 5.0]))) == [1.0, -4.0]
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "remax"])
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_a_score_that_equals_its_baseline_has_advantage_exactly_zero_for_every_gamma(name, gamma):
+    inputs = scored([0.7] * 3, [0] * 3, [4, 1, 3], gamma=gamma, baselines=torch.tensor([0.7] * 3))
+    assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(3, 4))
+
+
+def test_remax_discounts_its_baseline_by_hand():
+    # gamma 0.5, score 3 on the last of three tokens, baseline 1: 2, discounted by 0, 1 and 2 tokens
+    inputs = scored([3.0], [0], [3], gamma=0.5, baselines=torch.tensor([1.0]))
+    assert ESTIMATORS["remax"](inputs)[0].tolist() == [[0.5, 1.0, 2.0]]
+
+
+def test_gae_passes_all_of_its_inputs_on():
+    # gamma 0.5, lam 0.5; rewards 1, 2, 4; values 2, 4, 8, as in test_advantages.
+    rewards, values = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[2.0, 4.0, 8.0]])
+    inputs = inputs_of(ragged_mask([3]), rewards, values=values, gamma=0.5, lam=0.5)
+    advantages, returns = ESTIMATORS["gae"](inputs)
+    assert advantages.tolist() == [[1.25, 1.0, -4.0]]
+    assert returns.tolist() == [[3.25, 5.0, 4.0]]
+    advantages, _ = ESTIMATORS["gae"](inputs_of(ragged_mask([3]), rewards, values=values, gamma=0.5, lam=0.0))
+    assert advantages.tolist() == [[1.0, 2.0, -4.0]]
+
+
+def test_what_is_missing_is_an_error():
+    mask = ragged_mask([2, 1])
+    with pytest.raises(ValueError, match="critic"):
+        ESTIMATORS["gae"](inputs_of(mask, values=None))
+    with pytest.raises(ValueError, match="greedy"):
+        ESTIMATORS["remax"](inputs_of(mask, baselines=None))
+
+
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae", "remax"}))
+def test_the_others_need_neither_critic_nor_greedy_answer(name):
+    advantages, _ = ESTIMATORS[name](inputs_of(ragged_mask(LENGTHS), groups=PROMPTS, values=None, baselines=None))
+    assert torch.isfinite(advantages).all()
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@properties
+@given(filling=fillings, columns=st.integers(0, 3), shuffle=st.randoms(use_true_random=False))
+def test_padding_and_the_order_of_rows_change_nothing(name, filling, columns, shuffle):
+    mask = ragged_mask(LENGTHS)
+    inputs = inputs_of(mask, groups=PROMPTS)
+    order = shuffle.sample(range(len(LENGTHS)), len(LENGTHS))
+
+    def disturbed(values):
+        return widened(values.masked_fill(~mask, filling), columns, filling)[order]
+
+    other = AdvantageInputs(
+        disturbed(inputs.rewards),
+        disturbed(inputs.values),
+        widened(mask, columns, False)[order],
+        inputs.groups[order] * 1000 - 3,
+        inputs.baselines[order],
+        inputs.gamma,
+        inputs.lam,
+    )
+    for result, expected in zip(ESTIMATORS[name](other), ESTIMATORS[name](inputs), strict=True):
+        torch.testing.assert_close(result, widened(expected, columns, 0.0)[order])
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_fp32_stays_fp32(name):
+    inputs = inputs_of(ragged_mask(LENGTHS), normal(0, 8, 5).float(), PROMPTS, values=normal(1, 8, 5).float())
+    inputs = AdvantageInputs(**{**vars(inputs), "baselines": inputs.baselines.float()})
+    assert [x.dtype for x in ESTIMATORS[name](inputs)] == [torch.float32] * 2
+
+
+def test_small_differences_of_large_scores_survive_fp32():
+    # 3e6 and 3e6 + 0.25: distances to the best are exact.
+    assert row_advantages("dr_grpo", scored([3e6, 3e6 + 0.25], [0, 0])) == [-0.125, 0.125]
+
+
+def test_returns_to_go_step_over_gaps():
+    # Tokens 0, 1, 3, 5 of a row: the gaps neither end the episode nor count as a step.
+    mask, rewards = gapped_mask(), normal(3, 5, 6)
+    returns = returns_to_go(rewards, mask, 0.5)
+    np.testing.assert_allclose(returns.numpy(), returns_by_loop(rewards.numpy(), mask.numpy(), 0.5), atol=1e-12)
+    by_hand = rewards[0, 1] + 0.5 * rewards[0, 3] + 0.25 * rewards[0, 5]
+    assert returns[0, 1].item() == pytest.approx(by_hand.item())
+
+
+def test_gae_steps_over_gaps():
+    mask, rewards, values = gapped_mask(), normal(3, 5, 6), normal(4, 5, 6)
+    advantages, returns = gae(rewards, values, mask, 0.9, 0.8)
+    for row in range(5):
+        keep = mask[row]
+        # the row without its gaps
+        short = (x[row, keep].unsqueeze(0) for x in (rewards, values))
+        expected = gae(*short, torch.ones(1, int(keep.sum())).bool(), 0.9, 0.8)
+        torch.testing.assert_close(advantages[row, keep], expected[0][0])
+        torch.testing.assert_close(returns[row, keep], expected[1][0])
+    assert not advantages[~mask].any()
+    assert not returns[~mask].any()
+
+
+def test_the_score_lands_on_the_last_token_of_a_row_with_gaps():
+    rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.zeros(5, 6), gapped_mask(), 0.1)
+    assert rewards.nonzero().tolist() == [[0, 5], [2, 2], [3, 5], [4, 3]]
+    assert rewards.sum(dim=1).tolist() == [1.0, 0.0, 3.0, 4.0, 5.0]
+
+
+def test_no_rows_of_width_zero_and_no_rows_at_all():
+    for shape in ((2, 0), (0, 3)):
+        mask = torch.zeros(shape, dtype=torch.bool)
+        for name in ESTIMATORS:
+            advantages, returns = ESTIMATORS[name](inputs_of(mask))
+            assert advantages.shape == returns.shape == shape
+            assert not math.isnan(advantages.sum().item())

@@ -1,0 +1,186 @@
+"""Which changed settings stop a resumed run, and what is said of them."""
+
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dschat_ppo.checkpoint.config_diff import FACTORS_OF, FLAGS, HARMLESS, Change, compare, refuse, report
+from dschat_ppo.config.batch_plan import plan_ppo
+from dschat_ppo.config.cli import flatten, parse
+from dschat_ppo.errors import UserError
+from dschat_ppo.ppo.train_ppo import derived_batch_sizes
+
+SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
+PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "--data_path", "d", "--output_dir", "o"]
+FOLDER = Path("output/checkpoints/step_000004")
+PLANS = {"sft": {"rows_per_update": 16}, "ppo": {"rows_per_update": 16, "rows_per_step": 32}}
+
+
+@cache
+def config_of(step, *words):
+    return flatten(parse(step, [*(PPO if step == "ppo" else SFT), *words])) | PLANS.get(step, PLANS["sft"])
+
+
+def changed(step, *words):
+    """As after a run: the former configuration comes from a file of JSON."""
+    saved = json.loads(json.dumps(config_of(step)))
+    return {change.name: change for change in compare(saved, config_of(step, *words))}
+
+
+def test_every_flag_of_the_tables_is_one():
+    assert set(HARMLESS) <= FLAGS
+    assert set(FACTORS_OF) <= FLAGS
+    assert not set(HARMLESS) & set(FACTORS_OF)
+
+
+def test_the_flags_are_those_of_the_command_lines():
+    lines = ("sft", "reward", "ppo")
+    assert set().union(*(flatten(parse(step, PPO if step == "ppo" else SFT)) for step in lines)) == FLAGS
+
+
+@pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
+def test_the_same_command_changes_nothing(step):
+    assert changed(step) == {}
+    assert report([]) == ""
+    refuse(FOLDER, [], force=False)
+
+
+HARMLESS_WORDS = [
+    ("sft", "--output_dir moved"), ("sft", "--overwrite_output_dir True"), ("sft", "--save_steps 5"),
+    ("sft", "--resume never"), ("sft", "--resume_force True"), ("sft", "--collective_timeout 60"),
+    ("sft", "--on_nonfinite skip"), ("sft", "--zero_stage 2"), ("sft", "--gradient_checkpointing True"),
+    ("sft", "--preprocessing_num_workers 4"), ("sft", "--per_device_eval_batch_size 3"), ("sft", "--print_loss True"),
+    ("sft", "--per_device_train_batch_size 4"), ("sft", "--gradient_accumulation_steps 4"),
+    ("sft", "--deterministic True"), ("sft", "--resize_vocabulary True"),
+    ("reward", "--num_padding_at_beginning 0"), ("reward", "--offload_reference_model True"),
+    ("ppo", "--actor_zero_stage 3"), ("ppo", "--micro_batch_tokens 4096"), ("ppo", "--rollout_engine padded"),
+    ("ppo", "--rollout_rows 7"), ("ppo", "--prepack_weights False"), ("ppo", "--reward_workers 5"),
+    ("ppo", "--remote_reward_timeout 5"), ("ppo", "--generation_batches 2"), ("ppo", "--print_answers True"),
+    ("ppo", "--per_device_training_batch_size 4"), ("ppo", "--per_device_generation_batch_size 4"),
+]  # fmt: skip
+SERIOUS_WORDS = [
+    ("sft", "--learning_rate 2e-3"), ("sft", "--seed 2"), ("sft", "--dtype fp32"), ("sft", "--data_path a b"),
+    ("sft", "--num_train_epochs 2"), ("sft", "--model_name_or_path n"), ("sft", "--max_seq_len 256"),
+    ("sft", "--eval_fraction 0.1"), ("sft", "--train_on_prompt True"), ("sft", "--dropout 0.0"),
+    ("sft", "--deepspeed_config file.json"), ("sft", "--data_split 1,1,1"), ("sft", "--max_grad_norm 0"),
+    ("reward", "--objective dpo"), ("reward", "--use_margin False"),
+    ("ppo", "--kl_coef 0.2"), ("ppo", "--temperature 0.9"), ("ppo", "--ppo_epochs 2"), ("ppo", "--reward_default 1"),
+    ("ppo", "--n_samples_per_prompt 2"), ("ppo", "--old_logprobs recompute"), ("ppo", "--align_overflow True"),
+    ("ppo", "--stop_strings a b"), ("ppo", "--remote_reward_url http://h:1/r"), ("ppo", "--target_kl 0.1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step, words", HARMLESS_WORDS)
+def test_what_computes_the_same_does_not_stop_a_run(step, words):
+    [change] = changed(step, *words.split()).values()
+    assert not change.matters
+    assert change.name == words.split()[0].removeprefix("--")
+    refuse(FOLDER, [change], force=False)
+
+
+@pytest.mark.parametrize("step, words", SERIOUS_WORDS)
+def test_what_computes_something_else_stops_it(step, words):
+    [change] = changed(step, *words.split()).values()
+    assert change.matters
+    with pytest.raises(UserError, match=change.name):
+        refuse(FOLDER, [change], force=False)
+    refuse(FOLDER, [change], force=True)
+
+
+def test_other_rows_of_a_step_matter_and_their_factors_alone_do_not():
+    saved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows_per_update": 8}
+    halved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "rows_per_update": 8}
+    fewer_ranks = {**saved, "rows_per_update": 4}
+    assert [c.matters for c in compare(saved, halved)] == [False]
+    assert [(c.name, c.matters) for c in compare(saved, fewer_ranks)] == [("rows_per_update", True)]
+
+
+@pytest.mark.parametrize("flag, product", FACTORS_OF.items())
+def test_a_factor_matters_where_its_product_is_not_known_on_both_sides(flag, product):
+    for saved_product, now_product, matters in ((1, 1, False), (None, 1, True), (1, None, True), (None, None, True)):
+        saved = {flag: 1} | ({product: saved_product} if saved_product else {})
+        now = {flag: 2} | ({product: now_product} if now_product else {})
+        assert {c.name: c.matters for c in compare(saved, now)}[flag] is matters
+
+
+@pytest.mark.parametrize("flag, other", [
+    ("per_device_training_batch_size", "rows_per_step"),
+    ("per_device_train_batch_size", "rows_per_step"),
+    ("gradient_accumulation_steps", "rows_per_step"),
+    ("per_device_generation_batch_size", "rows_per_update"),
+    ("generation_batches", "rows_per_update"),
+])  # fmt: skip
+def test_the_rows_of_an_update_do_not_excuse_those_of_a_step_nor_the_other_way_round(flag, other):
+    saved = {flag: 1, other: 8}
+    assert compare(saved, {**saved, flag: 2})[0].matters
+
+
+def test_a_flag_that_one_side_does_not_know_matters():
+    assert compare({"new_flag": None}, {}) == [Change("new_flag", "None", None, True)]
+    assert compare({}, {"new_flag": 3}) == [Change("new_flag", None, "3", True)]
+    assert [c.matters for c in compare({}, {"rollout_rows": 3})] == [False]
+
+
+def test_changes_that_matter_come_first_in_the_order_of_the_command_line():
+    saved = {"a": 1, "output_dir": "x", "b": 1, "gone": 1, "save_steps": 1}
+    now = {"save_steps": 2, "b": 2, "output_dir": "y", "a": 2}
+    assert [c.name for c in compare(saved, now)] == ["b", "a", "gone", "save_steps", "output_dir"]
+
+
+def test_the_report_is_a_diff():
+    saved = {"learning_rate": 1e-3, "data_path": ["a b"], "rows_per_update": 8, "stop_strings": [], "seed": 0, "old": 1}
+    now = {"learning_rate": 2e-3, "data_path": ["a", "b"], "rows_per_update": 4, "stop_strings": ("é",), "seed": None}
+    assert report(compare(saved, {**now, "eot_token": ""})).splitlines() == [
+        "- --learning_rate 0.001",
+        "+ --learning_rate 0.002",
+        '- --data_path ["a b"]',
+        '+ --data_path ["a", "b"]',
+        "- rows_per_update 8",
+        "+ rows_per_update 4",
+        "- --stop_strings []",
+        '+ --stop_strings ["é"]',
+        "- --seed 0",
+        "+ --seed None",
+        "- old 1",
+        '+ --eot_token ""',
+    ]
+
+
+def test_a_refusal_shows_what_matters_alone_and_the_ways_out():
+    changes = compare({"seed": 1, "save_steps": 1}, {"seed": 2, "save_steps": 2})
+    with pytest.raises(UserError) as refusal:
+        refuse(FOLDER, changes, force=False)
+    text = str(refusal.value)
+    assert text.startswith(f"{FOLDER} was saved under settings")
+    assert "- --seed 1\n+ --seed 2\n" in text
+    assert "save_steps" not in text
+    assert all(way in text for way in ("--resume_force", "--overwrite_output_dir", "another --output_dir"))
+
+
+def test_a_refusal_shows_the_flags_that_a_product_is_made_of():
+    saved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows_per_update": 8, "zero_stage": 2}
+    now = {**saved, "per_device_train_batch_size": 2, "rows_per_update": 4, "zero_stage": 3}
+    with pytest.raises(UserError) as refusal:
+        refuse(FOLDER, compare(saved, now), force=False)
+    shown = [line for line in str(refusal.value).splitlines() if line.startswith(("- ", "+ "))]
+    flag = "--per_device_train_batch_size"
+    assert shown == ["- rows_per_update 8", "+ rows_per_update 4", f"- {flag} 4", f"+ {flag} 2"]
+
+
+@pytest.mark.parametrize("words, refused", [("--dynamic_sampling", True), ("", False)])
+def test_another_number_of_ranks_matters_to_dynamic_sampling_alone(words, refused):
+    found = []
+    for ranks, rows in ((2, 4), (1, 8)):
+        sizes = f"--per_device_generation_batch_size {rows} --per_device_training_batch_size {rows}"
+        config = parse("ppo", [*PPO, *f"{sizes} --n_samples_per_prompt 2 {words}".split()])
+        found.append(flatten(config) | derived_batch_sizes(config, plan_ppo(config.ppo, 64, ranks)))
+    serious = [(change.name, change.before, change.after) for change in compare(*found) if change.matters]
+    assert serious == ([("ranks", "2", "1")] if refused else [])
+
+
+def test_a_change_cannot_be_altered():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Change("a", "1", "2", True).matters = False

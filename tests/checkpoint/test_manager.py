@@ -1,0 +1,313 @@
+"""When checkpoints are saved, and what they say; engines and trainer are stand-ins."""
+
+import hashlib
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dschat_ppo.checkpoint import manager
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.manager import CheckpointManager
+from dschat_ppo.checkpoint.manifest import Manifest, damage
+from dschat_ppo.checkpoint.resume import RunIdentity
+from dschat_ppo.checkpoint.state_file import load_state
+from dschat_ppo.common import dist
+from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError
+from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.runtime import stop_requests
+
+ABOUT = RunIdentity("ppo", {"seed": 7}, "f" * 64)
+NEVER = SafetyFlags(save_minutes=0, save_total_limit=99)
+
+
+class Trainer:
+    """A `Resumable` whose engines are texts."""
+
+    def __init__(self):
+        self.position, self.is_best, self.loaded = (0, 0), False, None
+        self.engines_to_save = {"actor": "A", "critic": "C"}
+
+    def shared_state(self):
+        return {"at": list(self.position)}
+
+    def rank_state(self):
+        return {"mine": 1}
+
+    def load_state(self, shared, ranks):
+        self.loaded = shared, ranks
+
+
+class Run:
+    """A keeper with all that it works on."""
+
+    def __init__(self, output: Path, flags: SafetyFlags, saved: tuple[int, int] | None = None):
+        self.folder, self.trainer = CheckpointFolder(output), Trainer()
+        self.metrics = MetricsWriter(output, None)
+        self.keeper = CheckpointManager(output, self.trainer, flags, ABOUT, self.metrics, saved)
+
+    def at(self, *position: int) -> list[str]:
+        """Pass by at this position, with all that was begun before on the disk; names of the checkpoints then."""
+        while not self.keeper._files.done():
+            time.sleep(0.001)
+        self.trainer.position = position
+        self.keeper.save_if_due()
+        return self.folder.names()
+
+    def hold(self) -> threading.Event:
+        """Let the files wait until the event is set (or, where nobody sets it, for some seconds)."""
+        gate = threading.Event()
+        self.keeper._files._thread.submit(gate.wait, 3)
+        return gate
+
+    def manifest(self, name: str) -> Manifest:
+        return Manifest.read(self.folder.root / name)
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Names of the engines that were saved, in order; each gives one file."""
+    saved = []
+
+    def save_engine(engine, folder, files):
+        saved.append(engine)
+        files.save({"weights": torch.full((3,), float(len(saved)))}, str(folder / "state" / "weights.pt"))
+
+    monkeypatch.setattr(manager, "save_engine", save_engine)
+    monkeypatch.setattr(manager, "require_finite_weights", lambda role, engine: None)
+    return saved
+
+
+def test_saves_are_by_count_between_steps_and_become_checkpoints_at_a_later_boundary(tmp_path, engines):
+    run = Run(tmp_path, SafetyFlags(save_steps=2, save_minutes=0, save_total_limit=99))
+    assert run.at(1, 0) == run.at(1, 1) == run.at(1, 2) == run.at(2, 0) == []
+    assert sorted(os.listdir(run.folder.root)) == ["step_000002.partial"]
+    assert run.at(2, 0) == run.at(2, 1) == run.at(3, 0) == run.at(4, 0) == ["step_000002"]
+    assert run.at(4, 2) == ["step_000002", "step_000004"]
+    assert engines == ["A", "C"] * 2
+    run = Run(tmp_path, SafetyFlags(save_steps=4, save_minutes=0, save_total_limit=99), saved=(4, 0))
+    assert run.at(4, 0) == run.at(4, 1) == ["step_000002", "step_000004"] and len(engines) == 4
+    run = Run(tmp_path, NEVER)
+    assert run.at(1, 0) == run.at(2, 0) == ["step_000002", "step_000004"] and len(engines) == 4
+
+
+def test_saves_by_time_are_that_old_each(tmp_path, engines, monkeypatch):
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+    monkeypatch.setattr(manager, "time", clock)
+    run = Run(tmp_path, SafetyFlags(save_minutes=2, save_total_limit=99))
+    for now, position, saves in (
+        (119, (1, 1), 0),
+        (121, (1, 2), 1),
+        (240, (1, 3), 1),
+        (242, (3, 0), 2),
+        (243, (3, 1), 2),
+    ):
+        clock.now = 1000.0 + now
+        run.at(*position)
+        assert len(engines) == 2 * saves, now
+    assert run.folder.names() == ["step_000001_update_0002", "step_000003"]
+    run = Run(tmp_path, NEVER)
+    clock.now += 1e6
+    run.at(4, 0)
+    assert len(engines) == 4
+
+
+def test_training_does_not_wait_for_files_and_a_checkpoint_does(tmp_path, engines):
+    run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0, save_total_limit=99))
+    gate = run.hold()
+    run.trainer.position = (1, 0)
+    run.keeper.save_if_due()
+    run.trainer.position = (1, 1)
+    run.keeper.save_if_due()
+    assert run.folder.names() == [] and not gate.is_set()
+    threading.Timer(0.1, gate.set).start()
+    run.trainer.position = (2, 0)
+    run.keeper.save_if_due()  # waits for the first one
+    assert gate.is_set() and run.folder.names() == ["step_000001"]
+    run.keeper.finish()
+    assert run.folder.names() == ["step_000001", "step_000002"]
+    assert all(damage(run.folder.root / name) is None for name in run.folder.names())
+
+
+def test_the_end_is_saved_once(tmp_path, engines):
+    run = Run(tmp_path, NEVER)
+    run.trainer.position = (3, 0)
+    run.keeper.finish()
+    assert run.folder.names() == ["step_000003"]
+    run.keeper.finish()
+    Run(tmp_path, NEVER, saved=(0, 0)).keeper.finish()
+    assert engines == ["A", "C"]
+    Run(tmp_path, NEVER).keeper.finish()
+    assert run.folder.names() == ["step_000000", "step_000003"]
+
+
+def test_a_stop_is_saved_and_says_where(tmp_path, engines, monkeypatch):
+    run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0))
+    assert run.at(1, 0) == [] and not run.keeper.stop_requested()
+    monkeypatch.setattr(stop_requests, "requested", lambda: True)
+    assert run.keeper.stop_requested()
+    with pytest.raises(StopRequested, match="checkpoints/step_000001_update_0002; run the same command again"):
+        run.at(1, 2)
+    assert run.folder.names() == ["step_000001", "step_000001_update_0002"]
+    with pytest.raises(StopRequested, match="step_000001_update_0002"):
+        run.at(1, 2)
+    assert len(engines) == 4
+
+
+def test_a_manifest_is_of_the_moment_of_the_save(tmp_path, engines):
+    run = Run(tmp_path, SafetyFlags(save_steps=5, save_minutes=0))
+    run.metrics.write(1, {"a": 1.0})
+    length = (tmp_path / "metrics.jsonl").stat().st_size
+    run.trainer.is_best = True
+    run.at(5, 0)
+    run.metrics.write(2, {"a": 1.0})
+    run.trainer.is_best = False
+    assert run.at(5, 3) == ["step_000005"]
+    folder, manifest = run.folder.root / "step_000005", run.manifest("step_000005")
+    assert (manifest.kind, manifest.step, manifest.update, manifest.world_size) == ("ppo", 5, 0, 1)
+    assert (manifest.config, manifest.data, manifest.best) == ({"seed": 7}, "f" * 64, True)
+    assert manifest.metrics_offset == length > 0
+    assert manifest.versions["torch"] == torch.__version__ and "dschat_ppo" in manifest.versions
+    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "metrics.jsonl").read_bytes()[:length]
+    paths = ["actor/state/weights.pt", "critic/state/weights.pt", "metrics.jsonl", "rank_0.pt", "shared.pt"]
+    assert sorted(manifest.files) == paths
+    for path in paths:
+        content = (folder / path).read_bytes()
+        assert manifest.files[path] == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert load_state(folder / "shared.pt") == {"at": [5, 0]}
+    mine = load_state(folder / "rank_0.pt")
+    assert mine["mine"] == 1 and torch.equal(mine["random"]["torch"], torch.get_rng_state())
+
+
+def test_the_newest_and_the_best_stay(tmp_path, engines):
+    run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0, save_total_limit=1))
+    stay = []
+    for step, best in enumerate([True, True, False, False, True], start=1):
+        run.trainer.is_best = best
+        run.at(step, 0)
+        stay.append(run.at(step, 1))
+    one, two, three, four, five = ([f"step_00000{step}"] for step in range(1, 6))
+    assert stay == [one, two, two + three, two + four, five]
+    assert run.folder.best() == "step_000005"
+
+
+@pytest.mark.parametrize("bad", ["actor", "critic"])
+def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_is(tmp_path, engines, monkeypatch, bad):
+    """That one is still being written when they are found."""
+
+    def refuse(role, engine):
+        if role == bad:
+            raise NonFiniteError(f"{role}: {engine}")
+
+    run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0))
+    gate = run.hold()
+    run.trainer.position = (1, 0)
+    run.keeper.save_if_due()
+    monkeypatch.setattr(manager, "require_finite_weights", refuse)
+    run.trainer.position = (2, 0)
+    threading.Timer(0.1, gate.set).start()
+    with pytest.raises(NonFiniteError, match=f"{bad}: {run.trainer.engines_to_save[bad]}"):
+        run.keeper.save_if_due()
+    monkeypatch.setattr(stop_requests, "requested", lambda: True)
+    for end in (run.keeper.save_if_due, run.keeper.finish):  # not at a stop and not at the end either
+        with pytest.raises(NonFiniteError):
+            end()
+    assert sorted(path.name for path in run.folder.root.iterdir()) == ["latest", "step_000001"]
+    assert run.folder.newest_intact() == ("step_000001", []) and engines == ["A", "C"]
+
+
+@pytest.mark.parametrize("what", ["folders", "engine", "small files", "commit"])
+def test_a_disk_that_refuses_is_told_and_leaves_no_checkpoint(tmp_path, engines, monkeypatch, what):
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    run = Run(tmp_path, NEVER)
+    if what == "folders":
+        (tmp_path / "checkpoints").write_text("in the way")
+    elif what == "engine":
+        monkeypatch.setattr(manager, "save_engine", lambda engine, folder, files: files.save({}, f"{folder}/no/file"))
+    elif what == "small files":
+        monkeypatch.setattr(manager, "save_state", refuse)
+    else:
+        monkeypatch.setattr(CheckpointFolder, "commit", refuse)
+    run.trainer.position, run.trainer.is_best = (2, 0), True
+    with pytest.raises(StorageError, match="cannot be written"):
+        run.keeper.finish()
+    assert run.folder.names() == [] and not (run.folder.root / "best").exists()
+
+
+@pytest.mark.parametrize("what", ["engine", "small files"])
+def test_what_one_rank_cannot_write_all_ranks_learn(tmp_path, engines, monkeypatch, what):
+    """Another rank has written all of its own, and waits in the gathering for what this one says."""
+
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    heard = []
+
+    def gather(mine):
+        heard.extend(problem for _, problem in mine if problem)
+        return [mine, [({}, None), ({}, None)]]
+
+    if what == "engine":
+        monkeypatch.setattr(manager, "save_engine", lambda engine, folder, files: files.save({}, f"{folder}/no/file"))
+    else:
+        monkeypatch.setattr(manager, "save_state", refuse)
+    monkeypatch.setattr(dist, "gather_objects", gather)
+    run = Run(tmp_path, NEVER)
+    with pytest.raises(StorageError) as problem:
+        run.keeper.finish()
+    assert heard == [str(problem.value)]
+
+
+def test_what_another_rank_cannot_write_leaves_no_checkpoint(tmp_path, engines, monkeypatch):
+    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [({}, None), ({}, "rank 1: no space")]])
+    run = Run(tmp_path, NEVER)
+    with pytest.raises(StorageError, match="rank 1: no space"):
+        run.keeper.finish()
+    assert run.folder.names() == []
+
+
+def test_the_files_of_all_ranks_are_in_the_manifest(tmp_path, engines, monkeypatch):
+    run = Run(tmp_path, NEVER)
+
+    def gather(mine):
+        (run.folder.root / "step_000000.partial/rank_1.pt").write_bytes(b"four")
+        return [mine, [({"rank_1.pt": {"bytes": 4, "sha256": hashlib.sha256(b"four").hexdigest()}}, None), ({}, None)]]
+
+    monkeypatch.setattr(dist, "gather_objects", gather)
+    run.keeper.finish()
+    assert {"rank_0.pt", "rank_1.pt", "shared.pt"} < set(run.manifest("step_000000").files)
+    assert damage(run.folder.root / "step_000000") is None
+
+
+@pytest.mark.parametrize(
+    ("other", "ends"), [([1, 0, 0], True), ([0, 1, 0], False), ([0, 0, 1], False), ([0, 0, 0], False)]
+)
+def test_the_ranks_stop_save_and_wait_together(tmp_path, engines, monkeypatch, other, ends):
+    """Another rank is asked to stop, or it is time there, or its files are not written yet."""
+    run = Run(tmp_path, SafetyFlags(save_steps=4, save_minutes=0))
+    run.at(4, 0)
+    assert len(engines) == 2
+    theirs = torch.tensor(other, dtype=torch.int32)
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda mine, op="sum": (torch.maximum if op == "max" else torch.minimum)(mine, theirs)
+    )
+    if other[0]:
+        with pytest.raises(StopRequested):
+            run.at(4, 1)
+    else:
+        assert run.at(4, 1) == ([] if other[2] else ["step_000004"])
+    assert len(engines) == (4 if other[0] or other[1] else 2)
+
+
+def test_other_ranks_leave_the_clock_to_the_first(tmp_path, engines, monkeypatch):
+    run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0))
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    run.at(1, 0)
+    assert engines == []

@@ -1,0 +1,121 @@
+"""`metrics.jsonl` of a run that goes on holds what the run wrote, and what else was there is kept."""
+
+import json
+
+import pytest
+import torch
+from stub_runs import Trainer, config_of, open_run, run, steps_of
+
+from dschat_ppo.checkpoint.manifest import Manifest
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import UserError
+from dschat_ppo.session import begin_run
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(logger(), "warning", lines.append)
+    return lines
+
+
+def doubled(lines):
+    return [lines[0], *lines]
+
+
+def by_hand(lines):
+    return [*lines, b'{"note": "learning rate looks low"}\n']
+
+
+DAMAGE = {
+    "a line twice": doubled,
+    "the last line twice": lambda lines: [*lines, lines[-1]],
+    "CRLF": lambda lines: [line.replace(b"\n", b"\r\n") for line in lines],
+    "zeros": lambda lines: [bytes(len(b"".join(lines)))],
+    "zeros in a line": lambda lines: [lines[0], bytes(len(lines[1])), *lines[2:]],
+    "a line by hand": by_hand,
+    "a line by hand at the start": lambda lines: [b'{"note": 1}\n', *lines],
+    "another number": lambda lines: [line.replace(b'"a": 1.0', b'"a": 2.0') for line in lines],
+    "cut": lambda lines: [lines[0], lines[1][:5]],
+    "empty": lambda lines: [],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_metrics_that_the_run_did_not_write_are_kept_and_replaced_by_those_of_the_checkpoint(tmp_path, said, damage):
+    run(tmp_path, 3)
+    place = tmp_path / "metrics.jsonl"
+    written = place.read_bytes()
+    changed = b"".join(damage(written.splitlines(keepends=True)))
+    place.write_bytes(changed)
+    assert run(tmp_path, 5).position == (5, 0)
+    assert place.read_bytes().startswith(written) and steps_of(tmp_path) == [1, 2, 3, 4, 5]
+    assert len(said) == 1 and f"{place} is not as the run wrote it" in said[0]
+    assert "step_000003" in said[0]
+    if changed:
+        assert (tmp_path / "metrics.1.jsonl").read_bytes() == changed and "kept as metrics.1.jsonl" in said[0]
+    else:
+        assert not (tmp_path / "metrics.1.jsonl").exists()
+
+
+def test_metrics_that_are_gone_are_written_again(tmp_path, said):
+    run(tmp_path, 3)
+    written = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").unlink()
+    run(tmp_path, 4)
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(written) and steps_of(tmp_path) == [1, 2, 3, 4]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("later", [b"", b'{"step": 4}\n{"step": 5}\n', b'{"step": 4}\n{"st', bytes(40)])
+def test_what_the_run_itself_wrote_after_the_checkpoint_is_no_damage(tmp_path, said, later):
+    run(tmp_path, 3)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(later)
+    run(tmp_path, 4)
+    assert steps_of(tmp_path) == [1, 2, 3, 4] and said == []
+    assert not (tmp_path / "metrics.1.jsonl").exists()
+
+
+def test_a_checkpoint_without_a_copy_is_gone_on_from_as_before(tmp_path, said):
+    run(tmp_path, 3)
+    folder = tmp_path / "checkpoints/step_000003"
+    manifest = Manifest.read(folder)
+    manifest.files.pop("metrics.jsonl")
+    (folder / "metrics.jsonl").unlink()
+    manifest.write(folder)
+    run(tmp_path, 4)
+    assert steps_of(tmp_path) == [1, 2, 3, 4] and said == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "config.yaml"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_folder_in_the_place_of_a_file_is_one_line_before_anything_is_changed(tmp_path, monkeypatch, name, saved):
+    locks = {}
+    monkeypatch.setattr(begin_run, "_LOCKED", locks)
+    monkeypatch.setattr(
+        begin_run, "init_process_group", lambda folder: torch.device("cpu")
+    )  # other tests share this process
+    monkeypatch.setattr(begin_run.watchdog, "start", lambda seconds: None)
+    monkeypatch.setattr(begin_run, "keep_log", lambda folder: None)
+    output = tmp_path / "out"
+    if saved:
+        run(output, 2)
+    (output / name).unlink(missing_ok=True)
+    (output / name).mkdir(parents=True)
+    config = config_of(output)
+    with pytest.raises(UserError, match=f"{name} is a folder, but the run writes a file of that name") as raised:
+        begin_run.begin("sft", config, config.run, [])
+    locks[output.resolve()].release()
+    assert "\n" not in str(raised.value) and (output / name).is_dir()
+
+
+def test_the_copy_is_of_the_moment_of_the_checkpoint(tmp_path):
+    run(tmp_path, 3, "--save_steps", "1", "--save_total_limit", "3")
+    for step in (1, 2, 3):
+        lines = (tmp_path / f"checkpoints/step_{step:06d}/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, step + 1))
+    trainer = Trainer()
+    earlier = open_run(tmp_path, "--resume", str(tmp_path / "checkpoints/step_000001"))
+    earlier.train(trainer, trainer.to(2))
+    assert steps_of(tmp_path) == [1, 2]

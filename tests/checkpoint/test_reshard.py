@@ -1,0 +1,121 @@
+"""Pieces of parameters from one layout into another, without engines."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dschat_ppo.checkpoint.reshard import (
+    Fragment,
+    Shard,
+    _require_same_parameters,
+    gather,
+    partitioned_fragments,
+    read_shards,
+)
+from dschat_ppo.errors import UserError
+
+SHAPES = [{"a": torch.Size([2, 3]), "b": torch.Size([1])}, {"c": torch.Size([5])}]
+
+
+def test_zero_3_pads_each_parameter_and_cuts_it_into_equal_parts():
+    # three ranks: a is 2 + 2 + 2, b is 1 + nothing + nothing, c is 2 + 2 + 1
+    assert partitioned_fragments(SHAPES, 0, 3) == [
+        Fragment("a", 0, 2, 0, 0), Fragment("b", 0, 1, 0, 2), Fragment("c", 0, 2, 1, 0),
+    ]  # fmt: skip
+    assert partitioned_fragments(SHAPES, 1, 3) == [Fragment("a", 2, 2, 0, 0), Fragment("c", 2, 2, 1, 0)]
+    assert partitioned_fragments(SHAPES, 2, 3) == [Fragment("a", 4, 2, 0, 0), Fragment("c", 4, 1, 1, 0)]
+    # four ranks: c is 2 + 2 + 1 + nothing
+    assert partitioned_fragments(SHAPES, 3, 4) == []
+    assert partitioned_fragments([{"d": torch.Size([9]), "e": torch.Size([2])}], 3, 4) == []
+    # padding lies between parameters: d is 2 + 2 + 1, e is 1 + 1 + 1
+    assert partitioned_fragments([{"d": torch.Size([5]), "e": torch.Size([3])}], 2, 3) == [
+        Fragment("d", 4, 1, 0, 0), Fragment("e", 2, 1, 0, 2),
+    ]  # fmt: skip
+    assert partitioned_fragments([{"d": torch.Size([9]), "e": torch.Size([3])}], 2, 4) == [
+        Fragment("d", 6, 3, 0, 0), Fragment("e", 2, 1, 0, 3),
+    ]  # fmt: skip
+
+
+def test_pieces_go_where_they_belong_and_padding_is_zero():
+    whole = Shard(
+        [Fragment("a", 0, 6, 0, 1), Fragment("b", 0, 1, 1, 0)],
+        [{"fp32": torch.tensor([99.0, 1, 2, 3, 4, 5, 6])}, {"fp32": torch.tensor([7.0, 99])}],
+        0,
+    )
+    wanted = [Fragment("b", 0, 1, 0, 4), Fragment("a", 2, 3, 0, 0)]
+    [found] = gather([whole], wanted, [6])
+    assert set(found) == {"fp32"}
+    assert found["fp32"].tolist() == [3, 4, 5, 0, 7, 0]
+
+
+def cut(sizes: dict[str, int], ranks: int, rng) -> list[list[Fragment]]:
+    """A random layout: each parameter cut at random places, pieces in random order, two flat tensors, gaps."""
+    layout: list[list[Fragment]] = [[] for _ in range(ranks)]
+    ends = np.zeros((ranks, 2), dtype=int)
+    for name in rng.permutation(list(sizes)):
+        places = np.sort(rng.integers(0, sizes[name] + 1, ranks - 1))
+        starts, stops = [0, *places.tolist()], [*places.tolist(), sizes[name]]
+        for rank, start, stop in zip(rng.permutation(ranks).tolist(), starts, stops, strict=True):
+            flat = int(rng.integers(2))
+            ends[rank, flat] += rng.integers(3)
+            layout[rank].append(Fragment(str(name), start, stop - start, flat, int(ends[rank, flat])))
+            ends[rank, flat] += stop - start
+    return layout
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_layout_into_any_other_gives_the_parameters_back(seed):
+    rng = np.random.default_rng(seed)
+    sizes = {name: int(rng.integers(1, 12)) for name in "abcd"}
+    truth = {name: {key: rng.normal(size=size) for key in ("fp32", "exp_avg", "exp_avg_sq")}
+             for name, size in sizes.items()}  # fmt: skip
+    shards = []
+    for fragments in cut(sizes, int(rng.integers(1, 5)), rng):
+        flats = [{key: torch.full((80,), 99.0) for key in truth["a"]} for _ in range(2)]
+        for piece in fragments:
+            for key, values in truth[piece.name].items():
+                part = torch.tensor(values[piece.start : piece.start + piece.length])
+                flats[piece.flat][key][piece.offset : piece.offset + piece.length] = part
+        shards.append(Shard(fragments, flats, 3))
+    for wanted in cut(sizes, int(rng.integers(1, 5)), rng):
+        found = gather(shards, wanted, [80, 80])
+        for key in truth["a"]:
+            expected = np.zeros((2, 80), dtype=np.float32)
+            for piece in wanted:
+                values = truth[piece.name][key][piece.start : piece.start + piece.length]
+                expected[piece.flat, piece.offset : piece.offset + piece.length] = values
+            np.testing.assert_array_equal(np.stack([flat[key].numpy() for flat in found]), expected)
+
+
+def engine_with(**sizes):
+    """What the comparison of parameters looks at; `frozen` is not trained."""
+    weights = {torch.nn.Parameter(torch.zeros(size), requires_grad=name != "frozen"): name
+               for name, size in sizes.items()}  # fmt: skip
+    return SimpleNamespace(param_names=weights)
+
+
+def test_states_of_another_model_are_refused():
+    pieces = [Fragment("a", 0, 2, 0, 0), Fragment("b", 0, 1, 0, 2)], [Fragment("a", 2, 1, 0, 0)]
+    shards = [Shard(fragments, [], 1) for fragments in pieces]
+    _require_same_parameters(Path("actor"), shards, engine_with(a=3, b=1, frozen=9))
+    with pytest.raises(UserError, match=r"actor: .* differ: 1; the first is a with 3 elements there and 4 here"):
+        _require_same_parameters(Path("actor"), shards, engine_with(a=4, b=1))
+    with pytest.raises(UserError, match="the first is b with 1 elements there and 0 here"):
+        _require_same_parameters(Path("actor"), shards, engine_with(a=3))
+    with pytest.raises(UserError, match="differ: 2; the first is a with 2 elements there and 3 here"):
+        _require_same_parameters(Path("actor"), shards[:1], engine_with(a=3, b=1, c=1))
+
+
+def test_a_missing_file_of_a_rank_is_named(tmp_path):
+    common = {"optimizer": None, "dp_world_size": 2, "param_shapes": SHAPES}
+    state = {"fp32_flat_groups": [torch.zeros(4), torch.zeros(3)], "optimizer_state_dict": {"state": {}}}
+    (tmp_path / "state").mkdir()
+    name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": state}, tmp_path / "state" / ("bf16_" + name.format(0)))
+    with pytest.raises(UserError, match=f"the states of rank 1 of 2 are missing .state/{name.format(1)}"):
+        read_shards(tmp_path, common)
+    torch.save({"optimizer_state_dict": state}, tmp_path / "state" / name.format(1))
+    assert [len(shard.fragments) for shard in read_shards(tmp_path, common)] == [3, 2]

@@ -1,0 +1,197 @@
+"""A resumed run notices that what its flags name has other contents than when its checkpoint was saved."""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from test_resume import about, save
+
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.manager import _say_other_versions
+from dschat_ppo.checkpoint.manifest import Manifest
+from dschat_ppo.checkpoint.resume import choose
+from dschat_ppo.checkpoint.run_identity import RunInputs, input_fingerprints
+from dschat_ppo.config.cli import flatten, parse
+from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.data.fingerprint import fingerprint
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.engine.rlhf_engine import ModelFolders
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.fingerprint import BLOCK_BYTES, BLOCKS, model_fingerprint
+from dschat_ppo.ppo.plain_text import TextBatches
+from dschat_ppo.ppo.train_ppo import inputs_of
+from dschat_ppo.rewards.functions import function_files
+from dschat_ppo.session.session import open_session
+from dschat_ppo.supervised.supervised_run import supervised_inputs
+
+TRAIN = Dataset.from_dict({"ids": [[1], [2]]})
+LARGE = 3 * BLOCKS * BLOCK_BYTES + 17
+
+
+def model(folder: Path, value: float = 0.0) -> Path:
+    """A folder that looks like a model: settings, a tokenizer, a small file of weights and a large one."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"a": 1}')
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"weight": torch.full((9,), value)}, folder / "model.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(bytes(LARGE))
+    return folder
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        before = file.read(1)
+        file.seek(place)
+        file.write(bytes([before[0] ^ 1]))
+
+
+def test_the_same_model_elsewhere_has_the_same_fingerprint(tmp_path):
+    one, other = model(tmp_path / "one"), model(tmp_path / "other")
+    assert model_fingerprint(one) == model_fingerprint(str(other))
+    (other / "result.json").write_text("{}")
+    (other / "README.md").write_text("more")
+    assert model_fingerprint(one) == model_fingerprint(other), "what no model is made of"
+
+
+@pytest.mark.parametrize("name, place", [
+    ("config.json", 2), ("tokenizer.json", 0), ("model.safetensors", -1), ("pytorch_model.bin", 0),
+    ("pytorch_model.bin", LARGE - 1), ("pytorch_model.bin", (LARGE - BLOCK_BYTES) // (BLOCKS - 1)),
+    ("pytorch_model.bin", 40 * (LARGE - BLOCK_BYTES) // (BLOCKS - 1) + BLOCK_BYTES - 1),
+])  # fmt: skip
+def test_a_changed_byte_of_settings_small_files_and_sampled_blocks_shows(name, place, tmp_path):
+    folder = model(tmp_path / "model")
+    before = model_fingerprint(folder)
+    path = folder / name
+    flip(path, place % path.stat().st_size)
+    assert model_fingerprint(folder) != before
+
+
+def test_other_names_sizes_and_files_show(tmp_path):
+    folder = model(tmp_path / "model")
+    found = {model_fingerprint(folder)}
+    (folder / "pytorch_model.bin").write_bytes(bytes(LARGE + BLOCKS))
+    found.add(model_fingerprint(folder))
+    (folder / "pytorch_model.bin").rename(folder / "other.bin")
+    found.add(model_fingerprint(folder))
+    (folder / "chat_template.jinja").write_text("{{ x }}")
+    found.add(model_fingerprint(folder))
+    assert len(found) == 4
+
+
+def test_a_large_file_is_sampled_not_read(tmp_path):
+    folder = tmp_path / "large"
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(2**40)  # takes no room
+    assert len(model_fingerprint(folder)) == 64
+
+
+def inputs(folder: Path, texts: int = 3) -> RunInputs:
+    blocks = Dataset.from_dict({"ids": [[number] for number in range(texts)]})
+    files = function_files("--reward_function", [f"{folder}/reward.py:score:0.5", "length"])
+    models = [("--actor_model_name_or_path", str(folder / "model")), ("--critic_model_name_or_path", None)]
+    return RunInputs(TRAIN, {"texts": blocks, "evaluation": None}, models, [*files, ("--deepspeed_config", None)])
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    model(tmp_path / "model")
+    (tmp_path / "reward.py").write_text("def score(prompt, response): return 1\n")
+    return tmp_path
+
+
+def test_names_and_contents(folder):
+    found = input_fingerprints(inputs(folder))
+    reward = f"contents of --reward_function {folder}/reward.py"
+    assert found.keys() == {"texts", "contents of --actor_model_name_or_path", reward}
+    assert found[reward] == hashlib.sha256((folder / "reward.py").read_bytes()).hexdigest()[:16]
+    assert input_fingerprints(inputs(folder)) == found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_session_is_described_by_what_its_run_reads_on_rank_0(rank, folder, monkeypatch):
+    monkeypatch.setenv("RANK", str(rank))
+    config = parse(
+        "sft",
+        ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", f"{folder}/output", "--resume", "never"],
+    )
+    session = open_session("sft", folder / "output", config, inputs(folder), {"rows_per_update": 8})
+    found = input_fingerprints(inputs(folder)) if rank == 0 else {}
+    assert session.about.config == flatten(config) | {"rows_per_update": 8} | found
+    assert session.about.data == ("" if rank else fingerprint(TRAIN))
+
+
+def edit_reward(folder: Path) -> str:
+    (folder / "reward.py").write_text("def score(prompt, response): return 2\n")
+    return "contents of --reward_function"
+
+
+def train_on(folder: Path) -> str:
+    save_file({"weight": torch.full((9,), 0.5)}, folder / "model/model.safetensors")
+    return "contents of --actor_model_name_or_path"
+
+
+@pytest.mark.parametrize("change", [edit_reward, train_on, None])
+def test_a_run_on_other_contents_is_refused_with_their_name_and_goes_on_by_force(change, folder):
+    output = folder / "output"
+    before = input_fingerprints(inputs(folder))
+    saved = save(output, 1)
+    manifest = Manifest.read(saved)
+    replace(manifest, config=manifest.config | before).write(saved)
+    same, flags = about(output), SafetyFlags()
+    assert choose(output, flags, replace(same, config=same.config | before)) == saved
+    name = change(folder) if change else "texts"
+    now = replace(same, config=same.config | input_fingerprints(inputs(folder, texts=3 if change else 2)))
+    with pytest.raises(UserError, match=rf"- {name}.* [0-9a-f]{{16}}\n\+ {name}.* [0-9a-f]{{16}}\n"):
+        choose(output, flags, now)
+    assert choose(output, replace(flags, resume_force=True), now) == saved
+    assert CheckpointFolder(output).names() == ["step_000001"]
+
+
+PPO = "--actor_model_name_or_path a --data_path d --output_dir o --deepspeed_config d.json"
+
+
+def test_step_3_looks_at_every_model_and_file_that_it_reads(folder):
+    own = (
+        f"--reward_function {folder}/reward.py:score --eval_data_path e --eval_reward_function {folder}/reward.py:score"
+    )
+    config = parse("ppo", f"{PPO} --critic_model_name_or_path c --reward_model_name_or_path r {own}".split())
+    texts = TextBatches(TRAIN, 1, 1, 0, 0, torch.device("cpu"))
+    rows = TokenRows(TRAIN, TRAIN.select([0]))
+    found = inputs_of(config, ModelFolders("A", "C", "R"), rows, texts)
+    assert found.train is TRAIN
+    assert found.rows == {"evaluation rows (SHA-256)": rows.eval, "blocks of plain text (SHA-256)": TRAIN}
+    models = {"--actor_model_name_or_path": "A", "--critic_model_name_or_path": "C", "--reward_model_name_or_path": "R"}
+    assert dict(found.models) == models
+    reward = f"{folder}/reward.py"
+    assert dict(found.files) == {
+        "--deepspeed_config": "d.json", f"--reward_function {reward}": reward,
+        f"--eval_reward_function {reward}": reward,
+    }  # fmt: skip
+
+
+def test_a_critic_without_a_reward_model_is_looked_at(folder):
+    words = f"{PPO} --critic_model_name_or_path c --use_reward_model False --reward_function length"
+    rows = TokenRows(TRAIN, None)
+    found = inputs_of(parse("ppo", words.split()), ModelFolders("A", str(folder / "model"), None), rows, None)
+    found = replace(found, models=found.models[1:], files=())
+    assert input_fingerprints(found).keys() == {"contents of --critic_model_name_or_path"}
+
+
+def test_steps_1_and_2_look_at_theirs():
+    config = parse("sft", "--model_name_or_path m --data_path d --output_dir o --deepspeed_config d.json".split())
+    found = supervised_inputs(TokenRows(TRAIN, TRAIN.select([1])), "M", config.run)
+    assert dict(found.models) == {"--model_name_or_path": "M"} and dict(found.files) == {"--deepspeed_config": "d.json"}
+    assert found.train is TRAIN and found.rows["evaluation rows (SHA-256)"].to_dict() == {"ids": [[2]]}
+
+
+def test_other_versions_are_said_in_one_line(capsys):
+    _say_other_versions({"torch": "2.1", "deepspeed": "0.19"}, {"torch": "2.13", "deepspeed": "0.19", "new": "1"})
+    assert capsys.readouterr().out.endswith("was saved: torch 2.1 -> 2.13, new None -> 1\n")
+    _say_other_versions({"torch": "2.13"}, {"torch": "2.13"})
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,270 @@
+"""Where chat answers end: the shapes of common templates, on tokenizers whose EOS is another token than theirs.
+
+The templates are written here, in the shape of those of the models that they are named after.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_config
+from test_prepare import flags_for, write_jsonl
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.templates import TurnEnd, answer_ends, encode_answer, encode_finished, encode_prompt, turn_end
+from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.ppo.generate import end_ids
+from dschat_ppo.tools.toy import make_tokenizer
+
+ASK = [{"role": "user", "content": "Where is the lamp?"}]
+TALK = [*ASK, {"role": "assistant", "content": "In the hall."}, {"role": "user", "content": "And the\nchair?"}]
+EACH, EVERY = "{% for m in messages %}", "{% endfor %}"
+
+
+def opened_by(text: str) -> str:
+    return "{% if add_generation_prompt %}" + text + "{% endif %}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A template, the tokenizer's EOS, its special tokens, and what ends an answer."""
+
+    template: str
+    eos: str
+    tokens: tuple[str, ...]
+    end: str
+    dropped: str
+
+
+SHAPES = {
+    "ChatML": Shape(
+        EACH + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n" + EVERY + opened_by("<|im_start|>assistant\n"),
+        "</s>", ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "\n",
+    ),
+    "Gemma": Shape(
+        "<bos>" + EACH + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<end_of_turn>\n" + EVERY + opened_by("<start_of_turn>model\n"),
+        "<eos>", ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", "\n",
+    ),
+    "Phi": Shape(
+        EACH + "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n" + EVERY
+        + "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}",
+        "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|end|>"), "<|end|>", "\n<|endoftext|>",
+    ),
+    "Llama-3": Shape(
+        "<|begin|>" + EACH + "<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}<|eot_id|>" + EVERY
+        + opened_by("<|header|>assistant<|/header|>\n\n"),
+        "<|end_of_text|>", ("<|begin|>", "<|header|>", "<|/header|>", "<|eot_id|>"), "<|eot_id|>", "",
+    ),
+    "Mistral": Shape(
+        "<s>" + EACH + "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} "
+        "{{ m.content }}</s>{% endif %}"
+        + EVERY, "</s>", ("<s>",), "</s>", "",
+    ),
+    "Zephyr": Shape(
+        EACH + "<|{{ m.role }}|>\n{{ m.content + eos_token }}\n" + EVERY + opened_by("<|assistant|>\n"),
+        "</s>", (), "</s>", "\n",
+    ),
+    "line break first": Shape(
+        EACH + "[{{ m.role }}]\n{{ m.content }}\n<|im_end|>\n" + EVERY + opened_by("[assistant]\n"),
+        "</s>", ("<|im_end|>",), "<|im_end|>", "\n",
+    ),
+}  # fmt: skip
+NO_TOKEN = EACH + "{{ m.role }}: {{ m.content }}\n" + EVERY + opened_by("assistant: ")
+THINKING = EACH + "<u>{{ m.content }}{{ '<e>' if m.role == 'assistant' }}" + EVERY + opened_by("<u><think>\n")
+
+
+def tokenizer_of(template: str, eos: str, tokens: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer(["Where is the lamp? It is in the hall."])
+    tokenizer.add_special_tokens({"eos_token": eos, "additional_special_tokens": list(tokens)})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def shaped(name: str) -> tuple[PreTrainedTokenizerFast, Shape]:
+    shape = SHAPES[name]
+    return tokenizer_of(shape.template, shape.eos, shape.tokens), shape
+
+
+def rendered_ids(tokenizer, prompt, answer: str, end: int) -> list[int]:
+    """Ids that the template gives the whole chat, up to and including the last `end`."""
+    chat = [*prompt, {"role": "assistant", "content": answer}]
+    ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    return ids[: len(ids) - ids[::-1].index(end)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("prompt", [ASK, TALK], ids=["ask", "talk"])
+@pytest.mark.parametrize("answer", ["In the hall.", "", "  two words ", "a\nb\n", "lamp?"])
+def test_prompt_and_answer_are_what_the_template_renders_up_to_the_end_of_the_turn(name, prompt, answer):
+    tokenizer, shape = shaped(name)
+    end = tokenizer.convert_tokens_to_ids(shape.end)
+    ids = encode_answer(tokenizer, prompt, answer)
+    assert encode_prompt(tokenizer, prompt) + ids == rendered_ids(tokenizer, prompt, answer, end)
+    assert (ids[-1], ids.count(end)) == (end, 1)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_end_of_the_turn_is_read_off_the_template(name):
+    tokenizer, shape = shaped(name)
+    found = turn_end(tokenizer)
+    assert (found.token, found.dropped) == (tokenizer.convert_tokens_to_ids(shape.end), shape.dropped)
+    assert found.kept.strip() == shape.end
+    assert answer_ends(tokenizer) == tuple(dict.fromkeys((tokenizer.eos_token_id, found.token)))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_answer_that_brings_its_own_end_has_it_once(name):
+    tokenizer, shape = shaped(name)
+    plain = encode_answer(tokenizer, ASK, "In the hall.")
+    for brought in (shape.end, shape.eos, shape.end * 2):
+        found = encode_answer(tokenizer, ASK, f"In the hall.{brought}")
+        assert tokenizer.decode(found).replace("\n", "") == tokenizer.decode(plain).replace("\n", "")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_text_prompt_keeps_the_tokenizers_eos(name):
+    tokenizer, shape = shaped(name)
+    assert tokenizer.decode(encode_answer(tokenizer, "Where?", "Here.")) == f"Here.{shape.eos}"
+
+
+def test_a_template_without_an_end_of_its_own_gets_eos():
+    tokenizer = tokenizer_of(NO_TOKEN, "</s>", ("<|im_end|>",))
+    assert turn_end(tokenizer) == TurnEnd("", "\n", tokenizer.eos_token_id)
+    assert tokenizer.decode(encode_answer(tokenizer, ASK, "Here.")) == "Here.</s>"
+    assert answer_ends(tokenizer) == (tokenizer.eos_token_id,)
+
+
+def test_marks_that_are_no_tokens_are_no_end():
+    """ChatML on a tokenizer that knows nothing of it: generation could not stop at seven letters."""
+    tokenizer = tokenizer_of(SHAPES["ChatML"].template, "</s>")
+    assert tokenizer.decode(encode_answer(tokenizer, ASK, "Here.")) == "Here.</s>"
+
+
+def test_a_template_that_opens_a_turn_otherwise_than_it_renders_one():
+    tokenizer = tokenizer_of(THINKING, "</s>", ("<u>", "<e>"))
+    assert tokenizer.decode(encode_answer(tokenizer, ASK, "Here.")) == "Here.<e>"
+
+
+def test_special_tokens_go_before_other_added_ones_and_spaces_are_none():
+    tokenizer = tokenizer_of(EACH + "{{ m.content }}  </answer><|im_end|>\n" + EVERY, "</s>", ("<|im_end|>",))
+    tokenizer.add_tokens(["  ", "\n", "</answer>"])
+    assert turn_end(tokenizer).kept == "  </answer><|im_end|>"
+    tokenizer.chat_template = EACH + "{{ m.content }}  </answer>\n" + EVERY
+    assert turn_end(tokenizer) == TurnEnd("  </answer>", "\n", tokenizer.convert_tokens_to_ids("</answer>"))
+
+
+def test_the_template_is_asked_once_however_many_answers_there_are(monkeypatch):
+    tokenizer, _ = shaped("ChatML")
+    listed = []
+    added = type(tokenizer).added_tokens_decoder.fget
+    monkeypatch.setattr(
+        type(tokenizer), "added_tokens_decoder", property(lambda found: listed.append(0) or added(found))
+    )
+    for _ in range(3):
+        encode_answer(tokenizer, ASK, "In the hall.")
+    assert len(listed) == 1
+
+
+def test_a_template_that_refuses_the_example_or_is_none_at_all_leaves_eos():
+    refusing = ["{{ raise_exception('a system message must come first') }}", "{{ 1 + 'a' }}", "{{ 1 / 0 }}"]
+    for template in (*refusing, "{% broken", {"tools": "x"}, "no message is shown", None):
+        tokenizer = tokenizer_of(template, "</s>")
+        assert answer_ends(tokenizer) == (tokenizer.eos_token_id,)
+
+
+def test_a_tokenizer_that_puts_a_space_before_every_text():
+    """As Llama 2's does: an answer that is encoded by itself would begin with a token that no template renders."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bpe.decoder = decoders.Metaspace()
+    letters = list("[/INST] Where is the lamp? In the hall.")
+    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=letters)
+    bpe.train_from_iterator(["In", "hall", "lamp"] * 9, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = SHAPES["Mistral"].template
+    whole = encode_prompt(tokenizer, ASK) + encode_answer(tokenizer, ASK, "In the hall.")
+    assert tokenizer.convert_ids_to_tokens(whole).count("▁In") == 1
+    assert whole == rendered_ids(tokenizer, ASK, "In the hall.", tokenizer.eos_token_id)
+
+
+def test_prompt_and_answer_in_one_text_end_as_its_prompt_was_rendered():
+    tokenizer, _ = shaped("ChatML")
+    rendered = tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True)
+    expected = encode_prompt(tokenizer, ASK) + encode_answer(tokenizer, ASK, "Here.")
+    for given in (f"{rendered}Here.", f"{rendered}Here.<|im_end|>"):
+        assert encode_finished(tokenizer, given) == expected
+    assert tokenizer.decode(encode_finished(tokenizer, "Where? Here.")) == "Where? Here.</s>"
+
+
+# What depends on it: data, generation, saved models
+
+
+@pytest.mark.parametrize("use", ["sft", "preference"])
+def test_token_rows_of_chats_end_with_the_turn(use, tmp_path, said):
+    tokenizer, _ = shaped("Gemma")
+    rows = [{"prompt": ASK, "chosen": "Here.", "rejected": "No."}] * 4
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    found = prepare(use, tokenizer, flags_for(tmp_path, path, use=use), 64).train
+    texts = [tokenizer.decode(answer) for answer in found["answers"][0]]
+    assert texts == ["Here.<end_of_turn>", "No.<end_of_turn>"][: 1 if use == "sft" else 2]
+    assert any("answers to chat messages end with <end_of_turn>" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("listed", "others"), [(None, ()), (7, ()), ([7, 9], ()), (["eos", 9], (9,)), (["end", 9, "eos"], (9,))]
+)
+def test_generation_stops_at_eos_at_the_end_of_the_turn_and_at_what_the_model_lists_beside_them(listed, others):
+    tokenizer, _ = shaped("Phi")
+    eos, end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
+    if isinstance(listed, list):
+        listed = [{"eos": eos, "end": end}.get(number, number) for number in listed]
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=listed))
+    assert end_ids(tokenizer, model) == (eos, end, *others)
+
+
+@pytest.fixture
+def saved(assets, tmp_path):
+    """(generation config's EOS before, its EOS in the saved model) by `save`."""
+
+    def save(listed):
+        tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+        lm = LlamaForCausalLM(tiny_config())
+        lm.generation_config.eos_token_id = listed
+        save_model(SimpleNamespace(module=PolicyModel(lm)), tokenizer, tmp_path, ends=(1, 4))
+        return LlamaForCausalLM.from_pretrained(tmp_path).eval()
+
+    return save
+
+
+@pytest.mark.parametrize(("listed", "after"), [(1, [1, 4]), ([4, 9], [1, 4, 9]), ([8, 9], [1, 4]), (None, [1, 4])])
+def test_saved_models_list_every_end(saved, listed, after):
+    assert saved(listed).generation_config.eos_token_id == after
+
+
+def test_plain_transformers_stops_at_the_end_of_the_turn(saved):
+    model = saved(1)
+
+    def third_is_the_end(ids, scores):
+        token = 4 if ids.shape[1] == 4 else 60
+        return torch.zeros_like(scores).index_fill_(1, torch.tensor([token]), 100.0)
+
+    found = model.generate(
+        torch.tensor([[5, 6]]), max_new_tokens=9, do_sample=False, logits_processor=[third_is_the_end]
+    )
+    assert found[0, 2:].tolist() == [60, 60, 4]
+
+
+@pytest.mark.parametrize(("pad", "kept"), [(0, 0), (1, None), (4, None)])
+def test_padding_of_a_saved_reward_model_is_no_token_that_ends_answers(assets, tmp_path, pad, kept):
+    """transformers scores a row at its last token that is not PAD."""
+    tokenizer = AutoTokenizer.from_pretrained(assets / "reward")
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    module = ScalarModel(LlamaForSequenceClassification(tiny_config(num_labels=1)))
+    save_model(SimpleNamespace(module=module), tokenizer, tmp_path, ends=(1, 4))
+    assert LlamaForSequenceClassification.from_pretrained(tmp_path).config.pad_token_id == kept

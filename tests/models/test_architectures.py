@@ -1,0 +1,192 @@
+"""What an architecture needs to be used: positions, heads in other formats, reward models without transformers' class;
+and what is refused from the configuration alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import save_file
+from tiny_models import plain_logprobs, prompts_of
+from transformers import AutoTokenizer
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.architectures import check_architecture
+from dschat_ppo.models.forward import last_token_scores
+from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.loading import (
+    check_causal_lm,
+    check_length,
+    check_sequence_classifier,
+    load_causal_lm,
+    load_sequence_classifier,
+)
+from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+
+VOCABULARY = 60
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 40, "initializer_range": 0.3, "pad_token_id": 1,
+}  # fmt: skip
+GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+ROBERTA = {**SIZES, "is_decoder": True}
+ROBERTAS = {
+    "camembert": (hf.CamembertConfig(**ROBERTA), hf.CamembertForCausalLM),
+    "data2vec": (hf.Data2VecTextConfig(**ROBERTA), hf.Data2VecTextForCausalLM),
+    "roberta": (hf.RobertaConfig(**ROBERTA), hf.RobertaForCausalLM),
+    "roberta-prelayernorm": (hf.RobertaPreLayerNormConfig(**ROBERTA), hf.RobertaPreLayerNormForCausalLM),
+    "xlm-roberta": (hf.XLMRobertaConfig(**ROBERTA), hf.XLMRobertaForCausalLM),
+    "xlm-roberta-xl": (hf.XLMRobertaXLConfig(**ROBERTA), hf.XLMRobertaXLForCausalLM),
+}
+MODELS = {
+    **ROBERTAS,
+    "bert": (hf.BertConfig(**ROBERTA), hf.BertLMHeadModel),
+    "codegen": (
+        hf.CodeGenConfig(
+            vocab_size=VOCABULARY, n_positions=40, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, initializer_range=0.3,
+        ),
+        hf.CodeGenForCausalLM,
+    ),
+    "granite": (hf.GraniteConfig(**GROUPED), hf.GraniteForCausalLM),
+    "llama4": (
+        hf.Llama4TextConfig(**GROUPED, intermediate_size_mlp=48, num_local_experts=4), hf.Llama4ForCausalLM,
+    ),
+    "mamba": (
+        hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4), hf.MambaForCausalLM,
+    ),
+    "olmoe": (hf.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), hf.OlmoeForCausalLM),
+}  # fmt: skip
+LENGTHS = torch.tensor([7, 12, 3])
+IDS = torch.randint(2, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
+REAL = torch.arange(12) < LENGTHS.unsqueeze(1)
+
+
+@pytest.fixture(params=list(MODELS))
+def saved(request, tmp_path):
+    """(language model in fp32, its folder)."""
+    config, kind = MODELS[request.param]
+    torch.manual_seed(1)
+    lm = kind(config).eval().float()
+    lm.save_pretrained(tmp_path)
+    return lm, str(tmp_path)
+
+
+@torch.no_grad()
+def test_logprobs_are_those_of_each_row_alone(saved):
+    """Neither positions nor a mask are given to the oracle: the model counts by itself."""
+    lm, folder = saved
+    alone = []
+    for row, length in zip(IDS, LENGTHS, strict=True):
+        ids = row[:length].unsqueeze(0)
+        table = torch.log_softmax(lm(input_ids=ids, use_cache=False).logits[0, :-1].double(), dim=-1)
+        alone.append(table.gather(1, ids[0, 1:, None]).squeeze(1))
+    policy = PolicyModel(load_causal_lm(folder, "fp32", None)).eval()
+    select_kernels(policy)
+    torch.testing.assert_close(policy(IDS, REAL)[0].double(), torch.cat(alone), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_bf16_passes_the_check_at_the_start(saved):
+    _, folder = saved
+    policy = PolicyModel(load_causal_lm(folder, "bf16", None)).eval()
+    select_kernels(policy)
+    assert torch.isfinite(policy(IDS, REAL)[0]).all()
+
+
+@torch.no_grad()
+def test_a_reward_model_is_built_saved_and_loaded(saved, assets, tmp_path):
+    """The backbone's weights are the language model's, the score is head times last state, and all of it comes back."""
+    lm, folder = saved
+    torch.manual_seed(2)
+    model = ScalarModel(load_sequence_classifier(folder, "fp32", None, new_head=True)).eval()
+    torch.nn.init.normal_(model.classifier.score.weight)
+    select_kernels(model)
+    scores = last_token_scores(model, IDS, LENGTHS)
+    expected = []
+    for row, length in zip(IDS, LENGTHS, strict=True):
+        backbone = lm.model if lm.base_model is lm else lm.base_model
+        states = backbone(input_ids=row[:length].unsqueeze(0), use_cache=False).last_hidden_state
+        expected.append(model.classifier.score(states[0, -1]))
+    torch.testing.assert_close(scores, torch.cat(expected), rtol=1e-5, atol=1e-4)
+    again = tmp_path / "again"
+    save_model(SimpleNamespace(module=model), AutoTokenizer.from_pretrained(assets / "lm"), again)
+    assert check_sequence_classifier(str(again), new_head=False) is False
+    loaded = ScalarModel(load_sequence_classifier(str(again), "fp32", None, new_head=False), model.packed).eval()
+    torch.testing.assert_close(last_token_scores(loaded, IDS, LENGTHS), scores, rtol=0, atol=1e-6)
+    in_bf16 = ScalarModel(load_sequence_classifier(str(again), "bf16", None, new_head=False)).eval()
+    select_kernels(in_bf16)
+    assert torch.isfinite(last_token_scores(in_bf16, IDS, LENGTHS)).all()
+
+
+@pytest.mark.parametrize("engine", ["continuous", "padded"])
+@pytest.mark.parametrize("name", ["roberta", "xlm-roberta-xl"])
+def test_answers_are_generated_at_positions_after_padding(name, engine):
+    """PAD ends an answer, because the oracle, which counts by itself, would not count it."""
+    config, kind = ROBERTAS[name]
+    torch.manual_seed(1)
+    model = kind(config).eval().float()
+    how = GenerationConfig(
+        SamplingParameters(temperature=0.8), StoppingCriteria(8, eos_ids=(1, 2)), rows=3, engine=engine
+    )
+    prompts = prompts_of((1, 9, 20, 5))
+    rollout = generate(model, prompts, torch.arange(4), how)
+    assert rollout.response_mask.sum() > 8
+    torch.testing.assert_close(rollout.rollout_logprobs, plain_logprobs(model, rollout, 0.8), atol=1e-4, rtol=0)
+
+
+def test_a_multimodal_configuration_gives_the_reward_model_of_its_text_part(tmp_path):
+    config, kind = MODELS["llama4"]
+    kind(config).save_pretrained(tmp_path)
+    hf.Llama4Config(text_config=config.to_dict()).save_pretrained(tmp_path)
+    model = load_sequence_classifier(str(tmp_path), "fp32", None, new_head=True)
+    assert type(model).__name__ == "Llama4WithScalarHead"
+    assert type(model.config) is hf.Llama4TextConfig
+    assert model.config.num_labels == 1
+
+
+def test_a_package_that_an_architecture_needs_is_named(tmp_path):
+    if hf.utils.is_timm_available():
+        pytest.skip("timm is installed")
+    hf.Gemma3nConfig().save_pretrained(tmp_path)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for check in (check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)):
+        with pytest.raises(UserError, match="timm") as raised:
+            check(str(tmp_path))
+        assert "\n" not in str(raised.value)
+
+
+def test_positions_after_padding_leave_fewer_for_tokens(tmp_path):
+    hf.RobertaConfig(**ROBERTA).save_pretrained(tmp_path)
+    check_length(str(tmp_path), 38, "--max_seq_len")
+    with pytest.raises(UserError, match="39 tokens goes beyond the 38 positions"):
+        check_length(str(tmp_path), 39, "--max_seq_len")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (hf.BertConfig(), "BertConfig without is_decoder is an encoder"),
+        (hf.RobertaConfig(num_labels=1), "RobertaConfig without is_decoder is an encoder"),
+        (hf.DistilBertConfig(), "no causal language model for DistilBertConfig"),
+        (hf.T5Config(), "no causal language model for T5Config"),
+        (hf.MllamaConfig(), "saved with MllamaTextConfig"),
+        (hf.XLNetConfig(), "XLNetConfig cannot be used: its tokens see those after them"),
+        (hf.RobertaConfig(is_decoder=True, pad_token_id=None), "RobertaConfig counts positions from pad_token_id"),
+    ],
+)
+def test_what_is_no_decoder_is_refused_from_its_configuration_alone(tmp_path, config, reason):
+    config.save_pretrained(tmp_path)  # there are no weights
+    for check in (check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)):
+        with pytest.raises(UserError, match=reason) as raised:
+            check(str(tmp_path))
+        assert "\n" not in str(raised.value)
+
+
+def test_decoders_that_say_so_or_need_not_are_let_pass():
+    for config in (hf.BertConfig(is_decoder=True), hf.GPTNeoXConfig(), hf.GPT2Config(is_decoder=False)):
+        check_architecture(config, "folder", needs_lm=True)

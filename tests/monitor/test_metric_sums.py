@@ -1,0 +1,134 @@
+"""Weighted means, maxima, moments and explained variance, against numpy."""
+
+import numpy as np
+import pytest
+import torch
+
+from dschat_ppo.monitor.metric_sums import MetricSums, explained_variance, moments
+
+
+def uneven_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(values, mask) of micro-batches with 7, 1 and 0 valid tokens."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = ((4, 3), (0, 1), (0, 0))
+    return [
+        (torch.randn(2, 4, generator=generator) + i, torch.arange(4) < torch.tensor(rows).unsqueeze(1))
+        for i, rows in enumerate(lengths)
+    ]
+
+
+def all_kept() -> np.ndarray:
+    return np.concatenate([values.numpy().astype(np.float64)[mask.numpy()] for values, mask in uneven_batches()])
+
+
+def test_mean_is_weighted_by_tokens_not_by_micro_batches():
+    sums = MetricSums()
+    for values, mask in uneven_batches():
+        sums.add_mean("x", values, mask)
+    assert sums.reduce()["x"] == pytest.approx(all_kept().mean(), rel=1e-6)
+    naive = np.mean([values[mask].mean().item() for values, mask in uneven_batches()[:2]])
+    assert abs(naive - all_kept().mean()) > 0.1
+
+
+def test_mean_without_a_mask_counts_everything():
+    sums = MetricSums()
+    sums.add_mean("x", torch.tensor([1.0, 2.0]))
+    sums.add_mean("x", torch.tensor([[6.0]]))
+    assert sums.reduce() == {"x": 3.0}
+
+
+def test_sums_over_counts_given_by_hand():
+    sums = MetricSums()
+    sums.add_sum("loss", torch.tensor(6.0), torch.tensor(2))
+    sums.add_sum("loss", torch.tensor(1.0), torch.tensor(5))
+    assert sums.reduce() == {"loss": 1.0}
+
+
+def test_maximum_over_masked_values():
+    sums = MetricSums()
+    for values, mask in uneven_batches():
+        sums.add_max("x", values, mask)
+    assert sums.reduce()["x"] == all_kept().max()
+
+
+def test_maximum_of_negative_values_is_negative():
+    sums = MetricSums()
+    sums.add_max("x", torch.tensor([-3.0, -2.0, 9.0]), torch.tensor([True, True, False]))
+    assert sums.reduce() == {"x": -2.0}
+
+
+def test_values_outside_the_mask_may_be_anything():
+    sums = MetricSums()
+    values, mask = torch.tensor([1.0, float("nan"), float("inf")]), torch.tensor([True, False, False])
+    sums.add_mean("mean", values, mask)
+    sums.add_max("max", values, mask)
+    assert sums.reduce() == {"mean": 1.0, "max": 1.0}
+
+
+def test_nothing_counted_gives_zero():
+    sums = MetricSums()
+    sums.add_mean("mean", torch.ones(3), torch.zeros(3, dtype=torch.bool))
+    sums.add_max("max", torch.ones(3), torch.zeros(3, dtype=torch.bool))
+    assert sums.reduce() == {"mean": 0.0, "max": 0.0}
+    assert MetricSums().reduce() == {}
+
+
+def test_values_with_gradient_are_counted_without_it():
+    sums = MetricSums()
+    values = torch.ones(3, requires_grad=True)
+    sums.add_mean("mean", values)
+    sums.add_max("max", values * 2)
+    assert sums.reduce() == {"mean": 1.0, "max": 2.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_counts_are_exact_in_every_number_format(dtype):
+    sums = MetricSums()
+    sums.add_mean("x", torch.ones(2051, dtype=dtype))
+    assert sums.reduce() == {"x": 1.0}
+
+
+def test_many_small_parts_do_not_lose_precision():
+    sums = MetricSums()
+    sums.add_sum("x", torch.tensor(2.0**24), torch.tensor(1))
+    for _ in range(1000):
+        sums.add_sum("x", torch.tensor(1.0), torch.tensor(0))
+    assert sums.reduce()["x"] == 2.0**24 + 1000
+
+
+def test_moments_match_numpy():
+    values = torch.randn(101, generator=torch.Generator().manual_seed(1)) * 3 - 40
+    exact = values.numpy().astype(np.float64)
+    assert moments(values) == pytest.approx((exact.mean(), exact.std()), rel=1e-9)
+
+
+def test_moments_by_hand():
+    assert moments(torch.tensor([1.0, 3.0])) == (2.0, 1.0)
+    assert moments(torch.tensor([4.0])) == (4.0, 0.0)
+    assert moments(torch.tensor([])) == (0.0, 0.0)
+
+
+def test_explained_variance_matches_numpy():
+    generator = torch.Generator().manual_seed(2)
+    returns = torch.randn(200, generator=generator) * 2 + 5
+    values = 0.7 * returns + 0.5 * torch.randn(200, generator=generator)
+    expected = 1 - np.var((returns - values).double().numpy()) / np.var(returns.double().numpy())
+    assert explained_variance(values, returns) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, 2.0, 3.0], 1.0),  # exact
+        ([11.0, 12.0, 13.0], 1.0),  # an offset does not matter
+        ([5.0, 5.0, 5.0], 0.0),  # a constant explains nothing
+        ([3.0, 2.0, 1.0], -3.0),  # residuals -2, 0, 2 vary four times as much
+    ],
+)
+def test_explained_variance_by_hand(values, expected):
+    assert explained_variance(torch.tensor(values), torch.tensor([1.0, 2.0, 3.0])) == pytest.approx(expected)
+
+
+def test_explained_variance_of_returns_that_do_not_vary():
+    assert explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 3.0])) == 0.0
+    assert explained_variance(torch.tensor([]), torch.tensor([])) == 0.0

@@ -1,0 +1,199 @@
+"""Serving experience in mini-batches, in one process."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from dschat_ppo.algorithms.aggregation import Denominators
+from dschat_ppo.common import dist
+from dschat_ppo.ppo.mini_dataset import MiniDataset, gather_rows
+from dschat_ppo.types import Experience, concat_rows
+
+LENGTHS = (3, 1, 4, 0, 2, 5, 1, 3)
+CUT = 4  # a row that trains no policy
+LONGEST = 9
+
+
+def experience(rows: range) -> Experience:
+    """Rows known by their score; each per-token value is 100 x row + column."""
+    lengths = torch.tensor([LENGTHS[row] for row in rows])
+    width = max(1, int(lengths.max()))
+    mask = torch.arange(width) < lengths.unsqueeze(1)
+    numbers = torch.tensor(list(rows)).unsqueeze(1) * 100 + torch.arange(width)
+    value = torch.where(mask, numbers.float(), 0.0)
+    prompt_lengths = torch.tensor([row % 3 + 1 for row in rows])
+    prompt_width = int(prompt_lengths.max())
+    return Experience(
+        prompt_ids=torch.tensor(list(rows)).unsqueeze(1).expand(-1, prompt_width),
+        prompt_mask=torch.arange(prompt_width) >= prompt_width - prompt_lengths.unsqueeze(1),
+        response_ids=numbers,
+        response_mask=mask,
+        rollout_logprobs=value,
+        finish_reason=torch.tensor([row % 2 * 2 for row in rows], dtype=torch.int8),
+        old_logprobs=value,
+        ref_logprobs=value,
+        entropies=value,
+        kl=None,
+        values=value,
+        source_scores=torch.tensor([[float(row), 0.0] for row in rows]),
+        scores=torch.tensor([float(row) for row in rows]),
+        baselines=torch.tensor([float(row) for row in rows]),
+        groups=torch.tensor(list(rows)),
+        rewards=value,
+        advantages=value,
+        returns=value,
+        loss_mask=mask & (torch.tensor(list(rows)) != CUT).unsqueeze(1),
+        loss_weights=value,
+        selected=None,
+    )
+
+
+def collected(rows_per_update=2, budget=1000, seed=0) -> tuple[MiniDataset, Experience]:
+    """Rows 0 to 7, put together from parts of different widths."""
+    rows = gather_rows(concat_rows([experience(part) for part in (range(3), range(3, 4), range(4, 8))]))
+    return MiniDataset(rows_per_update, budget, LONGEST, seed), rows
+
+
+def served(updates) -> list[int]:
+    return [int(score) for update in updates for part in update.micro_batches for score in part.scores]
+
+
+def check_row(part: Experience, place: int) -> None:
+    """The row at `place` has its own tokens, in every field."""
+    row = int(part.scores[place])
+    mask = part.response_mask[place]
+    expected = [100 * row + column for column in range(LENGTHS[row])]
+    assert part.response_ids[place][mask].tolist() == expected
+    for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns"):
+        assert getattr(part, name)[place][mask].tolist() == expected, name
+    assert part.prompt_ids[place][part.prompt_mask[place]].tolist() == [row] * (row % 3 + 1)
+    assert part.ended[place].item() is (row % 2 == 0)
+
+
+def test_one_rank_gathers_all_its_rows_in_order():
+    _, rows = collected()
+    assert rows.scores.tolist() == list(range(8))
+    for place in range(8):
+        check_row(rows, place)
+
+
+def tokens_of(row: int) -> int:
+    return row % 3 + 1 + LENGTHS[row]
+
+
+@pytest.mark.parametrize("budget", [1, 5, 9, 14, 1000])
+@pytest.mark.parametrize("rows_per_update", [1, 2, 4, 8])
+def test_every_row_is_served_once_an_epoch_within_the_budget(rows_per_update, budget):
+    dataset, rows = collected(rows_per_update, budget)
+    updates = list(dataset.updates(rows, ppo_epochs=3, step=1))
+    per_epoch = 8 // rows_per_update
+    assert len(updates) == 3 * per_epoch
+    for epoch in range(3):
+        part = updates[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert Counter(served(part)) == Counter(range(8))
+    for update in updates:
+        assert len(served([update])) == rows_per_update
+        for part in update.micro_batches:
+            longest = max(tokens_of(int(score)) for score in part.scores)
+            assert len(part.scores) == 1 or len(part.scores) * longest <= budget
+
+
+def test_rows_stay_whole_in_micro_batches_and_are_cut_to_their_longest():
+    dataset, rows = collected(4, 10)
+    sizes = set()
+    for update in dataset.updates(rows, ppo_epochs=2, step=1):
+        for part in update.micro_batches:
+            sizes.add(len(part.scores))
+            for place in range(len(part.scores)):
+                check_row(part, place)
+            longest = max(LENGTHS[int(score)] for score in part.scores)
+            assert part.response_ids.shape[1] == max(1, longest)
+    assert len(sizes) > 1
+
+
+def updates_of_two_ranks(dataset, rows, monkeypatch) -> list[list]:
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    ranks = []
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        ranks.append(list(dataset.updates(rows, ppo_epochs=2, step=1)))
+    monkeypatch.undo()
+    return ranks
+
+
+@pytest.mark.parametrize("budget", [4, 5, 7, 9, 1000])
+@pytest.mark.parametrize("rows_per_update", [4, 8])
+def test_two_ranks_share_the_update_of_one_and_make_as_many_passes(monkeypatch, rows_per_update, budget):
+    dataset, rows = collected(rows_per_update, budget)
+    ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
+    for first, second, whole in zip(*ranks, dataset.updates(rows, ppo_epochs=2, step=1), strict=True):
+        assert len(first.micro_batches) == len(second.micro_batches)
+        assert first.over == second.over == whole.over
+        assert first.value_tokens == second.value_tokens == whole.value_tokens
+        assert first.share == second.share == 1 / (2 * len(first.micro_batches))
+        parts = first.micro_batches + second.micro_batches
+        counted = Counter()
+        for part in parts:
+            for score, mask in zip(part.scores, part.response_mask, strict=True):
+                counted[int(score)] += int(mask.sum())
+        assert counted == {row: LENGTHS[row] for row in served([whole])}
+
+
+def test_a_rank_with_fewer_micro_batches_fills_up_with_rows_that_count_for_nothing(monkeypatch):
+    # Rows 5, 2, 7, 0 have 8, 7, 5, 4 tokens: rank 0 is dealt 5 and 0, rank 1 is dealt 2 and 7. In 14 tokens, 2 and 7
+    # make one pass, 5 and 0 two.
+    dataset = MiniDataset(4, 14, LONGEST, 0)
+    rows = concat_rows([experience(range(row, row + 1)) for row in (0, 2, 5, 7)])
+    ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
+    sizes = [[part.scores.tolist() for part in rank[0].micro_batches] for rank in ranks]
+    assert sizes == [[[5.0], [0.0]], [[2.0, 7.0], [0.0]]]
+    filler = ranks[1][0].micro_batches[1]
+    assert not filler.response_mask.any()
+    assert not filler.loss_mask.any()
+    assert ranks[0][0].micro_batches[1].response_mask.any()
+
+
+def test_epochs_and_steps_shuffle_single_rows_differently():
+    dataset, rows = collected(2)
+    order = served(dataset.updates(rows, ppo_epochs=2, step=1))
+    first, second = order[:8], order[8:]
+    assert first != second
+    assert {frozenset(first[i : i + 2]) for i in range(0, 8, 2)} != {
+        frozenset(second[i : i + 2]) for i in range(0, 8, 2)
+    }
+    assert served(dataset.updates(rows, ppo_epochs=1, step=2)) != first
+    assert served(dataset.updates(rows, ppo_epochs=1, step=1)) == first
+
+
+def test_rows_of_an_update_depend_on_the_seed_and_not_on_the_budget():
+    orders = []
+    for budget, seed in ((1000, 0), (8, 0), (1, 0), (1000, 1)):
+        dataset, rows = collected(4, budget, seed)
+        orders.append([sorted(served([update])) for update in dataset.updates(rows, ppo_epochs=2, step=1)])
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[0] != orders[3]
+
+
+def test_denominators_count_the_whole_update():
+    dataset, rows = collected(4, 8)
+    for update in dataset.updates(rows, ppo_epochs=2, step=1):
+        counted = [row for row in served([update]) if row != CUT and LENGTHS[row]]
+        assert update.value_tokens == sum(LENGTHS[row] for row in served([update]))
+        assert update.over == Denominators(sum(LENGTHS[row] for row in counted), len(counted), 4 * LONGEST)
+        assert update.share == 1 / len(update.micro_batches)
+
+
+def test_denominators_of_empty_answers_can_divide():
+    dataset = MiniDataset(1, 8, LONGEST, 0)
+    [update] = dataset.updates(experience(range(3, 4)), ppo_epochs=1, step=1)
+    assert update.over == Denominators(1.0, 1.0, LONGEST)
+    assert update.value_tokens == 1.0
+    assert update.micro_batches[0].advantages.tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("rows_per_update", [3, 5, 6, 16])
+def test_rows_that_do_not_fill_the_updates_are_an_error(rows_per_update):
+    dataset, rows = collected(rows_per_update)
+    with pytest.raises(ValueError, match=f"8 rows are not a multiple of {rows_per_update}"):
+        list(dataset.updates(rows, ppo_epochs=1, step=1))

@@ -1,0 +1,64 @@
+"""What the sources of reward are asked about a rollout."""
+
+import json
+from types import SimpleNamespace
+
+import torch
+from datasets import Dataset
+
+from dschat_ppo.ppo.reward_scorer import RewardScorer
+from dschat_ppo.rewards.mixture import RewardMixture
+from dschat_ppo.tools import toy
+from dschat_ppo.types import FinishReason, Rollout
+
+
+class Remembering:
+    name = "remembering"
+
+    def __call__(self, request, rollout):
+        self.request = request
+        return torch.zeros(len(request))
+
+
+def test_prompts_lose_the_actors_bos_and_keep_other_marks():
+    tokenizer = toy.make_tokenizer(["a lamp in the hall"])
+    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<user>"]})
+    start, user = tokenizer.convert_tokens_to_ids(["<s>", "<user>"])
+    prompts = [[start, user, *tokenizer.encode("a lamp")], [user, *tokenizer.encode("a lamp"), start]]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[7] * (longest - len(row)) + row for row in prompts])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts]).bool()
+    answers = torch.tensor([tokenizer.encode("hall") + [tokenizer.eos_token_id]]).repeat(2, 1)
+    rows = Dataset.from_dict({"row": [json.dumps({"answer": number}) for number in range(3)]})
+    source = Remembering()
+    rollout = Rollout(ids, mask, answers, torch.ones_like(answers).bool(), torch.zeros(answers.shape), torch.zeros(2))
+    RewardScorer(RewardMixture([(source, 1.0)]), rows, tokenizer)(rollout, [2, 0])
+    assert source.request.prompts == ["<user>a lamp", "<user>a lamp<s>"]
+    assert source.request.responses == ["hall", "hall"]
+    assert source.request.rows == [{"answer": 2}, {"answer": 0}]
+
+
+def test_the_token_that_ended_a_response_is_no_text_of_it():
+    """A chat template may end answers with a token that its tokenizer does not call special."""
+    tokenizer = toy.make_tokenizer(["a lamp in the hall"])
+    tokenizer.add_tokens(["<|im_end|>"])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    hall = tokenizer.encode("hall")
+    answers = torch.tensor([[*hall, end], [*hall, tokenizer.eos_token_id], [*hall, end], [*hall, *hall[:1]]])
+    reasons = torch.tensor([FinishReason.EOS, FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH])
+    rollout = Rollout(
+        answers, torch.ones_like(answers).bool(), answers, torch.ones_like(answers).bool(), answers.float(), reasons
+    )
+    rows = Dataset.from_dict({"row": ["{}"]})
+    request = RewardScorer(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [0])
+    assert request.responses == ["hall", "hall", "hall<|im_end|>", "hall" + tokenizer.decode(hall[:1])]
+
+
+def test_faults_of_every_row_are_an_error_at_the_first_count_of_each_judge_alone():
+    """Training and evaluation each have a judge, and a run that goes on has new ones."""
+    refused = []
+    mixture = SimpleNamespace(count_faults=lambda refuse_all: refused.append(refuse_all) or 3)
+    for _ in range(2):
+        judge = RewardScorer(mixture, None, None)
+        assert [judge.count_faults() for _ in range(3)] == [3, 3, 3]
+    assert refused == [True, False, False] * 2

@@ -1,0 +1,240 @@
+"""Scoring a rollout with tiny models, against a computation row by row without padding."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from dschat_ppo.common import dist
+from dschat_ppo.models.forward import response_values
+from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.ppo import score
+from dschat_ppo.ppo.score import ModelScorer, Scoring
+from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, row_lengths, tensors_of
+
+VOCABULARY = 32
+PROMPT_LENGTHS = (2, 5, 1, 4, 3)
+LENGTHS = (4, 0, 1, 6, 3)
+TEMPERATURE = 0.8
+SOURCES = torch.tensor([[1.0, -2.0], [0.5, 3.0], [4.0, 0.0], [-1.0, 1.0], [2.0, 2.0]])
+SCORES = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+GROUPS = torch.tensor([7, 7, 8, 9, 9])
+LLAMA = LlamaConfig(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, num_labels=1, pad_token_id=None,
+)  # fmt: skip
+GPT2 = GPT2Config(
+    vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3, num_labels=1,
+    pad_token_id=None,
+)  # fmt: skip
+
+
+def models_of(language_model, classifier, config) -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    return {
+        "actor": PolicyModel(language_model(config)).eval(),
+        "reference": PolicyModel(language_model(config)).eval(),
+        "critic": ScalarModel(classifier(config)).eval(),
+    }
+
+
+MODELS = {
+    "llama": models_of(LlamaForCausalLM, LlamaForSequenceClassification, LLAMA),
+    "gpt2": models_of(GPT2LMHeadModel, GPT2ForSequenceClassification, GPT2),
+}
+
+
+@pytest.fixture(params=list(MODELS))
+def models(request):
+    return MODELS[request.param]
+
+
+def rollout(padding_seed: int = 0) -> Rollout:
+    """Five rows of uneven prompts and responses, one response empty; random ids in padding."""
+    generator, padding = torch.Generator().manual_seed(1), torch.Generator().manual_seed(padding_seed)
+    prompt_mask = torch.arange(5) >= 5 - torch.tensor(PROMPT_LENGTHS).unsqueeze(1)
+    response_mask = torch.arange(6) < torch.tensor(LENGTHS).unsqueeze(1)
+
+    def ids(mask: torch.Tensor) -> torch.Tensor:
+        real = torch.randint(0, VOCABULARY, mask.shape, generator=generator)
+        return torch.where(mask, real, torch.randint(0, VOCABULARY, mask.shape, generator=padding))
+
+    return Rollout(
+        prompt_ids=ids(prompt_mask),
+        prompt_mask=prompt_mask,
+        response_ids=ids(response_mask),
+        response_mask=response_mask,
+        rollout_logprobs=torch.where(response_mask, -1.0, 0.0),
+        finish_reason=torch.tensor([0, 2, 1, 2, 0], dtype=torch.int8),
+    )
+
+
+def scored(models, rows: Rollout, budget=20, recompute=True, kl="k1", **changes) -> ScoredRollout:
+    """The rows with scores of their own number."""
+    roles = {name: models[name] for name in ("actor", "reference", "critic")} | changes
+    score = ModelScorer(**roles, how=Scoring(TEMPERATURE, budget, recompute, kl))
+    return score.make(rows, SOURCES, SCORES, GROUPS)
+
+
+def tables_alone(model, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    logits = model.lm(input_ids=torch.cat([prompt, response]).unsqueeze(0), use_cache=False).logits[0].double()
+    return torch.log_softmax(logits / TEMPERATURE, dim=-1)[len(prompt) - 1 : len(prompt) - 1 + len(response)]
+
+
+def values_alone(model: ScalarModel, sequence: torch.Tensor) -> list[float]:
+    hidden = model.classifier.base_model(input_ids=sequence.unsqueeze(0), use_cache=False).last_hidden_state
+    return model.classifier.score(hidden)[0, :, 0].tolist()
+
+
+@torch.no_grad()
+def row_alone(models, rows: Rollout, row: int) -> dict[str, list[float]]:
+    """All per-token fields of one row from its real tokens alone, in plain Python."""
+    prompt, response = rows.prompt_ids[row][rows.prompt_mask[row]], rows.response_ids[row][rows.response_mask[row]]
+    tables = {name: tables_alone(models[name], prompt, response) for name in ("actor", "reference")}
+    old, ref = ([t[int(token)].item() for t, token in zip(tables[name], response, strict=True)]
+                for name in ("actor", "reference"))  # fmt: skip
+    values = values_alone(models["critic"], torch.cat([prompt, response]))
+    return {
+        "old_logprobs": old,
+        "ref_logprobs": ref,
+        "entropies": [-sum(math.exp(x) * x for x in table.tolist()) for table in tables["actor"]],
+        "values": values[len(prompt) - 1 : len(prompt) - 1 + len(response)],
+        "k1": [a - b for a, b in zip(old, ref, strict=True)],
+        "k2": [(a - b) ** 2 / 2 for a, b in zip(old, ref, strict=True)],
+        "full": [
+            sum(math.exp(p) * (p - q) for p, q in zip(a.tolist(), b.tolist(), strict=True))
+            for a, b in zip(tables["actor"], tables["reference"], strict=True)
+        ],
+    }
+
+
+@pytest.mark.parametrize("budget", [1, 12, 1000])
+@pytest.mark.parametrize("kl", ["k1", "k2", "full"])
+def test_every_field_matches_the_row_alone(models, budget, kl):
+    rows = rollout()
+    found = scored(models, rows, budget=budget, kl=kl)
+    for row in range(5):
+        expected = row_alone(models, rows, row)
+        expected["kl"] = expected[kl]
+        for name in ("old_logprobs", "ref_logprobs", "entropies", "values", "kl"):
+            real = getattr(found, name)[row][found.response_mask[row]].tolist()
+            assert real == pytest.approx(expected[name], abs=3e-5), (name, row)
+
+
+@pytest.mark.parametrize("budget", [1, 12, 1000])
+def test_scores_and_groups_stay_with_their_rows(models, budget):
+    found = scored(models, rollout(), budget=budget)
+    assert torch.equal(found.source_scores, SOURCES)
+    assert torch.equal(found.scores, SCORES)
+    assert torch.equal(found.groups, GROUPS)
+    assert found.baselines is None
+
+
+@pytest.mark.parametrize("kl", ["k1", "full"])
+def test_nothing_stands_outside_the_mask(models, kl):
+    found = scored(models, rollout(), kl=kl)
+    outside = ~found.response_mask
+    for name in ("old_logprobs", "entropies", "ref_logprobs", "values", "kl"):
+        assert getattr(found, name)[outside].abs().max().item() == 0.0, name
+        assert getattr(found, name).dtype == torch.float32, name
+
+
+def test_the_rollout_is_carried_over(models):
+    rows = rollout()
+    found = scored(models, rows)
+    assert torch.equal(found.response_mask, rows.response_mask)
+    assert torch.equal(found.response_ids[rows.response_mask], rows.response_ids[rows.response_mask])
+    assert torch.equal(found.prompt_ids[found.prompt_mask], rows.prompt_ids[rows.prompt_mask])
+    assert torch.equal(found.rollout_logprobs, rows.rollout_logprobs)
+    assert torch.equal(found.finish_reason, rows.finish_reason)
+
+
+def test_empty_answers_keep_their_row(models):
+    rows = rollout()
+    cut = torch.full((5,), FinishReason.LENGTH, dtype=torch.int8)
+    empty = replace(rows, response_mask=torch.zeros_like(rows.response_mask), finish_reason=cut)
+    found = scored(models, empty)
+    assert found.scores.shape == (5,)
+    assert found.response_ids.shape[1] >= 1
+    assert not found.response_mask.any()
+    assert found.old_logprobs.abs().max().item() == found.values.abs().max().item() == 0.0
+
+
+def test_random_ids_in_padding_change_nothing(models):
+    first, second = rollout(padding_seed=0), rollout(padding_seed=1)
+    assert not torch.equal(first.response_ids, second.response_ids)
+    before, after = tensors_of(scored(models, first)), tensors_of(scored(models, second))
+    for name, value in before.items():
+        if name not in ("prompt_ids", "response_ids"):
+            torch.testing.assert_close(value, after[name], atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "abs", "full"])
+def test_a_policy_equal_to_its_reference_has_no_kl(models, kl):
+    found = scored({**models, "reference": models["actor"]}, rollout(), kl=kl)
+    assert found.kl.abs().max().item() < 1e-6
+
+
+@pytest.mark.parametrize(("budget", "sizes"), [(1, [1, 1, 1, 1, 1]), (12, [1, 2, 2]), (20, [2, 3]), (50, [5])])
+def test_passes_keep_the_budget_longest_rows_first(models, budget, sizes, monkeypatch):
+    # tokens of the rows: 6, 5, 2, 10, 6
+    seen = watched_passes(monkeypatch)
+    scored(models, rollout(), budget=budget)
+    assert [len(part) for part in seen] == sizes
+    assert sum(seen, []) == [10, 6, 6, 5, 2]
+
+
+def watched_passes(monkeypatch) -> list[list[int]]:
+    """Tokens of the rows of each pass that is made from now on."""
+    seen: list[list[int]] = []
+
+    def watched(engine, rows):
+        seen.append(row_lengths(rows).tolist())
+        return response_values(engine, rows)
+
+    monkeypatch.setattr(score, "response_values", watched)
+    return seen
+
+
+def test_a_rank_with_fewer_passes_makes_more_and_keeps_its_rows(models, monkeypatch):
+    seen = watched_passes(monkeypatch)
+    monkeypatch.setattr(dist, "all_reduce", lambda value, op: value + 3)
+    found = scored(models, rollout(), budget=20)
+    assert [len(part) for part in seen] == [2, 3, 3, 3, 3]
+    assert torch.equal(found.response_mask, rollout().response_mask)
+    assert torch.equal(found.scores, SCORES)
+
+
+def test_recorded_logprobs_replace_the_actors_pass(models):
+    rows = rollout()
+
+    def forbidden(*_):
+        raise AssertionError("the actor was run")
+
+    found = scored({**models, "actor": forbidden}, rows, recompute=False)
+    assert torch.equal(found.old_logprobs, rows.rollout_logprobs)
+    assert found.entropies is None
+    expected = scored(models, rows)
+    assert torch.equal(found.ref_logprobs, expected.ref_logprobs)
+    torch.testing.assert_close(found.kl - expected.kl, found.old_logprobs - expected.old_logprobs, rtol=0, atol=1e-6)
+
+
+def test_roles_that_are_not_there_leave_their_fields_out(models):
+    found = scored(models, rollout(), reference=None, critic=None)
+    assert found.ref_logprobs is None and found.kl is None and found.values is None
+    expected = scored(models, rollout())
+    assert torch.equal(found.old_logprobs, expected.old_logprobs)
+
+
+def test_scoring_leaves_no_gradient(models):
+    assert not any(value.requires_grad for value in tensors_of(scored(models, rollout())).values())

@@ -1,0 +1,243 @@
+"""How runs of two real ranks end: exit codes, one message, stacks of a hanging run, no process left.
+
+All cases run side by side, each under the launcher that a user has (`deepspeed`: a runner, below it launch.py, below it
+the ranks).
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from launch import ROOT, deepspeed_command, environment
+
+from dschat_ppo.runtime.first_failure import TO_GO_ON
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+LAUNCHER_KILLED = 256 - signal.SIGKILL  # launch.py ends with the negative code of a rank that was killed
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    def left(self, rank: int) -> dict | None:
+        path = self.folder / f"left_{rank}"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"rank_{rank}.log").read_text()
+
+    def told(self) -> list[str]:
+        """Lines on stderr that are the run's own."""
+        return [line for line in self.err.splitlines() if re.match(r"rank \d|error", line)]
+
+
+def to_runner(runner: subprocess.Popen, _ranks: list[int]) -> None:
+    runner.send_signal(signal.SIGTERM)
+
+
+def to_group(runner: subprocess.Popen, _ranks: list[int]) -> None:
+    os.killpg(runner.pid, signal.SIGINT)  # as a terminal does
+
+
+def to_launcher(number: int):
+    def send(_runner: subprocess.Popen, ranks: list[int]) -> None:
+        psutil.Process(ranks[0]).parent().send_signal(number)
+
+    return send
+
+
+def to_rank_1(_runner: subprocess.Popen, ranks: list[int]) -> None:
+    os.kill(ranks[1], signal.SIGTERM)
+
+
+SIGNALS = {
+    "rank 1 takes its time": to_rank_1,
+    "SIGTERM to launch.py": to_launcher(signal.SIGTERM),
+    "SIGKILL to launch.py": to_launcher(signal.SIGKILL),
+    "SIGTERM to the runner": to_runner,
+    "SIGINT to all": to_group,
+}
+FAULTS = [
+    "user error on rank 1",
+    "rank 1 holds the lock",
+    "rank 1 hangs",
+    "rank 1 raises",
+    "rank 0 raises",
+    "both raise",
+    "rank 1 is killed",
+    "rank 1 hangs while rank 0 writes",
+]
+
+
+def run_case(case: str, folder: Path) -> Ended:
+    (folder / "tmp").mkdir(parents=True)
+    env = environment() | {"TMPDIR": str(folder / "tmp")}
+    command = deepspeed_command(2, "tests/workers/failing.py", case, folder)
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+        runner = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True)
+        try:
+            if case in SIGNALS:
+                SIGNALS[case](runner, ready_ranks(folder))
+            code = runner.wait(timeout=180)
+            left = wait_until_gone(folder)
+        finally:
+            for process in processes_of(folder):
+                process.kill()
+    assert not left, f"{case}: still there: {left}"
+    return Ended(code, (folder / "out").read_text(), (folder / "err").read_text(), folder)
+
+
+def ready_ranks(folder: Path) -> list[int]:
+    files = [folder / f"ready_{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 120
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline, (folder / "err").read_text()
+        time.sleep(0.05)
+    return [int(file.read_text()) for file in files]
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if str(folder) in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def wait_until_gone(folder: Path) -> list[psutil.Process]:
+    deadline = time.monotonic() + 30
+    while (left := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, Ended]:
+    folder = tmp_path_factory.mktemp("failures")
+    cases = [*SIGNALS, *FAULTS]
+    with ThreadPoolExecutor(6) as threads:
+        runs = [threads.submit(run_case, case, folder / str(number)) for number, case in enumerate(cases)]
+        return {case: run.result() for case, run in zip(cases, runs, strict=True)}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_of_one_rank_is_one_message(ended, rank):
+    run = ended[f"rank {rank} raises"]
+    assert run.code == 1
+    assert run.told() == [f"rank {rank} failed in phase 'update' at step 5:"]
+    assert run.err.count("Traceback (most recent call last)") == 1
+    assert run.err.count("ZeroDivisionError: boom") == 1
+    assert str(run.folder / "logs") in run.err
+    assert run.left(rank) == {"code": 1, "reason": None}
+    assert run.left(1 - rank)["code"] == 1
+    assert "ZeroDivisionError: boom" in run.log(rank)
+    assert f"ends after rank {rank}:" in run.log(1 - rank)
+    assert "in all_reduce" in run.log(1 - rank)
+
+
+def test_what_all_ranks_raise_is_told_once(ended):
+    run = ended["both raise"]
+    assert run.code == 3
+    assert run.told() == ["error: the loss is nan"]
+    assert [run.left(rank)["code"] for rank in range(2)] == [3, 3]
+
+
+def test_a_user_error_of_another_rank_is_told_too(ended):
+    run = ended["user error on rank 1"]
+    assert run.code == 2
+    assert run.told() == ["error on rank 1: --flag: this machine has no such file"]
+    assert "Traceback" not in run.err
+    assert [run.left(rank)["code"] for rank in range(2)] == [2, 2]
+
+
+def test_a_rank_that_is_killed(ended):
+    run = ended["rank 1 is killed"]
+    assert run.code in (5, LAUNCHER_KILLED)  # the code of the rank at which the launcher looks first
+    assert run.told() == [f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {TO_GO_ON}"]
+    assert "Traceback" not in run.err and "Traceback" in run.log(0)
+    assert run.left(0)["code"] == 5
+    assert run.left(1) is None
+
+
+def test_a_hang_ends_with_the_stacks_of_all_ranks(ended):
+    run = ended["rank 1 hangs"]
+    assert run.code == 5
+    first, second = run.told()
+    assert re.fullmatch(r"rank 0 makes no progress since [3-8] s: phase 'update', step 5", first)
+    assert re.fullmatch(r"rank 1 makes no progress since [3-8] s: phase 'update', step 5", second)
+    of_rank_0, of_rank_1 = run.err[run.err.index(first) :].split(second)
+    assert "in all_reduce" in of_rank_0 and "in hang" not in of_rank_0
+    assert "in hang" in of_rank_1 and "in all_reduce" not in of_rank_1
+    assert "in hang" in run.log(1) and "in all_reduce" in run.log(0)
+    assert "Traceback" not in run.err
+
+
+def test_a_slow_disk_is_no_hang_and_hides_none(ended):
+    run = ended["rank 1 hangs while rank 0 writes"]
+    assert run.code == 5
+    idle = [
+        int(re.fullmatch(r"rank \d makes no progress since (\d+) s: phase 'update', step 5", line)[1])
+        for line in run.told()
+    ]
+    assert idle[0] in range(3, 2 * 3), "counted from the end of the write that is waited for, not from those beside it"
+    assert idle[1] >= 9
+    of_rank_0 = run.err[run.err.index("rank 0 makes") : run.err.index("rank 1 makes")]
+    assert "in all_reduce" in of_rank_0
+
+
+def test_a_hang_in_c_code_ends_too(ended):
+    run = ended["rank 1 holds the lock"]
+    assert run.code == 5
+    told = run.told()
+    assert re.fullmatch(r"rank 0 makes no progress since [3-8] s: phase 'update', step 5", told[0])
+    assert "rank 1 does not answer: it runs C code that holds Python's lock, or is stopped" in told
+    assert "in hold_the_lock" in run.err
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "reasons"),
+    [
+        ("rank 1 takes its time", 0, {"SIGTERM", None}),
+        ("SIGTERM to launch.py", 1, {"SIGTERM", None}),
+        ("SIGKILL to launch.py", 0, {"SIGTERM"}),
+        ("SIGTERM to the runner", -signal.SIGTERM, {"the launcher has ended"}),
+        ("SIGINT to all", -signal.SIGINT, {"SIGINT"}),
+    ],
+)
+def test_a_stop_is_orderly(ended, case, code, reasons):
+    run = ended[case]
+    assert run.code == code
+    assert run.told() == []  # and the watchdog had no reason to speak
+    assert len(re.findall(r"saved after step \d+; run the same command again", run.out)) == 1
+    assert [run.left(rank)["code"] for rank in range(2)] == [0, 0]
+    found = {run.left(rank)["reason"] for rank in range(2)}
+    passed_on = {None, "another rank is to stop"} if None in reasons else set()
+    assert reasons - {None} <= found <= reasons | passed_on
+
+
+def test_nothing_is_left_in_the_temporary_folder(ended):
+    for case, run in ended.items():
+        left = list((run.folder / "tmp").glob("dschat_ppo_*"))
+        # a rank that holds the lock cannot leave; rank 0 takes the folder away if it leaves after that one's end
+        assert len(left) <= (1 if case == "rank 1 holds the lock" else 0), case
+
+
+def test_every_rank_keeps_a_log(ended):
+    run = ended["rank 1 raises"]
+    for rank in range(2):
+        assert re.search(rf"-------- .*: rank {rank} of 2, process \d+", run.log(rank))
+        assert re.search(r"^\d{4}-\d\d-\d\d .* INFO \[phase 'start'\] begins$", run.log(rank), re.MULTILINE)
+    assert run.out.count("begins") == 1

@@ -1,0 +1,148 @@
+"""From the flags to sources, and what is found out before a model is loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.errors import UserError
+from dschat_ppo.rewards import reward_sources
+from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.reward_sources import build_sources, check_sources
+from dschat_ppo.types import Rollout
+
+FILE = str(Path(__file__).parents[1] / "reward_functions.py")
+REQUEST = RewardRequest(
+    ["p", "q"], ["yes", "x = 1"], [{"answer": "yes", "tests": "x"}, {"answer": "y", "tests": ["x", "1 / (x - 1)"]}]
+)
+ROLLOUT = Rollout(*torch.zeros(6, 2, 1))
+
+
+class Model:
+    name = "model"
+
+    def __call__(self, request, rollout):
+        return torch.tensor([10.0, 20.0])
+
+
+def flags(**changes) -> RewardSourceFlags:
+    return RewardSourceFlags(**{"use_reward_model": False, **changes})
+
+
+def test_the_model_alone_is_the_default():
+    mixture = build_sources(RewardSourceFlags(), Model())
+    assert (mixture.names, mixture(REQUEST, ROLLOUT).scores.tolist()) == (["model"], [10, 20])
+    check_sources(RewardSourceFlags())
+
+
+def test_all_sources_with_their_weights():
+    wanted = flags(
+        use_reward_model=True, reward_model_weight=0.1, remote_reward_url="http://127.0.0.1:9/a, http://127.0.0.1:9/b",
+        remote_reward_weight=3.0, remote_reward_timeout=4.0, remote_reward_retries=5, remote_reward_batch_size=6,
+        reward_function=["exact_match:2", f"{FILE}:lengths:0.5"], reward_workers=3, reward_timeout=9.0,
+        reward_default=-7.0,
+    )  # fmt: skip
+    mixture = build_sources(wanted, Model())
+    assert mixture.names == ["model", "exact_match", "lengths", "remote"]
+    assert [weight for _, weight in mixture.sources] == [0.1, 2.0, 0.5, 3.0]
+    function, remote = mixture.sources[1][0], mixture.sources[3][0]
+    assert (len(function.pool.workers), function.pool.seconds, function.default) == (3, 9.0, -7.0)
+    assert (remote.urls, remote.timeout) == (["http://127.0.0.1:9/a", "http://127.0.0.1:9/b"], 4.0)
+    assert (remote.retries, remote.batch_size) == (5, 6)
+    mixture.close()
+
+
+def test_functions_alone():
+    mixture = build_sources(flags(reward_function=["exact_match:2", "code_tests", "numeric_match"]), None)
+    mixed = mixture(REQUEST, ROLLOUT)
+    # "yes" is no program that runs; the second test of "x = 1" divides by 0; no answer here is a number: the default
+    assert mixed.by_source.tolist() == [[1, 0, 0], [0, 0.5, 0]]
+    assert mixed.scores.tolist() == [2, 0.5]
+    assert mixture.count_faults(refuse_all=False) == 2
+    mixture.close()
+
+
+def test_a_learned_reward_is_given_exactly_if_it_is_wanted():
+    with pytest.raises(ValueError, match="--use_reward_model"):
+        build_sources(RewardSourceFlags(), None)
+    with pytest.raises(ValueError, match="--use_reward_model"):
+        build_sources(flags(reward_function=["exact_match"]), Model())
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"reward_function": ["exact"]}, "--reward_function exact: there is no rule"),
+        ({"reward_function": ["exact_match", f"{FILE}:absent"]}, "has no attribute 'absent'"),
+        ({"reward_function": ["no.such.module:f"]}, "No module named"),
+        ({"reward_function": ["exact_match?colour=red"]}, "no setting 'colour'"),
+        ({"reward_function": ["length_penalty?most=long"]}, "most must be a number"),
+        ({"remote_reward_url": "localhost:5000"}, "--remote_reward_url localhost:5000"),
+        ({"remote_reward_url": "http://a/b,ftp://c"}, "--remote_reward_url ftp://c"),
+        ({"reward_function": ["code_tests"], "reward_timeout": 6.0}, "wall_seconds=6 must be below --reward_timeout 6"),
+        ({"reward_function": ["code_tests?wall_seconds=11"]}, "wall_seconds=11 must be below --reward_timeout 10"),
+    ],
+)
+def test_what_is_refused_before_models_load(changes, problem):
+    with pytest.raises(UserError) as refused:
+        check_sources(flags(**changes))
+    assert problem in str(refused.value)
+
+
+def test_good_sources_pass_and_leave_no_process(monkeypatch):
+    made = []
+
+    class Noted(reward_sources.FunctionReward):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(reward_sources, "FunctionReward", Noted)
+    check_sources(
+        flags(reward_function=[f"{FILE}:lengths", "code_tests?wall_seconds=2"], remote_reward_url="http://a/b")
+    )
+    assert [worker.process for function in made for worker in function.pool.workers] == [None, None]
+
+
+def test_weaker_isolation_is_said_once(monkeypatch, capsys):
+    monkeypatch.setattr(reward_sources, "missing_isolation", lambda: ["network", "files"])
+    check_sources(flags(reward_function=["code_tests", "code_tests:2"]))
+    said = capsys.readouterr().out
+    assert said.count("weaker isolation") == 2
+    assert "kept from the network by Python alone" in said and "may write every file" in said
+    monkeypatch.setattr(reward_sources, "missing_isolation", list)
+    check_sources(flags(reward_function=["code_tests"]))
+    assert "isolation" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"reward_workers": 0}, "--reward_workers"),
+        ({"reward_timeout": 0.0}, "--reward_timeout"),
+        ({"reward_default": float("nan")}, "--reward_default"),
+        ({"reward_model_weight": float("inf")}, "--reward_model_weight"),
+        ({"remote_reward_weight": float("nan")}, "--remote_reward_weight"),
+        ({"remote_reward_timeout": -1.0}, "--remote_reward_timeout"),
+        ({"remote_reward_retries": -1}, "--remote_reward_retries"),
+        ({"remote_reward_batch_size": 0}, "--remote_reward_batch_size"),
+        ({"reward_function": [""]}, "--reward_function"),
+        ({"remote_reward_url": "http://a,"}, "--remote_reward_url"),
+        ({"remote_reward_url": ""}, "--remote_reward_url"),
+        ({"reward_function": []}, "--use_reward_model False leaves no reward"),
+        ({"reward_model_name_or_path": "m"}, "--reward_model_name_or_path"),
+        ({"use_reward_model": True, "reward_model_max_length": 5}, "--reward_model_max_length"),
+        ({"use_reward_model": True, "reward_model_name_or_path": "m", "reward_model_max_length": 0}, "max_length"),
+    ],
+)
+def test_flags_that_are_refused(changes, named):
+    with pytest.raises(UserError, match=named):
+        flags(**{"reward_function": ["exact_match"], **changes})
+
+
+def test_flags_that_are_taken():
+    assert flags(reward_function=["a"]).remote_urls == []
+    assert flags(remote_reward_url="http://a").remote_urls == ["http://a"]
+    assert flags(reward_function=["a"], reward_default=-1.0, remote_reward_retries=0).reward_default == -1.0
+    assert RewardSourceFlags(reward_model_name_or_path="m", reward_model_max_length=5, reward_model_weight=0.0)

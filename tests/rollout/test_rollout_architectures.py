@@ -1,0 +1,130 @@
+"""Each architecture on tiny models: greedy tokens equal transformers' own, log-probs equal a plain forward pass."""
+
+import pytest
+import torch
+from tiny_models import (
+    CONTINUOUS,
+    KINDS,
+    LENGTHS,
+    NEW_TOKENS,
+    PADDED_ONLY,
+    UNFIT,
+    VOCABULARY,
+    cut_at,
+    eos_of,
+    model_of,
+    plain_logprobs,
+    prompts_of,
+    shared_greedy,
+    tokens_of,
+    transformers_greedy,
+)
+
+from dschat_ppo.rollout import attention
+from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.self_check import check
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+
+GREEDY = SamplingParameters(top_k=1)
+# From 3 rows to more rows than answers; the CUDA-graph path runs without graphs here.
+WAYS = {"refill": {"rows": 3}, "all at once": {"rows": 128}, "static": {"rows": 3, "static": True}}
+PADDED = {name: {**WAYS[name], "engine": "padded"} for name in ("refill", "all at once")}
+SAMPLINGS = {
+    "truncated": SamplingParameters(temperature=0.8, top_p=0.9, top_k=30, min_p=0.01),
+    "hot": SamplingParameters(temperature=1.5),
+    "penalty": SamplingParameters(temperature=0.9, repetition_penalty=1.3),
+}
+
+
+@pytest.fixture
+def prefix_uses(monkeypatch) -> list[int]:
+    """Grows by the number of rows whenever a step reads keys that rows share."""
+    uses, original = [], attention._prefix_scores
+
+    def counting(prefix, layer, query):
+        uses.append(len(query))
+        return original(prefix, layer, query)
+
+    monkeypatch.setattr(attention, "_prefix_scores", counting)
+    return uses
+
+
+def test_the_list_of_architectures_is_complete():
+    assert len(CONTINUOUS) == 16
+    assert len(KINDS) == len(CONTINUOUS) + len(PADDED_ONLY) + len(UNFIT)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_greedy_tokens_equal_those_of_transformers(name, way):
+    check_greedy(name, WAYS[way])
+
+
+@pytest.mark.parametrize("way", list(PADDED))
+@pytest.mark.parametrize("name", [*PADDED_ONLY, "llama", "opt", "gemma2", "mistral-window"])
+def test_greedy_tokens_of_padded_batches_equal_those_of_transformers(name, way):
+    check_greedy(name, PADDED[way])
+
+
+def check_greedy(name: str, way: dict) -> None:
+    whole = shared_greedy(name)
+    eos = eos_of(whole)
+    expected = cut_at(whole, (eos,))
+    assert len({len(row) for row in expected}) > 1
+    how = GenerationConfig(GREEDY, StoppingCriteria(NEW_TOKENS, eos_ids=(eos,)), **way)
+    rollout = generate(model_of(name), prompts_of(), torch.arange(len(LENGTHS)), how)
+    assert tokens_of(rollout) == expected
+    assert rollout.ended.tolist() == [eos in row for row in whole]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_transformers_own_eos_stops_at_the_same_token(name):
+    eos = eos_of(shared_greedy(name))
+    stopped = transformers_greedy(model_of(name), prompts_of(), NEW_TOKENS, eos_token_id=eos)
+    assert cut_at(stopped, (eos,)) == cut_at(shared_greedy(name), (eos,))
+
+
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-window", "opt"])
+@pytest.mark.parametrize("engine", ["continuous", "padded"])
+def test_logprobs_of_every_sampler_equal_those_of_a_plain_forward_pass(name, engine, sampling):
+    check_logprobs(name, SAMPLINGS[sampling], rows=3, engine=engine)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_logprobs_of_continuous_batching_equal_those_of_a_plain_forward_pass(name, static, prefix_uses):
+    check_logprobs(name, SAMPLINGS["truncated"], rows=3, static=static)
+    assert not prefix_uses
+
+
+@pytest.mark.parametrize("name", PADDED_ONLY)
+def test_logprobs_of_padded_batches_equal_those_of_a_plain_forward_pass(name):
+    check_logprobs(name, SAMPLINGS["truncated"], rows=3, engine="padded")
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_logprobs_with_prompts_shared_by_samples_equal_those_of_a_plain_forward_pass(name, prefix_uses):
+    check_logprobs(name, SAMPLINGS["truncated"], rows=9, samples=4, lengths=(33, 40, 36))
+    assert prefix_uses
+    assert max(prefix_uses) > 4  # rows of more than one prompt
+
+
+def check_logprobs(name: str, sampling: SamplingParameters, lengths=LENGTHS, samples: int = 1, **others) -> None:
+    stopping = StoppingCriteria(NEW_TOKENS, eos_ids=(5, 9, 22), stop_ids=(7, 33, 40))
+    how = GenerationConfig(sampling, stopping, samples=samples, **others)
+    model = model_of(name)
+    rollout = generate(model, prompts_of(lengths), torch.arange(300, 300 + samples * len(lengths)), how)
+    expected = plain_logprobs(model, rollout, sampling.temperature)
+    torch.testing.assert_close(rollout.rollout_logprobs, expected, atol=2e-5, rtol=0)
+    assert cut_at(tokens_of(rollout), stopping.ids) == tokens_of(rollout)
+    assert rollout.response_ids.max() < VOCABULARY
+    counts = rollout.response_mask.sum(dim=1)
+    assert counts.min() < counts.max()
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_continuous_batching_passes_its_own_check(name):
+    found = check(model_of(name), GenerationConfig(SamplingParameters(), StoppingCriteria(NEW_TOKENS)), "continuous")
+    assert found.holds(1e-4)

@@ -1,0 +1,309 @@
+"""Truncation against transformers, draws against the exact distribution."""
+
+import numpy as np
+import pytest
+import torch
+from chi_square import check_chi_square
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from dschat_ppo.rollout.sampling import BLOCK, NUCLEUS_GUESS, SamplingParameters, draw, row_uniforms, sample
+
+DRAWS = 40_000
+LAST = 1 - 2.0**-24  # the largest uniform number
+
+
+def uniforms(count: int, seed: int = 0) -> torch.Tensor:
+    return row_uniforms(torch.tensor([seed]), count)[0]
+
+
+def even(count: int) -> torch.Tensor:
+    """Evenly spaced numbers in [0, 1)."""
+    return (torch.arange(count) + 0.5) / count
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, 3000])
+def test_draw_is_the_inverse_of_the_cumulative_distribution(size):
+    weights = torch.rand(size, generator=torch.Generator().manual_seed(size)) ** 3
+    weights[::3] = 0.0 if size > 3 else 1.0
+    points = even(2000)
+    exact = weights.double().numpy().cumsum()
+    expected = np.searchsorted(exact, points.double().numpy() * exact[-1], side="right")
+    drawn = draw(weights.expand(2000, -1), points)
+    assert drawn.dtype == torch.int64
+    clear = np.abs(points.double().numpy()[:, None] * exact[-1] - exact).min(axis=1) > 1e-5 * exact[-1]
+    assert clear.mean() > 0.9
+    assert np.array_equal(drawn.numpy()[clear], expected[clear])
+    assert (weights[drawn] > 0).all()
+
+
+def test_draw_by_hand():
+    weights = torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0, 0.0])
+    points = torch.tensor([0.0, 0.1, 0.25, 0.3, 0.74, 0.75, LAST])
+    assert draw(weights.expand(7, -1), points).tolist() == [1, 1, 3, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("point", [0.0, 0.5, LAST])
+@pytest.mark.parametrize("size", [3, BLOCK, 1000])
+def test_the_only_weight_is_drawn_whatever_the_number(size, point):
+    places = torch.tensor([0, size // 2, size - 1])
+    for scale in (1e-20, 1.0, 1e20):
+        weights = torch.zeros(3, size).scatter_(1, places.unsqueeze(1), scale)
+        assert draw(weights, torch.full((3,), point)).tolist() == places.tolist()
+
+
+@pytest.mark.parametrize("size", [5, BLOCK, BLOCK + 1, 2777, 50_257])
+def test_an_index_of_weight_0_is_never_drawn(size):
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.exp(torch.randn(64, size, generator=generator) * 8)
+    weights[torch.rand(64, size, generator=generator) < 0.7] = 0.0
+    weights[:, 1] = 1e-6
+    for points in (torch.zeros(64), torch.full((64,), LAST), torch.full((64,), 2.0**-24), uniforms(64)):
+        drawn = draw(weights, points)
+        assert (weights.gather(1, drawn.unsqueeze(1)) > 0).all()
+
+
+def test_the_first_and_the_last_number_give_the_first_and_the_last_weight():
+    weights = torch.zeros(2, 700)
+    weights[:, [200, 201, 333, 640]] = torch.tensor([0.2, 0.3, 0.1, 0.4])
+    assert draw(weights, torch.tensor([0.0, LAST])).tolist() == [200, 640]
+
+
+# Samplers against the exact distribution
+
+
+def exact_distribution(logits: np.ndarray, sampling: SamplingParameters, seen=(), forbidden=()) -> np.ndarray:
+    """Penalty, prohibition, temperature, top-k, the smallest set that reaches top-p, then min-p, in float64."""
+    logits = logits.astype(np.float64).copy()
+    for token in seen:
+        up = logits[token] <= 0
+        logits[token] *= sampling.repetition_penalty if up else 1 / sampling.repetition_penalty
+    weights = np.exp(logits / sampling.temperature - logits.max() / sampling.temperature)
+    weights[list(forbidden)] = 0.0
+    order = np.argsort(-weights, kind="stable")
+    if sampling.top_k:
+        weights[order[sampling.top_k :]] = 0.0
+    weights /= weights.sum()
+    reached = np.cumsum(weights[order]) - weights[order]
+    weights[order[reached >= sampling.top_p]] = 0.0
+    weights[weights < sampling.min_p * weights.max()] = 0.0
+    return weights / weights.sum()
+
+
+def frequencies(logits: torch.Tensor, sampling: SamplingParameters, points: torch.Tensor, **others) -> np.ndarray:
+    tokens = [
+        sample(logits.expand(len(part), -1), sampling, part, **{k: v.expand(len(part), -1) for k, v in others.items()})
+        for part in points.split(2000)
+    ]
+    return np.bincount(torch.cat([part[0] for part in tokens]).numpy(), minlength=len(logits))
+
+
+def mask_of(size: int, tokens) -> torch.Tensor:
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[list(tokens)] = True
+    return mask
+
+
+SAMPLERS = {
+    "plain": SamplingParameters(),
+    "cold": SamplingParameters(temperature=0.5),
+    "hot": SamplingParameters(temperature=2.0),
+    "top-k": SamplingParameters(top_k=5),
+    "top-k beyond the vocabulary": SamplingParameters(top_k=1000),
+    "top-p": SamplingParameters(top_p=0.7),
+    "narrow top-p": SamplingParameters(top_p=0.05),
+    "min-p": SamplingParameters(min_p=0.1),
+    "penalty": SamplingParameters(repetition_penalty=1.7),
+    "encouragement": SamplingParameters(repetition_penalty=0.6),
+    "top-k, top-p": SamplingParameters(top_k=9, top_p=0.8),
+    "temperature, top-p": SamplingParameters(temperature=1.8, top_p=0.8),
+    "temperature, min-p": SamplingParameters(temperature=1.6, min_p=0.2),
+    "min-p, top-p": SamplingParameters(min_p=0.1, top_p=0.8),
+    "all": SamplingParameters(temperature=1.4, top_p=0.9, top_k=12, min_p=0.02, repetition_penalty=1.3),
+}
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+@pytest.mark.parametrize("size", [23, 300])
+def test_draws_follow_the_exact_distribution(name, size):
+    sampling = SAMPLERS[name]
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * 1.5
+    seen, forbidden = [1, 2, 3, int(logits.argmax())], [4, 5]
+    others = {"forbidden": mask_of(size, forbidden)}
+    if sampling.repetition_penalty != 1:
+        others["seen"] = mask_of(size, seen)
+    else:
+        seen = []
+    counts = frequencies(logits, sampling, uniforms(DRAWS, seed=size), **others)
+    check_chi_square(counts, exact_distribution(logits.numpy(), sampling, seen, forbidden))
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_a_nucleus_beyond_the_first_guess_is_found_among_all_tokens(spread):
+    """So flat a distribution has its nucleus in 0.9 of 3000 tokens; a peaked row in the batch keeps its own."""
+    size, sampling = 3000, SamplingParameters(top_p=0.9)
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * spread - torch.arange(size) * 1e-6
+    exact = exact_distribution(logits.numpy(), sampling)
+    assert (exact > 0).sum() > 2 * NUCLEUS_GUESS
+    peaked = logits + 20 * (torch.arange(size) == 77)
+    counts = np.zeros(size)
+    for points in uniforms(17_000).split(500):
+        rows = torch.cat([peaked.unsqueeze(0), logits.expand(len(points), -1)])
+        tokens, _ = sample(rows, sampling, torch.cat([points[:1], points]))
+        assert tokens[0] == 77
+        counts += np.bincount(tokens[1:].numpy(), minlength=size)
+    edge = np.argsort(-exact)[int((exact > 0).sum()) - 3 : int((exact > 0).sum()) + 3]
+    inside = np.delete(np.arange(size), edge)  # rounding decides at the edge
+    assert counts[edge].sum() < 200
+    check_chi_square(counts[inside], exact[inside] / exact[inside].sum())
+
+
+def test_prohibition_moves_the_nucleus():
+    """Of 0.4, 0.3, 0.2, 0.1 without the first: 0.5, 0.33, 0.17; a top-p of 0.6 keeps two of them."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    counts = frequencies(logits, SamplingParameters(top_p=0.6), even(5000), forbidden=mask_of(4, [0]))
+    assert counts.tolist() == [0, 3000, 2000, 0]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "counts"),
+    [
+        (SamplingParameters(top_k=2), [2000, 1500, 0, 0]),
+        (SamplingParameters(top_k=2, top_p=0.5), [3500, 0, 0, 0]),  # the first holds 0.571 of the two
+        (SamplingParameters(top_k=2, top_p=0.6), [2000, 1500, 0, 0]),
+        (SamplingParameters(top_p=0.41), [2000, 1500, 0, 0]),
+        (SamplingParameters(top_p=0.39), [3500, 0, 0, 0]),
+        (SamplingParameters(min_p=0.49), [1556, 1167, 778, 0]),
+        (SamplingParameters(min_p=0.51), [2000, 1500, 0, 0]),
+        (SamplingParameters(temperature=0.5), [1867, 1050, 467, 117]),  # squares: 16, 9, 4, 1 of 30
+        (SamplingParameters(temperature=0.5, top_p=0.5), [3500, 0, 0, 0]),  # after squaring the first holds 0.53
+    ],
+)
+def test_truncation_by_hand(sampling, counts):
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    result = frequencies(logits[[2, 0, 3, 1]], sampling, even(3500))[[1, 3, 0, 2]]
+    assert np.abs(result - counts).max() <= 1
+
+
+def test_repetition_penalty_by_hand():
+    """Seen: log 4 / 2 = log 2 and log 0.25 * 2 = log 0.0625. Not seen: 1. Of 3.0625 in all."""
+    logits = torch.tensor([4.0, 0.25, 1.0]).log()
+    counts = frequencies(logits, SamplingParameters(repetition_penalty=2.0), even(4900), seen=mask_of(3, [0, 1]))
+    assert counts.tolist() == [3200, 100, 1600]
+
+
+# Against transformers
+
+WARPERS = {
+    "top-k": (SamplingParameters(top_k=40), [TopKLogitsWarper(40)]),
+    "top-p": (SamplingParameters(top_p=0.8), [TopPLogitsWarper(0.8)]),
+    "min-p": (SamplingParameters(min_p=0.05), [MinPLogitsWarper(0.05)]),
+    "temperature": (SamplingParameters(temperature=0.7), [TemperatureLogitsWarper(0.7)]),
+    "penalty": (SamplingParameters(repetition_penalty=1.4), [RepetitionPenaltyLogitsProcessor(1.4)]),
+    "top-k, top-p": (SamplingParameters(top_k=30, top_p=0.9), [TopKLogitsWarper(30), TopPLogitsWarper(0.9)]),
+    "all": (
+        SamplingParameters(temperature=1.3, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.2),
+        [
+            RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(1.3), MinPLogitsWarper(0.01),
+            TopKLogitsWarper(50), TopPLogitsWarper(0.9),
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(WARPERS))
+def test_support_and_probabilities_are_those_of_transformers(name):
+    """With evenly spaced numbers a token's frequency is its probability, to within one count."""
+    sampling, warpers = WARPERS[name]
+    size, count = 200, 20_000
+    for seed in range(3):
+        logits = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 2
+        prompt = torch.randint(0, size, (1, 30), generator=torch.Generator().manual_seed(seed))
+        expected = LogitsProcessorList(warpers)(prompt, logits.unsqueeze(0)).softmax(dim=1)[0].double().numpy()
+        others = {"seen": mask_of(size, prompt[0].tolist())} if sampling.repetition_penalty != 1 else {}
+        counts = frequencies(logits, sampling, even(count), **others)
+        np.testing.assert_allclose(counts / count, expected, atol=1.5 / count)
+        assert set(counts.nonzero()[0]) >= set((expected > 2 / count).nonzero()[0])
+        assert counts[expected == 0].sum() == 0
+
+
+# The log-prob
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprob_is_that_of_the_temperature_scaled_distribution_alone(name, dtype):
+    sampling = SAMPLERS[name]
+    logits = (torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    before = logits.clone()
+    seen = torch.rand(6, 300, generator=torch.Generator().manual_seed(1)) < 0.3
+    forbidden = torch.rand(6, 300, generator=torch.Generator().manual_seed(2)) < 0.3
+    tokens, logprobs = sample(logits, sampling, uniforms(6), seen, forbidden)
+    scaled = logits.double().numpy() / sampling.temperature
+    table = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
+    np.testing.assert_allclose(logprobs.numpy(), table[np.arange(6), tokens.numpy()], rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits, before)
+    assert not forbidden.gather(1, tokens.unsqueeze(1)).any()
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_huge_and_infinite_logits(name):
+    sampling, minus = SAMPLERS[name], float("-inf")
+    logits = torch.full((5, 300), minus)
+    logits[0, 7] = 3.0
+    logits[1, 7], logits[1, 8] = 1e30, -1e30
+    logits[2] = 1e4
+    logits[3] = -1e4
+    logits[4, [7, 8]] = torch.tensor([1e4, 1e4 - 100])
+    seen = torch.zeros(5, 300, dtype=torch.bool)
+    for point in (0.0, 0.5, LAST):
+        tokens, logprobs = sample(logits, sampling, torch.full((5,), point), seen)
+        assert tokens[[0, 1, 4]].tolist() == [7, 7, 7]
+        assert logprobs.tolist() == pytest.approx([0, 0, -np.log(300), -np.log(300), 0], abs=1e-5)
+        assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+def test_greedy_takes_the_likeliest_whatever_the_rest_says():
+    logits = torch.tensor([[0.1, 0.3, 0.2], [5.0, 4.9, -1.0]])
+    for point in (0.0, LAST):
+        tokens, _ = sample(logits, SamplingParameters(3.0, 0.5, 1), torch.full((2,), point))
+        assert tokens.tolist() == [1, 0]
+    forbidden = torch.tensor([[False, True, False], [True, False, False]])
+    assert sample(logits, SamplingParameters(top_k=1), torch.zeros(2), None, forbidden)[0].tolist() == [2, 1]
+
+
+def test_rows_are_truncated_each_for_itself():
+    logits = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.35, 0.45]]).log()
+    for point in even(50):
+        tokens, _ = sample(logits, SamplingParameters(top_p=0.6), point.expand(2))
+        assert tokens.tolist() == [0, 2 if point < 0.35 / 0.8 else 3]
+
+
+def test_a_nucleus_does_not_hang_on_the_order_of_equal_weights_nor_on_other_rows():
+    logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()  # many are equal
+    points = even(200)
+    alone = sample(logits.expand(200, -1), SamplingParameters(top_p=0.3), points)[0]
+    flat = torch.zeros(1, 3000).bfloat16()  # its nucleus is beyond the first guess
+    beside = [
+        sample(torch.cat([logits, flat]), SamplingParameters(top_p=0.3), point.expand(2))[0][0] for point in points
+    ]
+    assert alone.tolist() == torch.stack(beside).tolist()
+
+
+def test_which_samplings_change_the_distribution():
+    assert not SamplingParameters().changes_distribution
+    assert not SamplingParameters(temperature=0.3).changes_distribution
+    changing = [
+        SamplingParameters(top_p=0.9),
+        SamplingParameters(top_k=1),
+        SamplingParameters(min_p=0.1),
+        SamplingParameters(repetition_penalty=0.9),
+    ]
+    assert all(sampling.changes_distribution for sampling in changing)

@@ -1,0 +1,187 @@
+"""The check at the start of a run: right engines pass, wrong ones are found out."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import model_of, new_model
+
+from dschat_ppo.errors import NonFiniteError
+from dschat_ppo.rollout import attention, continuous_batching, self_check
+from dschat_ppo.rollout.generator import GenerationConfig
+from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.self_check import COARSE, Parity, check, choose_engine
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+
+HOW = GenerationConfig(SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5)
+
+
+def warnings_of(caplog) -> list[str]:
+    ours = [record for record in caplog.records if record.name.startswith("dschat_ppo")]
+    return [record.getMessage() for record in ours if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral-window"])
+def test_continuous_batching_is_kept_where_it_is_right(name, caplog):
+    caplog.set_level(logging.INFO)
+    assert choose_engine(model_of(name), HOW) == HOW
+    assert not warnings_of(caplog)
+    assert "continuous batching agrees with" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt-neo", "gptj", "gpt-oss"])
+def test_other_models_get_padded_batches_and_a_warning(name, caplog):
+    model = model_of(name)
+    assert choose_engine(model, HOW) == replace(HOW, engine="padded")
+    (warning,) = warnings_of(caplog)
+    assert type(model).__name__ in warning
+    assert "padded" in warning
+
+
+@pytest.mark.parametrize(("name", "word"), [("phimoe", "mask alone"), ("phi3-longrope", "longest row")])
+def test_what_short_prompts_would_not_show_is_found_in_the_configuration(name, word):
+    """Phimoe's window is in its mask only, and longer than every prompt of the check."""
+    found = check(model_of(name), HOW, "continuous")
+    assert word in found.problem
+    assert not found.holds(1.0)
+
+
+def test_a_model_with_few_positions_is_checked_within_them():
+    assert choose_engine(new_model("gpt2", n_positions=20), HOW) == HOW
+
+
+def test_sinks_are_named_in_the_warning(caplog):
+    choose_engine(model_of("gpt-oss"), HOW)
+    assert "sinks" in warnings_of(caplog)[0]
+
+
+def test_a_model_that_no_engine_fits_is_an_error():
+    with pytest.raises(RuntimeError, match="MambaForCausalLM"):
+        choose_engine(model_of("mamba"), HOW)
+
+
+def test_weights_that_give_no_numbers_are_an_error():
+    model = new_model("llama")
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="log-probs of LlamaForCausalLM are not finite"):
+        choose_engine(model, HOW)
+
+
+def test_padded_batches_are_kept_and_checked(monkeypatch):
+    padded = replace(HOW, engine="padded")
+    monkeypatch.setattr(attention, "causal_attention", None)  # is not even tried
+    assert choose_engine(model_of("llama"), padded) == padded
+    monkeypatch.setattr(self_check, "plain_logits", lambda model, rollout: torch.zeros(*rollout.response_ids.shape, 48))
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM"):
+        choose_engine(model_of("llama"), padded)
+
+
+# Mistakes that must be found
+
+
+def another_scale(monkeypatch):
+    original = attention.causal_attention
+    monkeypatch.setattr(
+        attention, "causal_attention", lambda q, k, v, scale, window, cap: original(q, k, v, scale * 1.1, window, cap)
+    )
+
+
+def not_causal(monkeypatch):
+    def everything(query, key, value, scale, window, softcap):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+
+    monkeypatch.setattr(attention, "causal_attention", everything)
+
+
+def no_window_in_prefill(monkeypatch):
+    original = attention.causal_attention
+    monkeypatch.setattr(
+        attention, "causal_attention", lambda q, k, v, scale, window, cap: original(q, k, v, scale, None, cap)
+    )
+
+
+def no_cap_in_prefill(monkeypatch):
+    original = attention.causal_attention
+    monkeypatch.setattr(
+        attention, "causal_attention", lambda q, k, v, scale, window, cap: original(q, k, v, scale, window, None)
+    )
+
+
+def no_mask_in_steps(monkeypatch):
+    monkeypatch.setattr(attention.RolloutAttention, "_mask", lambda *_: None)
+
+
+def no_window_in_steps(monkeypatch):
+    original = attention.RolloutAttention._mask
+    monkeypatch.setattr(
+        attention.RolloutAttention, "_mask", lambda self, number, span, window: original(self, number, span, None)
+    )
+
+
+def no_cap_in_steps(monkeypatch):
+    original = attention.RolloutAttention._attend
+    monkeypatch.setattr(attention.RolloutAttention, "_attend", lambda self, *args: original(self, *args[:-1], None))
+
+
+def positions_one_later(monkeypatch):
+    original = continuous_batching.position_arguments
+
+    def later(model, positions):
+        return original(model, positions + (positions.shape[1] == 1))
+
+    monkeypatch.setattr(continuous_batching, "position_arguments", later)
+
+
+def keys_of_another_row(monkeypatch):
+    original = KVCache.put_token
+    monkeypatch.setattr(
+        KVCache, "put_token", lambda self, layer, slots, k, v: original(self, layer, slots, k.roll(1, 0), v)
+    )
+
+
+MISTAKES = [
+    ("llama", another_scale), ("llama", not_causal), ("llama", no_mask_in_steps), ("llama", positions_one_later),
+    ("llama", keys_of_another_row), ("gpt2", positions_one_later), ("gpt2", not_causal),
+    ("mistral-window", no_window_in_prefill), ("mistral-window", no_window_in_steps), ("gemma2", no_cap_in_prefill),
+    ("gemma2", no_cap_in_steps), ("gemma3", no_window_in_steps), ("gemma3", no_window_in_prefill),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES, ids=[f"{name}-{made.__name__}" for name, made in MISTAKES])
+def test_a_mistake_of_continuous_batching_is_found(name, mistake, monkeypatch, caplog):
+    mistake(monkeypatch)
+    assert choose_engine(model_of(name), HOW) == replace(HOW, engine="padded")
+    assert "does not fit" in warnings_of(caplog)[0]
+
+
+def test_the_check_covers_prompts_that_samples_share(monkeypatch):
+    """A wrong prefix must not pass."""
+    original = attention._prefix_scores
+    monkeypatch.setattr(attention, "_prefix_scores", lambda prefix, layer, query: original(prefix, layer, query) * 0)
+    assert not check(model_of("llama"), HOW, "continuous").holds(1e-3)
+
+
+def test_the_check_leaves_weights_and_streams_as_they_are():
+    model = new_model("llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    streams = torch.get_rng_state()
+    choose_engine(model, HOW)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), streams)
+
+
+def test_half_precision_passes_with_a_coarse_tolerance():
+    model = new_model("llama").bfloat16()
+    found = check(model, HOW, "continuous")
+    assert 1e-4 < max(found.logprob_difference, found.greedy_shortfall) < COARSE
+    assert choose_engine(model, HOW) == HOW
+
+
+def test_what_holds():
+    assert Parity(1e-4, 0.0).holds(1e-3)
+    assert not Parity(1e-2, 0.0).holds(1e-3)
+    assert not Parity(0.0, 1e-2).holds(1e-3)
+    assert not Parity(0.0, 0.0, "no").holds(1e-3)
+    assert not Parity(float("nan"), 0.0).holds(1e-3)

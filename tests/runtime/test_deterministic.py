@@ -1,0 +1,83 @@
+"""`--deterministic`: PyTorch's deterministic algorithms, from before a rank joins the others."""
+
+import os
+
+import pytest
+import torch
+
+from dschat_ppo.common.seeding import choose_algorithms
+from dschat_ppo.config.cli import parse
+from dschat_ppo.ppo import train_ppo
+from dschat_ppo.rollout.sampling import NUCLEUS_GUESS, SamplingParameters, row_uniforms, sample
+from dschat_ppo.session import begin_run
+from dschat_ppo.supervised import sft, train_preference
+
+TRAIN = {
+    "sft": (sft.train_sft, ["--model_name_or_path", "m"]),
+    "reward": (train_preference.train_preferences, ["--model_name_or_path", "m"]),
+    "ppo": (train_ppo.train_ppo, ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c"]),
+}
+
+
+class RanksJoinError(Exception):
+    """The place from which on a GPU may be in use."""
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def put():
+    """An operation that has no deterministic algorithm, on a CPU neither."""
+    return torch.zeros(3).put_(torch.tensor([1]), torch.tensor([2.0]))
+
+
+def test_an_operation_without_a_deterministic_algorithm_raises():
+    choose_algorithms(True)
+    with pytest.raises(RuntimeError, match="deterministic"):
+        put()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.backends.cudnn.benchmark
+    choose_algorithms(False)
+    assert put().tolist() == [0.0, 2.0, 0.0]
+
+
+def test_a_setting_of_cublas_that_is_there_is_kept(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    choose_algorithms(True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize("step", TRAIN)
+@pytest.mark.parametrize("words", [["--deterministic"], []], ids=["deterministic", "default"])
+def test_each_step_chooses_before_its_rank_joins_the_others(step, words, monkeypatch, tmp_path):
+    def join(_folder):
+        raise RanksJoinError(torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)
+
+    monkeypatch.setattr(begin_run, "init_process_group", join)
+    train, needed = TRAIN[step]
+    with pytest.raises(RanksJoinError) as found:
+        train(parse(step, [*needed, *words, "--data_path", "d", "--output_dir", str(tmp_path / "out")]))
+    assert found.value.args == (bool(words), bool(words))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParameters(), SamplingParameters(top_p=0.9), SamplingParameters(temperature=3.0, top_p=0.999)],
+    ids=str,
+)
+def test_sums_of_integers_draw_the_same_tokens(sampling):
+    """On a GPU PyTorch refuses to cumulate floats."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(300, 3 * NUCLEUS_GUESS, generator=generator)
+    uniforms = row_uniforms(torch.arange(300), 1)[:, 0]
+    expected, logprobs = sample(logits, sampling, uniforms)
+    torch.use_deterministic_algorithms(True)
+    found, same_logprobs = sample(logits, sampling, uniforms)
+    assert (found == expected).float().mean() > 0.99  # a number at the edge of a token falls on either side
+    assert torch.equal(same_logprobs[found == expected], logprobs[found == expected])

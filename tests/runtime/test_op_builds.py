@@ -1,0 +1,221 @@
+"""DeepSpeed's operators: a killed compilation, two processes at once, the folder of an environment."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment
+
+from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.runtime import op_builds, stop_requests
+from dschat_ppo.runtime.op_builds import OWN_LOCK, TORCH_LOCK, alone_in, folder_of_environment, guard_builds
+from dschat_ppo.runtime.processes import processes_at
+
+COMPILER = """#!/bin/sh
+case " $* " in *" -c "*)
+    echo begin >> "$STORY"
+    sleep $SECONDS_TO_COMPILE
+    c++ "$@" || exit 1
+    echo end >> "$STORY"
+    exit 0
+esac
+exec c++ "$@"
+"""
+
+
+@pytest.fixture
+def operators(tmp_path):
+    """A folder of operators; `operators(seconds)` loads the toy operator in a process of its own."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    (tmp_path / "operators").mkdir()
+    started = []
+
+    def load(seconds: float) -> subprocess.Popen[str]:
+        env = environment() | {"CXX": str(compiler), "STORY": str(tmp_path / "story")}
+        env |= {"TORCH_EXTENSIONS_DIR": str(tmp_path / "operators"), "SECONDS_TO_COMPILE": str(seconds)}
+        command = [sys.executable, str(ROOT / "tests/workers/toy_operator.py")]
+        started.append(subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        return started[-1]
+
+    yield load
+    for process in started:
+        process.kill()
+    kill_compilers(tmp_path)
+    for process in started:
+        process.communicate()
+
+
+def kill_compilers(folder: Path) -> None:
+    """ninja gives each a process group of its own."""
+    for pid in processes_at(folder / "operators/toy"):
+        os.kill(pid, signal.SIGKILL)
+
+
+def story(folder: Path) -> list[str]:
+    return (folder / "story").read_text().split() if (folder / "story").exists() else []
+
+
+def until_it_compiles(folder: Path, compilations: int = 1) -> None:
+    deadline = time.monotonic() + 100
+    while story(folder).count("begin") < compilations and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_killed_compilation_keeps_nobody_waiting(operators, tmp_path):
+    """A killed compilation leaves torch's lock; where its owner alone is killed, a compiler at work too."""
+    lock = tmp_path / "operators/toy" / TORCH_LOCK
+    first = operators(100)
+    until_it_compiles(tmp_path)
+    first.kill()
+    kill_compilers(tmp_path)
+    first.wait()
+    assert lock.exists()
+    second = operators(3)
+    until_it_compiles(tmp_path, 2)
+    second.kill()
+    said = second.stderr.read()  # to its end: the compiler has ended too
+    assert f"removed {lock}: the compilation that made it was killed\n" in said
+    third = operators(2)
+    out, err = third.communicate(timeout=100)
+    assert (out.splitlines()[-1], third.returncode) == ("loaded", 0), err
+    assert f"removed {lock}" in err
+    assert "DeepSpeed compiles its operator toy in " in err
+    assert story(tmp_path) == ["begin", "begin", "end", "begin", "end"]  # never two at a time
+    fourth = operators(100)
+    out, err = fourth.communicate(timeout=100)
+    assert (out.splitlines()[-1], "compiles" in err, len(story(tmp_path))) == ("loaded", False, 5)
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_compiles(operators, tmp_path):
+    both = [operators(6.5), operators(6.5)]
+    ended = [process.communicate(timeout=100) for process in both]
+    assert [out.splitlines()[-1] for out, _ in ended] == ["loaded", "loaded"], ended
+    assert story(tmp_path) == ["begin", "end"]
+    assert sum("DeepSpeed compiles its operator toy" in err for _, err in ended) == 1
+    first = next(p for p, (_, err) in zip(both, ended, strict=True) if "compiles" in err)
+    waits = f"DeepSpeed's operator toy waits for process {first.pid}, which compiles it\n"
+    assert [waits in out for out, _ in ended] == [process is not first for process in both]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(op_builds, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(op_builds, "LIMIT_SECONDS", 0.2)
+
+
+def test_no_wait_is_without_an_end(tmp_path, quick):
+    with (tmp_path / OWN_LOCK).open("w") as held:
+        held.write("123")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=rf"operator {tmp_path.name} waits for process 123, .* remove {tmp_path}"):
+            alone_in(tmp_path).__enter__()
+    compiler = subprocess.Popen(["sleep", "100"], cwd=tmp_path)
+    with pytest.raises(UserError, match=f"waits for process {compiler.pid}, which compiles there"):
+        alone_in(tmp_path).__enter__()
+    compiler.kill()
+    compiler.wait()
+    with alone_in(tmp_path):
+        assert (tmp_path / OWN_LOCK).read_text() == str(os.getpid())
+
+
+def test_a_lock_that_somebody_has_open_is_left_alone(tmp_path, quick):
+    lock = tmp_path / TORCH_LOCK
+    holder = subprocess.Popen(["sleep", "100"], stdout=lock.open("w"))
+    with pytest.raises(UserError, match=f"waits for process {holder.pid}"):
+        alone_in(tmp_path).__enter__()
+    assert lock.exists()
+    holder.kill()
+    holder.wait()
+    with alone_in(tmp_path):
+        assert not lock.exists()
+
+
+def test_a_lock_between_its_last_two_moments_is_left_alone(tmp_path, quick, monkeypatch):
+    """torch closes it, then removes it, and fails if it is gone."""
+    lock = tmp_path / TORCH_LOCK
+    lock.touch()
+    looks = []
+
+    def released(*_):
+        looks.append(lock.unlink() if not looks else None)
+        return set()
+
+    monkeypatch.setattr(op_builds, "processes_at", released)
+    with alone_in(tmp_path):
+        assert len(looks) == 2
+
+
+def test_a_lock_whose_owner_cannot_be_known_is_not_removed(tmp_path, quick, monkeypatch):
+    (tmp_path / TORCH_LOCK).touch()
+    monkeypatch.setattr(op_builds, "look_up", lambda pid: None)  # as without /proc
+    with pytest.raises(UserError, match="whose owner cannot be looked up"):
+        alone_in(tmp_path).__enter__()
+    monkeypatch.undo()
+    monkeypatch.setattr(op_builds, "LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # another user's
+    with pytest.raises(UserError, match="whose owner cannot be looked up"):
+        alone_in(tmp_path).__enter__()
+    assert (tmp_path / TORCH_LOCK).exists()
+
+
+def test_who_waits_can_be_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(stop_requests, "noticed", lambda: True)
+    with (tmp_path / OWN_LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(StopRequested):
+            alone_in(tmp_path).__enter__()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=rf"{tmp_path}/file/toy: cannot be written \(.*TORCH_EXTENSIONS_DIR"):
+        alone_in(tmp_path / "file" / "toy").__enter__()
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with alone_in(tmp_path) as alone:
+        assert not alone and "its file system has no locks" in capsys.readouterr().out
+
+
+def test_every_environment_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mine = folder_of_environment()
+    assert mine.is_relative_to(tmp_path.resolve() / "torch_extensions")
+    assert mine == folder_of_environment()
+    for what in ("sys.prefix", "torch.__version__", "deepspeed.__version__"):
+        with monkeypatch.context() as other:
+            other.setattr(what, "other")
+            assert folder_of_environment() != mine
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
+    assert folder_of_environment() != mine
+
+
+@pytest.mark.parametrize("given", [None, "chosen"])
+def test_a_folder_that_the_user_names_is_kept(monkeypatch, given):
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    loaded = []
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", given or "")
+    monkeypatch.setattr(OpBuilder, "jit_load", lambda builder: loaded.append(builder.name))
+    if given is None:
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    guard_builds()
+    guarded = OpBuilder.jit_load
+    guard_builds()
+    assert OpBuilder.jit_load is guarded
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == (given or str(folder_of_environment()))

@@ -1,0 +1,144 @@
+"""The log file of each rank."""
+
+import logging
+import os
+import re
+import warnings
+
+import pytest
+
+from dschat_ppo.common import phases
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import UserError
+from dschat_ppo.runtime.rank_log import end_log, keep_log, log_path, to_log
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    phases.begin_anew()
+    yield
+    end_log()
+    phases.begin_anew()
+
+
+def lines_of(folder):
+    return (folder / "logs" / "rank_0.log").read_text().splitlines()
+
+
+def test_what_a_log_holds(tmp_path, capsys):
+    assert log_path() is None
+    keep_log(tmp_path)
+    phases.announce("load models")
+    logger().info("a note")
+    logger().debug("too much")
+    phases.announce_step(7)
+    logging.getLogger("some.library").warning("a library's warning")
+    with pytest.warns(RuntimeWarning, match="odd numbers"):  # pytest's own way of showing is in the way
+        warnings.warn("odd numbers", RuntimeWarning, stacklevel=1)
+    to_log("one\nTraceback")
+    logger().error("late")
+    assert log_path() == tmp_path / "logs" / "rank_0.log"
+    heading, *lines = lines_of(tmp_path)
+    assert re.fullmatch(r"-------- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}: rank 0 of 1, process \d+ on .+", heading)
+    moment = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    expected = [
+        rf"{moment},\d+ INFO \[phase 'load models'\] a note",
+        rf"{moment},\d+ WARNING \[phase 'load models', step 7\] a library's warning",
+        rf"{moment} rank 0 \[phase 'load models', step 7\] one",
+        "Traceback",
+        rf"{moment},\d+ ERROR \[phase 'load models', step 7\] late",
+    ]
+    assert len(lines) == len(expected)
+    assert all(map(re.fullmatch, expected, lines)), lines
+    out = capsys.readouterr().out
+    assert "a note" in out
+    assert "late" in out
+    assert "one" not in out
+
+
+def test_warnings_are_shown_and_kept(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *words: shown.append(str(words[0])))
+    keep_log(tmp_path)
+    warnings.showwarning("odd numbers", RuntimeWarning, "model.py", 3)
+    assert shown == ["odd numbers"]
+    assert lines_of(tmp_path)[-1].endswith("WARNING [phase 'start'] RuntimeWarning: odd numbers (model.py:3)")
+    end_log()
+    warnings.showwarning("later", RuntimeWarning, "model.py", 3)
+    assert shown == ["odd numbers", "later"]
+    assert "later" not in lines_of(tmp_path)[-1]
+
+
+def test_other_ranks_keep_what_they_do_not_print(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    logger().handlers.clear()
+    keep_log(tmp_path)
+    logger().info("a note")
+    logger().error("a fault")
+    end_log()
+    logger().handlers.clear()
+    assert capsys.readouterr().out == "a fault\n"
+    text = (tmp_path / "logs" / "rank_1.log").read_text()
+    assert "a note" in text
+    assert "a fault" in text
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
+    keep_log(tmp_path)
+    logger().info("first run")
+    end_log()
+    logger().info("between")
+    to_log("between")
+    keep_log(tmp_path)
+    logger().info("second run")
+    kinds = [re.sub(r"^-------- .*", "heading", line).rpartition("] ")[2] for line in lines_of(tmp_path)]
+    assert kinds == ["heading", "first run", "heading", "second run"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(UserError, match=r"--output_dir .*out: .*rank_0.log cannot be written \(Not a directory\)"):
+        keep_log(tmp_path / "out")
+    assert log_path() is None
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="No space left on device"):
+        keep_log(tmp_path)
+
+
+def test_a_disk_that_fills_up_is_said_once(tmp_path, capsys):
+    keep_log(tmp_path)
+    (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, handler.descriptor)
+    os.close(full)
+    logger().info("a note")
+    to_log("another")
+    logger().info("a third")
+    errors = capsys.readouterr().err
+    assert errors.count("cannot be written (No space left on device); the run goes on without it") == 1
+    assert "Traceback" not in errors
+
+
+def test_a_message_that_does_not_fit_its_arguments_ends_nothing(tmp_path, capsys):
+    keep_log(tmp_path)
+    (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
+    handler.handle(logging.makeLogRecord({"msg": "%d rows", "args": ("two",)}))
+    assert "TypeError" in capsys.readouterr().err
+    logger().info("afterwards")
+    assert lines_of(tmp_path)[-1].endswith("afterwards")
+
+
+def test_what_a_library_shows_by_itself_is_not_shown_twice(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    library = logging.getLogger("some_library")
+    monkeypatch.setattr(library, "handlers", [logging.StreamHandler()])
+    keep_log(tmp_path)
+    logging.getLogger("some_library.part").warning("retrying")
+    logging.getLogger("another_library").warning("odd")
+    logging.getLogger("another_library").info("chatter")
+    assert sorted(capsys.readouterr().err.split()) == ["odd", "retrying"]
+    assert [line.rpartition("] ")[2] for line in lines_of(tmp_path)[1:]] == ["retrying", "odd"]

@@ -1,0 +1,174 @@
+"""Ranks meet those of their own launch, also where another launch wants the same port at the same instant."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from launch import ROOT, deepspeed_command, environment
+
+from dschat_ppo.runtime import processes as module
+from dschat_ppo.runtime.processes import Process
+from dschat_ppo.runtime.rendezvous import differences, launch_of_this_rank
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Set the processes from this one upwards: (number, start, command line), this one first."""
+
+    def of(*found: tuple[int, int, list[str]]) -> None:
+        above = [number for number, _, _ in found[1:]] + [0]
+        table = {
+            number: Process(parent, start, False, 0) for (number, start, _), parent in zip(found, above, strict=True)
+        }
+        monkeypatch.setattr(module.os, "getpid", lambda: found[0][0])
+        monkeypatch.setattr(module, "look_up", table.get)
+        monkeypatch.setattr(module, "command", {number: words for number, _, words in found}.__getitem__)
+
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "CROSS_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    return of
+
+
+LAUNCH = ["python", "-m", "deepspeed.launcher.launch", "--master_port=1"]
+
+
+def test_a_launch_is_known_by_its_nearest_launcher(processes, monkeypatch):
+    plain = {"number of ranks": "4", "output folder": "out"}
+    processes((7, 70, ["python", "main.py"]), (1, 10, ["init"]))
+    assert launch_of_this_rank("out") == plain
+    words = f"process 5 on host {socket.gethostname()}, started at tick 50"
+    processes(
+        (7, 70, ["main.py"]), (6, 60, ["bash", "-c", "main.py"]), (5, 50, LAUNCH), (4, 40, ["bash"]), (3, 30, LAUNCH)
+    )
+    assert launch_of_this_rank("out") == plain | {"launcher of machine 0": words}
+    monkeypatch.setenv("CROSS_RANK", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", "88")
+    assert launch_of_this_rank("out") == plain | {"launcher of machine 2": words, "SLURM_JOB_ID": "88"}
+
+
+def test_launches_differ_in_what_both_know():
+    first = {"number of ranks": "4", "output folder": "a", "launcher of machine 0": "process 5"}
+    assert differences(first, dict(first)) == []
+    assert differences(first | {"output folder": "b"}, first) == ["output folder"]
+    assert differences(first | {"launcher of machine 0": "process 6"}, first) == ["launcher of machine 0"]
+    other_machine = {
+        "number of ranks": "4",
+        "output folder": "a",
+        "launcher of machine 1": "process 5",
+        "SLURM_JOB_ID": "8",
+    }
+    assert differences(other_machine, first) == []
+    assert differences(other_machine, first | {"SLURM_JOB_ID": "9"}) == ["SLURM_JOB_ID"]
+
+
+RANK = """
+import sys
+import torch.distributed as torch_dist
+from dschat_ppo.runtime import rendezvous
+from dschat_ppo.errors import UserError
+
+rendezvous._ANSWER_SECONDS = 3.0
+try:
+    torch_dist.init_process_group("gloo", init_method=rendezvous.address_of(sys.argv[1]))
+except UserError as problem:
+    sys.exit(f"error: {problem}")
+group = torch_dist.new_group()
+found = [None] * torch_dist.get_world_size()
+torch_dist.all_gather_object(found, sys.argv[1], group=group)
+print(*found, flush=True)
+"""
+PLAIN_STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("open", flush=True)
+time.sleep(100)
+"""
+
+
+def free_port() -> int:
+    """As `launch.py` chooses."""
+    return int(deepspeed_command(1, "x")[6])
+
+
+def begin(stack: ExitStack, port: int, rank: int, folder: str) -> subprocess.Popen[str]:
+    env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = stack.enter_context(subprocess.Popen([sys.executable, "-c", RANK, folder], env=env, text=True, **pipes))
+    stack.callback(process.kill)
+    return process
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_launch_is_refused_and_disturbs_nobody():
+    port = free_port()
+    with ExitStack() as stack:
+        host = begin(stack, port, 0, "runs/a b")
+        _, said = begin(stack, port, 1, "runs/c").communicate(timeout=100)
+        assert said.splitlines()[-1] == (
+            f"error: the process group at 127.0.0.1, port {port}, belongs to another run (output folder runs/a b; "
+            "other output folder); deepspeed --master_port N takes another port"
+        )
+        assert host.poll() is None
+        own = begin(stack, port, 1, "runs/a b")
+        assert [process.communicate(timeout=100)[0] for process in (host, own)] == ["runs/a b runs/a b\n"] * 2
+
+
+@pytest.mark.slow
+def test_a_program_that_says_nothing_is_not_waited_for_without_end():
+    port = free_port()
+    with ExitStack() as stack:
+        command = [sys.executable, "-c", PLAIN_STORE, str(port)]
+        other = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        stack.callback(other.kill)
+        assert other.stdout.readline() == "open\n"
+        _, said = begin(stack, port, 1, "runs/c").communicate(timeout=100)
+        assert "belongs to another run, or to another program; deepspeed --master_port" in said.splitlines()[-1]
+
+
+def pair(folder: Path, outputs: tuple[str, str]) -> list[subprocess.Popen[str]]:
+    """Two launches at one instant on one port. The first opens its store at once, and its rank 1 comes last."""
+    folder.mkdir()
+    started, port = [], str(free_port())
+    for number, (output, delays) in enumerate(zip(outputs, ([0.0, 2.0], [1.0, 0.5]), strict=True)):
+        words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", folder / output]
+        command = deepspeed_command(2, "tests/workers/meeting.py", *words)
+        command[command.index("--master_port") + 1] = port
+        env = environment() | {"TMPDIR": str(folder), "RANKS": "4", "DELAYS": json.dumps(delays)}
+        with (folder / f"said_{number}").open("w") as said:
+            started.append(
+                subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True)
+            )
+    return started
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_of_two_launches_on_one_port_one_goes_on_with_its_own_ranks(tmp_path):
+    """Rank 1 of the second launch comes to the first one's store before rank 1 of the first."""
+    pairs = {"two": pair(tmp_path / "two", ("a", "b")), "same": pair(tmp_path / "same", ("a", "a"))}
+    try:
+        codes = {name: [process.wait(timeout=200) for process in started] for name, started in pairs.items()}
+    finally:
+        for process in sum(pairs.values(), []):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+    for name in pairs:
+        folder = tmp_path / name
+        said = [(folder / f"said_{number}").read_text() for number in range(2)]
+        assert codes[name] == [0, 2], said
+        told = [[line for line in text.splitlines() if line.startswith(("error", "rank "))] for text in said]
+        assert [len(lines) for lines in told] == [0, 1], told
+        assert "another run" in told[1][0] and "--master_port" in told[1][0]
+        met = [json.loads(path.read_text()) for path in folder.glob("*/met_*")]
+        assert len(met) == 2
+        for members in met:
+            assert [rank for rank, _ in members] == [0, 1]
+            assert len({launcher for _, launcher in members}) == 1
+        assert list(folder.glob("b/*")) == []

@@ -1,0 +1,150 @@
+"""Requests to stop."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import multiprocess
+import pytest
+import torch
+
+from dschat_ppo.engine.build_engine import OptimizerSettings, _optimizer
+from dschat_ppo.errors import StopRequested
+from dschat_ppo.runtime import stop_requests
+from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.runtime.processes import look_up
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    stop_requests.restore()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_sigterm_is_noted():
+    stop_requests.install()
+    assert not stop_requests.requested()
+    assert stop_requests.reason() is None
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop_requests.requested()
+    assert stop_requests.reason() == "SIGTERM"
+    stop_requests.install()  # a new run in this process
+    assert not stop_requests.requested()
+
+
+def test_a_person_may_insist():
+    stop_requests.install()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop_requests.reason() == "SIGINT"
+    os.kill(os.getpid(), signal.SIGTERM)  # of the launcher
+    assert stop_requests.reason() == "SIGINT"
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_after_the_launchers_signal_is_the_first():
+    stop_requests.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop_requests.reason() == "SIGTERM"
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_is_ignored_stays_ignored():
+    own = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stop_requests.install()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not stop_requests.requested()
+    finally:
+        signal.signal(signal.SIGINT, own)
+
+
+def test_forked_processes_do_not_take_part():
+    stop_requests.install()
+    child = os.fork()
+    if not child:
+        usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        os._exit(7 if usual else 8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    stop_requests.restore()
+    child = os.fork()
+    if not child:
+        os._exit(7 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_helpers_that_end_with_the_launchers_signal():
+    """What `datasets` raises of its pool; `test_data_workers.py` kills a real one, which may hang."""
+
+    def ends(problem: Exception, with_signal: bool) -> None:
+        with stop_requests.helpers_may_end("prepared the data"):
+            if with_signal:
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise problem
+
+    died = RuntimeError("One of the subprocesses has abruptly died during map operation.")
+    late = multiprocess.TimeoutError()  # where the manager of the queue was killed; so are the next two
+    said = r"^stopped \(SIGTERM\) while it prepared the data; run the same command again$"
+    for problem in (died, late, EOFError(), ConnectionResetError(), ImportError()):
+        stop_requests.install()
+        with pytest.raises(type(problem)):
+            ends(problem, with_signal=False)
+        with pytest.raises(StopRequested, match=said):
+            ends(problem, with_signal=True)
+    stop_requests.install()
+    with pytest.raises(ZeroDivisionError):
+        ends(ZeroDivisionError(), with_signal=True)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_compilation_that_a_stop_has_ended_is_no_failure(monkeypatch, asked):
+    def killed(*_, **__):
+        raise RuntimeError("Error building extension")
+
+    monkeypatch.setattr(stop_requests, "requested", lambda: asked)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("deepspeed.init_distributed", killed)
+    monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", killed)
+    settings = OptimizerSettings(0.1, 0.0, "constant", 0, 1, (0.9, 0.95), 1e-8)
+    offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    for compiles in (init_process_group, lambda: _optimizer(torch.nn.Linear(1, 1), settings, offloaded)):
+        with pytest.raises(StopRequested if asked else RuntimeError):
+            compiles()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_launcher_that_was_killed_before_the_rank_looked_is_missed(monkeypatch, works):
+    monkeypatch.setattr(stop_requests, "ancestor", lambda word: (5, look_up(os.getpid())) if works else None)
+    stop_requests.install()
+    assert stop_requests.reason() is None, "started by hand"
+    monkeypatch.setenv("CROSS_RANK", "0")
+    stop_requests.install()
+    assert stop_requests.reason() == (None if works else "the launcher has ended")
+
+
+SHELL = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+"""
+RUN = """
+import os, time
+from dschat_ppo.runtime import stop_requests
+parent = os.getppid()
+stop_requests.install()
+while os.getppid() == parent:
+    time.sleep(0.01)
+print("asked to stop" if stop_requests.requested() else "goes on", flush=True)
+"""
+
+
+def test_a_parent_that_is_no_launcher_may_end():
+    """As with nohup: the shell goes, the run stays."""
+    shell = [sys.executable, "-c", SHELL + "import time; time.sleep(3)", RUN]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "goes on\n"

@@ -1,0 +1,140 @@
+"""Whatever a later start reads is on the disk before it counts: each kind of file, in a model of a loss of power."""
+
+import json
+from types import SimpleNamespace
+
+import datasets
+import torch
+from checkpoints import CONTENT, fill
+from conftest import tiny_config
+from datasets import Dataset
+from power_loss_model import PowerLoss
+from stub_runs import config_of, run
+from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
+
+from dschat_ppo.checkpoint import engine_state
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.metrics_copy import keep_aside, restore_metrics
+from dschat_ppo.checkpoint.resume import _set_aside_later_ones
+from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.cache import hub_rows
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.monitor.writers import write_result
+from dschat_ppo.session.run_lock import RunLock
+from dschat_ppo.tools import toy
+from dschat_ppo.tools.toy_model import write_task
+
+
+def kept(power, folder) -> dict[str, bytes]:
+    """What is left of a folder, all of which has to be as it was written; no name came too early."""
+    left = power.left(folder)
+    assert power.too_early == []
+    assert all(content == (folder / name).read_bytes() for name, content in left.items())
+    return left
+
+
+def test_the_model_loses_what_is_not_synced(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    (tmp_path / "draft").write_text("x")
+    (tmp_path / "draft").rename(tmp_path / "named")
+    assert power.left(tmp_path) == {} and power.too_early == [str(tmp_path / "named")]
+
+
+def test_the_configuration(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    write_config(config_of(tmp_path), tmp_path)
+    assert list(kept(power, tmp_path)) == ["config.yaml"]
+
+
+def test_the_result(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    write_result(tmp_path, {"steps": 3})
+    assert list(kept(power, tmp_path)) == ["result.json"]
+
+
+def test_the_output_folder_itself(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    RunLock.acquire(tmp_path / "a/b").release()
+    write_config(config_of(tmp_path), tmp_path / "a/b")
+    assert "a/b/config.yaml" in power.left(tmp_path)
+
+
+def test_a_checkpoint_its_pointer_the_metrics_and_the_flags(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    run(tmp_path, 2)
+    left, saved = kept(power, tmp_path), tmp_path / "checkpoints/step_000002"
+    files = {f"checkpoints/step_000002/{name}" for name in ("manifest.json", "rank_0.pt", "shared.pt", "metrics.jsonl")}
+    assert set(left) == {"config.yaml", "metrics.jsonl", "checkpoints/latest", *files}
+    assert left["metrics.jsonl"] == (saved / "metrics.jsonl").read_bytes()
+
+
+def test_files_and_folders_of_a_checkpoint_whoever_wrote_them(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    folder = CheckpointFolder(tmp_path)
+    fill(folder.partial("step_000012"), step=12, update=0)
+    folder.commit("step_000012")
+    assert {f"checkpoints/step_000012/{name}" for name in CONTENT} <= set(kept(power, tmp_path))
+
+
+def test_the_states_of_an_engine(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    writer = engine_state.BackgroundWriter()
+    writer.save({"weight": torch.ones(3)}, str(tmp_path / "states.pt"))
+    assert writer.wait()
+    assert power.content[(tmp_path / "states.pt").stat().st_ino] == (tmp_path / "states.pt").read_bytes()
+
+
+def test_checkpoints_that_are_set_aside_and_metrics_that_are_kept_or_written_again(tmp_path, monkeypatch):
+    run(tmp_path, 2, "--save_steps", "1")
+    power = PowerLoss(monkeypatch)
+    _set_aside_later_ones(tmp_path, tmp_path / "checkpoints/step_000001")
+    root = tmp_path / "checkpoints"
+    assert CheckpointFolder(tmp_path).names() == ["step_000001"]
+    assert "step_000002" not in power.names[root.stat().st_ino]
+    written = (tmp_path / "metrics.jsonl").read_bytes()
+    keep_aside(tmp_path / "metrics.jsonl")
+    names = power.names[tmp_path.stat().st_ino]
+    assert "metrics.1.jsonl" in names and "metrics.jsonl" not in names
+    restore_metrics(tmp_path, tmp_path / "checkpoints/step_000001")
+    assert written.startswith(power.left(tmp_path)["metrics.jsonl"])
+
+
+def test_prepared_rows(tmp_path, monkeypatch):
+    path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
+    path.write_text("".join(json.dumps({"prompt": str(n), "response": "b"}) + "\n" for n in range(5)))
+    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --data_path {path} --data_output_path {cache}"
+    power = PowerLoss(monkeypatch)
+    prepare("sft", toy.make_tokenizer(["words"]), parse("sft", words.split()).data, 64)
+    entries = sorted(folder.name for folder in (cache / "dschat_ppo").iterdir() if folder.is_dir())
+    wanted = {f"dschat_ppo/{entry}/{name}" for entry in entries for name in ("files.json", "rows_00000.arrow")}
+    assert len(entries) == 2, "the file as a table, and its rows as tokens"
+    assert wanted <= set(kept(power, cache))
+
+
+def test_rows_of_the_hub(tmp_path, monkeypatch):
+    def load(*_, **__):
+        rows = Dataset.from_dict({"a": [1]}).map(lambda row: row, cache_file_name=str(tmp_path / "rows.arrow"))
+        return datasets.DatasetDict(train=rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    power = PowerLoss(monkeypatch)
+    hub_rows("name", None, None)
+    assert power.left(tmp_path)["rows.arrow"] == (tmp_path / "rows.arrow").read_bytes() != b""
+
+
+def test_an_exported_model(assets, tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    model = ScalarModel(LlamaForSequenceClassification(tiny_config(num_labels=1)))
+    save_model(SimpleNamespace(module=model), tokenizer, tmp_path)
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(kept(power, tmp_path))
+
+
+def test_a_task_of_the_quickstart_whose_weights_come_last(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    tokenizer = toy.make_tokenizer(["words"])
+    write_task(tmp_path, {"sft": [{"a": 1}]}, tokenizer, LlamaForCausalLM(tiny_config()))
+    assert {"data/sft.jsonl", "model/model.safetensors", "model/tokenizer.json"} <= set(kept(power, tmp_path))

@@ -1,0 +1,58 @@
+"""What steps 1 and 2 say before they read anything."""
+
+import sys
+
+import pytest
+from launch import ROOT, run, succeed
+
+from dschat_ppo.config.cli import parse
+from dschat_ppo.supervised import sft, supervised_run, train_preference
+
+WORDS = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
+
+
+class NothingIsRead(Exception):  # noqa: N818
+    """Where the model's folder would be looked for."""
+
+
+@pytest.fixture
+def first_lines(monkeypatch, said):
+    """(step, further words) -> the lines that the run logs first."""
+
+    def refuse(*arguments):
+        raise NothingIsRead
+
+    monkeypatch.setattr(supervised_run, "begin", lambda *arguments: (None, None))
+    monkeypatch.setattr(supervised_run, "model_folder", refuse)
+
+    def lines_of(step, *words):
+        train = sft.train_sft if step == "sft" else train_preference.train_preferences
+        with pytest.raises(NothingIsRead):
+            train(parse(step, [*WORDS, *words]))
+        return said
+
+    return lines_of
+
+
+@pytest.mark.parametrize(("step", "words", "line"), [
+    ("sft", (), "step 1: supervised fine-tuning"),
+    ("reward", (), "step 2: --objective reward trains a reward model (for DPO: training/step2_dpo/main.py"),
+    ("reward", ("--objective", "ipo"), "step 2: --objective ipo trains the policy itself"),
+    ("dpo", (), "step 2: --objective dpo trains the policy itself"),
+])  # fmt: skip
+def test_the_first_line_says_what_is_trained(step, words, line, first_lines):
+    [found] = first_lines(step, *words)
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize("step", ["sft", "reward", "dpo"])
+@pytest.mark.parametrize(("rate", "warned"), [("1e-3", True), ("1.1e-4", True), ("1e-4", False), ("2e-5", False)])
+def test_a_learning_rate_that_ruins_a_pretrained_model_is_warned_of(step, rate, warned, first_lines):
+    lines = first_lines(step, "--learning_rate", rate)
+    assert any(f"--learning_rate {float(rate):g}" in line and "1e-5 to 2e-5" in line for line in lines) is warned
+
+
+def test_the_dpo_program_has_the_flags_of_step_2_and_dpo_as_its_objective():
+    for program, objective in (("step2_dpo", "dpo"), ("step2_reward", "reward")):
+        text = succeed(run([sys.executable, str(ROOT / f"training/{program}/main.py"), "--help"])).stdout
+        assert f"is given (default: {objective})" in " ".join(text.split())

@@ -1,0 +1,342 @@
+"""`python -m dschat_ppo.tools.replay`: dumps of every loss give the same number again, and say where it comes from."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_config
+from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
+
+from dschat_ppo.algorithms.aggregation import Denominators
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.collators import PairBatch, PreferenceBatch, SFTBatch
+from dschat_ppo.engine.skip_update import Fault, random_state
+from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
+from dschat_ppo.ppo.losses import ActorLoss, critic_loss
+from dschat_ppo.ppo.mini_dataset import Update
+from dschat_ppo.ppo.update import denominators
+from dschat_ppo.supervised.sft import sft_loss
+from dschat_ppo.tools.replay import load_model, main
+from dschat_ppo.tools.suspects import single_rows
+from dschat_ppo.types import Experience, Rollout, ScoredRollout, select_rows, tensors_of
+
+POISON = 301  # a token whose embedding is not finite in a poisoned model
+WORDS = {
+    "sft": "--model_name_or_path {lm}",
+    "reward": "--model_name_or_path {lm}",
+    "ppo": "--actor_model_name_or_path {lm} --critic_model_name_or_path {reward} --entropy_coef 0.01",
+}
+
+
+def engine_of(kind: str, poisoned: bool = False, **changes) -> SimpleNamespace:
+    """Stands for a DeepSpeed engine in fp32."""
+    torch.manual_seed(3)
+    config = tiny_config(num_labels=1, **changes)
+    policy = kind == "policy"
+    model = PolicyModel(LlamaForCausalLM(config)) if policy else ScalarModel(LlamaForSequenceClassification(config))
+    if poisoned:
+        with torch.no_grad():
+            model.backbone.embed_tokens.weight[POISON, 3] = math.nan
+    return SimpleNamespace(module=model, fp16_enabled=lambda: False)
+
+
+def config_of(assets, out, step: str, *words: str):
+    known = WORDS[step].format(lm=assets / "lm", reward=assets / "reward")
+    return parse(step, [*known.split(), "--data_path", "d", "--output_dir", str(out), "--dtype", "fp32", *words])
+
+
+def dump(assets, out, step, role, scene: FailureContext, words=(), fault=None) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    what = {"role": role, "fault": fault or {"kind": "loss", "micro_batch": len(scene.records) - 1, "numbers": []}}
+    return ReproBundles(step, config_of(assets, out, step, *words), tokenizer).write(7, 0, scene, what)
+
+
+def ids(*rows: list[int]) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+
+
+GOOD_SFT = SFTBatch(ids([9, 8, 7], [6, 5]), torch.tensor([[False, True, True], [False, True, False]]))
+BAD_SFT = SFTBatch(
+    ids([11, 12, 13], [14, POISON, 15], [16, 17]),
+    torch.tensor([[False, True, True], [False, False, True], [False, True, False]]),
+)
+PAIRS = {
+    "input_ids": ids([11, 12, 13], [14, 15], [21, 22], [23, POISON, 24]),  # two chosen, two rejected
+    "pair_mask": torch.tensor([True, True]),
+}
+REWARD = PairBatch(lengths=torch.tensor([3, 2, 2, 3]), margin=torch.zeros(2), **PAIRS)
+DPO = PreferenceBatch(
+    answer_mask=torch.tensor([[False, True, True], [False, True, False], [False, True, False], [False, True, True]]),
+    ref_logprobs=torch.zeros(4, dtype=torch.float64),
+    **PAIRS,
+)
+
+
+def experience(poisoned_row: int | None = None, **changes) -> Experience:
+    """Three answers of 2, 0 and 1 tokens."""
+    mask = torch.tensor([[True, True], [False, False], [True, False]])
+    prompts = torch.tensor([[0, 7], [8, 9], [5, 6]])
+    if poisoned_row is not None:
+        prompts[poisoned_row, 1] = POISON
+    zeros = {name: torch.zeros(3, 2) for name in ("rollout_logprobs", "ref_logprobs", "kl", "values", "rewards")}
+    made = {
+        "prompt_ids": prompts, "prompt_mask": torch.tensor([[False, True], [True, True], [True, True]]),
+        "response_ids": torch.tensor([[31, 32], [0, 0], [33, 0]]), "response_mask": mask, "loss_mask": mask,
+        "finish_reason": torch.zeros(3, dtype=torch.int8), "entropies": None, "selected": None, "baselines": None,
+        "source_scores": torch.zeros(3, 1), "scores": torch.zeros(3), "groups": torch.arange(3),
+        "old_logprobs": -5.0 * mask, "advantages": 1.0 * mask, "returns": 0.5 * mask, "loss_weights": 1.0 * mask,
+        **zeros,
+    }  # fmt: skip
+    return Experience(**{**made, **changes})
+
+
+UPDATE = Update([], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=6.0, share=0.25)
+ACTOR = {**denominators(UPDATE), "entropy_coef": 0.01, "text_tokens": 5.0}
+
+# name -> (step, role, kind of model, good records and then the bad one, constants, further words, bad row in it)
+CASES = {
+    "sft": ("sft", "model", "policy", [GOOD_SFT, BAD_SFT], {"total": 7.0, "rows": [[4, 9], [30, 31, -1]]}, (), 1),
+    "reward": ("reward", "model", "scalar", [REWARD], {"total": 2.0, "rows": [[5, 6]]}, (), 1),
+    "dpo": ("reward", "model", "policy", [DPO], {"total": 2.0, "rows": [[5, 6]]}, ("--objective", "dpo"), 1),
+    "actor": ("ppo", "actor", "policy", [experience(), experience(2)], ACTOR, (), 2),
+    "actor, text": ("ppo", "actor", "policy", [experience(), BAD_SFT], ACTOR, (), 1),
+    "critic": ("ppo", "critic", "scalar", [experience(), experience(0)], denominators(UPDATE), (), 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_token_is_found_in_every_loss(assets, tmp_path, capsys, case):
+    step, role, kind, records, constants, words, row = CASES[case]
+    folder = dump(
+        assets, tmp_path, step, role, FailureContext(records, constants, engine_of(kind, poisoned=True)), words
+    )
+    assert main([folder]) == 0
+    said = capsys.readouterr().out
+    assert "weights that are not finite: " in said
+    assert re.search(r"first output that is not finite: \S+\.embed_tokens \(Embedding; its inputs are finite\)", said)
+    assert re.search(rf"\n  row {row}[ :].*loss nan", said)
+    assert len(re.findall(r"\n  row \d+", said)) == 1
+    for number in range(len(records) - 1):
+        assert re.search(rf"micro-batch {number}: loss -?\d", said), "what comes before it is finite"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_healthy_model_reproduces_nothing(assets, tmp_path, capsys, case):
+    step, role, kind, records, constants, words, _ = CASES[case]
+    folder = dump(assets, tmp_path, step, role, FailureContext(records, constants, engine_of(kind)), words)
+    assert main([folder]) == 1
+    said = capsys.readouterr().out
+    assert said.endswith("all numbers are finite\n")
+    assert "not finite:" not in said
+
+
+def losses_said(said: str) -> list[float]:
+    return [float(number) for number in re.findall(r"micro-batch \d+: loss (\S+)", said)]
+
+
+def test_losses_are_those_of_the_run_dropout_too(assets, tmp_path, capsys):
+    engine = engine_of("policy", attention_dropout=0.5)
+    engine.module.train()
+    torch.manual_seed(17)
+    torch.rand(5)
+    state = random_state()
+    losses = [sft_loss(engine.module, batch, torch.tensor(7.0), MetricSums()).item() for batch in (GOOD_SFT, BAD_SFT)]
+    torch.set_rng_state(state[0])
+    torch.rand(1)
+    other = [sft_loss(engine.module, batch, torch.tensor(7.0), MetricSums()).item() for batch in (GOOD_SFT, BAD_SFT)]
+    assert other != losses, "dropout has no effect on this model"
+    torch.manual_seed(99)
+    folder = dump(
+        assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT, BAD_SFT], {"total": 7.0}, engine, None, state)
+    )
+    assert main([folder]) == 1
+    assert losses_said(capsys.readouterr().out) == pytest.approx(losses, rel=1e-6)
+
+
+def test_losses_of_actor_and_critic_are_those_of_the_run(assets, tmp_path, capsys):
+    config = config_of(assets, tmp_path, "ppo")
+    actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
+    by_run = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature)(rows, UPDATE, 0.01, MetricSums())
+    of_text = -config.ppo.unsup_coef * actor.module(GOOD_SFT.input_ids, GOOD_SFT.loss_mask)[0].sum() / 5.0
+    main([dump(assets, tmp_path, "ppo", "actor", FailureContext([rows, GOOD_SFT], ACTOR, actor))])
+    assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item(), of_text.item()], rel=1e-5)
+    rows = replace(rows, values=torch.full((3, 2), 5.0))  # where the clip of values makes a difference
+    by_run = critic_loss(critic.module, rows, UPDATE, config.algorithm.value_clip_eps, MetricSums())
+    main([dump(assets, tmp_path, "ppo", "critic", FailureContext([rows], denominators(UPDATE), critic))])
+    assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
+
+
+def test_the_model_runs_the_way_it_did(assets, tmp_path):
+    engine = engine_of("policy")
+    engine.module.fused, engine.module.packed = False, True
+    what = json.loads(
+        (Path(dump(assets, tmp_path, "sft", "model", FailureContext([], {}, engine))) / "what.json").read_text()
+    )
+    model = load_model(tmp_path / "nonfinite/step_000007_rank_0", what, config_of(assets, tmp_path, "sft"), "fp32")
+    assert (model.fused, model.packed) == (False, True)
+
+
+def test_an_infinite_loss_with_finite_gradients_counts(assets, tmp_path, capsys):
+    """A reference of -inf on one side: log sigmoid(-inf) has the value -inf and the slope 1."""
+    batch = replace(DPO, ref_logprobs=torch.tensor([math.inf, 0.0, 0.0, 0.0], dtype=torch.float64))
+    scene = FailureContext([batch], {"total": 2.0}, engine_of("policy"))
+    assert main([dump(assets, tmp_path, "reward", "model", scene, ("--objective", "dpo"))]) == 0
+    said = capsys.readouterr().out
+    assert "micro-batch 0: loss inf" in said
+    assert "gradients that are not finite" not in said
+
+
+def test_rows_are_named_as_the_data_names_them(assets, tmp_path, capsys):
+    step, role, kind, records, constants, words, _ = CASES["sft"]
+    main(
+        [dump(assets, tmp_path, step, role, FailureContext(records, constants, engine_of(kind, poisoned=True)), words)]
+    )
+    assert "  row 1 (training row 31, counted from 0 after the data were divided): loss nan" in capsys.readouterr().out
+
+
+def test_bad_inputs_are_shown_with_their_tokens(assets, tmp_path, capsys):
+    advantages = torch.tensor([[0.0, math.inf], [0.0, 0.0], [0.0, 0.0]])
+    records = [experience(advantages=advantages)]
+    assert main([dump(assets, tmp_path, "ppo", "actor", FailureContext(records, ACTOR, engine_of("policy")))]) == 0
+    said = capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    assert f"answer: {tokenizer.decode([31, 32])!r}" in said
+    assert f"prompt: {tokenizer.decode([7])!r}" in said
+    assert "advantages: not finite at tokens 1 of the answer" in said
+
+
+def test_another_number_format_tells_whether_it_is_a_matter_of_range(assets, tmp_path, capsys):
+    """Weights that overflow fp16's 65504 in a product, and nothing else."""
+    engine = engine_of("policy")
+    with torch.no_grad():
+        engine.module.lm.model.layers[0].mlp.up_proj.weight.fill_(3e4)
+        engine.module.lm.model.layers[0].mlp.gate_proj.weight.fill_(1.0)
+        engine.module.lm.model.layers[0].mlp.down_proj.weight.fill_(1e-6)
+    folder = dump(assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine))
+    assert main([folder]) == 1
+    assert main([folder, "--dtype", "fp16"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"first output that is not finite: lm\.model\.layers\.0\.mlp\.", said)
+    assert "replayed in fp16" in said
+
+
+# Rows of a PPO step
+
+
+def scored(**changes) -> ScoredRollout:
+    made = experience(2, **changes)
+    return ScoredRollout(**{name: getattr(made, name) for name in ScoredRollout.__dataclass_fields__})
+
+
+@pytest.mark.parametrize(
+    ("role", "field", "kind"),
+    [("actor", "old_logprobs", "policy"), ("critic", "values", "scalar")],
+)
+def test_log_probs_and_values_of_scoring(assets, tmp_path, capsys, role, field, kind):
+    bad = torch.tensor([[0.0, 0.0], [0.0, 0.0], [math.nan, 0.0]])
+    fault = {"kind": field, "rows": [2]}
+    for poisoned, code in ((True, 0), (False, 1)):
+        scene = FailureContext([scored(**{field: bad})], {"shaping": {}}, engine_of(kind, poisoned))
+        assert main([dump(assets, tmp_path, "ppo", role, scene, fault=fault)]) == code
+        said = capsys.readouterr().out
+        assert f"  {field}: not finite at tokens 0 of the answer" in said
+        assert ("not finite again" in said) is poisoned
+
+
+def test_scores_of_a_function_stand_as_recorded(assets, tmp_path, capsys):
+    rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
+    folder = dump(
+        assets,
+        tmp_path,
+        "ppo",
+        "reward",
+        FailureContext([rows], {"shaping": {}}),
+        fault={"kind": "scores", "rows": [1]},
+    )
+    assert main([folder]) == 0
+    assert "row 1:\n" in capsys.readouterr().out
+
+
+def test_scores_of_the_reward_model_are_asked_for_again(assets, tmp_path, capsys):
+    rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
+    scene = FailureContext([rows], {"shaping": {}}, model=str(assets / "reward"))
+    assert main([dump(assets, tmp_path, "ppo", "reward", scene, fault={"kind": "scores", "rows": [1]})]) == 1
+    assert "another source of reward" in capsys.readouterr().out
+
+
+def test_advantages_are_made_again(assets, tmp_path, capsys):
+    """Finite scores and values whose difference is not: 3e38 - (-3e38)."""
+    words = ("--reward_clip", "0")
+    shaping = {"kl_coef": {}, "running": {"count": 0.0, "mean": 0.0, "squares": 0.0}}
+    fault = {"kind": "advantages", "rows": [2]}
+    for scores, code in ((3e38, 0), (1.0, 1)):
+        values = torch.tensor([[0.0, 0.0], [0.0, 0.0], [-3e38, 0.0]]) * (scores > 1)
+        rows = scored(scores=torch.tensor([0.0, 0.0, scores]), values=values)
+        folder = dump(assets, tmp_path, "ppo", "shaping", FailureContext([rows], {"shaping": shaping}), words, fault)
+        assert main([folder]) == code
+    assert "advantages:" in capsys.readouterr().out
+
+
+def test_what_adapts_is_as_it_was(assets, tmp_path):
+    """A penalty of 3e38 x 10 is infinite, one of 0.1 x 10 is not."""
+    rows = scored(kl=torch.full((3, 2), 10.0))
+    fault = {"kind": "rewards", "rows": [0]}
+    for coefficient, code in ((3e38, 0), (0.1, 1)):
+        running = {"count": 0.0, "mean": 0.0, "squares": 0.0}
+        scene = FailureContext([rows], {"shaping": {"kl_coef": {"value": coefficient}, "running": running}})
+        assert main([dump(assets, tmp_path, "ppo", "shaping", scene, ("--kl_target", "0.1"), fault)]) == code
+
+
+# The rest
+
+
+def test_single_rows_of_pairs_keep_both_answers():
+    parts = list(single_rows(replace(REWARD, margin=torch.tensor([1.0, 2.0]))))
+    assert [part.input_ids.tolist() for part in parts] == [
+        [[11, 12, 13], [21, 22, 0]],
+        [[14, 15, 0], [23, POISON, 24]],
+    ]
+    assert [(part.lengths.tolist(), part.margin.tolist()) for part in parts] == [([3, 2], [1.0]), ([2, 3], [2.0])]
+
+
+def test_single_rows_of_answers():
+    rows: Rollout = experience()
+    parts = list(single_rows(rows))
+    assert [part.response_mask.sum().item() for part in parts] == [2, 0, 1]
+    expected = select_rows(rows, torch.tensor([2]))
+    assert all(torch.equal(value, tensors_of(expected)[name]) for name, value in tensors_of(parts[2]).items())
+
+
+def test_a_folder_that_is_no_dump_is_an_error_of_the_user(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "is no whole dump" in capsys.readouterr().err
+
+
+def test_a_fault_says_where():
+    assert (
+        str(Fault("norm", 1, 3, [], []))
+        == "the norm of the gradients is not finite (the largest: rank 1, micro-batch 3)"
+    )
+
+
+def test_the_factor_of_ranks_and_loss_scale_is_that_of_the_run(assets, tmp_path, capsys):
+    folder = Path(
+        dump(assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine_of("policy")))
+    )
+    main([str(folder)])
+    what = json.loads((folder / "what.json").read_text())
+    (folder / "what.json").write_text(json.dumps({**what, "world_size": 2, "loss_scale": 8.0}))
+    for words in ([], ["--dtype", "fp32"], ["--dtype", "bf16"]):
+        main([str(folder), *words])
+    alone, same, same_again, other_format = losses_said(capsys.readouterr().out)
+    assert [same, same_again] == pytest.approx([16 * alone] * 2)
+    assert other_format == pytest.approx(2 * alone, rel=0.01), "a loss scale is of one number format"

@@ -1,0 +1,319 @@
+"""The server of a reward model: its scores, its refusals, and many clients at once."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.rewards.remote import RemoteReward
+from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.tools import serve_reward
+from dschat_ppo.tools.serve_reward import Batcher, RefusedError, RewardServer, Scorer, read_arguments, read_request
+
+TEXTS = ["a lamp in the hall", "", "red", "no thanks " * 12, "blue\n\x00é"]
+MOST_BYTES, MOST_ROWS = 20_000, 12
+
+
+@torch.no_grad()
+def direct(folder: Path, texts: list[str], most: int = 128) -> list[float]:
+    """Scores by the plain classifier, row by row."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = [[*tokenizer.encode(text, add_special_tokens=True), tokenizer.eos_token_id][-most:] for text in texts]
+    hidden = [model.base_model(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
+    return [float(model.score(state)) for state in hidden]
+
+
+@pytest.fixture(scope="module")
+def scorer(assets):
+    return Scorer(str(assets / "reward"), "fp32", 60)
+
+
+@pytest.fixture(scope="module")
+def address(scorer):
+    with RewardServer(("127.0.0.1", 0), scorer, MOST_BYTES, MOST_ROWS) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@torch.no_grad()
+def test_a_rendered_chat_is_scored_at_its_end_of_turn(assets):
+    scorer = Scorer(str(assets / "reward"), "fp32", 60)
+    scorer.tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|system|>{% endfor %}"
+    rows = [[*scorer.tokenizer.encode(text), end] for text, end in (("a<|system|>b", 4), ("a b", 1))]
+    hidden = [scorer.model.classifier.base_model(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
+    expected = [float(scorer.model.classifier.score(state)) for state in hidden]
+    assert scorer(["a<|system|>b", "a b"]) == pytest.approx(expected, abs=1e-5)
+
+
+def send(url: str, body: bytes | None = None) -> tuple[int, dict]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=20) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, json.loads(refusal.read())
+
+
+def ask(address: str, texts, **others) -> tuple[int, dict]:
+    return send(f"{address}/get_reward", json.dumps({"query": texts, **others}).encode())
+
+
+def test_scores_are_those_of_a_direct_forward_pass(assets, address):
+    expected = direct(assets / "reward", TEXTS)
+    assert len({round(score, 3) for score in expected}) == len(TEXTS)
+    status, answer = ask(address, TEXTS, prompts=[""] * 5, labels=[None, 1, "a", [], {}])
+    assert status == 200
+    assert answer["rewards"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_long_text_loses_its_start(assets, address):
+    text = "red blue here yes " * 60
+    assert ask(address, [text])[1]["rewards"] == pytest.approx(direct(assets / "reward", [text]), abs=1e-5)
+
+
+def test_no_texts(address):
+    assert ask(address, []) == (200, {"rewards": []})
+
+
+def test_the_remote_reward_reads_it(assets, address):
+    request = RewardRequest(["a lamp ", "b"], ["in the hall", ""], [{}, {}])
+    scores = RemoteReward([f"{address}/get_reward"], 20.0, 0, 1)(request, None)
+    assert scores.tolist() == pytest.approx(direct(assets / "reward", ["a lamp in the hall", "b"]), abs=1e-5)
+
+
+def test_health(address):
+    assert send(f"{address}/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(("path", "body"), [("/", None), ("/get_reward", None), ("/other", b'{"query": []}')])
+def test_other_addresses(address, path, body):
+    assert send(address + path, body)[0] == 404
+
+
+BAD = {
+    b"": "not JSON", b"hello": "not JSON", b"\xff": "not JSON", b"[" * 9000: "not JSON", b"[]": "must be an object",
+    b"{}": '"query" must be', b'{"query": "a"}': '"query" must be', b'{"query": [1]}': '"query" must be',
+    b'{"query": ["a", null]}': '"query" must be', b'{"query": {"a": 1}}': '"query" must be',
+    b'{"query": ["a"], "prompts": []}': '"prompts" must be', b'{"query": ["a"], "labels": "b"}': '"labels" must be',
+    b'{"query": ["a"], "labels": [1, 2]}': '"labels" must be', b'{"query": ["\\ud800"]}': "surrogate",
+    b"\x80\x04\x95\x0b.": "not JSON",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "reason"), BAD.items(), ids=[str(n) for n in range(len(BAD))])
+def test_what_is_no_request(address, body, reason):
+    status, answer = send(f"{address}/get_reward", body)
+    assert status == 400
+    assert reason in answer["error"]
+
+
+def test_limits(address):
+    assert ask(address, [""] * MOST_ROWS)[0] == 200
+    status, answer = ask(address, [""] * (MOST_ROWS + 1))
+    assert (status, "more than 12" in answer["error"]) == (422, True)
+    body = json.dumps({"query": []}).encode()
+    assert send(f"{address}/get_reward", body + b" " * (MOST_BYTES - len(body)))[0] == 200
+    assert send(f"{address}/get_reward", body + b" " * (MOST_BYTES + 1 - len(body)))[0] == 413
+    assert send(f"{address}/get_reward", b" " * (10 * MOST_BYTES))[0] == 413
+
+
+def test_a_client_hears_the_refusal_of_a_large_body():
+    with RewardServer(("127.0.0.1", 0), lambda texts: [], 2_000_000, 10) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        assert send(f"http://127.0.0.1:{server.server_port}/get_reward", b" " * 25_000_000)[0] == 413
+        server.shutdown()
+
+
+def raw(address: str, data: bytes) -> bytes:
+    """What the server says to bytes after which the client sends no more."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"", b" 411 "),
+        (b"Content-Length: -1\r\n", b" 411 "),
+        (b"Content-Length: +5\r\n", b" 411 "),
+        (b"Transfer-Encoding: chunked\r\n", b" 411 "),
+        (b"Content-Length: 50\r\n", b" 400 "),
+        (b"Content-Length: 99999999999999\r\n", b" 413 "),
+    ],
+)
+def test_lengths_that_are_wrong(address, headers, status):
+    answer = raw(address, b"POST /get_reward HTTP/1.1\r\n" + headers + b'\r\n{"query": []}')
+    assert status in answer.split(b"\r\n")[0]
+    assert send(f"{address}/health")[0] == 200
+
+
+def test_clients_at_once_get_their_own_scores(assets, address):
+    texts = [f"{word} {number} lamp" for number in range(8) for word in ("red", "blue", "yes")]
+    expected = direct(assets / "reward", texts)
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda n: ask(address, texts[3 * n : 3 * n + 3])[1]["rewards"], range(8)))
+    assert [score for answer in answers for score in answer] == pytest.approx(expected, abs=1e-5)
+
+
+class Slow:
+    """Scores texts by their length, notes the batches, and waits for leave before the first ends."""
+
+    def __init__(self):
+        self.batches, self.leave = [], threading.Event()
+
+    def __call__(self, texts):
+        self.batches.append(list(texts))
+        self.leave.wait(100)
+        if "bad" in texts:
+            raise RuntimeError("no memory")
+        return [float(len(text)) for text in texts]
+
+
+def several(batcher: Batcher, score: Slow, jobs: list[list[str]]) -> list:
+    """Results or exceptions of jobs, all of which wait while the first is at work."""
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        futures = []
+        for number, job in enumerate(jobs):
+            futures.append(threads.submit(batcher, job))
+            deadline = time.monotonic() + 60
+            while len(batcher.waiting) <= number and not futures[-1].done() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            while not score.batches and time.monotonic() < deadline:
+                time.sleep(0.005)
+        score.leave.set()
+        return [future.exception() or future.result() for future in futures]
+
+
+def test_what_waits_is_scored_together():
+    score = Slow()
+    batcher = Batcher(score, 4)
+    assert several(batcher, score, [["a"], ["bb", ""], ["ccc"], ["d", "ee"], ["f"]]) == [[1], [2, 0], [3], [1, 2], [1]]
+    assert score.batches == [["a"], ["bb", "", "ccc", "f"], ["d", "ee"]]
+    assert batcher.waiting == []
+    batcher.close()
+
+
+def test_a_failure_is_that_of_one_client():
+    score = Slow()
+    batcher = Batcher(score, 4)
+    results = several(batcher, score, [["a"], ["bb"], ["bad"], ["ccc"]])
+    # the batch of bb fails, being first; bad fails; ccc is asked alone and gets its score
+    assert [type(result) for result in results] == [list, RuntimeError, RuntimeError, list]
+    assert results[3] == [3]
+    assert batcher.waiting == []
+    batcher.close()
+
+
+def test_after_a_failure_the_others_stay_together():
+    score = Slow()
+    batcher = Batcher(score, 4)
+    assert several(batcher, score, [["a"], ["bad"], ["bb"], ["ccc"]])[2:] == [[2], [3]]
+    assert score.batches == [["a"], ["bad", "bb", "ccc"], ["bb", "ccc"]]
+    batcher.close()
+
+
+def test_too_many_wait():
+    score = Slow()
+    batcher = Batcher(score, 2)
+    results = several(batcher, score, [["a"], *[["b", "c"]] * 7, ["d"], ["e"]])
+    assert [result for result in results if not isinstance(result, list)] == [results[-1]]
+    assert isinstance(results[-1], RefusedError) and results[-1].status == 503
+    assert batcher(["later"]) == [5]
+    batcher.close()
+
+
+def test_a_failing_model_and_a_score_that_is_not_finite():
+    def score(texts):
+        if texts == ["nan"]:
+            return [float("nan")]
+        raise RuntimeError("no memory")
+
+    with RewardServer(("127.0.0.1", 0), score, 1000, 10) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert ask(address, ["a"]) == (500, {"error": "the model failed: RuntimeError"})
+        assert ask(address, ["nan"]) == (500, {"error": "a score is not finite"})
+        assert send(f"{address}/health")[0] == 200
+        server.shutdown()
+
+
+def test_it_listens_on_this_machine_alone_by_default():
+    assert read_arguments(["--model", "m"]).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--max_rows", "0"], "--max_rows"),
+        (["--model", "/no/such"], "--model /no/such"),
+        (["--port", "99999"], "--port"),
+    ],
+)
+def test_arguments_that_are_refused(assets, words, problem, capsys):
+    words = words if "--model" in words else ["--model", str(assets / "reward"), *words]
+    assert serve_reward.main(words) == 2
+    assert "error: " in (said := capsys.readouterr().err) and problem in said
+
+
+def test_a_model_that_is_no_classifier(assets):
+    with pytest.raises(UserError):
+        Scorer(str(assets / "lm"), "fp32", 60)
+
+
+def test_a_process_of_its_own_ends_in_good_order(assets):
+    command = [sys.executable, "-m", "dschat_ppo.tools.serve_reward", "--model", str(assets / "reward"), "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([*command, "--dtype", "fp32"], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        line = next(line for line in process.stdout if line.startswith("serving "))
+        url = line.split(" at ")[1].strip()
+        status, answer = ask(url.removesuffix("/get_reward"), TEXTS)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+        assert process.wait(20) == 0
+    assert status == 200
+    assert answer["rewards"] == pytest.approx(direct(assets / "reward", TEXTS), abs=1e-5)
+    assert "all requests answered" in rest
+
+
+def test_a_request_at_work_is_answered_before_the_end(monkeypatch):
+    score, sent, answer_now = Slow(), [], serve_reward.Handler._answer
+
+    def answer_late(handler, status, content):
+        time.sleep(0.3)
+        answer_now(handler, status, content)
+        sent.append(status)
+
+    monkeypatch.setattr(serve_reward.Handler, "_answer", answer_late)
+    with ThreadPoolExecutor(1) as threads:
+        with RewardServer(("127.0.0.1", 0), score, 1000, 10) as server:
+            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+            answer = threads.submit(ask, f"http://127.0.0.1:{server.server_port}", ["four"])
+            while not score.batches:
+                time.sleep(0.01)
+            threading.Timer(0.2, score.leave.set).start()
+            server.shutdown()
+        assert sent == [200]
+        assert answer.result(10) == (200, {"rewards": [4.0]})
+
+
+def test_nothing_is_unpickled():
+    source = Path(serve_reward.__file__).read_text()
+    assert "pickle" not in source
+    assert read_request(b'{"query": ["a"]}', 1) == ["a"]
