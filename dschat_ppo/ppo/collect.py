@@ -1,15 +1,17 @@
-"""The first half of a PPO step: prompts -> answers -> scored rows of all ranks."""
+"""Experience collection: prompts, answers, rewards and model scores of one PPO step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, Checkpointer, load_saved
+from dschat_ppo.checkpoint.resumable import Checkpointer, load_saved
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, say
 from dschat_ppo.common.phases import PhaseClock
@@ -17,161 +19,187 @@ from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.sampler import RowStream
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.errors import RolloutCancelled, UserError
-from dschat_ppo.ppo.generate import Rollouts
+from dschat_ppo.errors import RolloutCancelled
+from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.group_pool import GroupPool
-from dschat_ppo.ppo.mini_dataset import gather_rows
-from dschat_ppo.ppo.reward_scorer import RewardScorer, texts_of
+from dschat_ppo.ppo.reward_scorer import RewardScorer, Scores, texts_of
 from dschat_ppo.ppo.score import ModelScorer, Scoring
+from dschat_ppo.rewards.reward_failure import RewardFunctionError, RewardServiceError
 from dschat_ppo.types import Rollout, ScoredRollout
 
 
-class ExperienceCollector:
-    """Samples answers, has them scored, and hands over the rows of one PPO step.
+@dataclass(frozen=True)
+class Prompts:
+    """This rank's prompts of one round."""
+
+    rows: list[int]  # row numbers in the prompt data set
+    first: int  # number of the first one among all prompts of the run; it numbers the groups
+
+
+class ExperienceCollection:
+    """The steps of `make_experience`, each with its clock and its token count.
 
     Args:
         config: the resolved flags.
-        plan: the arithmetic of batches.
-        engines: the roles.
-        rollouts: where answers come from.
-        judge: where scores come from.
-        shaped: scores as the baseline sees them, for dynamic sampling.
-        clock: of the phases.
+        plan: the batch sizes.
+        engines: actor, critic, reference.
+        generator: samples answers.
+        reward_scorer: scores answers.
+        shaped: raw scores (B,) -> scores as the baseline sees them, for dynamic sampling.
+        clock: times the phases.
     """
 
     def __init__(
-        self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, rollouts: Rollouts, judge: RewardScorer,
-        shaped: Callable[[Tensor], Tensor], clock: PhaseClock,
+        self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, generator: RolloutGenerator,
+        reward_scorer: RewardScorer, shaped: Callable[[Tensor], Tensor], clock: PhaseClock,
     ):  # fmt: skip
         ppo, algorithm = config.ppo, config.algorithm
         self.plan = plan
         self.engines = engines
-        self.rollouts = rollouts
-        self.judge = judge
+        self.generator = generator
+        self.reward_scorer = reward_scorer
         self.clock = clock
         self.greedy_baseline = algorithm.advantage_estimator == "remax"
-        self.rounds = algorithm.dynamic_sampling_rounds
+        self.max_rounds = algorithm.dynamic_sampling_rounds
         self.pool = GroupPool(plan.rollout_rows, shaped) if algorithm.dynamic_sampling else None
-        self.print_every = ppo.print_answers_interval if ppo.print_answers else 0
-        self.stream = RowStream(len(rollouts.prompts), config.run.seed)
-        how = Scoring(ppo.temperature, plan.micro_batch_tokens, config.recompute_old_logprobs, algorithm.kl_estimator)
-        self.maker = ModelScorer(engines.actor, engines.reference, engines.critic, how)
+        self.print_interval = ppo.print_answers_interval if ppo.print_answers else 0
+        self.stream = RowStream(len(generator.prompts), config.run.seed)
+        scoring = Scoring(
+            ppo.temperature, plan.micro_batch_tokens, config.recompute_old_logprobs, algorithm.kl_estimator
+        )
+        self.model_scorer = ModelScorer(engines.actor, engines.reference, engines.critic, scoring)
+        self.metrics: dict[str, float] = {}  # of the last collection
+        self._round = self._faults = 0
+        self._rows: ScoredRollout | None = None  # without dynamic sampling
 
-    def collect(self, step: int, checkpointer: Checkpointer = NO_CHECKPOINTS) -> tuple[ScoredRollout, dict[str, float]]:
-        """The rows of one PPO step, of all ranks, and metrics of their collection. Collective.
+    @contextmanager
+    def cancelled_on_stop(self, checkpointer: Checkpointer) -> Iterator[None]:
+        """Collect the rows of one PPO step inside this block; discard them if the run is asked to stop meanwhile.
+
+        A resumed run samples the same answers again, because their seeds depend on the step alone. A stop may end the
+        processes or the service of a reward before this rank notices it. So what was scored meanwhile is discarded
+        too, and a failure of a reward counts as a part of the stop.
 
         Raises:
-            RolloutGivenUp: the run is to stop, as the boundary says. Whoever stops a run may have hurt the processes of
-                reward functions first, so what was scored meanwhile is not trusted either.
-            UserError: a reward cannot be had.
+            StopRequested: the run is asked to stop, and the state before the block is saved.
         """
-        metrics = dict[str, float]()
-        if self.pool is None:
-            rows, faults = self._round(self.plan.prompts_per_rank, step, 0, checkpointer)
-        else:
-            rows, faults, metrics = self._sample_dynamically(self.pool, step, checkpointer)
-        _give_up_if_asked(checkpointer)
-        return rows, {**metrics, "reward/function_faults": float(faults)}
-
-    def _sample_dynamically(
-        self, pool: GroupPool, step: int, checkpointer: Checkpointer
-    ) -> tuple[ScoredRollout, int, dict[str, float]]:
-        """Rounds until the pool has enough groups whose scores differ, or the rounds are used up."""
-        rounds = faults = 0
-        while pool.missing and rounds < self.rounds:
-            found, failed = self._round(self._prompts_to_try(pool), step, rounds, checkpointer)
-            pool.add(found)
-            rounds, faults = rounds + 1, faults + failed
-        metrics = {"dynamic_sampling/rounds": float(rounds), "dynamic_sampling/kept_share": pool.kept_share}
-        rows, filled = pool.take()
-        if filled:
-            logger().warning(
-                f"dynamic sampling: {rounds} rounds gave too few prompts whose answers differ in score; {filled} rows "
-                "of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
-            )
-        return rows, faults, {**metrics, "dynamic_sampling/filled_rows": float(filled)}
-
-    def _prompts_to_try(self, pool: GroupPool) -> int:
-        """Prompts of the next round on each rank: as many as should do, from the share that was kept so far."""
-        wanted = pool.missing / self.plan.samples / max(pool.kept_share, 0.1)
-        return min(self.plan.prompts_per_rank, -int(-wanted // dist.world_size()))
-
-    def _round(self, per_rank: int, step: int, number: int, checkpointer: Checkpointer) -> tuple[ScoredRollout, int]:
-        """Rows of all ranks that answer the next prompts, `per_rank` on each, and how many a function failed on."""
-        first = self.stream.taken + dist.rank() * per_rank
-        taken = self.stream.take(per_rank * dist.world_size())
-        indices = taken[dist.rank() * per_rank : (dist.rank() + 1) * per_rank]
-        rollout = self.rollout(indices, step, number)
-        _give_up_if_asked(checkpointer)
+        before = self.state_dict()
+        self._round = self._faults = 0
         try:
-            scored = self.score(rollout, indices, first, step)
-            return gather_rows(scored), self.judge.count_faults()
-        except UserError:  # of a reward, on every rank; who stops a run may have stopped its service first
-            _give_up_if_asked(checkpointer)
+            yield
+            if checkpointer.stop_requested():
+                raise RolloutCancelled
+        except (RolloutCancelled, RewardServiceError, RewardFunctionError) as problem:
+            if not isinstance(problem, RolloutCancelled) and not checkpointer.stop_requested():
+                raise
+            self.load_state_dict(before, dist.device())
+            checkpointer.save_if_due()
             raise
 
+    def prompts_wanted(self) -> int:
+        """Prompts of the next round on each rank; 0 once the rows of the PPO step are collected.
+
+        Dynamic sampling takes as many prompts as should fill the step, from the share of rows kept so far.
+        """
+        if self.pool is None:
+            return self.plan.prompts_per_rank if self._round == 0 else 0
+        if not self.pool.missing or self._round == self.max_rounds:
+            return 0
+        wanted = self.pool.missing / self.plan.samples / max(self.pool.kept_share, 0.1)
+        return min(self.plan.prompts_per_rank, -int(-wanted // dist.world_size()))
+
+    def take_prompts(self, count: int) -> Prompts:
+        """The next `count` prompts of this rank. All ranks advance alike."""
+        first, ranks = self.stream.taken + dist.rank() * count, dist.world_size()
+        taken = self.stream.take(count * ranks)
+        return Prompts(taken[dist.rank() * count : (dist.rank() + 1) * count], first)
+
+    def generate(self, prompts: Prompts, step: int, checkpointer: Checkpointer) -> Rollout:
+        """Sample the answers to each prompt. Collective.
+
+        Raises:
+            RolloutCancelled: the run is asked to stop.
+        """
+        rollout = self._timed_rollout(prompts, step)
+        if checkpointer.stop_requested():
+            raise RolloutCancelled
+        return rollout
+
+    def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Scores:
+        """Score the answers; with ReMax (Li et al. 2024), the greedy answer to each prompt as well. Collective."""
+        baselines = None
+        if self.greedy_baseline:
+            greedy = self._timed_rollout(prompts, step, greedy=True)
+            with self.clock.phase("reward"):
+                greedy_scores = self.reward_scorer(greedy, prompts.rows).total  # (count,)
+                baselines = greedy_scores.repeat_interleave(self.plan.samples)  # (B,)
+        with self.clock.phase("reward"):
+            scores = self.reward_scorer(rollout, prompts.rows)
+            self._faults += self.reward_scorer.count_faults()
+        if self.print_interval and step % self.print_interval == 0:
+            self._print_answers(rollout, scores.total, step)
+        return Scores(scores.total, scores.by_source, baselines)
+
+    def score(self, rollout: Rollout, scores: Scores, prompts: Prompts) -> ScoredRollout:
+        """Add log-probs, KL and values, all models in eval mode. Collective."""
+        with self.clock.phase("score"):
+            self.engines.eval()
+            numbers = torch.arange(prompts.first, prompts.first + len(prompts.rows), device=rollout.prompt_ids.device)
+            groups = numbers.repeat_interleave(self.plan.samples)  # (B,)
+            scored = self.model_scorer(rollout, scores, groups)
+            self.clock.count_tokens("score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum()))
+        return scored
+
+    def add(self, rows: ScoredRollout) -> None:
+        """Add the rows of a round, of all ranks."""
+        self._round += 1
+        if self.pool is None:
+            self._rows = rows
+        else:
+            self.pool.add(rows)
+
+    def take_rows(self) -> ScoredRollout:
+        """The rows of the PPO step, of all ranks."""
+        self.metrics = {"reward/function_faults": float(self._faults)}
+        if self.pool is None:
+            assert self._rows is not None
+            rows, self._rows = self._rows, None
+            return rows
+        self.metrics["dynamic_sampling/rounds"] = float(self._round)
+        self.metrics["dynamic_sampling/kept_share"] = self.pool.kept_share
+        rows, filled = self.pool.take()
+        self.metrics["dynamic_sampling/filled_rows"] = float(filled)
+        if filled:
+            logger().warning(
+                f"dynamic sampling: {self._round} rounds gave too few prompts whose answers differ in score; {filled} "
+                "rows of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
+            )
+        return rows
+
+    def _timed_rollout(self, prompts: Prompts, step: int, greedy: bool = False) -> Rollout:
+        with self.clock.phase("rollout"):
+            rollout = self.generator.generate(prompts.rows, step, 0 if greedy else self._round, greedy)
+            self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
+        return rollout
+
+    def _print_answers(self, rollout: Rollout, scores: Tensor, step: int) -> None:
+        """Print prompts, answers and scores, one rank after another."""
+        tokenizer = self.reward_scorer.tokenizer
+        prompts = texts_of(tokenizer, rollout.prompt_ids, rollout.prompt_mask, skip_special_tokens=False)
+        answers = texts_of(tokenizer, rollout.response_ids, rollout.response_mask, skip_special_tokens=False)
+        for turn in range(dist.world_size()):
+            if turn == dist.rank():
+                for prompt, answer, score in zip(prompts, answers, scores.tolist(), strict=True):
+                    say(f"[rank {turn}, step {step}, score {score:.3f}] {prompt!r} -> {answer!r}")
+            dist.barrier()
+
     def state_dict(self) -> dict[str, Any]:
-        """Where the prompts stand and which rows wait, to be taken between two steps; the same on every rank."""
+        """Position in the prompts and the rows kept for the next step; the same on every rank, between two steps."""
         pool = None if self.pool is None else self.pool.state_dict()
         return {"stream": self.stream.state_dict(), "pool": pool}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from `state_dict()`; a pool that the saved run did not have begins empty."""
+        """Restore `state_dict()`. A pool that the saved run did not have starts empty."""
         self.stream.load_state_dict(state["stream"])
         if self.pool is not None:
-            load = partial(self.pool.load_state_dict, device=device)
-            load_saved("--dynamic_sampling", state["pool"], load)
-
-    def rollout(self, indices: list[int], step: int, number: int = 0) -> Rollout:
-        """Sample the answers to each prompt; `number` is that of the round in the step."""
-        with self.clock.phase("rollout"):
-            rollout = self.rollouts.make(indices, step, number)
-            self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
-        return rollout
-
-    def score(self, rollout: Rollout, indices: list[int], first_group: int, step: int) -> ScoredRollout:
-        """Rewards, log-probs and values, all models in eval mode.
-
-        Args:
-            rollout: answers to the prompts at `indices`.
-            indices: row numbers.
-            first_group: number of the first prompt in the run.
-            step: PPO step.
-        """
-        baselines = self._baselines(indices, step) if self.greedy_baseline else None
-        with self.clock.phase("reward"):
-            found = self.judge(rollout, indices)
-        with self.clock.phase("score"):
-            self.engines.eval()
-            groups = torch.arange(first_group, first_group + len(indices), device=rollout.prompt_ids.device)
-            scored = self.maker.make(
-                rollout, found.by_source, found.scores, groups.repeat_interleave(self.plan.samples), baselines
-            )
-            self.clock.count_tokens("score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum()))
-        if self.print_every and step % self.print_every == 0:
-            self._print_answers(scored, step)
-        return scored
-
-    def _baselines(self, indices: list[int], step: int) -> Tensor:
-        """Scores of the greedy answers, (B,) fp32. (Li et al. 2024, ReMax)"""
-        with self.clock.phase("rollout"):
-            greedy = self.rollouts.make(indices, step, greedy=True)
-            self.clock.count_tokens("rollout", float(greedy.response_mask.sum()))
-        with self.clock.phase("reward"):
-            return self.judge(greedy, indices).scores.repeat_interleave(self.plan.samples)
-
-    def _print_answers(self, rows: ScoredRollout, step: int) -> None:
-        """Ranks take turns, so that their lines do not mix."""
-        tokenizer = self.judge.tokenizer
-        prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=False)
-        answers = texts_of(tokenizer, rows.response_ids, rows.response_mask, skip_special_tokens=False)
-        for turn in range(dist.world_size()):
-            if turn == dist.rank():
-                for prompt, answer, score in zip(prompts, answers, rows.scores.tolist(), strict=True):
-                    say(f"[rank {turn}, step {step}, score {score:.3f}] {prompt!r} -> {answer!r}")
-            dist.barrier()
-
-
-def _give_up_if_asked(checkpointer: Checkpointer) -> None:
-    if checkpointer.stop_requested():
-        raise RolloutCancelled
+            load_saved("--dynamic_sampling", state["pool"], partial(self.pool.load_state_dict, device=device))

@@ -1,4 +1,4 @@
-"""Evaluation during step 3: answers to held-out prompts, their scores, and the best models so far."""
+"""Evaluation in step 3: answers to held-out prompts, their scores, and the best models so far."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.pass_at_k import pass_at_k
@@ -21,7 +19,7 @@ from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.config.evaluation_flags import ValidationFlags
 from dschat_ppo.data.sampler import FILLER, optimizer_steps
 from dschat_ppo.errors import StorageError
-from dschat_ppo.ppo.generate import Rollouts, greedily
+from dschat_ppo.ppo.generate import RolloutGenerator, greedily
 from dschat_ppo.ppo.reward_scorer import RewardScorer
 from dschat_ppo.ppo.score import ModelScorer
 from dschat_ppo.rewards.rules import last_boxed
@@ -31,20 +29,20 @@ STREAM = 5  # separates the seeds of these answers from those of training
 
 @dataclass(frozen=True)
 class Answered:
-    """One held-out prompt with its answers; `kl` are sums over the tokens of each answer (None without a reference)."""
+    """One held-out prompt with its n answers."""
 
-    index: int
+    index: int  # row number of the prompt
     prompt: str
     answers: list[str]
     scores: list[float]
-    lengths: list[int]
-    ended: list[bool]
-    kl: list[float] | None
+    lengths: list[int]  # in tokens
+    ended: list[bool]  # False where the length limit cut the answer
+    kl: list[float] | None  # sum over the tokens of each answer; None without a reference
 
 
 def final_answer(text: str) -> str:
-    """What answers are counted by for the majority: the last boxed expression, else what stands after `####`, else the
-    last line."""
+    """The part of an answer that a majority vote compares: the last boxed expression, else the text after `####`, else
+    the last line."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
@@ -52,23 +50,14 @@ def final_answer(text: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def _json_line(row: Answered) -> str:
-    """JSON knows no NaN and no infinity: null stands for them, as in metrics.jsonl."""
-
-    def strict(values: list[float]) -> list[float | None]:
-        return [value if math.isfinite(value) else None for value in values]
-
-    return json.dumps(asdict(row) | {"scores": strict(row.scores), "kl": row.kl and strict(row.kl)})
-
-
 def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     """Metrics over all prompts; `pass@k` for powers of two up to n answers, `majority@n` where n is above 1.
 
     Args:
-        rows: at least one; as many answers to each prompt.
-        pass_score: an answer passes from this score on.
+        rows: at least one, each with n answers.
+        pass_score: lowest score of an answer that passes.
     """
-    scores = torch.tensor([row.scores for row in rows], dtype=torch.float64)
+    scores = torch.tensor([row.scores for row in rows], dtype=torch.float64)  # (prompts, n)
     lengths = torch.tensor([row.lengths for row in rows], dtype=torch.float64)
     passed, samples = scores >= pass_score, scores.shape[1]
     metrics = {
@@ -79,15 +68,15 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     for k in (2**power for power in range(samples.bit_length())):
         metrics[f"eval/pass@{k}"] = float(pass_at_k(passed, k).mean())
     if samples > 1:
-        metrics[f"eval/majority@{samples}"] = sum(_majority_passes(row, pass_score) for row in rows) / len(rows)
+        metrics[f"eval/majority@{samples}"] = sum(majority_passes(row, pass_score) for row in rows) / len(rows)
     if rows[0].kl is not None:
         total = sum(value for row in rows for value in row.kl or [])
         metrics["eval/kl_ref_k1"] = total / max(1.0, float(lengths.sum()))
     return metrics
 
 
-def _majority_passes(row: Answered, pass_score: float) -> bool:
-    """Whether the answer that most samples agree on passes; of equally frequent ones the first counts."""
+def majority_passes(row: Answered, pass_score: float) -> bool:
+    """Whether the most frequent final answer passes; of equally frequent ones the first counts."""
     finals = [final_answer(answer) for answer in row.answers]
     winner = Counter(finals).most_common(1)[0][0]
     return row.scores[finals.index(winner)] >= pass_score
@@ -97,46 +86,44 @@ class Evaluation:
     """Answers the held-out prompts and remembers the best evaluation.
 
     Args:
-        flags: of validation.
-        rollouts: where answers come from.
-        judge: where scores come from, over the held-out prompts.
-        maker: scores log-probs under actor and reference; None where there is no reference.
+        flags: of the evaluation.
+        generator: samples answers.
+        reward_scorer: scores answers to the held-out prompts.
+        model_scorer: computes log-probs under actor and reference; None where there is no reference.
         folder: of the outputs.
-        keep: saves the models where they are the best so far; collective.
+        save_best: saves the models of the best evaluation; collective.
     """
 
     def __init__(
-        self, flags: ValidationFlags, rollouts: Rollouts, judge: RewardScorer, maker: ModelScorer | None, folder: Path,
-        keep: Callable[[], None],
+        self, flags: ValidationFlags, generator: RolloutGenerator, reward_scorer: RewardScorer,
+        model_scorer: ModelScorer | None, folder: Path, save_best: Callable[[], None],
     ):  # fmt: skip
         self.flags = flags
-        self.rollouts = rollouts
-        self.judge = judge
-        self.maker = maker
+        self.generator = generator
+        self.reward_scorer = reward_scorer
+        self.model_scorer = model_scorer
         self.folder = folder
-        self.keep = keep
-        how = greedily(rollouts.how) if flags.eval_greedy else rollouts.how
-        self.how = replace(how, samples=flags.eval_samples)
-        self.best: tuple[float, int] | None = None
-
-    @property
-    def prompts(self) -> Dataset:
-        """Token rows of the held-out prompts."""
-        return self.judge.prompts
+        self.save_best = save_best
+        config = greedily(generator.config) if flags.eval_greedy else generator.config
+        self.config = replace(config, samples=flags.eval_samples)
+        self.best: tuple[float, int] | None = None  # (score, PPO step)
 
     def close(self) -> None:
         """End the processes of the reward functions."""
-        self.judge.mixture.close()
+        self.reward_scorer.mixture.close()
 
-    def due(self, step: int, last_step: int) -> bool:
+    def is_due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after PPO step `step` (0: before the first)."""
         every = self.flags.eval_interval
         return step in (0, last_step) or (every > 0 and step % every == 0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Metrics; writes the answers, and keeps the models if they are trained and the best so far. Collective."""
+        """Answer all prompts, write the answers, and save the models if they are trained and the best so far.
+
+        Collective; returns the metrics.
+        """
         rows = self._answer_all()
-        faults = self.judge.count_faults()
+        faults = self.reward_scorer.count_faults()
         metrics = summary(rows, self.flags.eval_pass_score)
         metrics["eval/function_faults"] = float(faults)
         problem = dist.broadcast_object(self._write(rows, step) if dist.is_main() else None)
@@ -146,47 +133,64 @@ class Evaluation:
         if math.isfinite(score) and (self.best is None or score > self.best[0]):
             self.best = (score, step)
             if step > 0 and self.flags.save_best:
-                self.keep()
+                self.save_best()
         return metrics
-
-    def _write(self, rows: list[Answered], step: int) -> str | None:
-        """Why the answers cannot be written, so that all ranks can stop alike; None: they are."""
-        path = self.folder / "eval" / f"step_{step:06d}.jsonl"
-        try:
-            make_folder(path.parent)
-            write_file(path, "".join(f"{_json_line(row)}\n" for row in rows).encode())
-        except OSError as problem:
-            return f"{path}: the answers of the evaluation cannot be written ({problem.strerror})"
-        return None
 
     def _answer_all(self) -> list[Answered]:
         """The held-out prompts of all ranks, in order."""
         mine: list[Answered] = []
-        size, ranks = self.flags.eval_batch_size, dist.world_size()
-        for [indices] in optimizer_steps(range(len(self.prompts)), size, 1, ranks, dist.rank()):
-            mine += self._answer([max(index, 0) for index in indices], [i != FILLER for i in indices])
+        prompts, size = self.reward_scorer.prompts, self.flags.eval_batch_size
+        for [indices] in optimizer_steps(range(len(prompts)), size, 1, dist.world_size(), dist.rank()):
+            real = [index != FILLER for index in indices]
+            rows = self._answer(prompts, [max(index, 0) for index in indices])
+            mine += [row for row, counts in zip(rows, real, strict=True) if counts]
         return sorted((row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index)
 
-    def _answer(self, indices: list[int], real: list[bool]) -> list[Answered]:
-        first = indices[0] * self.how.samples  # so that answers depend neither on batches nor on ranks
-        rollout = self.rollouts.answer(self.prompts, indices, self.how, first, self.rollouts.seed, STREAM, 0, 0)
-        request = self.judge.request(rollout, indices)
-        found = self.judge.score(request, rollout)
+    def _answer(self, prompts: Dataset, indices: list[int]) -> list[Answered]:
+        """Answers to some prompts, with their scores; each list entry is one prompt."""
+        samples = self.config.samples
+        path = (self.generator.seed, STREAM, 0, 0)
+        first = indices[0] * samples  # answers depend neither on batches nor on ranks
+        rollout = self.generator.answer(prompts, indices, self.config, first, *path)
+        request = self.reward_scorer.request(rollout, indices)
+        scores = self.reward_scorer.score(request, rollout)
         kl = None
-        if self.maker is not None:
-            groups = torch.zeros(len(found.scores), dtype=torch.int64, device=found.scores.device)
-            scored = self.maker.make(rollout, found.by_source, found.scores, groups)
+        if self.model_scorer is not None:
+            groups = torch.zeros(len(scores.total), dtype=torch.int64, device=scores.total.device)
+            scored = self.model_scorer(rollout, scores, groups)
             assert scored.ref_logprobs is not None
-            kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1)
+            kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()  # one sum an answer
+        lengths, ended, totals = (
+            rollout.response_mask.sum(dim=1).tolist(),
+            rollout.ended.tolist(),
+            scores.total.tolist(),
+        )
+        rows = []
+        for number, index in enumerate(indices):
+            own = slice(number * samples, (number + 1) * samples)
+            rows.append(
+                Answered(
+                    index, request.prompts[own.start], list(request.responses[own]), totals[own], lengths[own],
+                    ended[own], None if kl is None else kl[own],
+                )
+            )  # fmt: skip
+        return rows
 
-        def per_prompt(values: Any) -> list[list[Any]]:
-            flat = values.tolist() if isinstance(values, Tensor) else list(values)
-            return [flat[start : start + self.how.samples] for start in range(0, len(flat), self.how.samples)]
+    def _write(self, rows: list[Answered], step: int) -> str | None:
+        """Write the answers; returns why they cannot be written, so that all ranks stop alike, or None."""
+        path = self.folder / "eval" / f"step_{step:06d}.jsonl"
+        try:
+            make_folder(path.parent)
+            write_file(path, "".join(f"{json_line(row)}\n" for row in rows).encode())
+        except OSError as problem:
+            return f"{path}: the answers of the evaluation cannot be written ({problem.strerror})"
+        return None
 
-        columns = zip(
-            indices, per_prompt(request.prompts), per_prompt(request.responses), per_prompt(found.scores),
-            per_prompt(rollout.response_mask.sum(dim=1)), per_prompt(rollout.ended),
-            per_prompt(kl) if kl is not None else [None] * len(indices), strict=True,
-        )  # fmt: skip
-        rows = [Answered(index, prompts[0], *others) for index, prompts, *others in columns]
-        return [row for row, counts in zip(rows, real, strict=True) if counts]
+
+def json_line(row: Answered) -> str:
+    """JSON has no NaN and no infinity: they become null, as in metrics.jsonl."""
+
+    def strict(values: list[float]) -> list[float | None]:
+        return [value if math.isfinite(value) else None for value in values]
+
+    return json.dumps(asdict(row) | {"scores": strict(row.scores), "kl": row.kl and strict(row.kl)})

@@ -1,4 +1,4 @@
-"""Where step 3 gets its answers from."""
+"""Sampling answers: from the flags and the prompts to `rollout.generator.generate`."""
 
 from __future__ import annotations
 
@@ -27,22 +27,8 @@ from dschat_ppo.runtime import stop_requests
 from dschat_ppo.types import Rollout, to_device
 
 
-def greedily(how: GenerationConfig) -> GenerationConfig:
-    """The same with the likeliest token each time; log-probs stay those under the temperature."""
-    return replace(how, sampling=replace(how.sampling, top_k=1))
-
-
-def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end an answer: those that answers are trained to end with, and all others of the model's
-    generation config if that lists one of them beside others (a config that does not is another tokenizer's)."""
-    trained = answer_ends(tokenizer)
-    listed = model.generation_config.eos_token_id if model.generation_config else None
-    others = listed if isinstance(listed, list) and set(trained) & set(listed) else []
-    return tuple(dict.fromkeys((*trained, *others)))
-
-
 def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """`--stop_token_ids` must be tokens.
+    """Check that `--stop_token_ids` are tokens.
 
     Raises:
         UserError: one is not.
@@ -52,13 +38,22 @@ def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
             raise UserError(f"--stop_token_ids {number}: the tokenizer has {len(tokenizer)} tokens, numbered from 0")
 
 
-def generation_of(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> GenerationConfig:
-    """The flags' sampling, stopping and rows."""
+def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end an answer: those that training ends answers with, and the other end tokens of the model's
+    generation config if it lists one of these (a config that lists none of them belongs to another tokenizer)."""
+    trained = answer_ends(tokenizer)
+    listed = model.generation_config.eos_token_id if model.generation_config else None
+    others = listed if isinstance(listed, list) and set(trained) & set(listed) else []
+    return tuple(dict.fromkeys((*trained, *others)))
+
+
+def generation_config(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> GenerationConfig:
+    """Sampling parameters, stopping criteria and engine that the flags ask for."""
 
     def decode(rows: list[list[int]]) -> list[str]:
         return list(tokenizer.batch_decode(rows))
 
-    ends = StoppingCriteria(
+    stopping = StoppingCriteria(
         flags.max_answer_seq_len,
         end_ids(tokenizer, model),
         tuple(flags.stop_token_ids),
@@ -69,7 +64,7 @@ def generation_of(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: Pr
     sampling = SamplingParameters(flags.temperature, flags.top_p, flags.top_k, flags.min_p, flags.repetition_penalty)
     return GenerationConfig(
         sampling,
-        ends,
+        stopping,
         flags.n_samples_per_prompt,
         flags.rollout_rows,
         flags.prepack_weights,
@@ -78,10 +73,15 @@ def generation_of(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: Pr
     )
 
 
-class Rollouts:
-    """Answers of the actor to prompts of this rank.
+def greedily(config: GenerationConfig) -> GenerationConfig:
+    """The same with greedy decoding; log-probs stay those under the temperature."""
+    return replace(config, sampling=replace(config.sampling, top_k=1))
 
-    Collective to make: the engine of generation is checked on the model.
+
+class RolloutGenerator:
+    """Samples answers of the actor to the prompts of this rank.
+
+    Constructing it is collective: it checks the generation engine on the model.
 
     Args:
         flags: of step 3.
@@ -98,50 +98,55 @@ class Rollouts:
     ):  # fmt: skip
         self.hybrid = hybrid
         self.prompts = prompts
-        self.filler = filler_id(tokenizer)
+        self.pad_id = filler_id(tokenizer)
         self.seed = seed
         self.device = device
-        how = generation_of(flags, tokenizer, hybrid.model)
-        if len(how.stopping.eos_ids) > 1:
-            names = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in how.stopping.eos_ids)
+        config = generation_config(flags, tokenizer, hybrid.model)
+        if len(config.stopping.eos_ids) > 1:
+            names = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in config.stopping.eos_ids)
             logger().info(f"rollout: an answer ends with any of {names}")
-        if how.sampling.changes_distribution or how.stopping.min_new_tokens:
+        if config.sampling.changes_distribution or config.stopping.min_new_tokens:
             logger().info(
                 "note: log-probs, KL and ratios are of the policy before truncation, penalty and minimum length"
             )
         with hybrid.generating() as model:
-            self.how = choose_engine(model, how, hybrid.agree)
+            self.config = choose_engine(model, config, hybrid.agree)
 
-    def make(self, indices: list[int], step: int, number: int = 0, greedy: bool = False) -> Rollout:
-        """Answer the prompts at `indices`, this rank's share of round `number` of PPO step `step`; collective.
+    def generate(self, indices: list[int], step: int, round_number: int = 0, greedy: bool = False) -> Rollout:
+        """Answer the prompts at `indices`, this rank's share of a round of a PPO step. Collective.
 
-        Once the run is to stop this rank generates no more: who calls this asks whether the run is to stop, and throws
-        the answers away then. `greedy` gives one greedy answer to each prompt.
+        Once the run is asked to stop, this rank stops generating. The caller checks for that and discards the answers.
+
+        Args:
+            indices: row numbers, as many on every rank.
+            step: PPO step.
+            round_number: of dynamic sampling.
+            greedy: one greedy answer to each prompt instead of sampled ones.
         """
-        how = replace(greedily(self.how), samples=1) if greedy else self.how
-        path = (self.seed, step, number) if number else (self.seed, step)
+        config = replace(greedily(self.config), samples=1) if greedy else self.config
+        path = (self.seed, step, round_number) if round_number else (self.seed, step)
         return self.answer(
-            self.prompts, indices, how, dist.rank() * len(indices) * how.samples, *path,
+            self.prompts, indices, config, dist.rank() * len(indices) * config.samples, *path,
             cancelled=never if greedy else stop_requests.noticed,
         )  # fmt: skip
 
-    def answer(self, prompts: Dataset, indices: list[int], how: GenerationConfig, first: int, *path: int,
+    def answer(self, prompts: Dataset, indices: list[int], config: GenerationConfig, first: int, *path: int,
         cancelled: Callable[[], bool] = never,
     ) -> Rollout:  # fmt: skip
-        """Answers to some prompts; collective.
+        """Answer some prompts. Collective.
 
-        An answer's seed is made of `path` and its number over all ranks, so that it does not matter which rank
+        An answer's seed is made of `path` and the answer's number over all ranks, so it does not matter which rank
         generates it.
 
         Args:
             prompts: token rows.
             indices: row numbers, at least one.
-            how: sampling and number of answers.
+            config: sampling and number of answers.
             first: number of the first answer over all ranks.
             path: the run's seed, the step, ...
-            given_up: see `generate`.
+            cancelled: see `generate`.
         """
-        batch = to_device(collate_prompts(prompts, indices, self.filler), self.device)
-        seeds = row_seeds(first, len(indices) * how.samples, *path)
+        batch = to_device(collate_prompts(prompts, indices, self.pad_id), self.device)
+        seeds = row_seeds(first, len(indices) * config.samples, *path)
         with self.hybrid.generating() as model:
-            return generate(model, batch, seeds.to(self.device), how, self.hybrid.agree, cancelled=cancelled)
+            return generate(model, batch, seeds.to(self.device), config, self.hybrid.agree, cancelled=cancelled)

@@ -1,4 +1,4 @@
-"""The losses of one micro-batch of step 3: each a part of its optimizer step's loss, so that parts add up."""
+"""The losses of one micro-batch of step 3. Each is its part of the optimizer step's loss, so the parts add up."""
 
 from __future__ import annotations
 
@@ -16,25 +16,13 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo.mini_dataset import Update
+from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.score import exact_kl
 from dschat_ppo.types import Experience
 
-# of the tokens that the policy's loss counts, between the policy that was scored and the one in training
+# Metrics over the tokens that the policy loss counts, of the policy in training against the one that was scored.
 KL_OF_UPDATE = "policy/kl_k3"
 LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
-
-
-def policy_settings(flags: AlgorithmFlags) -> PolicyLossSettings:
-    """The constants of the policy losses."""
-    return PolicyLossSettings(
-        clip_eps_low=flags.clip_eps if flags.clip_eps_low is None else flags.clip_eps_low,
-        clip_eps_high=flags.clip_eps if flags.clip_eps_high is None else flags.clip_eps_high,
-        dual_clip=flags.dual_clip,
-        sapo_tau_positive=flags.sapo_tau_positive,
-        sapo_tau_negative=flags.sapo_tau_negative,
-        kl_cov_coef=flags.kl_cov_coef,
-    )
 
 
 class ActorLoss:
@@ -52,47 +40,56 @@ class ActorLoss:
         self.reference = reference
         self.flags = flags
         self.temperature = temperature
-        self.settings = policy_settings(flags)
-        self.whole = flags.kl_loss_coef > 0 and flags.kl_loss_estimator == "full"
+        self.full_kl = flags.kl_loss_coef > 0 and flags.kl_loss_estimator == "full"
+        self.settings = PolicyLossSettings(
+            clip_eps_low=flags.clip_eps if flags.clip_eps_low is None else flags.clip_eps_low,
+            clip_eps_high=flags.clip_eps if flags.clip_eps_high is None else flags.clip_eps_high,
+            dual_clip=flags.dual_clip,
+            sapo_tau_positive=flags.sapo_tau_positive,
+            sapo_tau_negative=flags.sapo_tau_negative,
+            kl_cov_coef=flags.kl_cov_coef,
+        )
 
-    def __call__(self, rows: Experience, update: Update, entropy_coef: float, sums: MetricSums) -> Tensor:
-        """Scalar with gradient; `entropy_coef` is the bonus's weight now."""
-        flags, mask, how = self.flags, rows.loss_mask, self.flags.aggregation
+    def __call__(self, rows: Experience, minibatch: MiniBatch, entropy_coef: float, sums: MetricSums) -> Tensor:
+        """The loss of one micro-batch, a scalar with gradient.
+
+        Args:
+            rows: the micro-batch, (b, R).
+            minibatch: holds the denominators.
+            entropy_coef: weight of the entropy bonus now.
+            sums: receives the metrics.
+        """
+        flags, mask, how, over = self.flags, rows.loss_mask, self.flags.aggregation, minibatch.denominators
         scores = response_scores(
-            self.actor, rows, self.temperature, entropy_coef > 0, self.whole, flags.router_loss_coef > 0
+            self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl, flags.router_loss_coef > 0
         )
         terms = PolicyTerms(scores.logprobs, rows.old_logprobs, rows.advantages, mask, rows.selected)
-        policy = POLICY_LOSSES[flags.policy_loss](terms, self.settings)
-        weights = self._weights(rows, scores.logprobs, sums)
-        loss = aggregate(policy.losses * weights, mask, how, update.over)
-        sums.add_sum("policy/loss", loss, loss.new_tensor(update.share))
+        policy = POLICY_LOSSES[flags.policy_loss](terms, self.settings)  # losses (b, R)
+        weights = rows.loss_weights  # (b, R)
+        if flags.off_policy_delta is not None:
+            keep = off_policy_rows(scores.logprobs, rows.old_logprobs, rows.advantages, mask, flags.off_policy_delta)
+            sums.add_mean("policy/off_policy_share", 1 - keep.float(), mask.any(dim=1))
+            weights = weights * keep.unsqueeze(1)
+        loss = aggregate(policy.losses * weights, mask, how, over)
+        weight = loss.new_tensor(minibatch.metric_weight)
+        sums.add_sum("policy/loss", loss, weight)
         _measure(rows, scores, policy, sums)
         if entropy_coef > 0:
-            loss = loss - entropy_coef * aggregate(scores.entropy, mask, how, update.over)
+            loss = loss - entropy_coef * aggregate(scores.entropy, mask, how, over)
         if flags.kl_loss_coef > 0:
-            kl = aggregate(self._kl(rows, scores), mask, how, update.over)
-            sums.add_sum("policy/kl_loss", kl, kl.new_tensor(update.share))
+            kl = aggregate(self._kl(rows, scores), mask, how, over)
+            sums.add_sum("policy/kl_loss", kl, weight)
             loss = loss + flags.kl_loss_coef * kl
         if scores.router_loss is not None:
-            router = scores.router_loss * (mask.sum() / update.over.tokens)
-            sums.add_sum("policy/router_loss", router, router.new_tensor(update.share))
+            router = scores.router_loss * (mask.sum() / over.tokens)
+            sums.add_sum("policy/router_loss", router, weight)
             loss = loss + flags.router_loss_coef * router
         return loss
 
-    def _weights(self, rows: Experience, logprobs: Tensor, sums: MetricSums) -> Tensor:
-        """(B, R) factors of the token losses."""
-        if self.flags.off_policy_delta is None:
-            return rows.loss_weights
-        keep = off_policy_rows(
-            logprobs, rows.old_logprobs, rows.advantages, rows.loss_mask, self.flags.off_policy_delta
-        )
-        sums.add_mean("policy/off_policy_share", 1 - keep.float(), rows.loss_mask.any(dim=1))
-        return rows.loss_weights * keep.unsqueeze(1)
-
     def _kl(self, rows: Experience, scores: ResponseScores) -> Tensor:
-        """(B, R) KL to the reference at each token, with gradient."""
+        """(b, R) KL to the reference at each token, with gradient."""
         flags = self.flags
-        if not self.whole:
+        if not self.full_kl:
             assert rows.ref_logprobs is not None
             return kl_loss(scores.logprobs, rows.ref_logprobs, flags.kl_loss_estimator, flags.kl_straight_through)
         with torch.no_grad():
@@ -114,13 +111,13 @@ def _measure(rows: Experience, scores: ResponseScores, policy: TokenLosses, sums
     sums.add_max(LARGEST_LOG_RATIO, log_ratio.abs(), mask)
 
 
-def critic_loss(critic: Any, rows: Experience, update: Update, clip_eps: float, sums: MetricSums) -> Tensor:
+def critic_loss(critic: Any, rows: Experience, minibatch: MiniBatch, clip_eps: float, sums: MetricSums) -> Tensor:
     """Clipped or plain value loss, a mean over the optimizer step's response tokens; scalar with gradient."""
     assert rows.values is not None
     mask = rows.response_mask
     losses, clipped = value_losses(response_values(critic, rows), rows.values, rows.returns, mask, clip_eps)
-    loss = losses.sum() / update.value_tokens
-    sums.add_sum("value/loss", loss, loss.new_tensor(update.share))
+    loss = losses.sum() / minibatch.value_tokens
+    sums.add_sum("value/loss", loss, loss.new_tensor(minibatch.metric_weight))
     sums.add_mean("value/clip_fraction", clipped.float(), mask)
     return loss
 

@@ -1,4 +1,4 @@
-"""The rows of all ranks, and how optimizer steps are served from them."""
+"""The rows of all ranks, and the mini-batches that optimizer steps train on."""
 
 from __future__ import annotations
 
@@ -16,30 +16,26 @@ from dschat_ppo.types import Experience, ScoredRollout, pad_rows, row_lengths, s
 
 
 @dataclass(frozen=True)
-class Update:
-    """One optimizer step's experience on this rank: as many micro-batches as on any other rank.
+class MiniBatch:
+    """One optimizer step's experience on this rank."""
 
-    `over` are the policy loss's denominators and `value_tokens` the value loss's: counts over all micro-batches and
-    ranks. `share` is one over the number of micro-batches of all ranks.
-    """
-
-    micro_batches: list[Experience]
-    over: Denominators
-    value_tokens: float
-    share: float
+    micro_batches: list[Experience]  # as many as on every other rank; (b, R) tensors
+    denominators: Denominators  # of the policy loss: counts over all micro-batches and ranks
+    value_tokens: float  # denominator of the value loss
+    metric_weight: float  # 1 / number of micro-batches of all ranks
 
 
 class MiniDataset:
     """Experience of one PPO step, served in shuffled mini-batches for several epochs.
 
-    Every rank holds the rows of all ranks (they are small beside the models), and all shuffle alike. So the rows of an
-    optimizer step, its denominators and the moments for whitening do not depend on the number of ranks, and shuffling
-    moves single rows between micro-batches and ranks. An update never mixes two PPO steps.
+    Every rank holds the rows of all ranks (they are small compared with the models), and all shuffle alike. So the rows
+    of an optimizer step, its denominators and the moments for whitening do not depend on the number of ranks, and
+    shuffling moves single rows between micro-batches and ranks. A mini-batch never mixes two PPO steps.
 
     Args:
         rows_per_update: rows of one optimizer step over all ranks.
         micro_batch_tokens: budget of `split_by_tokens`.
-        max_length: most tokens of an answer, for the constant denominator.
+        max_length: longest answer in tokens, for the constant denominator.
         seed: of the shuffle.
     """
 
@@ -49,13 +45,13 @@ class MiniDataset:
         self._max_length = max_length
         self._seed = seed
 
-    def updates(self, rows: Experience, ppo_epochs: int, step: int) -> Iterator[Update]:
-        """Mini-batches of `rows` for `ppo_epochs` passes, shuffled anew in each, this rank's share of each.
+    def minibatches(self, rows: Experience, ppo_epochs: int, step: int) -> Iterator[MiniBatch]:
+        """Mini-batches of `rows` for `ppo_epochs` passes, shuffled again in each pass; this rank's share of each.
 
-        Shuffling settles which rows form an optimizer step; inside it they are sorted by length.
+        Shuffling decides which rows form an optimizer step. Inside the step, rows are sorted by length.
 
         Args:
-            rows: of all ranks (`gather_rows`), shaped; a multiple of `rows_per_update`.
+            rows: experience of all ranks; a multiple of `rows_per_update`.
             ppo_epochs: passes.
             step: PPO step, part of the shuffle's seed.
         """
@@ -65,12 +61,13 @@ class MiniDataset:
         for epoch in range(ppo_epochs):
             order = torch.randperm(count, generator=shared_generator(self._seed, step, epoch))
             for chosen in order.to(rows.response_ids.device).split(self._rows_per_update):
-                yield self._update(select_rows(rows, chosen))
+                yield self._minibatch(select_rows(rows, chosen))
 
-    def _update(self, rows: Experience) -> Update:
+    def _minibatch(self, rows: Experience) -> MiniBatch:
         """This rank's share of the rows of one optimizer step.
 
-        Every rank knows the shares of all, so that ranks with fewer micro-batches can fill up without a collective.
+        Every rank computes the shares of all ranks, so ranks with fewer micro-batches add empty ones without a
+        collective.
         """
         lengths = row_lengths(rows)
         shares = deal(lengths, dist.world_size())
@@ -78,28 +75,26 @@ class MiniDataset:
                   for share in shares]  # fmt: skip
         micro_batches = [select_rows(rows, part) for part in splits[dist.rank()]]
         most = max(len(parts) for parts in splits)
-        micro_batches += (most - len(micro_batches)) * [_filler(rows)]
-        value_tokens = max(1.0, float(rows.response_mask.sum()))
-        return Update(micro_batches, self._denominators(rows), value_tokens, 1 / (most * dist.world_size()))
-
-    def _denominators(self, rows: Experience) -> Denominators:
-        counted = rows.loss_mask.sum(dim=1)
-        return Denominators(
+        micro_batches += (most - len(micro_batches)) * [_empty_micro_batch(rows)]
+        counted = rows.loss_mask.sum(dim=1)  # (rows,) tokens in the policy loss
+        denominators = Denominators(
             tokens=max(1.0, float(counted.sum())),
             rows=max(1.0, float((counted > 0).sum())),
             constant=float(len(counted) * self._max_length),
         )
+        value_tokens = max(1.0, float(rows.response_mask.sum()))
+        return MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.world_size()))
 
 
-def _filler(rows: Experience) -> Experience:
-    """The shortest row without its response: it takes part in collectives and counts for nothing."""
+def _empty_micro_batch(rows: Experience) -> Experience:
+    """The shortest row with an empty response: it takes part in collectives and adds nothing to a loss."""
     shortest = select_rows(rows, row_lengths(rows).argmin().unsqueeze(0))
     nothing = torch.zeros_like(shortest.response_mask)
     return replace(shortest, response_mask=nothing, loss_mask=nothing)
 
 
 def gather_rows(rows: ScoredRollout) -> ScoredRollout:
-    """The rows of all ranks, as many of each, in rank order, padded to the longest. Collective."""
+    """The rows of all ranks, as many of each, in rank order, padded to the longest: (N, P) and (N, R). Collective."""
     lengths = torch.tensor([rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device)
     prompt_length, response_length = dist.all_reduce(lengths, "max").tolist()
     padded = pad_rows(rows, prompt_length, response_length)

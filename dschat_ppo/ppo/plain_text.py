@@ -1,4 +1,4 @@
-"""Plain text beside PPO: the batches of the PTX loss."""
+"""Batches of plain text for the PTX loss."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dschat_ppo.types import to_device
 
 
 class TextBatches:
-    """For each optimizer step as many blocks of text as the step has answers.
+    """Serves as many blocks of text to each optimizer step as the step has answers.
 
     Args:
-        rows: blocks of `data.unsupervised`.
+        rows: token blocks of `data.unsupervised`.
         rows_per_update: blocks of one optimizer step over all ranks, a multiple of `micro_batch` times the ranks.
         micro_batch: blocks of one forward pass.
         seed: of the order.
-        pad_id: filler.
+        pad_id: any id; padding is masked.
         device: of this rank.
     """
 
@@ -35,7 +35,7 @@ class TextBatches:
         self.stream = RowStream(len(rows), seed)
 
     def take(self) -> tuple[list[SFTBatch], Tensor]:
-        """This rank's micro-batches of the next optimizer step, and the tokens that all ranks' count. Collective."""
+        """This rank's micro-batches of the next optimizer step, and the number of tokens of all ranks. Collective."""
         taken = self.stream.take(self._rows_per_update)[dist.rank() :: dist.world_size()]
         parts = [taken[start : start + self._micro_batch] for start in range(0, len(taken), self._micro_batch)]
         batches = [to_device(collate_sft(self.rows, part, self._pad_id, True), self._device) for part in parts]

@@ -1,134 +1,173 @@
-"""One optimizer step of actor and critic, or why it is left out."""
+"""One optimizer step of actor and critic, and the reasons to skip it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.collators import SFTBatch
-from dschat_ppo.engine.build_engine import accumulate, apply, apply_together
+from dschat_ppo.engine.build_engine import Gradients, accumulate, apply, apply_together
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.engine.skip_update import StepResult
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
-from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
-from dschat_ppo.ppo.mini_dataset import Update
+from dschat_ppo.ppo.losses import KL_OF_UPDATE, LARGEST_LOG_RATIO, ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.plain_text import TextBatches
-from dschat_ppo.ppo.update_limits import UpdateLimits
 from dschat_ppo.types import Experience
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """`norms`: gradient norms by role, of the updates that were applied; `ends`: the PPO step makes no more."""
+class Objective:
+    """What one engine minimises in an optimizer step."""
 
-    norms: dict[str, float]
-    ends: bool = False
+    role: str  # "actor" or "critic"
+    engine: Any
+    batches: list[Any]  # micro-batches of this rank
+    loss: Callable[[Any], Tensor]  # a micro-batch's part of the loss
+    sums: MetricSums  # what the loss measures, of this step alone
+    constants: dict[str, Any]  # what a replay needs besides the micro-batches
 
 
 @dataclass(frozen=True)
-class _Task:
-    """What one engine does in the step; `sums` are of it alone, `constants` what a replay needs."""
+class Outcome:
+    """What became of an optimizer step."""
 
-    engine: Any
-    batches: list[Any]
-    loss_of: Callable[[Any], Tensor]
-    sums: MetricSums
-    constants: dict[str, Any]
+    grad_norms: dict[str, float]  # by role, of the updates that were applied
+    sums: list[MetricSums]  # metrics of the updates that were applied
+    ends_step: bool = False  # a limit ends the updates of this PPO step
 
 
-class Updater:
-    """Makes the updates of step 3.
+class PPOUpdate:
+    """Builds the objectives of actor and critic, and makes optimizer steps.
 
     Args:
         config: the resolved flags.
         engines: the roles.
         texts: blocks of plain text for the PTX loss, or None.
-        guard: what happens to numbers that are not finite.
+        entropy_coef: weight of the entropy bonus; it may adapt.
+        policy: handles numbers that are not finite.
+        clock: times the phases.
     """
 
-    def __init__(self, config: PPOConfig, engines: RLHFEngine, texts: TextBatches | None, guard: NonFinitePolicy):
+    def __init__(
+        self, config: PPOConfig, engines: RLHFEngine, texts: TextBatches | None,
+        entropy_coef: AdaptiveEntropy | FixedCoefficient, policy: NonFinitePolicy, clock: PhaseClock,
+    ):  # fmt: skip
         self.config = config
         self.engines = engines
         self.texts = texts
-        self.guard = guard
+        self.entropy_coef = entropy_coef
+        self.policy = policy
+        self.clock = clock
         self.actor_loss = ActorLoss(engines.actor, engines.reference, config.algorithm, config.ppo.temperature)
-        self.limits = UpdateLimits(config.algorithm)
 
-    def once(self, part: Update, sums: MetricSums, entropy_coef: float, train_actor: bool, step: int) -> Outcome:
-        """One optimizer step of actor and critic; only what is applied counts into `sums`. Collective.
+    def actor_objective(self, minibatch: MiniBatch) -> Objective:
+        """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step."""
+        texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
+        actor, ptx_coef, entropy_coef = self.engines.actor, self.config.ppo.unsup_coef, self.entropy_coef.value
+        sums = MetricSums()
 
-        An actor's update that `--max_log_ratio` forbids takes the critic's of the same rows with it. With
-        `--align_overflow` both gradients are made before either update.
+        def loss(rows: Experience | SFTBatch) -> Tensor:
+            if isinstance(rows, SFTBatch):
+                return ptx_coef * ptx_loss(actor, rows, text_tokens, sums)
+            return self.actor_loss(rows, minibatch, entropy_coef, sums)
+
+        constants = {**_constants(minibatch), "entropy_coef": entropy_coef, "text_tokens": float(text_tokens)}
+        return Objective("actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants)
+
+    def critic_objective(self, minibatch: MiniBatch) -> Objective:
+        """The value loss of the experience."""
+        critic, clip_eps, sums = self.engines.critic, self.config.algorithm.value_clip_eps, MetricSums()
+
+        def loss(rows: Experience) -> Tensor:
+            return critic_loss(critic, rows, minibatch, clip_eps, sums)
+
+        return Objective("critic", critic, minibatch.micro_batches, loss, sums, _constants(minibatch))
+
+    def optimizer_step(self, objectives: Sequence[Objective], step: int) -> Outcome:
+        """Forward, backward and one update of each engine. Collective.
+
+        An actor's update that `--max_log_ratio` forbids skips the critic's update of the same rows as well. With
+        `--align_overflow`, the gradients of both engines are computed before either update.
 
         Args:
-            part: this rank's rows.
-            sums: metrics of the PPO step.
-            entropy_coef: weight of the entropy bonus now.
-            train_actor: False for the critic alone.
+            objectives: the actor's first, if it is trained.
             step: PPO step.
 
         Raises:
             NonFiniteError: a loss or gradient is not finite, and the run is to stop.
         """
-        tasks = {"actor": self._actor(part, entropy_coef)} if train_actor else {}
-        if self.engines.critic is not None:
-            tasks["critic"] = self._critic(part)
-        norms, waiting = dict[str, float](), []
-        for role, task in tasks.items():
-            gradients = accumulate(task.engine, task.batches, task.loss_of)
-            if role == "actor" and gradients.fault is None and self.limits.forbid(task.sums):
-                apply(gradients, refused=True)
-                return Outcome({}, ends=True)
-            if self.config.aligns_overflow:
-                waiting.append(gradients)
-            else:
-                norms |= self._settle(role, task, apply(gradients), sums, step)
-        for (role, task), result in zip(tasks.items(), apply_together(waiting), strict=False):
-            norms |= self._settle(role, task, result, sums, step)
-        return Outcome(norms, "actor" in norms and self.limits.end(tasks["actor"].sums))
+        outcome = Outcome({}, [])
+        waiting: list[tuple[Objective, Gradients[Any]]] = []  # for --align_overflow
+        with self.clock.phase("train"):
+            for objective in objectives:
+                gradients = accumulate(objective.engine, objective.batches, objective.loss)
+                is_actor = objective.role == "actor"
+                if is_actor and gradients.fault is None and self._goes_too_far(objective.sums):
+                    apply(gradients, refused=True)
+                    return Outcome({}, [], ends_step=True)
+                if self.config.aligns_overflow:
+                    waiting.append((objective, gradients))
+                else:
+                    self._settle(objective, apply(gradients), step, outcome)
+            results = apply_together([gradients for _, gradients in waiting])
+            for (objective, _), result in zip(waiting, results, strict=True):
+                self._settle(objective, result, step, outcome)
+            ends = "actor" in outcome.grad_norms and self._reaches_target(objectives[0].sums)
+        return Outcome(outcome.grad_norms, outcome.sums, ends)
 
-    def _settle(self, role: str, task: _Task, result: StepResult, sums: MetricSums, step: int) -> dict[str, float]:
-        """Count what was applied; the norm by its role, {} if nothing was."""
+    def _settle(self, objective: Objective, result: StepResult, step: int, outcome: Outcome) -> None:
+        """Count an update that was applied; hand a number that is not finite to the policy."""
 
-        def scene() -> FailureContext:
+        def context() -> FailureContext:
             state = result.fault.random_state if result.fault else []
-            return FailureContext(task.batches, task.constants, task.engine, random_state=state)
+            return FailureContext(objective.batches, objective.constants, objective.engine, random_state=state)
 
-        self.guard.judge(role, step, result, scene)
-        if not result.applied:
-            return {}
-        sums.merge(task.sums)
-        return {role: result.grad_norm}
+        self.policy.judge(objective.role, step, result, context)
+        if result.applied:
+            outcome.grad_norms[objective.role] = result.grad_norm
+            outcome.sums.append(objective.sums)
 
-    def _actor(self, part: Update, entropy_coef: float) -> _Task:
-        """Over its experience and, with PTX, over plain text in the same step."""
-        texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
-        ptx_coef, sums = self.config.ppo.unsup_coef, MetricSums()
+    def _goes_too_far(self, sums: MetricSums) -> bool:
+        """Whether a token's log-ratio is above `--max_log_ratio`. Collective if that is set.
 
-        def loss_of(rows: Experience | SFTBatch) -> Tensor:
-            if isinstance(rows, SFTBatch):
-                return ptx_coef * ptx_loss(self.engines.actor, rows, text_tokens, sums)
-            return self.actor_loss(rows, part, entropy_coef, sums)
+        Like `--target_kl`, it compares the policy in the update's forward pass with the one that scored the answers,
+        over the tokens of all ranks that the policy loss counts. So every rank decides alike.
+        """
+        limit = self.config.algorithm.max_log_ratio
+        return _is_above(limit, LARGEST_LOG_RATIO, sums, "--max_log_ratio: the update is not applied")
 
-        constants = {**denominators(part), "entropy_coef": entropy_coef, "text_tokens": float(text_tokens)}
-        return _Task(self.engines.actor, [*part.micro_batches, *texts], loss_of, sums, constants)
-
-    def _critic(self, part: Update) -> _Task:
-        critic, clip_eps, sums = self.engines.critic, self.config.algorithm.value_clip_eps, MetricSums()
-
-        def loss_of(rows: Experience) -> Tensor:
-            return critic_loss(critic, rows, part, clip_eps, sums)
-
-        return _Task(critic, part.micro_batches, loss_of, sums, denominators(part))
+    def _reaches_target(self, sums: MetricSums) -> bool:
+        """Whether the update's mean KL (k3) is above `--target_kl`, so it is the PPO step's last. Collective if set."""
+        return _is_above(
+            self.config.algorithm.target_kl, KL_OF_UPDATE, sums, "--target_kl: it was the PPO step's last update"
+        )
 
 
-def denominators(part: Update) -> dict[str, Any]:
-    """The numbers of an `Update` that are of the whole optimizer step."""
-    return {"over": asdict(part.over), "value_tokens": part.value_tokens, "share": part.share}
+def _is_above(limit: float | None, name: str, sums: MetricSums, consequence: str) -> bool:
+    """Whether the metric `name` is above a limit, if one is set; logs it."""
+    if limit is None:
+        return False
+    measured = sums.only(name).reduce()[name]
+    if measured > limit:
+        logger().info(f"{name} of {measured:.4g} is above {consequence}")
+    return measured > limit
+
+
+def _constants(minibatch: MiniBatch) -> dict[str, Any]:
+    """The numbers of a mini-batch that belong to the whole optimizer step, under their names in repro bundles."""
+    return {
+        "over": asdict(minibatch.denominators),
+        "value_tokens": minibatch.value_tokens,
+        "share": minibatch.metric_weight,
+    }

@@ -29,7 +29,7 @@ from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.repro_bundle import CONFIG, MODEL, read_bundle
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
-from dschat_ppo.ppo.mini_dataset import Update
+from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.supervised.dpo_objective import dpo_loss
 from dschat_ppo.supervised.reward_objective import reward_loss
 from dschat_ppo.supervised.sft import sft_loss
@@ -128,7 +128,7 @@ def loss_function(what: dict[str, Any], config: Any, model: Any, dtype: str, dev
             return lambda batch: sft_loss(model, batch, total, sums)
         pair_loss = reward_loss if config.reward.objective == "reward" else dpo_loss
         return lambda batch: pair_loss(model, batch, total, sums, config.reward)
-    update = Update([], Denominators(**constants["over"]), constants["value_tokens"], constants["share"])
+    update = MiniBatch([], Denominators(**constants["over"]), constants["value_tokens"], constants["share"])
     if what["role"] == "critic":
         return lambda rows: critic_loss(model, rows, update, config.algorithm.value_clip_eps, sums)
     actor_loss = ActorLoss(model, _reference(config, dtype, device), config.algorithm, config.ppo.temperature)

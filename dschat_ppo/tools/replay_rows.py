@@ -69,7 +69,7 @@ def _shape_again(what: dict[str, Any], config: Any, rows: ScoredRollout) -> bool
     """Rewards and advantages once more, from the scores and what adapts as it was."""
     shaping = AdvantageComputation(config.algorithm, config.ppo.max_answer_seq_len, config.run.seed)
     shaping.load_state_dict(what["constants"]["shaping"])
-    places = bad_places(shaping.experience(rows, what["step"]))
+    places = bad_places(shaping(rows, what["step"]))
     for name, found in places.items():
         print(f"{name}: {len(found)} numbers are not finite, the first at {found[0]}")
     return bool(places)

@@ -1,0 +1,111 @@
+"""Metrics, evaluations, log lines and warnings of step 3, around its loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger, progress_bar
+from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.rollout_metrics import drift_metrics, phase_metrics
+from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.ppo.components import PPOComponents
+from dschat_ppo.ppo.evaluate import Evaluation
+
+HEADLINE = (
+    "reward/score_mean",
+    "kl/ref_k1",
+    "policy/entropy",
+    "value/explained_variance",
+    "answers/length_mean",
+)
+
+RESULT = (*HEADLINE, "reward/total_mean", "answers/ended_share", "answers/distinct_share")
+
+
+class PPOReport:
+    """Finishes PPO steps: reduces their metrics, adapts the entropy coefficient, evaluates, and logs.
+
+    Args:
+        ppo: the parts of step 3.
+        evaluation: of held-out prompts, or None.
+        health: the metrics of the steps before, for warnings.
+        writer: of the metrics.
+    """
+
+    def __init__(self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, writer: MetricsWriter):
+        self.ppo = ppo
+        self.evaluation = evaluation
+        self.health = health
+        self.writer = writer
+        self.bar = progress_bar("PPO", ppo.plan.ppo_steps, ppo.state.steps)
+
+    def evaluate_before_training(self) -> None:
+        """Evaluate the untrained actor, unless the run resumes after that."""
+        state = self.ppo.state
+        if state.evaluated is None:
+            state.evaluated = self._evaluate(0)
+            if state.evaluated:
+                self.writer.write(0, state.evaluated)
+
+    def finish(self, step: int) -> None:
+        """Finish the PPO step in flight. Collective."""
+        ppo, state = self.ppo, self.ppo.state
+        metrics = state.metrics | state.sums.reduce()
+        if state.experience is not None:
+            metrics |= update_metrics(ppo, metrics)
+            if state.applied:
+                ppo.entropy_coef.update(metrics["policy/entropy"], 1)
+        metrics |= {**ppo.nonfinite.metrics(*ppo.engines.trained), **self._evaluate(step)}
+        metrics |= phase_metrics(ppo.clock, ppo.device)
+        self.writer.write(step, metrics)
+        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINE if name in metrics)
+        logger().info(f"PPO step {step}/{ppo.plan.ppo_steps}: {shown}")
+        for warning in self.health.check(metrics):
+            logger().warning(f"health: step {step}: {warning}")
+        state.finish_step(metrics)
+        self.bar.update()
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the held-out prompts, if they are due after PPO step `step`; else {}. Collective."""
+        ppo, evaluation = self.ppo, self.evaluation
+        if evaluation is None or not evaluation.is_due(step, ppo.plan.ppo_steps):
+            return {}
+        with ppo.clock.phase("evaluate"):
+            ppo.engines.eval()
+            metrics = evaluation.run(step)
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        logger().info(f"evaluation after PPO step {step}: {shown}")
+        return metrics
+
+    def result(self) -> dict[str, Any]:
+        """For `result.json`: `RESULT` and the evaluations, `_before` of the first step and `_after` of the last."""
+        first, last = {**self.ppo.state.first, **(self.ppo.state.evaluated or {})}, self.ppo.state.last
+        shown = [name for name in last if name in first and (name in RESULT or name.startswith("eval/"))]
+        result = {f"{name}_before": first[name] for name in shown} | {f"{name}_after": last[name] for name in shown}
+        if self.evaluation is not None and self.evaluation.best is not None:
+            score, step = self.evaluation.best
+            result |= {"best_eval_score": score, "best_step": step}
+        return result
+
+
+def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, float]:
+    """Drift of the rollout of the PPO step in flight and the share of updates that were applied.
+
+    Rollout log-probs are compared with those of a training forward: over all tokens where `old_logprobs` come from
+    one, else over the first optimizer step, whose forward is the first that meets the recorded log-probs.
+    """
+    state, epochs = ppo.state, ppo.config.ppo.ppo_epochs
+    experience = state.experience
+    assert experience is not None
+    tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
+    ppo.clock.count_tokens("train", tokens * epochs / dist.world_size())
+    if ppo.config.recompute_old_logprobs:
+        found = drift_metrics(experience)
+    else:
+        first = {name: metrics.get(f"policy/first_log_ratio_abs_{name}") for name in ("mean", "max")}
+        found = {f"rollout/logprob_diff_{name}": value for name, value in first.items() if value is not None}
+    if state.steps >= ppo.plan.warmup_rollouts:
+        rows_used = state.applied * ppo.plan.global_batch
+        found["policy/updates_done_share"] = rows_used / (len(experience.scores) * epochs)
+    return found

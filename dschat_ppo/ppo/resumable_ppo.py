@@ -1,0 +1,127 @@
+"""The state of step 3 in a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dschat_ppo.checkpoint.resumable import RankStates, load_saved, say_it_begins_anew
+from dschat_ppo.common import dist
+from dschat_ppo.errors import UserError
+from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.ppo.components import PPOComponents
+from dschat_ppo.ppo.evaluate import Evaluation
+
+
+class ResumablePPO:
+    """Saves and restores step 3; a `Resumable`.
+
+    Args:
+        ppo: the parts of step 3.
+        evaluation: of held-out prompts, or None.
+        health: the metrics of the steps before.
+    """
+
+    def __init__(self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch):
+        self.ppo = ppo
+        self.evaluation = evaluation
+        self.health = health
+
+    @property
+    def engines_to_save(self) -> dict[str, Any]:
+        """The actor's engine and, if there is one, the critic's."""
+        return self.ppo.engines.trained
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Finished PPO steps, and optimizer steps of the one in flight."""
+        return self.ppo.state.steps, self.ppo.state.updates
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last evaluation was made at this position and is the best so far."""
+        best = self.evaluation.best if self.evaluation is not None else None
+        return best is not None and self.position == (best[1], 0)
+
+    def shared_state(self) -> dict[str, Any]:
+        """The state that all ranks have in common. Its keys are those of every checkpoint so far."""
+        ppo = self.ppo
+        return {
+            "progress": ppo.state.state_dict(),
+            "collector": ppo.collection.state_dict(),
+            "shaping": ppo.advantage_computation.state_dict(),
+            "entropy_coef": ppo.entropy_coef.state_dict(),
+            "health": self.health.state_dict(),
+            "guard": ppo.nonfinite.state_dict(),
+            "texts": None if ppo.texts is None else ppo.texts.stream.state_dict(),
+            "best": None if self.evaluation is None else self.evaluation.best,
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        """The state of this rank alone."""
+        average = self.ppo.engines.actor_average
+        return {
+            "sums": self.ppo.state.sums.state_dict(),
+            "actor_average": None if average is None else average.state_dict(),
+        }
+
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
+        """Restore the `shared_state` of the saved run and the `rank_state` of its ranks.
+
+        Raises:
+            UserError: rows of a PPO step in flight lack a field that the flags now need.
+        """
+        ppo = self.ppo
+        ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.device)
+        self._load_average(ranks)
+        ppo.collection.load_state_dict(shared["collector"], ppo.device)
+        self._check_rows()
+        ppo.advantage_computation.load_state_dict(shared["shaping"])
+        if ppo.config.algorithm.entropy_target is not None:
+            load_saved("--entropy_target", shared["entropy_coef"], ppo.entropy_coef.load_state_dict)
+        self.health.load_state_dict(shared["health"])
+        ppo.nonfinite.load_state_dict(shared["guard"])
+        if ppo.texts is not None:
+            load_saved("--unsupervised_dataset_name", shared["texts"], ppo.texts.stream.load_state_dict)
+        if self.evaluation is not None and shared["best"] is not None:
+            self.evaluation.best = tuple(shared["best"])
+
+    def _check_rows(self) -> None:
+        """Check the rows of a PPO step in flight, and those kept for the next one: the saved flags made them."""
+        algorithm, pool = self.ppo.config.algorithm, self.ppo.collection.pool
+        needed = {"values": algorithm.has_critic, "ref_logprobs": algorithm.has_reference}
+        needed["selected"] = algorithm.selects_tokens
+        kept = [vars(rows) for rows in (self.ppo.state.experience, pool and pool.accepted) if rows is not None]
+        missing = [
+            name for name in needed if needed[name] and any(name in rows and rows[name] is None for rows in kept)
+        ]
+        if missing:
+            raise UserError(
+                f"--resume_force: rows of a PPO step in the checkpoint have no {', '.join(missing)}, which the flags "
+                "now need; restore the former settings, or resume from a checkpoint without such rows by --resume "
+                "FOLDER"
+            )
+
+    def _sums_of(self, ranks: RankStates) -> MetricSums:
+        """This rank's part of the metric sums.
+
+        On another number of ranks, rank 0 takes the sums of all ranks. The others take the same names with nothing
+        counted, so that `reduce` is the same collective on every rank.
+        """
+        device = self.ppo.device
+        if ranks.own is not None:
+            return MetricSums.restored([ranks.own["sums"]], device)
+        sums = MetricSums.restored([state["sums"] for state in ranks.read_all()], device)
+        return sums if dist.is_main() else sums.emptied()
+
+    def _load_average(self, ranks: RankStates) -> None:
+        """Restore the moving average, from the parts of all ranks where their number has changed."""
+        average = self.ppo.engines.actor_average
+        if average is None:
+            return
+        own = None if ranks.own is None else ranks.own["actor_average"]
+        if own is not None and average.has_layout_of(own):
+            average.load_state_dict(own)
+        elif not average.load_parts(state["actor_average"] or {} for state in ranks.read_all()):
+            say_it_begins_anew("--enable_ema")
+            average.begin()
