@@ -238,7 +238,9 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         tree = Tree(chosen.tree.resolve(), work)
         if chosen.resume_from:
-            names = [name for name in RUNS if name in (chosen.only or RUNS)]
+            names = [name for name in RUNS if RUNS[name].resumed and name in (chosen.only or before["runs"])]
+            if not names:
+                sys.exit("none of these runs has checkpoints to resume from")
             found = list(resume(tree, chosen.resume_from.resolve(), names, before["runs"]))
         else:
             runs = record(tree, chosen_runs(chosen.only))
