@@ -1,0 +1,259 @@
+"""Whether a change of the code changes a number: the same training runs before and after it, compared to the last bit.
+
+    python benchmarks/trajectories.py --json before.json --checkpoints FOLDER         (records)
+    python benchmarks/trajectories.py --against before.json                           (compares)
+    python benchmarks/trajectories.py --against before.json --resume_from FOLDER      (compares resumed runs)
+
+The runs are `deepspeed` commands on the scripts of `--tree`, by default the repository of this file: the three steps of
+the quickstart, GAE with most of what step 3 can switch on, GRPO with dynamic sampling and PTX, DPO, and the other
+advantage estimators with the other policy losses on one rank. What counts are all lines of `metrics.jsonl` and
+`result.json` without times and memory, and a SHA-256 of the tensors in each saved weight file.
+
+`--checkpoints` keeps models, data and outputs. From there `--resume_from` resumes GAE, GRPO and DPO in the middle, also
+inside a PPO step, into new output folders; later metrics and final weights must be those of the recording.
+
+A recording holds for one machine and one set of libraries. The exit code is 1 if something differs, and the first
+difference is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from trajectory_runs import RUNS, SCORES
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_COMPARED = ("time", "seconds", "peak_memory_gib/", "tokens_per_second/")
+LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers")
+MISSING, RESULT = "missing", "result"
+
+Record = dict[str, Any]  # "metrics": lines; "weights": path in the output folder -> SHA-256
+
+
+class Tree:
+    """A source tree whose code runs.
+
+    Args:
+        folder: top of the repository.
+        work: gets outputs, logs and prepared data.
+
+    Raises:
+        SystemExit: another `dschat_ppo` is imported than that of the folder.
+    """
+
+    def __init__(self, folder: Path, work: Path):
+        self.folder, self.work = folder, work
+        self.env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.env |= {"HF_HOME": str(work / "hf"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        found = self.call(["-c", "import dschat_ppo; print(dschat_ppo.__file__)"], work / "import.log").strip()
+        if not Path(found).resolve().is_relative_to(folder):
+            sys.exit(f"{found} is imported, which is not in {folder}")
+
+    def call(self, words: list[str], log: Path) -> str:
+        """Run Python on the code of the tree, with its output in `log`; returns that.
+
+        Raises:
+            SystemExit: it failed; shows the end of the log.
+        """
+        with log.open("w", encoding="utf-8") as file:
+            command = [sys.executable, *words]
+            ended = subprocess.run(
+                command, cwd=self.work, env=self.env, stdout=file, stderr=subprocess.STDOUT, check=False
+            )
+        said = log.read_text(encoding="utf-8", errors="replace")
+        if ended.returncode:
+            end = "\n".join(said.splitlines()[-25:])
+            raise SystemExit(f"{end}\n{log.stem}: exit code {ended.returncode}")
+        return said
+
+    def make_inputs(self) -> Record:
+        """Models, data and the reward function that the runs start from."""
+        self.call(["-m", "dschat_ppo.tools.toy", str(self.work / "toy")], self.work / "toy.log")
+        (self.work / "scores.py").write_text(SCORES, encoding="utf-8")
+        texts = [
+            json.dumps({"text": f"The lamp is in hall {number}, and the kite in attic {number * number}."})
+            for number in range(200)
+        ]
+        (self.work / "plain.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+        return {"metrics": [], "weights": weights_of(self.work)}
+
+    def train(self, name: str, made: Path, checkpoint: str | None = None) -> Record:
+        """Make one run of `RUNS`; returns what it left.
+
+        Args:
+            name: of the run.
+            made: folder of its inputs.
+            checkpoint: in the output folder of this run below `made`, from which it resumes; None: from the start.
+        """
+        run, started = RUNS[name], time.perf_counter()
+        label = name if checkpoint is None else f"{name} from {checkpoint}"
+        output = self.work / label.replace(" ", "_")
+        words = ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(run.ranks)]
+        words += ["--master_port", str(free_port()), str(self.folder / "training" / run.script / "main.py")]
+        words += [word.format(made=made) for word in run.flags.split()]
+        words += ["--output_dir", str(output), "--data_output_path", str(self.work / "prepared")]
+        if checkpoint is not None:
+            words += ["--resume", str(made / name / "checkpoints" / checkpoint)]
+        self.call(words, self.work / f"{output.name}.log")
+        print(f"{label}: {time.perf_counter() - started:.0f} s", flush=True)
+        return {"metrics": metrics_of(output), "weights": weights_of(output)}
+
+
+def free_port() -> int:
+    """A port below those that systems give to connections, so that no other launch takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def metrics_of(output: Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`, and `result.json` as another line, without times and memory."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines.append({"step": RESULT} | json.loads((output / "result.json").read_text(encoding="utf-8")))
+    return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in lines]
+
+
+def weights_of(output: Path) -> dict[str, str]:
+    """Path -> `digest` of each saved weight file; checkpoints are left out, a resumed run tells of them."""
+    files = sorted(path for path in output.rglob("*.safetensors") if "checkpoints" not in path.parts)
+    return {str(path.relative_to(output)): digest(path) for path in files}
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes of the tensors of a safetensors file."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(load_file(file).items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def chosen_runs(only: list[str]) -> list[str]:
+    """Names of these runs and of those that they need, in the order of `RUNS`; none given: all."""
+    wanted = set(only or RUNS)
+    for name in reversed(RUNS):
+        wanted |= set(RUNS[name].needs) if name in wanted else set()
+    return [name for name in RUNS if name in wanted]
+
+
+def record(tree: Tree, names: list[str]) -> dict[str, Record]:
+    """Run -> what it left; runs on one rank two at a time."""
+    found = {"inputs": tree.make_inputs()}
+    for name in names:
+        if RUNS[name].ranks > 1:
+            found[name] = tree.train(name, tree.work)
+    alone = [name for name in names if RUNS[name].ranks == 1]
+    with ThreadPoolExecutor(2) as pool:
+        return found | dict(zip(alone, pool.map(lambda name: tree.train(name, tree.work), alone), strict=True))
+
+
+def compare(found: dict[str, Record], recorded: dict[str, Record]) -> Iterator[str]:
+    """A line for each difference between runs and their recording."""
+    for name, run in found.items():
+        if name not in recorded:
+            yield f"{name}: is not in the recording"
+        else:
+            yield from differences(name, run, recorded[name])
+
+
+def resume(tree: Tree, made: Path, names: list[str], recorded: dict[str, Record]) -> Iterator[str]:
+    """A line for each difference between runs resumed from the checkpoints below `made` and the recording."""
+    for name in names:
+        for checkpoint in RUNS[name].resumed:
+            found = tree.train(name, made, checkpoint)
+            done = int(re.findall(r"\d+", checkpoint)[0])
+            later = [line for line in recorded[name]["metrics"] if line["step"] == RESULT or line["step"] > done]
+            # the best models stay in the first output folder, unless a later evaluation is better
+            weights = recorded[name]["weights"].items()
+            weights = {path: sha for path, sha in weights if path in found["weights"] or not path.startswith("best/")}
+            yield from differences(f"{name} from {checkpoint}", found, {"metrics": later, "weights": weights})
+
+
+def differences(name: str, found: Record, recorded: Record) -> Iterator[str]:
+    """A line for each step with another metric, which names the first, and for each file of other weights."""
+    lines = [{line["step"]: line for line in side["metrics"]} for side in (recorded, found)]
+    for step in lines[0] | lines[1]:
+        before, now = (side.get(step, {}) for side in lines)
+        for metric in [*before, *(metric for metric in now if metric not in before)]:
+            values = before.get(metric, MISSING), now.get(metric, MISSING)
+            if values[0] != values[1]:
+                yield f"{name}, step {step}, {metric}: {values[0]} in the recording, {values[1]} now"
+                break
+    before, now = recorded["weights"], found["weights"]
+    for path in sorted(before.keys() | now.keys()):
+        if before.get(path) != now.get(path):
+            yield f"{name}, {path}: {before.get(path, MISSING)} in the recording, {now.get(path, MISSING)} now"
+
+
+def machine() -> dict[str, str]:
+    """What the numbers depend on besides the code."""
+    return {"cpu": torch.backends.cpu.get_cpu_capability()} | {name: version(name) for name in LIBRARIES}
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", type=Path, default=ROOT, help="source tree whose code runs")
+    parser.add_argument("--json", type=Path, help="write what the runs left to this file")
+    parser.add_argument("--against", type=Path, help="compare with this recording")
+    parser.add_argument("--checkpoints", type=Path, help="keep models, data and outputs in this folder, which is new")
+    parser.add_argument("--resume_from", type=Path, help="resume from the outputs that --checkpoints kept there")
+    parser.add_argument("--only", nargs="+", default=[], choices=list(RUNS), help="these runs and what they need")
+    chosen = parser.parse_args()
+    if chosen.resume_from and (not chosen.against or chosen.json or chosen.checkpoints):
+        parser.error("--resume_from needs --against, and takes neither --json nor --checkpoints")
+    if chosen.checkpoints and chosen.checkpoints.exists():
+        parser.error(f"--checkpoints {chosen.checkpoints}: is there already; name a new folder")
+    return chosen
+
+
+def main() -> int:
+    """Run, write and compare; 1 if something differs."""
+    chosen = arguments()
+    before = json.loads(chosen.against.read_text(encoding="utf-8")) if chosen.against else {}
+    if before and before["machine"] != machine():
+        print(f"recorded with {before['machine']}, compared with {machine()}")
+    with tempfile.TemporaryDirectory(prefix="trajectories_") as temporary:
+        work = (chosen.checkpoints or Path(temporary)).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        tree = Tree(chosen.tree.resolve(), work)
+        if chosen.resume_from:
+            names = [name for name in RUNS if RUNS[name].resumed and name in (chosen.only or before["runs"])]
+            if not names:
+                sys.exit("none of these runs has checkpoints to resume from")
+            found = list(resume(tree, chosen.resume_from.resolve(), names, before["runs"]))
+        else:
+            runs = record(tree, chosen_runs(chosen.only))
+            if chosen.json:
+                text = json.dumps({"machine": machine(), "runs": runs}, indent=1)
+                chosen.json.write_text(text + "\n", encoding="utf-8")
+            found = list(compare(runs, before["runs"])) if before else []
+    if found:
+        print(f"{len(found)} differences, the first: {found[0]}")
+    elif before:
+        print("no difference")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

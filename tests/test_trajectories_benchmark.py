@@ -1,0 +1,106 @@
+"""The comparison of trajectories, apart from its runs: what is compared, what is named."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dschat_ppo.config.cli import parse
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import trajectories  # noqa: E402
+import trajectory_runs  # noqa: E402
+
+RECORDED = {"metrics": [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}], "weights": {"a": "1", "best/a": "2"}}
+
+
+def changed(**parts):
+    return json.loads(json.dumps(RECORDED | parts))
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        (changed(), []),
+        (
+            changed(metrics=[{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.2500000000000001, "new": 1}]),
+            ["run, step 2, loss: 0.25 in the recording, 0.2500000000000001 now"],
+        ),
+        (
+            changed(metrics=[{"step": 1, "loss": 0.5, "new": 1}]),
+            [
+                "run, step 1, new: missing in the recording, 1 now",
+                "run, step 2, step: 2 in the recording, missing now",
+            ],
+        ),
+        (
+            changed(weights={"a": "3"}),
+            ["run, a: 1 in the recording, 3 now", "run, best/a: 2 in the recording, missing now"],
+        ),
+    ],
+)
+def test_differences_are_named(found, named):
+    assert list(trajectories.differences("run", found, RECORDED)) == named
+
+
+def test_a_run_that_is_not_recorded_is_a_difference():
+    assert list(trajectories.compare({"other": RECORDED}, {"run": RECORDED})) == ["other: is not in the recording"]
+
+
+def test_a_resumed_run_gives_the_later_lines_and_the_final_weights(monkeypatch):
+    run = trajectory_runs.Run("step2_dpo", "", resumed=("step_000001",))
+    monkeypatch.setitem(trajectories.RUNS, "run", run)
+    recorded = changed(metrics=[*RECORDED["metrics"], {"step": "result", "loss": 0.25}])
+    resumed = {"metrics": recorded["metrics"][1:], "weights": {"a": "1"}}
+
+    class Tree:
+        def train(self, name, made, checkpoint):
+            assert (name, made, checkpoint) == ("run", Path("made"), "step_000001")
+            return resumed
+
+    def found():
+        return list(trajectories.resume(Tree(), Path("made"), ["run"], {"run": recorded}))
+
+    assert found() == []
+    resumed["weights"]["best/a"] = "3"
+    assert found() == ["run from step_000001, best/a: 2 in the recording, 3 now"]
+    resumed["weights"], resumed["metrics"] = {}, recorded["metrics"][2:]
+    assert [line.split(":")[0] for line in found()] == ["run from step_000001, step 2, step", "run from step_000001, a"]
+
+
+def test_a_digest_depends_on_names_dtypes_shapes_and_every_bit(tmp_path):
+    tensors = {
+        "same": {"w": torch.zeros(2, 2)},
+        "name": {"v": torch.zeros(2, 2)},
+        "dtype": {"w": torch.zeros(2, 2, dtype=torch.int32)},
+        "shape": {"w": torch.zeros(4)},
+        "sign": {"w": -torch.zeros(2, 2)},
+        "bf16": {"w": torch.zeros(2, 2, dtype=torch.bfloat16), "number": torch.tensor(1.0)},
+    }
+    for name, held in tensors.items():
+        save_file(held, tmp_path / name)
+    save_file({"w": torch.zeros(2, 2)}, tmp_path / "again", metadata={"format": "pt"})
+    assert len({trajectories.digest(tmp_path / name) for name in tensors}) == len(tensors)
+    assert trajectories.digest(tmp_path / "again") == trajectories.digest(tmp_path / "same")
+
+
+def test_times_and_memory_are_left_out(tmp_path):
+    line = {"step": 1, "time": 1.0, "loss": 2.0, "seconds/train": 1, "tokens_per_second/train": 1}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"peak_memory_gib/train": 1}) + "\n")
+    (tmp_path / "result.json").write_text('{"seconds": 3, "steps": 1}')
+    assert trajectories.metrics_of(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": "result", "steps": 1}]
+
+
+def test_some_runs_bring_what_they_need():
+    assert trajectories.chosen_runs(["gae"]) == ["sft", "reward", "gae"]
+    assert trajectories.chosen_runs([]) == list(trajectory_runs.RUNS)
+
+
+@pytest.mark.parametrize("name", trajectory_runs.RUNS)
+def test_the_flags_of_every_run_are_accepted(name):
+    run = trajectory_runs.RUNS[name]
+    step = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}[run.script]
+    parse(step, [*run.flags.format(made="made").split(), "--output_dir", "out"])
