@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dschat_ppo.config.cli import parse
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import trajectories  # noqa: E402
 import trajectory_runs  # noqa: E402
 
