@@ -1,6 +1,8 @@
-"""Imports go down only: the layers of the package, read from its sources."""
+"""Imports point down the layers, without cycles, and every module has its own name; read from the sources alone."""
 
 import ast
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,8 +38,12 @@ def imports_of(module: Path) -> list[tuple[int, str]]:
 
 
 def unit_of(module: Path) -> str:
-    """The package of a module directly under the root, or the module itself."""
+    """The package of a module, or the module itself if it lies directly under the root."""
     return module.parts[0].removesuffix(".py")
+
+
+def dotted(module: Path) -> str:
+    return ".".join(("dschat_ppo", *module.with_suffix("").parts)).removesuffix(".__init__")
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
@@ -68,8 +74,27 @@ def test_configuration_imports_no_torch(module):
         assert name.split(".")[0] not in ("torch", "deepspeed", "datasets"), f"{module}:{line} imports {name}"
 
 
+def test_no_import_cycle():
+    known = {dotted(module) for module in MODULES}
+    graph = {}
+    for module in MODULES:
+        names = {name for _, name in imports_of(module)}
+        imported = {name if name in known else name.rpartition(".")[0] for name in names}
+        graph[dotted(module)] = imported & known - {dotted(module)}
+    assert sum(map(len, graph.values())) > len(graph), "the reader of imports sees them"
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as problem:
+        pytest.fail(f"these modules import each other: {' -> '.join(problem.args[1])}")
+
+
+def test_every_module_has_its_own_name():
+    names = Counter(module.stem for module in MODULES if module.stem != "__init__")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_the_reader_of_imports_sees_some():
-    names = {name for _, name in imports_of(Path("ppo/loop.py"))}
-    assert "dschat_ppo.ppo.generate.Rollouts" in names
+    names = {name for _, name in imports_of(Path("ppo/generate.py"))}
+    assert "dschat_ppo.rollout.generator.generate" in names
     assert "torch" in names
     assert len(MODULES) > 40
