@@ -22,8 +22,7 @@ from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.group_pool import GroupPool
-from dschat_ppo.ppo.reward_scorer import RewardScorer, Scores, texts_of
-from dschat_ppo.ppo.score import ModelScorer, Scoring
+from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, Scoring, texts_of
 from dschat_ppo.rewards.reward_failure import RewardFunctionError, RewardServiceError
 from dschat_ppo.types import Rollout, ScoredRollout
 

@@ -20,8 +20,7 @@ from dschat_ppo.config.evaluation_flags import ValidationFlags
 from dschat_ppo.data.sampler import FILLER, optimizer_steps
 from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.generate import RolloutGenerator, greedily
-from dschat_ppo.ppo.reward_scorer import RewardScorer
-from dschat_ppo.ppo.score import ModelScorer
+from dschat_ppo.ppo.score import ModelScorer, RewardScorer
 from dschat_ppo.rewards.rules import last_boxed
 
 STREAM = 5  # separates the seeds of these answers from those of training

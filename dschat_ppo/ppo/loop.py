@@ -6,9 +6,9 @@ Shapes: B rows (answers) of this rank, N rows of all ranks, P prompt tokens, R r
 from __future__ import annotations
 
 from dschat_ppo.checkpoint.resumable import Checkpointer
-from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
 from dschat_ppo.ppo.report import PPOReport
+from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.types import Experience
 
 

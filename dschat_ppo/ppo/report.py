@@ -9,8 +9,8 @@ from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, phase_metrics
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.evaluate import Evaluation
+from dschat_ppo.ppo.state import PPOComponents
 
 HEADLINE = (
     "reward/score_mean",

@@ -9,8 +9,8 @@ from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.evaluate import Evaluation
+from dschat_ppo.ppo.state import PPOComponents
 
 
 class ResumablePPO:

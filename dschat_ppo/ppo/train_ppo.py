@@ -31,15 +31,14 @@ from dschat_ppo.models.saving import save_model
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.ppo.check_models import ACTOR, check_models, model_folders, reward_length, reward_tokenizer
-from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.evaluate import Evaluation
 from dschat_ppo.ppo.generate import check_stop_ids
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
-from dschat_ppo.ppo.reward_scorer import RewardScorer
-from dschat_ppo.ppo.score import ModelScorer
+from dschat_ppo.ppo.score import ModelScorer, RewardScorer
+from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.functions import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import ForeignModelReward, ModelReward
 from dschat_ppo.rewards.mixture import RewardMixture
