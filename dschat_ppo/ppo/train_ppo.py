@@ -24,7 +24,6 @@ from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import StorageError, UserError
-from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_length,
@@ -35,7 +34,7 @@ from dschat_ppo.models.loading import (
     load_tokenizer,
     model_folder,
 )
-from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.ppo.evaluate import Evaluation
 from dschat_ppo.ppo.generate import check_stop_ids

@@ -8,7 +8,7 @@ from tiny_models import model_of
 
 from dschat_ppo.models.backbone import hidden_window
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.policy_model import PolicyModel
 
 
 def config(**facts) -> SimpleNamespace:

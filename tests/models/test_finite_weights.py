@@ -9,7 +9,7 @@ from torch import nn
 
 from dschat_ppo.common import dist
 from dschat_ppo.errors import NonFiniteError
-from dschat_ppo.models.finite_weights import require_finite_weights
+from dschat_ppo.models.saving import require_finite_weights
 
 NAN, INF = math.nan, math.inf
 

@@ -39,9 +39,9 @@ from dschat_ppo.models.loading import (
     load_tokenizer,
     model_folder,
 )
-from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.scalar_model import ScalarModel
 
 IDS = torch.tensor([[5, 9, 17, 4, 1, 0, 0], [8, 30, 2, 7, 60, 9, 1]])
 LENGTHS = torch.tensor([5, 7])

@@ -7,8 +7,8 @@ from test_policy_model import FAMILIES, model_of, rollout
 from dschat_ppo.models.forward import response_scores, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.packing import NAME, packed_states, segments
-from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
 
 
 def seen_by_the_backbone(module) -> list[tuple[torch.Size, str]]:

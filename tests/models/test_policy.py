@@ -5,7 +5,7 @@ import torch
 from tiny_models import KINDS, new_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.policy_model import PolicyModel
 
 TEMPERATURE = 0.7
 

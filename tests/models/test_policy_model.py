@@ -6,8 +6,8 @@ import transformers as hf
 
 from dschat_ppo.models.forward import response_logprobs, response_scores, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Rollout
 
 VOCABULARY = 300

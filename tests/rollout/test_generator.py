@@ -298,7 +298,7 @@ def test_rows_follow_the_free_memory(monkeypatch):
     assert free(2 * 256 * 100 * 10) == 10
     assert free(2 * 256 * 100 * 10 - 1) == 9
     assert free(1000) == 1
-    assert free(2**50) == memory.MOST_ROWS
+    assert free(2**50) == memory.MAX_ROWS
 
 
 def test_greedy_answers_are_cut_at_the_first_end():

@@ -43,7 +43,7 @@ def warnings_of(caplog) -> list[str]:
 
 
 def fail_at(monkeypatch, method: str, when) -> None:
-    """`KVCache.method` runs out of memory where `when(number of the call, store)`."""
+    """`KVCache.method` runs out of memory where `when(number of the call, cache)`."""
     original, calls = getattr(KVCache, method), []
 
     def failing(self, *args):
@@ -59,7 +59,8 @@ def fail_at(monkeypatch, method: str, when) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "call"), [("put_block", 1), ("put_block", 2), ("put_token", 1), ("put_token", 12), ("move_rows", 1)]
+    ("method", "call"),
+    [("write_prefill", 1), ("write_prefill", 2), ("write_decode", 1), ("write_decode", 12), ("move_rows", 1)],
 )
 @pytest.mark.parametrize("way", list(WAYS))
 def test_once_out_of_memory_gives_the_same_answers_with_half_the_rows(way, method, call, monkeypatch, caplog):
@@ -76,14 +77,14 @@ def test_once_out_of_memory_gives_the_same_answers_with_half_the_rows(way, metho
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_rows_are_halved_until_they_fit(way, most, monkeypatch, caplog):
     expected = run(**WAYS[way])
-    fail_at(monkeypatch, "put_token", lambda _, store: store.rows > most)
+    fail_at(monkeypatch, "write_decode", lambda _, cache: cache.rows > most)
     assert_same(run(**WAYS[way]), expected)
     assert len(warnings_of(caplog)) == {1: 3, 2: 2, 5: 1}[most]
 
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_single_row_that_does_not_fit_is_an_error(way, monkeypatch, caplog):
-    fail_at(monkeypatch, "put_token", lambda *_: True)
+    fail_at(monkeypatch, "write_decode", lambda *_: True)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         run(**WAYS[way])
     assert len(warnings_of(caplog)) == 3  # 8, 4, 2
@@ -119,14 +120,14 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("shape mismatch")
 
-    monkeypatch.setattr(KVCache, "put_token", fail)
+    monkeypatch.setattr(KVCache, "write_decode", fail)
     with pytest.raises(RuntimeError, match="shape"):
         run()
     assert not warnings_of(caplog)
 
 
 def test_the_gpus_own_error_is_a_lack_of_memory_too(monkeypatch, caplog):
-    expected, original, calls = run(), KVCache.put_token, []
+    expected, original, calls = run(), KVCache.write_decode, []
 
     def failing(self, *args):
         calls.append(1)
@@ -134,7 +135,7 @@ def test_the_gpus_own_error_is_a_lack_of_memory_too(monkeypatch, caplog):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(self, *args)
 
-    monkeypatch.setattr(KVCache, "put_token", failing)
+    monkeypatch.setattr(KVCache, "write_decode", failing)
     assert_same(run(), expected)
     assert len(warnings_of(caplog)) == 1
 
@@ -210,7 +211,7 @@ needs_prepack = pytest.mark.skipif(
 
 @needs_prepack
 def test_an_error_while_packing_leaves_no_layer_packed(monkeypatch):
-    model, original, calls = new_model("llama").bfloat16(), prepack._packed_forward, []
+    model, original, calls = new_model("llama").bfloat16(), prepack.packed_forward, []
 
     def failing(*args):
         calls.append(1)
@@ -219,7 +220,7 @@ def test_an_error_while_packing_leaves_no_layer_packed(monkeypatch):
         return original(*args)
 
     state = State(model)
-    monkeypatch.setattr(prepack, "_packed_forward", failing)
+    monkeypatch.setattr(prepack, "packed_forward", failing)
     with pytest.raises(RuntimeError, match="allocate"):
         run(model=model)
     state.assert_unchanged()
@@ -262,8 +263,8 @@ def test_full_precision_is_not_packed():
 
 
 @pytest.fixture
-def stores(monkeypatch):
-    """Weak references to every store that is made, with the garbage collector switched off."""
+def caches(monkeypatch):
+    """Weak references to every cache that is made, with the garbage collector switched off."""
     references, original = [], KVCache.__init__
 
     def noting(self, *args):
@@ -278,40 +279,40 @@ def stores(monkeypatch):
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_keys_and_values_are_released_after_the_call(samples, stores):
+def test_keys_and_values_are_released_after_the_call(samples, caches):
     run(samples=samples)
-    assert stores
-    assert not [store for store in stores if store() is not None]
+    assert caches
+    assert not [cache for cache in caches if cache() is not None]
 
 
-def test_keys_and_values_are_released_while_others_are_at_work(stores):
-    """Growing, merging and retiring leave no copies: at the end, about as many stores as banks."""
+def test_keys_and_values_are_released_while_others_are_at_work(caches):
+    """Growing, merging and retiring leave no copies: at the end, about as many caches as batches."""
     alive = []
-    original = KVCache.put_token
+    original = KVCache.write_decode
 
     def watching(self, *args):
-        alive.append(sum(store() is not None for store in stores))
+        alive.append(sum(cache() is not None for cache in caches))
         return original(self, *args)
 
-    KVCache.put_token = watching
+    KVCache.write_decode = watching
     try:
         run(rows=5)
     finally:
-        KVCache.put_token = original
+        KVCache.write_decode = original
     assert max(alive) <= 6
 
 
-def test_the_fixed_store_is_released_after_the_call(stores):
+def test_the_fixed_store_is_released_after_the_call(caches):
     run(static=True)
-    assert stores
-    assert not [store for store in stores if store() is not None]
+    assert caches
+    assert not [cache for cache in caches if cache() is not None]
 
 
-def test_keys_and_values_are_released_after_an_error(stores, monkeypatch):
-    fail_at(monkeypatch, "put_token", lambda number, _: number == 9)
+def test_keys_and_values_are_released_after_an_error(caches, monkeypatch):
+    fail_at(monkeypatch, "write_decode", lambda number, _: number == 9)
     monkeypatch.setattr(continuous_batching, "is_out_of_memory", lambda problem: False)
     with pytest.raises(RuntimeError, match="allocate"):
         run()
-    assert stores
+    assert caches
     gc.collect()  # the traceback is a cycle of its own
-    assert not [store for store in stores if store() is not None]
+    assert not [cache for cache in caches if cache() is not None]

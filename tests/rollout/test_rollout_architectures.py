@@ -40,13 +40,13 @@ SAMPLINGS = {
 @pytest.fixture
 def prefix_uses(monkeypatch) -> list[int]:
     """Grows by the number of rows whenever a step reads keys that rows share."""
-    uses, original = [], attention._prefix_scores
+    uses, original = [], attention.prefix_scores
 
     def counting(prefix, layer, query):
         uses.append(len(query))
         return original(prefix, layer, query)
 
-    monkeypatch.setattr(attention, "_prefix_scores", counting)
+    monkeypatch.setattr(attention, "prefix_scores", counting)
     return uses
 
 

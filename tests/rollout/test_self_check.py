@@ -12,7 +12,7 @@ from dschat_ppo.rollout import attention, continuous_batching, self_check
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.self_check import COARSE, Parity, check, choose_engine
+from dschat_ppo.rollout.self_check import HALF_TOLERANCE, CheckResult, check, choose_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 
 HOW = GenerationConfig(SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5)
@@ -135,9 +135,9 @@ def positions_one_later(monkeypatch):
 
 
 def keys_of_another_row(monkeypatch):
-    original = KVCache.put_token
+    original = KVCache.write_decode
     monkeypatch.setattr(
-        KVCache, "put_token", lambda self, layer, slots, k, v: original(self, layer, slots, k.roll(1, 0), v)
+        KVCache, "write_decode", lambda self, layer, slots, k, v: original(self, layer, slots, k.roll(1, 0), v)
     )
 
 
@@ -158,8 +158,8 @@ def test_a_mistake_of_continuous_batching_is_found(name, mistake, monkeypatch, c
 
 def test_the_check_covers_prompts_that_samples_share(monkeypatch):
     """A wrong prefix must not pass."""
-    original = attention._prefix_scores
-    monkeypatch.setattr(attention, "_prefix_scores", lambda prefix, layer, query: original(prefix, layer, query) * 0)
+    original = attention.prefix_scores
+    monkeypatch.setattr(attention, "prefix_scores", lambda prefix, layer, query: original(prefix, layer, query) * 0)
     assert not check(model_of("llama"), HOW, "continuous").holds(1e-3)
 
 
@@ -175,13 +175,13 @@ def test_the_check_leaves_weights_and_streams_as_they_are():
 def test_half_precision_passes_with_a_coarse_tolerance():
     model = new_model("llama").bfloat16()
     found = check(model, HOW, "continuous")
-    assert 1e-4 < max(found.logprob_difference, found.greedy_shortfall) < COARSE
+    assert 1e-4 < max(found.logprob_difference, found.greedy_shortfall) < HALF_TOLERANCE
     assert choose_engine(model, HOW) == HOW
 
 
 def test_what_holds():
-    assert Parity(1e-4, 0.0).holds(1e-3)
-    assert not Parity(1e-2, 0.0).holds(1e-3)
-    assert not Parity(0.0, 1e-2).holds(1e-3)
-    assert not Parity(0.0, 0.0, "no").holds(1e-3)
-    assert not Parity(float("nan"), 0.0).holds(1e-3)
+    assert CheckResult(1e-4, 0.0).holds(1e-3)
+    assert not CheckResult(1e-2, 0.0).holds(1e-3)
+    assert not CheckResult(0.0, 1e-2).holds(1e-3)
+    assert not CheckResult(0.0, 0.0, "no").holds(1e-3)
+    assert not CheckResult(float("nan"), 0.0).holds(1e-3)
