@@ -28,7 +28,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.errors import StopRequested, StorageError
-from dschat_ppo.models.finite_weights import require_finite_weights
+from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.runtime import stop_requests
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.data.fingerprint import fingerprint
-from dschat_ppo.models.fingerprint import model_fingerprint
+from dschat_ppo.models.model_files import model_fingerprint
 
 EVAL_ROWS, TEXT_BLOCKS = "evaluation rows (SHA-256)", "blocks of plain text (SHA-256)"
 SHOWN = 16  # hex digits, enough to tell contents apart that changed by themselves

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
-from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.policy_model import PolicyModel
 
 Merge = Callable[[PreTrainedModel], AbstractContextManager[Any]]
 

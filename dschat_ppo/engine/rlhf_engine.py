@@ -14,8 +14,8 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.moving_average import MovingAverage
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
-from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Hugging Face models in and out: loading, the scalar head, forward passes, saving."""
+"""Hugging Face models: loading, the scalar head, forward passes, saving."""

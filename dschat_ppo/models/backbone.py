@@ -1,4 +1,4 @@
-"""What a model's forward pass is given, and the one way in which scoring and training run its layers."""
+"""Arguments of a model's forward pass, and the forward pass of its backbone in scoring and training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from dschat_ppo.models.architectures import first_position
 
 
-def accepts(model: nn.Module, argument: str) -> bool:
-    """Whether the model's forward takes an argument of this name."""
-    return argument in _forward_arguments(type(model).forward)
-
-
 @lru_cache(maxsize=64)
 def _forward_arguments(forward: Any) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward takes an argument of this name."""
+    return argument in _forward_arguments(type(model).forward)
 
 
 def unwrap(engine: Any) -> nn.Module:
@@ -28,11 +28,11 @@ def unwrap(engine: Any) -> nn.Module:
 
 
 def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
-    """Whether the model limits how far back a token sees by its mask alone, which attention without a mask cannot know.
+    """Whether only the model's mask limits how far back a token sees; attention without a mask would see too much.
 
     Args:
         config: of the model.
-        received: the `sliding_window` that each layer's attention was called with.
+        received: the `sliding_window` that each layer passed to its attention.
     """
     text = config.get_text_config()
     if getattr(text, "attention_chunk_size", None) is not None:
@@ -40,18 +40,18 @@ def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
         known = set(kinds) <= {"full_attention", "sliding_attention"}
-        told = all((kinds[layer] == "sliding_attention") == (window is not None) for layer, window in received.items())
-        return not (known and told)
+        passed = all((kinds[layer] == "sliding_attention") == (w is not None) for layer, w in received.items())
+        return not (known and passed)
     return getattr(text, "sliding_window", None) is not None and all(window is None for window in received.values())
 
 
 def backbone_of(lm: Any) -> Any:
-    """A causal language model without its head. (Llama 4 names its backbone otherwise than transformers expects.)"""
+    """A causal language model without its head. (transformers expects another name for the backbone of Llama 4.)"""
     return lm.model if lm.base_model is lm else lm.base_model
 
 
 def position_arguments(model: Any, positions: Tensor) -> dict[str, Tensor]:
-    """`position_ids` for models that take them (ALiBi models count for themselves).
+    """`position_ids` for models that take them; ALiBi models compute positions themselves.
 
     Args:
         model: language model or backbone.
@@ -63,20 +63,20 @@ def position_arguments(model: Any, positions: Tensor) -> dict[str, Tensor]:
 
 
 def slot_arguments(model: nn.Module, input_ids: Tensor) -> dict[str, Tensor]:
-    """`position_ids` (1, T) that say that a token's slot is its position, for models that take them."""
+    """`position_ids` (1, T) equal to the slots, for right-padded rows and models that take them."""
     return position_arguments(model, torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0))
 
 
 def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
-    """Asks for the logits of the last `count` positions only, where the model can."""
+    """`logits_to_keep` for the last `count` positions, for models that take it."""
     return {"logits_to_keep": count} if accepts(model, "logits_to_keep") else {}
 
 
 def backbone_states(backbone: Any, input_ids: Tensor) -> Tensor:
     """Last hidden states of a causal backbone, (B, T, H), in its dtype.
 
-    No attention mask is given: rows are right-padded, so under causal attention no real token sees padding, and
-    kernels without a mask are faster. States after a row's end are meaningless.
+    There is no attention mask: rows are right-padded, so under causal attention no real token sees padding, and kernels
+    without a mask are faster. States after a row's end are meaningless.
 
     Args:
         backbone: the base model of a Hugging Face decoder.

@@ -1,4 +1,4 @@
-"""The class of reward models and critics of an architecture: that of transformers, or one with this project's head."""
+"""The class of reward models and critics: transformers' classifier, or the backbone with a head made here."""
 
 from __future__ import annotations
 
@@ -9,61 +9,55 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.architectures import SCORE, check_architecture
 from dschat_ppo.models.backbone import backbone_of
 
-HEAD = "score"
+
+def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
+    """Check from the configuration alone that a model can be a reward model or a critic.
+
+    The scalar head reads the state of every token, so the model must be causal. A classifier must have one label and a
+    head named `score`. Other models get a new head, or must have the layout of DeepSpeed-Chat.
+
+    Args:
+        config: of the model.
+        folder: of the model, for the message.
+
+    Raises:
+        UserError: it can be neither.
+    """
+    check_architecture(config, folder, needs_lm=False)
+    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
+        return
+    if config.num_labels != 1:
+        raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model or critic has one")
+    with reading(f"{folder}: no reward model or critic can be built from its config.json"):
+        known = _transformers_classifier(config)
+        usable = known is None or _has_score(known, config)
+    if known is not None and not usable:
+        raise UserError(
+            f"{folder}: {known.__name__} has no head named '{SCORE}' that scores every token; take the one-label "
+            "classifier of a decoder, such as LlamaForSequenceClassification, or train a reward model (step 2)"
+        )
 
 
 def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class with one scalar head, named `score`, over the states of a causal model.
 
-    Where transformers has such a class it is taken, so that plain transformers loads what is saved. Else it is
-    `<Architecture>WithScalarHead`, which this project alone loads: the language model's backbone under its own name,
-    and a linear head without bias.
+    If transformers has such a class it is used, so that plain transformers loads the saved model. Else it is
+    `<Architecture>WithScalarHead`, which only this project loads: the architecture's base class, the language model's
+    backbone under its own name, and a linear head without bias.
 
     Args:
-        config: of an architecture that `check_architecture` lets pass.
+        config: of an architecture that passes `check_architecture`.
 
     Raises:
-        Exception: almost any, where a setting of `config` or the lack of a package keeps transformers from building.
+        Exception: almost any, if a setting of `config` or a missing package keeps transformers from building.
     """
-    known: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if known is not None:
-        with torch.device("meta"):
-            if hasattr(known(config_for(known, config)), HEAD):
-                return known
-    return _with_scalar_head(config)
-
-
-def config_for(kind: Any, config: PretrainedConfig) -> PretrainedConfig:
-    """`config` with one label; its text part for a class of text models, as in transformers' auto classes."""
-    is_text = kind.config_class is config.sub_configs.get("text_config")
-    config = config.get_text_config() if is_text else config
-    config.num_labels = 1
-    return config
-
-
-def lm_names(config: PretrainedConfig) -> set[str]:
-    """Names of the weights of the causal language model that are not its backbone's: its head's."""
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return set()
-    lm = _lm_without_weights(config)
-    backbone = f"{_backbone_name(lm)}."
-    return {name for name in lm.state_dict() if not name.startswith(backbone)}
-
-
-def _lm_without_weights(config: PretrainedConfig) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def _backbone_name(lm: PreTrainedModel) -> str:
-    backbone = backbone_of(lm)
-    return next(name for name, module in lm.named_children() if module is backbone)
-
-
-def _with_scalar_head(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """A class made as transformers makes its own: the architecture's base class, a backbone and `score`."""
+    known = _transformers_classifier(config)
+    if known is not None and _has_score(known, config):
+        return known
     lm = _lm_without_weights(config)
     lm_class, name = type(lm), _backbone_name(lm)
     base: Any = [c for c in lm_class.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel][-1]
@@ -77,6 +71,43 @@ def _with_scalar_head(config: PretrainedConfig) -> type[PreTrainedModel]:
     stem = lm_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     members = {
         "__init__": init, "base_model_prefix": name, "config_class": lm_class.config_class,
-        "__module__": lm_class.__module__,  # in its source transformers looks up which kernels can be exchanged
+        "__module__": lm_class.__module__,  # transformers reads its source to find which kernels can be replaced
     }  # fmt: skip
     return type(f"{stem}WithScalarHead", (base,), members)
+
+
+def config_for(kind: Any, config: PretrainedConfig) -> PretrainedConfig:
+    """`config` with one label; its text part for a class of text models, as in transformers' auto classes."""
+    is_text = kind.config_class is config.sub_configs.get("text_config")
+    config = config.get_text_config() if is_text else config
+    config.num_labels = 1
+    return config
+
+
+def lm_head_names(config: PretrainedConfig) -> set[str]:
+    """Names of the weights of the causal language model outside its backbone."""
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return set()
+    lm = _lm_without_weights(config)
+    backbone = f"{_backbone_name(lm)}."
+    return {name for name in lm.state_dict() if not name.startswith(backbone)}
+
+
+def _transformers_classifier(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    known: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    return known
+
+
+def _has_score(kind: Any, config: PretrainedConfig) -> bool:
+    with torch.device("meta"):
+        return hasattr(kind(config_for(kind, config)), SCORE)
+
+
+def _lm_without_weights(config: PretrainedConfig) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _backbone_name(lm: PreTrainedModel) -> str:
+    backbone = backbone_of(lm)
+    return next(name for name, module in lm.named_children() if module is backbone)

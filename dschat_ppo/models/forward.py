@@ -1,4 +1,4 @@
-"""Forward passes shared by rollout, scoring and training, so that their numbers agree."""
+"""Forward passes that rollout, scoring and training share, so that their numbers agree."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.models.backbone import unwrap
-from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.types import Rollout, full_sequences, response_slots
 
 
 def vocabulary_size(model: Any) -> int:
-    """Width of the logits (the embedding may have more rows than the tokenizer has tokens)."""
+    """Width of the logits, V, which may be more than the number of the tokenizer's tokens."""
     return int(model.get_output_embeddings().out_features)
 
 
 @dataclass(frozen=True)
 class ResponseScores:
-    """`logprobs` and `entropy` (B, R) fp32, 0 outside `response_mask`; if asked for, `distributions` (N, V) fp32
-    log-probs at the N response tokens, row after row, and the scalar `router_loss`."""
+    """Scores of the response tokens.
+
+    `logprobs` and `entropy` are (B, R) fp32, 0 outside `response_mask`. If requested, `distributions` (N, V) fp32 are
+    the log-probs of all tokens at the N response tokens, row after row, and `router_loss` is a scalar.
+    """
 
     logprobs: Tensor
     entropy: Tensor
@@ -38,15 +41,15 @@ def response_scores(
     engine: Any, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False,
     router: bool = False,
 ) -> ResponseScores:  # fmt: skip
-    """Log-probs of the response tokens under the model, and entropies of the distributions they are drawn from.
+    """Log-probs of the response tokens under the model, and entropies of the distributions that they are drawn from.
 
     Args:
-        engine: DeepSpeed engine around a `PolicyModel`, or a `PolicyModel`; a causal model alone goes the plain way.
+        engine: DeepSpeed engine around a `PolicyModel`, a `PolicyModel`, or a causal language model (not fused).
         rows: B rows with response length R.
         temperature: of sampling.
-        entropy_grad: whether gradient goes through the entropies.
-        distributions: whether the whole distributions are wanted.
-        router: whether the load-balancing loss of a mixture-of-experts model is wanted.
+        entropy_grad: keep the gradient of the entropies.
+        distributions: return the whole distributions.
+        router: return the load-balancing loss of a mixture-of-experts model.
     """
     policy = engine if isinstance(unwrap(engine), PolicyModel) else PolicyModel(engine, fused=False)
     input_ids, lengths = full_sequences(rows)
@@ -65,7 +68,7 @@ def response_scores(
 def answer_logprobs(engine: Any, input_ids: Tensor, answer_mask: Tensor) -> Tensor:
     """Log-prob of each row's whole answer: the sum over its tokens, (B,) fp64, with gradient if gradients are on.
 
-    fp64, because training looks at small differences of such sums.
+    The sum is in fp64 because training uses small differences of such sums.
 
     Args:
         engine: DeepSpeed engine around a `PolicyModel`, or a `PolicyModel`.
@@ -78,7 +81,7 @@ def answer_logprobs(engine: Any, input_ids: Tensor, answer_mask: Tensor) -> Tens
 
 
 def response_values(engine: Any, rows: Rollout) -> Tensor:
-    """The critic's value before each response token, (B, R) fp32. Meaningless outside `response_mask`."""
+    """The critic's value before each response token, (B, R) fp32; meaningless outside `response_mask`."""
     before = (response_slots(rows) - 1).clamp_min(0)
     return engine(*full_sequences(rows)).gather(1, before)
 

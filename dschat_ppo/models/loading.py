@@ -1,4 +1,4 @@
-"""Loading models and tokenizers, strictly: what a checkpoint lacks or has too much is an error or is said."""
+"""Load models and tokenizers strictly: missing and unexpected weights are errors."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from dschat_ppo.common.dist import local_rank, main_rank_of_node_first
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.architectures import check_architecture, first_position
-from dschat_ppo.models.classifiers import classifier_class, config_for, lm_names
-from dschat_ppo.models.config_values import check_settings
+from dschat_ppo.models.architectures import SCORE, check_architecture, first_position
+from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
+from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
 from dschat_ppo.models.vocabulary import grow_vocabulary
-from dschat_ppo.models.weight_files import checkpoint_shapes, is_old_buffer, weight_files
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SCORE_HEAD = "score.weight"
-MOST_EXTRAPOLATION = 4  # rotary positions beyond this multiple of those trained are taken for a slip
-LM_HEADS = ("lm_head.", "embed_out.")  # a language model's own head, of no use to a classifier
+SCORE_WEIGHT = f"{SCORE}.weight"
+MAX_EXTRAPOLATION = 4  # rotary positions beyond this multiple of those trained are assumed to be a mistake
+LM_HEADS = ("lm_head.", "embed_out.")  # a language model's head, which a classifier does not use
+MAX_NAMES = 6  # of weights, in a message
 _DROPOUTS = (
     "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
     "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
@@ -45,19 +45,19 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
 
 
 def model_folder(name: str, flag: str) -> str:
-    """The local folder of a model named by `flag`: itself, or the hub's files after a download.
+    """The local folder of the model that `flag` names: the folder itself, or the files downloaded from the hub.
 
     Raises:
-        UserError: there is no such folder, and the hub has no such model (or cannot be reached).
+        UserError: there is no such folder, and the hub has no such model or cannot be reached.
     """
-    name = os.path.expanduser(name)  # a shell leaves the `~` of `--flag=~/model` as it is
+    name = os.path.expanduser(name)  # a shell does not expand the `~` of `--flag=~/model`
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists():
-            raise UserError(f"{flag} {name}: the folder holds no config.json, so it is no Hugging Face model")
+            raise UserError(f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face model")
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"{flag} {name}: no such folder")
-    refused = f"{flag} {name}: neither a local folder nor a model on the hub that can be fetched"
+    refused = f"{flag} {name}: neither a local folder nor a model that can be downloaded from the hub"
     with main_rank_of_node_first(), reading(refused):
         return str(snapshot_download(name, allow_patterns=list(_WEIGHTS)))
 
@@ -66,23 +66,23 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
     """The model's configuration, without its weights.
 
     Raises:
-        UserError: `config.json` cannot be read, or what it says is no model.
+        UserError: `config.json` cannot be read or describes no model.
     """
     refused = f"{flag} {folder}: config.json cannot be used"
     check_settings(folder, refused)
-    with reading(refused):  # without trust_remote_code transformers would ask at a terminal
+    with reading(refused):  # without trust_remote_code=False transformers asks at a terminal
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; it must have an EOS.
+    """The tokenizer of a model folder; it must have an EOS token.
 
     Raises:
-        UserError: no usable tokenizer, one without words, or one without EOS.
+        UserError: there is no usable tokenizer, or it has no words or no EOS.
     """
     if _needs_sentencepiece(folder):
         raise UserError(
-            f"{flag} {folder}: its only tokenizer is a tokenizer.model of SentencePiece; pip install "
+            f"{flag} {folder}: its only tokenizer is a SentencePiece tokenizer.model; pip install "
             '"dschat_ppo[sentencepiece]", or save a tokenizer.json there'
         )
     if (Path(folder) / "config.json").exists():  # transformers reads it here too
@@ -90,17 +90,20 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     with reading(f"{flag} {folder}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         words, special = set(tokenizer.get_vocab().values()), set(tokenizer.all_special_ids)
-        tokenizer.encode("a text")  # parts that do not go together show only in use
-    if words <= special:  # transformers makes one up
-        raise UserError(f"{flag} {folder}: holds no tokenizer; save the model's tokenizer there")
+        tokenizer.encode("a text")  # parts that do not match fail only in use
+    if words <= special:  # transformers made an empty one
+        raise UserError(f"{flag} {folder}: has no tokenizer; save the model's tokenizer there")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{flag} {folder}: the tokenizer has no EOS token, so answers could not end; give it one")
+        raise UserError(f"{flag} {folder}: the tokenizer has no EOS token, so answers could not end; add one")
     return tokenizer
 
 
 def _needs_sentencepiece(folder: str) -> bool:
-    """Whether sentencepiece is needed and missing. transformers would ask for tiktoken, whose files are lines of text;
-    those of SentencePiece are protocol buffers, which begin with the tag of the list of pieces."""
+    """Whether the sentencepiece package is needed and missing; transformers' own error asks for tiktoken instead.
+
+    Files of tiktoken are lines of text; those of SentencePiece are protocol buffers, whose first byte is the tag of the
+    list of pieces.
+    """
     file = Path(folder) / "tokenizer.model"
     if find_spec("sentencepiece") is not None or (Path(folder) / "tokenizer.json").exists() or not file.is_file():
         return False
@@ -109,7 +112,7 @@ def _needs_sentencepiece(folder: str) -> bool:
 
 
 def filler_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """An id to fill padding with. Masks alone say what is real, so any valid id does: PAD, or EOS without one."""
+    """An id for padding: PAD, or EOS without one. Masks mark the real tokens, so any valid id works."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
@@ -117,54 +120,57 @@ def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str, folder: str, other: bool = False,
     resize: bool = False,
 ) -> None:  # fmt: skip
-    """The model at `folder` must have an embedding for every id of `tokenizer`, or get it (`--resize_vocabulary`).
+    """Check that the model at `folder` has an embedding for every id of `tokenizer`.
 
     Args:
-        tokenizer: whose ids the model will see.
+        tokenizer: of the ids that the model will read.
         config: of the model.
-        flag: the flag that named the model.
+        flag: the flag that names the model.
         folder: the model's folder.
-        other: the tokenizer belongs to another model (the actor); then the model's own tokenizer must agree with it.
-        resize: embeddings that are missing will be added.
+        other: the tokenizer is another model's (the actor's); the model's own tokenizer must then be equal to it.
+        resize: missing embeddings will be added (`--resize_vocabulary`).
+
+    Raises:
+        UserError: embeddings are missing, or the tokenizers differ.
     """
     size = getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(size, int):
-        raise UserError(f"{flag} {folder}: config.json names no 'vocab_size', so it is no language model's")
+        raise UserError(f"{flag} {folder}: config.json has no 'vocab_size', so it is not a language model's")
     if len(tokenizer) > size and not resize:
-        whose = "actor's tokenizer; train the reward model from the same base, or" if other else "tokenizer beside it;"
+        whose = "the actor's tokenizer; train the reward model from the same base, or" if other else "its tokenizer;"
         raise UserError(
-            f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of the {whose} train "
+            f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of {whose} train "
             "with --resize_vocabulary, which adds the missing rows"
         )
     if other and load_tokenizer(folder, flag).get_vocab() != tokenizer.get_vocab():
         raise UserError(
-            f"{flag} {folder}: its tokenizer differs from the actor's, so its scores would be of other words; "
+            f"{flag} {folder}: its tokenizer differs from the actor's, so it would score other text; "
             "train the reward model from the same base"
         )
 
 
 def check_length(folder: str, longest: int, flags: str) -> None:
-    """Rows of `longest` tokens (set by `flags`) must be within the positions that the model knows.
+    """Check that rows of `longest` tokens (set by `flags`) are within the positions that the model knows.
 
     Raises:
-        UserError: they are not, and positions are learned ones. With rotary positions it is a warning up to
-            `MOST_EXTRAPOLATION` times the positions known, and this error beyond.
+        UserError: they are not, and positions are learned. With rotary positions this is a warning, up to
+            `MAX_EXTRAPOLATION` times the known positions, and an error beyond.
     """
     config = load_config(folder, "model").get_text_config()
     known = getattr(config, "max_position_embeddings", None)
     if known is None or longest <= (known := known - first_position(config)):
         return
     message = f"{flags} of {longest} tokens goes beyond the {known} positions that {folder} knows"
-    if not hasattr(config, "rope_parameters") or longest > MOST_EXTRAPOLATION * known:
+    if not hasattr(config, "rope_parameters") or longest > MAX_EXTRAPOLATION * known:
         raise UserError(f"{message}; lower it")
     logger().warning(f"{message}; it was not trained on longer rows")
 
 
 @contextmanager
 def _loading(folder: str, ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """Inside, `from_pretrained` builds each layer already partitioned over the ranks if the config is ZeRO-3.
+    """Make `from_pretrained` build each layer already partitioned over the ranks if the config is ZeRO-3.
 
-    Then ranks wait for each other inside, and the watchdog has no patience.
+    Ranks then wait for each other inside, so the watchdog is paused only for the other configs.
     """
     if local_rank() == 0:
         _read_through(folder)
@@ -184,8 +190,10 @@ def _loading(folder: str, ds_config: dict[str, Any] | None) -> Iterator[None]:
 
 @cache
 def _read_through(folder: str) -> None:
-    """Once, so that the machine has the weights in memory. It is from a mapped file that they are copied later, in
-    between collectives, where a disk that is slow cannot be told from a rank that hangs; here it can."""
+    """Read the weights once, into the page cache.
+
+    Later they are copied from a mapped file between collectives, where a slow disk looks like a rank that hangs.
+    """
     for file in weight_files(folder):
         for _ in blocks_of(file):
             pass
@@ -195,8 +203,8 @@ def check_causal_lm(folder: str) -> None:
     """Compare the checkpoint with the causal language model of its config, without reading the weights.
 
     Raises:
-        UserError: the model is no causal language model, or the checkpoint does not hold exactly its weights (they are
-            listed).
+        UserError: the model is not a causal language model, or its weights in the checkpoint are missing, unexpected
+            or of another shape (the message lists them).
     """
     config = load_config(folder, "model")
     check_architecture(config, folder, needs_lm=True)
@@ -211,9 +219,9 @@ def load_causal_lm(
     Args:
         folder: model folder.
         dtype: "bf16", "fp16" or "fp32".
-        ds_config: the DeepSpeed config that the model will run under; None for none.
+        ds_config: the DeepSpeed config of the model's engine, or None.
         dropout: overrides every dropout of the config.
-        resize: add rows for tokens of the folder's tokenizer that the model has none for (`grow_vocabulary`).
+        resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
     """
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
@@ -227,25 +235,22 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
 
     Args:
         folder: model folder.
-        new_head: a base or causal model without a head is welcome (training a reward model).
+        new_head: a base or causal model without a head is allowed (training a reward model).
 
     Returns:
-        True if the head is missing, and will be new.
+        True if the checkpoint has no head, so that it will be new.
 
     Raises:
-        UserError: missing or unexpected weights (listed), several labels, an architecture without a classifier or
-            not causal, or no head where one is needed.
+        UserError: see `check_classifier_config`; or weights are missing, unexpected or of another shape (the message
+            lists them), or there is no trained head and `new_head` is False.
     """
     config = load_config(folder, "model")
-    check_architecture(config, folder, needs_lm=False)
-    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
-    if is_classifier and config.num_labels != 1:
-        raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model has one")
+    check_classifier_config(config, folder)
     with reading(f"{folder}: no reward model can be built from its config.json"):
         kind = classifier_class(config)
         config = config_for(kind, config)
-        unused = lm_names(config)
-    allowed = {SCORE_HEAD} if new_head else set()
+        unused = lm_head_names(config)
+    allowed = {SCORE_WEIGHT} if new_head else set()
     return bool(_check_weights(kind, folder, config, _deepspeed_chat_mapping(folder, kind), allowed, unused))
 
 
@@ -253,13 +258,13 @@ def load_sequence_classifier(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None,
     resize: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
-    """A checked model with a scalar head: any sequence classifier of one label, or DeepSpeed-Chat's layout.
+    """A checked model with a scalar head: a decoder's one-label sequence classifier, or DeepSpeed-Chat's layout.
 
     Args:
-        folder: model folder. A base or causal model without a head gets a new one, if `new_head` allows it.
+        folder: model folder. A base or causal model without a head gets a new one if `new_head` allows it.
         dtype: "bf16", "fp16" or "fp32".
-        ds_config: the DeepSpeed config that the model will run under; None for none.
-        new_head: True for training a reward model; False where a trained head is needed.
+        ds_config: the DeepSpeed config of the model's engine, or None.
+        new_head: True for training a reward model; False if a trained head is needed.
         dropout: overrides every dropout of the config.
         resize: see `load_causal_lm`.
     """
@@ -278,7 +283,7 @@ def load_sequence_classifier(
 def _resized(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     known, needed = model.config.get_text_config().vocab_size, len(load_tokenizer(folder, "model"))
     if grow_vocabulary(model, needed):
-        logger().info(f"model: {folder} has rows for {known} tokens; {needed - known} are added (--resize_vocabulary)")
+        logger().info(f"model: {folder} has rows for {known} tokens; adding {needed - known} (--resize_vocabulary)")
     return model
 
 
@@ -291,10 +296,10 @@ def _with_dropout(config: PretrainedConfig, dropout: float | None) -> Pretrained
 
 
 def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[str, str]:
-    """Renames `rwtransformer.*` and `v_head.*` to the classifier's names, if the checkpoint has them."""
+    """Patterns that rename DeepSpeed-Chat's `rwtransformer.*` and `v_head.*` to the classifier's names."""
     if not any(name.startswith("v_head.") for name in checkpoint_shapes(folder)):
         return {}
-    return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": "score."}
+    return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": f"{SCORE}."}
 
 
 def _check_weights(
@@ -305,9 +310,9 @@ def _check_weights(
     allowed_missing: Set[str] = frozenset(),
     allowed_unexpected: Set[str] = frozenset(),
 ) -> Set[str]:
-    """Compare the checkpoint with the model on the meta device; return the allowed names that are missing."""
+    """Compare the checkpoint with the model on the meta device; returns the allowed names that are missing."""
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # its report of the same facts is a page long
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # it reports the same facts on a page
     try:
         with watchdog_paused(), reading(f"{folder}: its weights cannot be read as those of a {type(config).__name__}"):
             _, info = kind.from_pretrained(
@@ -321,15 +326,14 @@ def _check_weights(
     if unexpected:
         unexpected -= {name for name, shape in checkpoint_shapes(folder).items() if is_old_buffer(name, shape)}
     wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
-    if SCORE_HEAD in missing - allowed_missing and missing <= {SCORE_HEAD}:
-        raise UserError(f"{folder}: has no trained scalar head ({SCORE_HEAD}); train a reward model first (step 2)")
-    faults = {"missing": missing - allowed_missing, "unexpected": unexpected, "wrong shape": wrong_shape}
-    told = "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
-    if told:
-        raise UserError(f"{folder}: the checkpoint does not fit {type(config).__name__}: {told}")
+    if SCORE_WEIGHT in missing - allowed_missing and missing <= {SCORE_WEIGHT}:
+        raise UserError(f"{folder}: has no trained scalar head ({SCORE_WEIGHT}); train a reward model first (step 2)")
+    faults = []
+    for fault, names in (
+        ("missing", missing - allowed_missing), ("unexpected", unexpected), ("wrong shape", wrong_shape)
+    ):  # fmt: skip
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        faults += [f"{fault}: {', '.join(sorted(names)[:MAX_NAMES])}{more}"] if names else []
+    if faults:
+        raise UserError(f"{folder}: the checkpoint does not fit {type(config).__name__}: {'; '.join(faults)}")
     return missing & allowed_missing
-
-
-def _some(names: set[str], most: int = 6) -> str:
-    shown = sorted(names)[:most]
-    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

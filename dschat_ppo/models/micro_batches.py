@@ -1,4 +1,4 @@
-"""Dividing rows of uneven lengths among ranks and into micro-batches."""
+"""Divide rows of uneven lengths among ranks and into micro-batches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dschat_ppo.common import dist
 def split_by_tokens(lengths: Tensor, budget: int) -> list[Tensor]:
     """Row numbers of micro-batches, longest rows first, each micro-batch with `rows x longest <= budget`.
 
-    A row that alone is longer than the budget goes alone.
+    A row longer than the budget is a micro-batch by itself.
 
     Args:
         lengths: (n,) int64, tokens of each row.
-        budget: most tokens of a micro-batch, padding included.
+        budget: largest number of tokens of a micro-batch, padding included.
 
     Returns:
-        Parts that together hold each of 0 .. n-1 once.
+        Parts that together contain each of 0 .. n-1 once.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     parts, start, ordered = [], 0, lengths[order].tolist()
@@ -30,10 +30,10 @@ def split_by_tokens(lengths: Tensor, budget: int) -> list[Tensor]:
 
 
 def even_passes(lengths: Tensor, budget: int) -> tuple[list[Tensor], int]:
-    """`split_by_tokens`, filled up with its last part so that every rank has as many. Collective.
+    """`split_by_tokens`, with the last part repeated so that every rank has the same number of parts. Collective.
 
     Returns:
-        (parts, how many of them are this rank's own).
+        (parts, number of them without the repetitions).
     """
     parts = split_by_tokens(lengths, budget)
     passes = int(dist.all_reduce(torch.tensor(len(parts), device=lengths.device), "max"))
@@ -41,9 +41,9 @@ def even_passes(lengths: Tensor, budget: int) -> tuple[list[Tensor], int]:
 
 
 def deal(lengths: Tensor, ranks: int) -> list[Tensor]:
-    """Row numbers for each rank: as many rows and nearly as many tokens for one as for another.
+    """Row numbers for each rank: the same number of rows and nearly the same number of tokens.
 
-    Rows are dealt from the longest to the shortest, forwards and backwards by turns.
+    Rows are dealt from the longest to the shortest, alternately forwards and backwards over the ranks.
 
     Args:
         lengths: (n,) int64, tokens of each row; n a multiple of `ranks`.

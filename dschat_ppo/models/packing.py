@@ -1,7 +1,8 @@
-"""Rows laid end to end as one, so that no time goes into padding: attention looks at each segment by itself.
+"""Packed rows: rows laid end to end as one row without padding, with attention inside each segment.
 
-Attention is registered with transformers under a name of its own, for which transformers builds no mask. It is switched
-on by a context manager; activation checkpointing, which runs layers again in the backward pass, switches it on again.
+The attention function is registered with transformers under the name `dschat_packed`, for which transformers builds no
+mask. A context manager switches it on; activation checkpointing, which runs layers again in the backward pass, switches
+it on again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NAME = "dschat_packed"
 
 @dataclass(frozen=True)
 class _Running:
-    """The configuration whose model runs packed now, and the lengths of its segments."""
+    """A running packed forward pass: the configuration of its model, and the lengths of its segments."""
 
     config: PretrainedConfig
     lengths: list[int]
@@ -36,7 +37,7 @@ _WINDOWS: list[dict[int, int | None]] = []
 
 @contextmanager
 def segments(config: PretrainedConfig, lengths: list[int]) -> Iterator[None]:
-    """Inside, models of `config` take a single row for segments of these lengths."""
+    """Make models of `config` treat a single row as segments of these lengths."""
     before = config._attn_implementation
     _RUNNING.append(_Running(config, lengths))
     config._attn_implementation = NAME
@@ -49,7 +50,7 @@ def segments(config: PretrainedConfig, lengths: list[int]) -> Iterator[None]:
 
 @contextmanager
 def recorded_windows() -> Iterator[dict[int, int | None]]:
-    """Collects which sliding window each layer's attention is called with, inside."""
+    """Record the sliding window that each layer passes to its attention."""
     _WINDOWS.append({})
     try:
         yield _WINDOWS[-1]
@@ -72,34 +73,34 @@ def _segment_attention(
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which keys a query sees, (1, 1, length, length) bool: itself and the `window - 1` before; None for all before."""
+    """Keys that a query sees, (1, 1, length, length) bool: its own and the `window - 1` before it; None: all before."""
     if window is None or length <= window:
         return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=device)
-    return seen.tril().triu(1 - window)[None, None]
+    visible = torch.ones(length, length, dtype=torch.bool, device=device)
+    return visible.tril().triu(1 - window)[None, None]
 
 
 AttentionInterface.register(NAME, _segment_attention)
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether the model's attention can be exchanged, and is plain SDPA now.
+    """Whether the model's attention is plain SDPA and can be replaced.
 
-    That its other layers keep segments apart must be tried (`try_packing`).
+    Whether its other layers keep segments apart must be tried (`select_kernels`).
     """
-    exchangeable = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
-    return bool(exchangeable) and model.config.model_type not in MASK_IS_READ
+    replaceable = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    return bool(replaceable) and model.config.model_type not in MASK_IS_READ
 
 
 def last_states(backbone: Any, input_ids: Tensor, lengths: Tensor, packed: bool) -> Tensor:
-    """`packed_states` if wanted and there is padding to save, else `backbone_states`; meaningless after a row's end."""
+    """Last hidden states (B, T, H): packed if asked for and rows differ in length; meaningless after a row's end."""
     if packed and bool(lengths.min() < lengths.max()):
         return packed_states(backbone, input_ids, lengths)
     return backbone_states(backbone, input_ids)
 
 
 def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """As `backbone_states`, with states of 0 after a row's end; the backbone must take `position_ids`.
+    """Last hidden states (B, T, H) of packed rows, 0 after a row's end; the backbone must take `position_ids`.
 
     Args:
         backbone: the base model of a Hugging Face decoder.
@@ -118,7 +119,7 @@ def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of `torch.utils.checkpoint`: what is packed in the forward pass is packed when it is run again."""
+    """`context_fn` of `torch.utils.checkpoint`: packs the recomputation of a packed forward pass."""
     if not _RUNNING:
         return nullcontext(), nullcontext()
     return nullcontext(), segments(_RUNNING[-1].config, _RUNNING[-1].lengths)

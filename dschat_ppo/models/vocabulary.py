@@ -1,8 +1,6 @@
-"""Embeddings for tokens that were added to a tokenizer after its model was trained (`--resize_vocabulary`)."""
+"""Embeddings for tokens added to a tokenizer after its model was trained (`--resize_vocabulary`)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +10,22 @@ from dschat_ppo.errors import UserError
 
 
 def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
-    """Give `model` an embedding, and where it has one a row of the head, for each of `size` tokens.
+    """Add rows to the embedding of `model`, and to its head if it has one, up to `size` tokens.
 
-    A new row is the mean of the old ones, so that a new token is about as likely as the average one (Hewitt 2021), and
-    every rank, and actor and reference, come to the same rows. Weights that are tied stay so. Under ZeRO-3 the new
-    parameters are whole on every rank; `deepspeed.initialize` partitions them.
+    A new row is the mean of the old ones: a new token is about as likely as an average one (Hewitt 2021), and all
+    ranks, and actor and reference, compute the same rows. Tied weights stay tied. Under ZeRO-3 the new parameters are
+    whole on every rank; `deepspeed.initialize` partitions them.
 
     Args:
-        model: as loaded, before it is given to an engine, and once transformers' ZeRO-3 mode has ended: in it no model
-            can be built without weights, to compare with.
-        size: number of tokens. Nothing happens if there are rows enough.
+        model: as loaded, before it gets an engine, and outside transformers' ZeRO-3 mode, in which the model without
+            weights that this function compares with cannot be built.
+        size: number of tokens. Nothing changes if there are enough rows.
 
     Returns:
-        Whether the model has grown; then its config says so.
+        Whether rows were added; the model's config then has the new size.
 
     Raises:
-        UserError: the model keeps further weights for each token.
+        UserError: the model has other weights with a row for each token.
     """
     config = model.config.get_text_config()
     if size <= config.vocab_size:
@@ -45,11 +43,15 @@ def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
     config.vocab_size = size
     with torch.device("meta"):
         wanted = dict(type(model)(model.config).named_parameters(remove_duplicate=False))
-    others = [name for name, weight in model.named_parameters() if _shape(weight) != wanted[name].shape]
+    others = [
+        name
+        for name, weight in model.named_parameters()
+        if tuple(getattr(weight, "ds_shape", weight.shape)) != wanted[name].shape
+    ]
     if others:
         raise UserError(
             f"--resize_vocabulary: {type(model).__name__} keeps a row for each token in {others[0]} too; take a model "
-            "with an embedding and a head alone, or a tokenizer without added tokens"
+            "that has only an embedding and a head, or a tokenizer without added tokens"
         )
     if hasattr(model, "vocab_size"):
         model.vocab_size = size
@@ -57,13 +59,9 @@ def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
 
 
 def _with_mean_rows(weight: nn.Parameter, size: int) -> Tensor:
-    """A whole copy of `weight` (rows, ...) with rows of the mean after it, (size, ...)."""
+    """A whole copy of `weight` (rows, ...), followed by rows of its mean: (size, ...)."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_id")), torch.no_grad():
         mean = weight.float().mean(dim=0, keepdim=True).to(weight.dtype)
         return torch.cat([weight, mean.expand(size - weight.shape[0], *mean.shape[1:])])
-
-
-def _shape(weight: Any) -> tuple[int, ...]:
-    return tuple(getattr(weight, "ds_shape", weight.shape))

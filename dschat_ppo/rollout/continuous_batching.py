@@ -1,4 +1,4 @@
-"""The fast engine: continuous batching over preallocated keys and values, with the model's own layers."""
+"""The default engine: continuous batching over a preallocated KV cache, with the model's own layers."""
 
 from __future__ import annotations
 
@@ -10,95 +10,142 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
-from dschat_ppo.rollout.attention import Block, RolloutAttention, RolloutCache, Span, installed
+from dschat_ppo.rollout.attention import DecodeMetadata, PrefillMetadata, RolloutAttention, RolloutCache, installed
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder
-from dschat_ppo.rollout.decode_batch import DecodeBatch
-from dschat_ppo.rollout.decode_metadata import DecodeMetadata
+from dschat_ppo.rollout.decode_batch import DecodeInputs
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.memory import is_out_of_memory, warn_of_memory
 from dschat_ppo.rollout.sampling import SamplingParameters, sample
 from dschat_ppo.rollout.scheduler import Prefill, Scheduler
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 
-Agree = Callable[[int], int]
+MaxOverRanks = Callable[[int], int]
 
 
 def never() -> bool:
-    """Answers are not given up."""
+    """The `cancelled` of a generation that is never cancelled."""
     return False
 
 
 class ContinuousBatching:
-    """Generates all `answers` with at most `rows` at work.
+    """Generates all sequences of `buffers`.
 
     Args:
-        model: whole weights (or ZeRO-3 hooks that gather each layer), eval mode.
-        answers: buffers; filled by `run`.
-        scheduler: which answers are at work.
+        model: whole weights (or ZeRO-3 hooks that gather each layer), in eval mode.
+        buffers: filled by `run`.
+        scheduler: decides which sequences are running.
         sampling: how tokens are drawn.
-        agree: this rank's number -> the largest of all ranks. Given where each forward pass is collective: every rank
-            then makes as many passes as the busiest. None: ranks go their own way.
-        poll: with a fixed store, tokens between two looks at which rows are finished.
-        given_up: asked before each token; once it is true, what is not finished stays so.
+        max_over_ranks: this rank's number -> the largest number of all ranks. Needed where each forward pass is
+            collective: every rank then makes as many passes as the busiest one. None: ranks are not synchronised.
+        poll: with a static cache, tokens generated between two checks for finished sequences.
+        cancelled: called before each token; once it returns True, this rank stops and leaves sequences unfinished.
     """
 
     def __init__(
-        self, model: PreTrainedModel, answers: SequenceBuffers, scheduler: Scheduler, sampling: SamplingParameters,
-        agree: Agree | None = None, poll: int = 1, cancelled: Callable[[], bool] = never,
+        self, model: PreTrainedModel, buffers: SequenceBuffers, scheduler: Scheduler, sampling: SamplingParameters,
+        max_over_ranks: MaxOverRanks | None = None, poll: int = 1, cancelled: Callable[[], bool] = never,
     ):  # fmt: skip
         self.model = model
-        self.answers = answers
+        self.buffers = buffers
         self.scheduler = scheduler
         self.sampling = sampling
-        self.agree: Agree = agree or (lambda number: number)
-        self.lockstep = agree is not None
+        self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda number: number)
+        self.synchronised = max_over_ranks is not None
         self.attention = RolloutAttention()
         self.cache = RolloutCache()
-        self.device = answers.sequence.device
+        self.device = buffers.token_ids.device
         self.poll = poll
         self.cancelled = cancelled
-        self.graphed = self._graphed()
+        self.graphed = self._graphed_decoder()
 
-    def _graphed(self) -> GraphedDecoder | None:
-        store = self.scheduler.fixed
-        return GraphedDecoder(self._step, store, self.answers.count, self.poll, self.device) if store else None
+    def _graphed_decoder(self) -> GraphedDecoder | None:
+        cache = self.scheduler.static_cache
+        if cache is None:
+            return None
+        return GraphedDecoder(self._generate_tokens, cache, self.buffers.count, self.poll, self.device)
 
     @torch.no_grad()
     def run(self) -> None:
-        """Until every answer is finished, or given up. Out of memory: the answers at work begin anew, half as many."""
+        """Generate until every sequence is finished, or generation is cancelled.
+
+        When memory runs out, the running sequences start again from their prompts, with half the rows.
+        """
         with installed(self.model, self.attention):
-            while self.agree(int(self.scheduler.work_left() and not self.cancelled())):
+            while self.max_over_ranks(int(self.scheduler.has_unfinished() and not self.cancelled())):
                 try:
-                    self._round()
+                    self._step()
                     continue
                 except RuntimeError as problem:
-                    if self.lockstep or not is_out_of_memory(problem) or self.scheduler.rows == 1:
+                    if self.synchronised or not is_out_of_memory(problem) or self.scheduler.rows == 1:
                         raise
-                self._shrink()  # out here nothing holds the tensors of the failed round any more
+                # Outside the handler nothing refers to the tensors of the failed step, so their memory is free again.
+                before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)
+                self.attention.begin([])
+                self.graphed = None
+                self.buffers.reset(self.scheduler.preempt(after))
+                warn_of_memory(before, after)
+                self.graphed = self._graphed_decoder()
             self.attention.begin([])
-        self.graphed = None  # it refers to this object and to the store: a cycle would keep the memory for a while
+        self.graphed = None  # it refers to this object and to the cache: the cycle would keep the memory for a while
 
-    def _shrink(self) -> None:
-        before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)
-        self.attention.begin([])
-        self.graphed = None
-        self.answers.restart(self.scheduler.restart(after))
-        warn_of_memory(before, after)
-        self.graphed = self._graphed()
-
-    def _round(self) -> None:
-        """Fill free rows, then one token for every row."""
+    def _step(self) -> None:
+        """Prefill the prompts of new sequences, generate for every running sequence, and drop the finished ones."""
         heartbeat()
-        passes = self.scheduler.admit()
-        for number in range(self.agree(len(passes))):
-            if number < len(passes):
-                self._prefill(passes[number])
+        prefills = self.scheduler.admit()
+        for number in range(self.max_over_ranks(len(prefills))):
+            if number < len(prefills):
+                self._prefill(prefills[number])
             else:
-                self._idle()
-        if self.scheduler.active:
-            self._decode()
+                self._idle_pass()
+        if not self.scheduler.num_running:
+            self._idle_pass()
+            return
+        self.scheduler.reserve_slots()
+        batches, tokens = self.scheduler.batches, 1
+        if self.graphed is not None:
+            finished, tokens = self.graphed.run(batches[0]), self.graphed.poll
         else:
-            self._idle()
+            inputs = DecodeInputs.of(batches, self.device)
+            metadata, first = [], 0
+            for batch in batches:
+                metadata.append(batch.metadata(first, inputs.slots[first : first + len(batch)]))
+                first += len(batch)
+            done = self._generate_tokens(inputs, metadata)
+            if self.buffers.stopping.stop_strings:
+                counts = inputs.positions + 2 - self.buffers.prompt_lengths[inputs.sequences]
+                done |= self.buffers.find_stop_strings(inputs.sequences, counts, torch.ones_like(done))
+            finished = done.cpu().numpy()
+        self.scheduler.advance(finished, tokens)
+
+    def _prefill(self, prefill: Prefill) -> None:
+        sequences = torch.from_numpy(prefill.sequences).to(self.device)
+        rows, source = (torch.from_numpy(part).to(self.device) for part in (prefill.rows, prefill.source))
+        self.attention.begin(PrefillMetadata(prefill.cache, rows, source))
+        columns = torch.arange(prefill.tokens, device=self.device)
+        self._forward(self.buffers.token_ids[sequences, : prefill.tokens], columns.expand(len(sequences), -1))
+
+    def _idle_pass(self) -> None:
+        """Take part in a collective forward pass of other ranks; nothing to do if ranks are not synchronised."""
+        if self.synchronised:
+            zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.attention.begin(PrefillMetadata(KVCache(1, 1), zero, zero))
+            self._forward(zero.unsqueeze(0), zero.unsqueeze(0))
+
+    def _generate_tokens(self, inputs: DecodeInputs, metadata: list[DecodeMetadata]) -> Tensor:
+        """Generate one token for each of n sequences; returns which are finished, (n,) bool."""
+        buffers = self.buffers
+        self.attention.begin(metadata)
+        counts = inputs.positions + 1 - buffers.prompt_lengths[inputs.sequences]
+        ids = buffers.token_ids.view(-1)[inputs.sequences * buffers.width + inputs.positions]
+        logits = self._forward(ids.unsqueeze(1), inputs.positions.unsqueeze(1))
+        tokens, logprobs = sample(
+            logits,
+            self.sampling,
+            buffers.uniforms.view(-1)[inputs.sequences * buffers.response_width + counts],
+            seen=None if buffers.seen is None else buffers.seen[inputs.sequences],
+            forbidden=buffers.forbidden(counts),
+        )
+        return buffers.append(inputs.sequences, counts, tokens, logprobs)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """(n, L) ids -> (n, V) logits of the last column."""
@@ -110,54 +157,3 @@ class ContinuousBatching:
             **last_logits_argument(self.model, 1),
         )
         return output.logits[:, -1]
-
-    def _prefill(self, work: Prefill) -> None:
-        leaders = torch.from_numpy(work.answers).to(self.device)
-        rows, source = (torch.from_numpy(part).to(self.device) for part in (work.rows, work.source))
-        self.attention.begin(Block(work.store, rows, source))
-        columns = torch.arange(work.tokens, device=self.device)
-        self._forward(self.answers.sequence[leaders, : work.tokens], columns.expand(len(leaders), -1))
-
-    def _idle(self) -> None:
-        """A forward pass for the sake of the other ranks."""
-        if self.lockstep:
-            here = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self.attention.begin(Block(KVCache(1, 1), here, here))
-            self._forward(here.unsqueeze(0), here.unsqueeze(0))
-
-    def _decode(self) -> None:
-        self.scheduler.make_room()
-        if self.graphed is not None:
-            finished, tokens = self.graphed.run(self.scheduler.banks[0]), self.graphed.poll
-        else:
-            lanes = DecodeMetadata.of(self.scheduler.banks, self.device)
-            done = self._step(lanes, _spans(self.scheduler.banks, lanes))
-            if self.answers.stopping.stop_strings:
-                counts = lanes.position + 2 - self.answers.prompt_length[lanes.answer]
-                done |= self.answers.stopped_by_text(lanes.answer, counts, torch.ones_like(done))
-            finished, tokens = done.cpu().numpy(), 1
-        self.scheduler.advance(finished, tokens)
-
-    def _step(self, lanes: DecodeMetadata, spans: list[Span]) -> Tensor:
-        """One token for every lane; returns which are finished, (n,) bool."""
-        answers = self.answers
-        self.attention.begin(spans)
-        count = lanes.position + 1 - answers.prompt_length[lanes.answer]
-        ids = answers.sequence.view(-1)[lanes.answer * answers.width + lanes.position]
-        logits = self._forward(ids.unsqueeze(1), lanes.position.unsqueeze(1))
-        tokens, logprobs = sample(
-            logits,
-            self.sampling,
-            answers.uniforms.view(-1)[lanes.answer * answers.room + count],
-            seen=None if answers.seen is None else answers.seen[lanes.answer],
-            forbidden=answers.forbidden(count),
-        )
-        return answers.put(lanes.answer, count, tokens, logprobs)
-
-
-def _spans(banks: list[DecodeBatch], lanes: DecodeMetadata) -> list[Span]:
-    spans, first = [], 0
-    for bank in banks:
-        spans.append(bank.span(first, lanes.slot[first : first + len(bank)]))
-        first += len(bank)
-    return spans

@@ -1,100 +1,132 @@
-"""A bank: rows that generate together and share one key-value store."""
+"""Decode batches: running sequences that share one KV cache, and the inputs of a decode step over several of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from dschat_ppo.rollout.attention import SharedPrefix, Span
-from dschat_ppo.rollout.kv_cache import KVCache, repack, unshared
+from dschat_ppo.rollout.attention import DecodeMetadata, SharedPrefix
+from dschat_ppo.rollout.kv_cache import KVCache, copy_shared_prefix, repack
 
-FACTS = ("answer", "position", "shared", "prompt")
-GROWTH = 32  # tokens by which a store grows: less copies more often, more attends to empty slots
+PER_ROW = ("sequences", "positions", "prefix_lengths", "prefix_rows")
+GROWTH = 32  # slots by which a cache grows: less means more copies, more means attention over more empty slots
 
 
 def rounded_up(length: int) -> int:
-    """`length` up to a multiple of `GROWTH`."""
+    """`length`, rounded up to a multiple of `GROWTH`."""
     return -(-length // GROWTH) * GROWTH
 
 
 @dataclass(eq=False)
 class DecodeBatch:
-    """Rows 0 .. n-1 of `store` are at work; each fact about them is one entry of a numpy int64 array (n,).
+    """Running sequences in rows 0 .. n-1 of `cache`. The arrays are numpy int64 (n,), one entry per row.
 
-    `answer` is the row of `SequenceBuffers`; `position` the position of the token that is fed next; `shared` how many
-    tokens of its prompt are in `prefix` and not in `store` (0 without one); `prompt` its row in `prefix`.
+    `sequences` are the rows in `SequenceBuffers`; `positions` those of the tokens that the next step feeds. Sequences
+    of one prompt may share its keys: `prefix` then holds one row per prompt, `prefix_rows` the row that each sequence
+    reads, and `prefix_lengths` the number of its tokens that are in `prefix` and not in `cache`. Without a prefix both
+    are 0.
     """
 
-    store: KVCache
-    answer: np.ndarray
-    position: np.ndarray
-    shared: np.ndarray
-    prompt: np.ndarray
+    cache: KVCache
+    sequences: np.ndarray
+    positions: np.ndarray
+    prefix_lengths: np.ndarray
+    prefix_rows: np.ndarray
     prefix: KVCache | None = None
-    _view: SharedPrefix | None = None
+    _shared: SharedPrefix | None = None  # of the current rows, made by the first step that needs it
 
     def __len__(self) -> int:
-        return len(self.answer)
+        return len(self.sequences)
 
     @property
-    def slot(self) -> np.ndarray:
-        """Where the next token of each row goes in `store`."""
-        return self.position - self.shared
+    def slots(self) -> np.ndarray:
+        """The slot of `cache` to which the next token of each row is written, (n,) int64."""
+        return self.positions - self.prefix_lengths
 
-    def make_room(self) -> None:
-        """Grow the store if the next token of a row would not fit."""
-        needed = int(self.slot.max()) + 1
-        if needed > self.store.capacity:
-            self.store = repack([(self.store, len(self))], rounded_up(needed))
+    def reserve_slots(self) -> None:
+        """Grow the cache if the next token of a row does not fit."""
+        needed = int(self.slots.max()) + 1
+        if needed > self.cache.capacity:
+            self.cache = repack([(self.cache, len(self))], rounded_up(needed))
 
     def unshare(self) -> None:
-        """Give each row its part of the prefix, so that the bank can be merged with others."""
+        """Copy the shared prefix to each row, so that the batch can be merged with others."""
         if self.prefix is not None:
-            self.store = unshared(self.store, self.prefix, self.prompt.tolist(), self.shared.tolist())
-            self.prefix, self._view = None, None
-            self.shared, self.prompt = np.zeros_like(self.shared), np.zeros_like(self.prompt)
+            self.cache = copy_shared_prefix(
+                self.cache, self.prefix, self.prefix_rows.tolist(), self.prefix_lengths.tolist()
+            )
+            self.prefix, self._shared = None, None
+            self.prefix_lengths, self.prefix_rows = np.zeros_like(self.prefix_lengths), np.zeros_like(self.prefix_rows)
 
-    def retire(self, finished: np.ndarray) -> None:
-        """Drop rows where `finished` (n,) is True; the last rows that go on move into the holes."""
+    def remove(self, finished: np.ndarray) -> None:
+        """Drop the rows where `finished` (n,) is True; the last unfinished rows move into the holes."""
         left = int((~finished).sum())
         holes = np.flatnonzero(finished[:left])
         movers = left + np.flatnonzero(~finished[left:])
         if len(holes):
-            self.store.move_rows(movers.tolist(), holes.tolist())
-        for name in FACTS:
+            self.cache.move_rows(movers.tolist(), holes.tolist())
+        for name in PER_ROW:
             values = getattr(self, name)
             values[holes] = values[movers]
             setattr(self, name, values[:left].copy())
-        self._view = None
+        self._shared = None
 
-    def extend(self, answer: np.ndarray, position: np.ndarray) -> None:
-        """More rows after the last one."""
-        nothing = np.zeros_like(answer)
-        for name, new in zip(FACTS, (answer, position, nothing, nothing), strict=True):
+    def extend(self, sequences: np.ndarray, positions: np.ndarray) -> None:
+        """Add rows after the last one, without a shared prefix."""
+        zeros = np.zeros_like(sequences)
+        for name, new in zip(PER_ROW, (sequences, positions, zeros, zeros), strict=True):
             setattr(self, name, np.concatenate([getattr(self, name), new]))
 
-    def span(self, first: int, slots: torch.Tensor) -> Span:
-        """The bank's part of a decode step whose rows begin at `first`; `slots` as in `Span`."""
-        if self.prefix is not None and self._view is None:
-            self._view = self._shared_prefix(self.prefix, slots.device)
-        return Span(first, len(self), self.store, slots, self.store.capacity, self._view)
+    def metadata(self, first: int, slots: Tensor) -> DecodeMetadata:
+        """Attention metadata of this batch in a decode step whose rows begin at `first`; `slots` on the device."""
+        if self.prefix is not None and self._shared is None:
+            self._shared = self._shared_prefix(self.prefix, slots.device)
+        return DecodeMetadata(first, len(self), self.cache, slots, self.cache.capacity, self._shared)
 
-    def _shared_prefix(self, store: KVCache, device: torch.device) -> SharedPrefix:
-        counts = np.bincount(self.prompt, minlength=store.rows)
-        order = np.argsort(self.prompt, kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order)) - (np.cumsum(counts) - counts)[self.prompt[order]]
-        grid = np.zeros((store.rows, counts.max()), dtype=np.int64)
-        grid[self.prompt, place] = np.arange(len(self))
-        cell = self.prompt * grid.shape[1] + place
-        return SharedPrefix(store, *(torch.from_numpy(facts).to(device) for facts in (self.shared, grid, cell)))
+    def _shared_prefix(self, prefix: KVCache, device: torch.device) -> SharedPrefix:
+        counts = np.bincount(self.prefix_rows, minlength=prefix.rows)  # sequences of each prompt
+        order = np.argsort(self.prefix_rows, kind="stable")
+        column = np.empty_like(order)  # number of each sequence among those of its prompt
+        column[order] = np.arange(len(order)) - (np.cumsum(counts) - counts)[self.prefix_rows[order]]
+        grid = np.zeros((prefix.rows, counts.max()), dtype=np.int64)
+        grid[self.prefix_rows, column] = np.arange(len(self))
+        cells = self.prefix_rows * grid.shape[1] + column
+        return SharedPrefix(prefix, *(torch.from_numpy(a).to(device) for a in (self.prefix_lengths, grid, cells)))
 
 
 def merged(first: DecodeBatch, second: DecodeBatch) -> DecodeBatch:
-    """One bank of the rows of two that share no prefix."""
-    answer, position, shared, prompt = (np.concatenate([getattr(first, name), getattr(second, name)]) for name in FACTS)
-    capacity = max(rounded_up(int(bank.slot.max()) + 1) for bank in (first, second))
-    store = repack([(first.store, len(first)), (second.store, len(second))], capacity)
-    return DecodeBatch(store, answer, position, shared, prompt)
+    """One batch with the rows of two batches that have no shared prefix."""
+    capacity = max(rounded_up(int(batch.slots.max()) + 1) for batch in (first, second))
+    cache = repack([(first.cache, len(first)), (second.cache, len(second))], capacity)
+    sequences, positions, lengths, rows = (
+        np.concatenate([getattr(first, name), getattr(second, name)]) for name in PER_ROW
+    )
+    return DecodeBatch(cache, sequences, positions, lengths, rows)
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """Inputs of a decode step, on the model's device, all (n,) int64: one entry for each running sequence.
+
+    `sequences` are the rows in `SequenceBuffers`; `positions` those of the tokens that are fed; `slots` where their
+    keys and values go in the KV cache of their batch.
+    """
+
+    sequences: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, batches: Sequence[DecodeBatch], device: torch.device) -> DecodeInputs:
+        """The rows of all batches, in order."""
+        names = ("sequences", "positions", "slots")
+        arrays = np.stack([np.concatenate([getattr(batch, name) for batch in batches]) for name in names])
+        return cls(*torch.from_numpy(arrays).to(device))
+
+    def first(self, count: int) -> DecodeInputs:
+        """Views of the first `count` entries."""
+        return DecodeInputs(self.sequences[:count], self.positions[:count], self.slots[:count])

@@ -1,4 +1,4 @@
-"""Preallocated keys and values. Slot = token number, rows are padded on the right."""
+"""Preallocated KV cache. Rows are right-padded: the slot of a token is its number in the row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class KVCache:
     """Keys and values of `rows` sequences, per layer `(rows, kv_heads, capacity, head_dim)`, written in place.
 
-    A layer is allocated when it is first written, which tells its heads, dtype and device. Memory is zeroed, because a
-    slot that is masked out still meets a weight of 0, and 0 x NaN would not be 0.
+    The first write to a layer allocates it, with the heads, dtype and device of the keys and values written. Memory is
+    zeroed: a masked slot still gets a weight of 0, and 0 x NaN would be NaN.
     """
 
     def __init__(self, rows: int, capacity: int):
@@ -23,56 +23,56 @@ class KVCache:
 
     def _layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.keys:
-            for store, like in ((self.keys, keys), (self.values, values)):
-                store[layer] = like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
+            for cached, like in ((self.keys, keys), (self.values, values)):
+                cached[layer] = like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
         return self.keys[layer], self.values[layer]
 
-    def put_block(self, layer: int, rows: Tensor, source: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write_prefill(self, layer: int, rows: Tensor, source: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write tokens 0 .. L-1 of some rows.
 
         Args:
             layer: layer number.
             rows: (m,) int64, rows to write.
-            source: (m,) int64, which row of `keys` and `values` each gets.
+            source: (m,) int64, the row of `keys` and `values` that each of them gets.
             keys, values: (n, kv_heads, L, head_dim).
         """
         length = keys.shape[2]
-        for held, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
-            held[rows, :, :length] = new[source]
+        for cached, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
+            cached[rows, :, :length] = new[source]
 
-    def lines(self, slots: Tensor, heads: int) -> Tensor:
-        """Where `put_token` writes: slot `slots[r]` of each head of row r, (n * heads,) int64, row after row."""
+    def slot_mapping(self, slots: Tensor, heads: int) -> Tensor:
+        """Flat indices of slot `slots[r]` of each head of row r, (n * heads,) int64, row after row."""
         return torch.arange(len(slots) * heads, device=slots.device) * self.capacity + slots.repeat_interleave(heads)
 
-    def put_token(self, layer: int, lines: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write_decode(self, layer: int, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write one token of each of the first n rows.
 
         Args:
             layer: layer number.
-            lines: as `lines` gives them for the slots of the rows.
+            slot_mapping: (n * kv_heads,) int64, from the method `slot_mapping`.
             keys, values: (n, kv_heads, 1, head_dim).
         """
-        for held, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
-            held.view(-1, held.shape[3]).index_copy_(0, lines, new.reshape(len(lines), -1))
+        for cached, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
+            cached.view(-1, cached.shape[3]).index_copy_(0, slot_mapping, new.reshape(len(slot_mapping), -1))
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole rows over others."""
-        held = [*self.keys.values(), *self.values.values()]
-        if held:
-            places = torch.tensor([list(sources), list(targets)], device=held[0].device)
-            for tensor in held:
-                tensor[places[1]] = tensor[places[0]]
+        cached = [*self.keys.values(), *self.values.values()]
+        if cached:
+            rows = torch.tensor([list(sources), list(targets)], device=cached[0].device)
+            for tensor in cached:
+                tensor[rows[1]] = tensor[rows[0]]
 
 
 def repack(parts: Sequence[tuple[KVCache, int]], capacity: int) -> KVCache:
-    """A new store of the first n rows of each `(store, n)`, one after another, with another capacity.
+    """Move the first n rows of each `(cache, n)`, one after another, into a new cache of another capacity.
 
-    The old stores are emptied layer by layer, so that memory holds one layer twice and not all of them.
+    The old caches are emptied layer by layer, so that only one layer is in memory twice.
     """
     packed = KVCache(sum(count for _, count in parts), capacity)
     for name in ("keys", "values"):
         for layer in list(getattr(parts[0][0], name)):
-            olds = [(getattr(store, name).pop(layer), count) for store, count in parts]
+            olds = [(getattr(cache, name).pop(layer), count) for cache, count in parts]
             like = olds[0][0]
             new = like.new_zeros(packed.rows, like.shape[1], capacity, like.shape[3])
             first = 0
@@ -84,23 +84,25 @@ def repack(parts: Sequence[tuple[KVCache, int]], capacity: int) -> KVCache:
     return packed
 
 
-def unshared(store: KVCache, prefix: KVCache, prompt: Sequence[int], shared: Sequence[int]) -> KVCache:
-    """A new store in which each of n rows holds its part of the prefix itself, and its own tokens after it.
+def copy_shared_prefix(
+    cache: KVCache, prefix: KVCache, prefix_rows: Sequence[int], prefix_lengths: Sequence[int]
+) -> KVCache:
+    """Copy shared prefixes into a new cache: each of n rows holds its prefix, then its own tokens.
 
     Args:
-        store: own tokens, in its first n rows.
+        cache: the rows' own tokens, in its first n rows.
         prefix: one row per prompt.
-        prompt: row of `prefix` for each row.
-        shared: how many tokens of it each row takes.
+        prefix_rows: for each of the n rows, the row of `prefix` that it reads.
+        prefix_lengths: for each of the n rows, the number of prefix tokens.
     """
-    whole = KVCache(len(prompt), max(shared) + store.capacity)
+    whole = KVCache(len(prefix_rows), max(prefix_lengths) + cache.capacity)
     for name in ("keys", "values"):
-        for layer, held in getattr(prefix, name).items():
-            new = held.new_zeros(whole.rows, held.shape[1], whole.capacity, held.shape[3])
-            own = getattr(store, name).get(layer)  # None before the first own token
-            for row, (source, length) in enumerate(zip(prompt, shared, strict=True)):
-                new[row, :, :length] = held[source, :, :length]
+        for layer, shared in getattr(prefix, name).items():
+            new = shared.new_zeros(whole.rows, shared.shape[1], whole.capacity, shared.shape[3])
+            own = getattr(cache, name).get(layer)  # None before the first decode step
+            for row, (source, length) in enumerate(zip(prefix_rows, prefix_lengths, strict=True)):
+                new[row, :, :length] = shared[source, :, :length]
                 if own is not None:
-                    new[row, :, length : length + store.capacity] = own[row]
+                    new[row, :, length : length + cache.capacity] = own[row]
             getattr(whole, name)[layer] = new
     return whole

@@ -1,4 +1,4 @@
-"""Drawing the next token. Everything about it is explicit; a model's own generation config has no say."""
+"""Drawing the next token. All settings are explicit; a model's own generation config is ignored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from dschat_ppo.common.seeding import SPLITMIX_STEP, splitmix64
 
 BLOCK = 128  # tokens of one block of the two-level search
-NUCLEUS_GUESS = 1024  # a nucleus is first sought among so many of the likeliest tokens, then among all
+NUCLEUS_GUESS = 1024  # the nucleus is first searched among this many of the likeliest tokens, then among all
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class SamplingParameters:
 
     @property
     def changes_distribution(self) -> bool:
-        """True if tokens are drawn from something else than `softmax(logits / temperature)`."""
+        """Whether tokens are drawn from another distribution than `softmax(logits / temperature)`."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1
 
 
 def row_uniforms(seeds: Tensor, count: int) -> Tensor:
-    """Uniform numbers of each row's own stream: the t-th depends on the row's seed and t alone.
+    """Uniform numbers, one stream per row: the t-th number depends only on the row's seed and on t.
 
-    The stream is SplitMix64: the state is the seed plus t times an odd constant.
+    The streams are SplitMix64: the state is the seed plus t times an odd constant.
 
     Args:
         seeds: (B,) int64, any values.
@@ -48,21 +48,21 @@ def row_uniforms(seeds: Tensor, count: int) -> Tensor:
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits of tokens that stand in the row already, divided (if positive) or multiplied by `penalty`.
+    """Divide the logits of tokens already in the row by `penalty` if they are positive, else multiply them by it.
 
     Args:
         logits: (B, V) fp32.
-        seen: (B, V) bool, True for tokens of the prompt and of the answer so far.
+        seen: (B, V) bool, True for tokens of the prompt and of the response so far.
         penalty: above 1 discourages, below 1 encourages. (Keskar et al. 2019, section 4.1)
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One index per row, with probability proportional to its weight: inverse of the cumulative distribution.
+    """Draw one index per row, with probability proportional to its weight, by inverting the cumulative distribution.
 
-    The search has two levels: the block of `BLOCK` weights in which the cumulated weight passes `uniform * total`,
-    then the place inside it. An index of weight 0 is never drawn.
+    The search has two levels: the block of `BLOCK` weights in which the cumulative weight passes `uniform * total`,
+    then the index inside it. An index of weight 0 is never drawn.
 
     Args:
         weights: (B, V) fp32, at least 0, at least one above 0 in each row.
@@ -85,10 +85,10 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _running_sums(weights: Tensor) -> Tensor:
-    """Cumulated weights (B, n), fp32, as `cumsum` gives them.
+    """Cumulative sums of weights (B, n) fp32, as `cumsum` computes them.
 
-    PyTorch has no deterministic cumsum of floats on a GPU. So with `--deterministic` integers are added: multiples of
-    2^-40 of the largest weight of the row.
+    PyTorch has no deterministic cumsum of floats on a GPU, so `--deterministic` adds integers: multiples of 2^-40 of
+    the largest weight of the row.
     """
     if not torch.are_deterministic_algorithms_enabled():
         return weights.cumsum(dim=1)
@@ -96,38 +96,21 @@ def _running_sums(weights: Tensor) -> Tensor:
     return ((weights / unit).long().cumsum(dim=1) * unit).float()
 
 
-def _first_above(weights: Tensor, cumulated: Tensor, target: Tensor) -> Tensor:
-    """Index (B, 1) of the first entry with a weight above 0 whose cumulated weight is above `target` (B, 1).
+def _first_above(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
+    """Index (B, 1) of the first entry with a weight above 0 whose cumulative weight is above `target` (B, 1).
 
-    Rounding may put the target at the very end or past it, and a parallel sum need not rise where a weight does.
+    Rounding may put the target at the end or past it, and a parallel sum does not always grow where a weight does.
     """
-    real = weights > 0
-    end = torch.where(real, cumulated, 0.0).amax(dim=1, keepdim=True)
+    positive = weights > 0
+    end = torch.where(positive, cumulative, 0.0).amax(dim=1, keepdim=True)
     below_end = torch.minimum(target, end * (1 - 2.0**-23))
-    return ((cumulated > below_end) & real).to(torch.uint8).argmax(dim=1, keepdim=True)
-
-
-def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
-    """The least weight (B, 1) of the smallest set of likeliest tokens that holds `top_p`. (Holtzman et al. 2020)"""
-    mass = top_p * weights.sum(dim=1, keepdim=True)
-    ordered = weights.topk(min(NUCLEUS_GUESS, weights.shape[1]), dim=1).values
-    if not _holds(ordered, mass):
-        ordered = weights.sort(dim=1, descending=True).values
-    inside = _running_sums(ordered) - ordered < mass
-    return torch.where(inside, ordered, float("inf")).amin(dim=1, keepdim=True)
-
-
-def _holds(ordered: Tensor, mass: Tensor) -> bool:
-    """Whether every row's weights sum to at least `mass` (B, 1). Never known while a CUDA graph is captured."""
-    if ordered.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    return bool((ordered.sum(dim=1, keepdim=True) >= mass).all())
+    return ((cumulative > below_end) & positive).to(torch.uint8).argmax(dim=1, keepdim=True)
 
 
 def _truncated(weights: Tensor, sampling: SamplingParameters) -> Tensor:
-    """Weights with 0 for all but the `top_k` likeliest, of these the nucleus, of these what `min_p` leaves.
+    """Weights (B, V) with 0 for all tokens but the `top_k` likeliest; of those, the nucleus; of those, `min_p`.
 
-    What is kept hangs on weights alone, so it is the same whatever order ties are sorted in.
+    The result depends on the weights alone, and not on the order in which equal ones are sorted.
     """
     if 0 < sampling.top_k < weights.shape[1]:
         floor = weights.topk(sampling.top_k, dim=1).values[:, -1:]
@@ -137,6 +120,17 @@ def _truncated(weights: Tensor, sampling: SamplingParameters) -> Tensor:
     if sampling.min_p > 0:
         weights = torch.where(weights >= sampling.min_p * weights.amax(dim=1, keepdim=True), weights, 0.0)
     return weights
+
+
+def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
+    """Least weight (B, 1) in the smallest set of likeliest tokens with a share of `top_p`. (Holtzman et al. 2020)"""
+    mass = top_p * weights.sum(dim=1, keepdim=True)
+    ordered = weights.topk(min(NUCLEUS_GUESS, weights.shape[1]), dim=1).values
+    capturing = ordered.is_cuda and torch.cuda.is_current_stream_capturing()  # the host cannot read a result then
+    if capturing or not bool((ordered.sum(dim=1, keepdim=True) >= mass).all()):
+        ordered = weights.sort(dim=1, descending=True).values
+    inside = _running_sums(ordered) - ordered < mass
+    return torch.where(inside, ordered, float("inf")).amin(dim=1, keepdim=True)
 
 
 def sample(
@@ -150,14 +144,14 @@ def sample(
 
     Args:
         logits: (B, V), any floating dtype.
-        sampling: how.
-        uniforms: (B,) fp32 in [0, 1), one per row; it alone decides.
-        seen: (B, V) bool, tokens already in the row, where there is a repetition penalty.
-        forbidden: (B, V) bool, tokens that must not come now.
+        sampling: temperature, truncation and penalty.
+        uniforms: (B,) fp32 in [0, 1), the only source of randomness.
+        seen: (B, V) bool, True for tokens already in the row; needed for a repetition penalty.
+        forbidden: (B, V) bool, True for tokens that must not be drawn.
 
     Returns:
-        (tokens (B,) int64, logprobs (B,) fp32 of those tokens under `softmax(logits / temperature)`: the policy's own
-        distribution, before penalty, prohibition and truncation, which is the one that training differentiates).
+        (tokens (B,) int64, logprobs (B,) fp32 of those tokens under `softmax(logits / temperature)`). That is the
+        policy's distribution before penalty, prohibition and truncation, the one that training differentiates.
     """
     plain = logits.float()
     scaled = plain / sampling.temperature if sampling.temperature != 1 else plain

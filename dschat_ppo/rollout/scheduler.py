@@ -1,4 +1,4 @@
-"""Continuous batching: which rows are at work, which prompts come next."""
+"""The scheduler of continuous batching: which sequences are running, and which prompts to prefill next."""
 
 from __future__ import annotations
 
@@ -10,160 +10,162 @@ import numpy as np
 from dschat_ppo.rollout.decode_batch import DecodeBatch, merged, rounded_up
 from dschat_ppo.rollout.kv_cache import KVCache
 
-MOST_BANKS = 4  # each costs some small operations a layer
-SMALL_BANK = 16  # rows that are not worth a bank of their own
-SAME_LENGTH = 0.75  # rows of a new bank are at least this long, in units of its longest
-PREFILL_TOKENS = 8192  # of one forward pass
+MAX_BATCHES = 4  # each batch costs some small operations per layer
+SMALL_BATCH = 16  # fewer rows do not justify a batch
+MIN_LENGTH_RATIO = 0.75  # shortest prompt of a new batch, relative to its longest
+MAX_PREFILL_TOKENS = 8192  # of one forward pass
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """One forward pass over prompts: `answers[i]` stands for the prompt of row i of the pass; what that row yields goes
-    to `rows[j]` of `store` for each j with `source[j] == i`."""
+    """One forward pass over prompts, the first `tokens` tokens of each.
 
-    store: KVCache
-    answers: np.ndarray
+    Row i of the pass is the prompt of `sequences[i]`. Its keys and values go to `rows[j]` of `cache` for each j with
+    `source[j] == i`.
+    """
+
+    cache: KVCache
+    sequences: np.ndarray
     rows: np.ndarray
     source: np.ndarray
     tokens: int
 
 
 class Scheduler:
-    """Hands out waves of waiting answers whenever rows are free.
+    """Starts waiting sequences in waves, whenever enough rows are free.
 
     Args:
-        prompt_length: (A,) int64, prompt length of each answer.
-        prompt: (A,) int64, number of its prompt; answers of one prompt stand together.
-        rows: most answers at work at a time.
-        samples: answers of each prompt.
-        share_from: prompts at least this long are stored once for all their answers of a wave; 0: never.
-        fixed: a store of `rows` rows that never moves nor grows (CUDA graphs want fixed addresses); all rows are then
-            one bank in it. None: banks come and go as needed.
+        prompt_lengths: (A,) int64, prompt length of each sequence.
+        prompts: (A,) int64, prompt number of each sequence; sequences of one prompt are consecutive.
+        rows: the largest number of running sequences.
+        samples: sequences per prompt.
+        share_from: prompts of at least this length are stored once for the sequences that start together; 0: never.
+        static_cache: a cache of `rows` rows that never moves or grows, because CUDA graphs need fixed addresses; it
+            holds the single decode batch. None: batches are created and dropped as needed.
     """
 
     def __init__(
-        self, prompt_length: np.ndarray, prompt: np.ndarray, rows: int, samples: int = 1, share_from: int = 0,
-        fixed: KVCache | None = None,
+        self, prompt_lengths: np.ndarray, prompts: np.ndarray, rows: int, samples: int = 1, share_from: int = 0,
+        static_cache: KVCache | None = None,
     ):  # fmt: skip
-        self.prompt_length = prompt_length
-        self.prompt = prompt
+        self.prompt_lengths = prompt_lengths
+        self.prompts = prompts
         self.rows = rows
         self.samples = samples
         self.share_from = share_from
-        self.fixed = fixed
-        self.queue = np.lexsort((np.arange(len(prompt)), prompt, -prompt_length))
-        self.banks: list[DecodeBatch] = []
+        self.static_cache = static_cache
+        self.waiting = np.lexsort((np.arange(len(prompts)), prompts, -prompt_lengths))
+        self.batches: list[DecodeBatch] = []
 
     @property
-    def active(self) -> int:
-        """Answers at work."""
-        return sum(len(bank) for bank in self.banks)
+    def num_running(self) -> int:
+        """Number of running sequences."""
+        return sum(len(batch) for batch in self.batches)
 
-    def work_left(self) -> bool:
-        """Whether anything is at work or waiting."""
-        return bool(self.banks) or len(self.queue) > 0
+    def has_unfinished(self) -> bool:
+        """Whether any sequence is running or waiting."""
+        return bool(self.batches) or len(self.waiting) > 0
 
     def admit(self) -> list[Prefill]:
-        """New banks for the free rows, if enough are free; returns the forward passes that fill them."""
-        free = self.rows - self.active
-        worthwhile = min(max(4, self.rows // 8, self.samples), self.rows, len(self.queue))
-        if not len(self.queue) or free < worthwhile:
+        """Start waiting sequences if enough rows are free; returns the forward passes that fill their caches."""
+        free = self.rows - self.num_running
+        worthwhile = min(max(4, self.rows // 8, self.samples), self.rows, len(self.waiting))
+        if not len(self.waiting) or free < worthwhile:
             return []
         if free >= self.samples:
             free -= free % self.samples
-        wave, self.queue = self.queue[:free], self.queue[free:]
-        if self.fixed is not None:
-            return self._extend(self.fixed, wave)
-        return [prefill for part in self._similar(wave) for prefill in self._open_bank(part)]
+        wave, self.waiting = self.waiting[:free], self.waiting[free:]
+        if self.static_cache is None:
+            return [prefill for part in self._by_length(wave) for prefill in self._start_batch(part)]
+        if not self.batches:
+            empty = np.array([], dtype=np.int64)
+            self.batches = [DecodeBatch(self.static_cache, empty, empty, empty, empty)]
+        first = self.num_running
+        self.batches[0].extend(wave, self.prompt_lengths[wave] - 1)
+        _, leaders, source = np.unique(self.prompts[wave], return_index=True, return_inverse=True)
+        return list(self._prefills(self.static_cache, wave[leaders], source, first))
 
-    def _extend(self, store: KVCache, answers: np.ndarray) -> list[Prefill]:
-        if not self.banks:
-            none = np.array([], dtype=np.int64)
-            self.banks = [DecodeBatch(store, none, none, none, none)]
-        first = self.active
-        self.banks[0].extend(answers, self.prompt_length[answers] - 1)
-        _, leaders, source = np.unique(self.prompt[answers], return_index=True, return_inverse=True)
-        return list(self._passes(store, answers[leaders], source, first))
-
-    def _similar(self, wave: np.ndarray) -> Iterator[np.ndarray]:
-        """Parts of a wave (longest first) whose prompts are of similar length, none of them small."""
+    def _by_length(self, wave: np.ndarray) -> Iterator[np.ndarray]:
+        """Split a wave (longest prompt first) into parts of similar prompt lengths, none of them small."""
         start = 0
         for end in range(1, len(wave) + 1):
-            lengths, left = self.prompt_length[wave[start:end]], len(wave) - end
+            lengths, left = self.prompt_lengths[wave[start:end]], len(wave) - end
             if end == len(wave):
                 yield wave[start:]
-            elif end - start >= SMALL_BANK <= left and self.prompt_length[wave[end]] < SAME_LENGTH * lengths[0]:
+            elif end - start >= SMALL_BATCH <= left and self.prompt_lengths[wave[end]] < MIN_LENGTH_RATIO * lengths[0]:
                 yield wave[start:end]
                 start = end
 
-    def _open_bank(self, answers: np.ndarray) -> list[Prefill]:
-        _, leaders, source = np.unique(self.prompt[answers], return_index=True, return_inverse=True)
-        stored = np.maximum(self.prompt_length[answers] - 1, 1)  # the last token is fed by the first decode step
-        shares = 0 < self.share_from <= stored.min() and len(leaders) < len(answers)
-        target = KVCache(len(leaders) if shares else len(answers), 0)
-        bank = DecodeBatch(
-            store=KVCache(len(answers), rounded_up(1)) if shares else target,
-            answer=answers.copy(),
-            position=self.prompt_length[answers] - 1,
-            shared=stored if shares else np.zeros_like(stored),
-            prompt=source if shares else np.zeros_like(stored),
-            prefix=target if shares else None,
-        )
-        target.capacity = int(stored.max()) if shares else rounded_up(int(stored.max()) + 1)
-        self.banks.append(bank)
-        places = np.arange(len(leaders)) if shares else source
-        return list(self._passes(target, answers[leaders], places))
+    def _start_batch(self, sequences: np.ndarray) -> Iterator[Prefill]:
+        """Add a decode batch of these sequences; returns its prefills."""
+        _, leaders, source = np.unique(self.prompts[sequences], return_index=True, return_inverse=True)
+        lengths = np.maximum(self.prompt_lengths[sequences] - 1, 1)  # the first decode step feeds the last token
+        longest = int(lengths.max())
+        if 0 < self.share_from <= lengths.min() and len(leaders) < len(sequences):  # one prefix for several sequences
+            prefix, cache = KVCache(len(leaders), longest), KVCache(len(sequences), rounded_up(1))
+            batch = DecodeBatch(
+                cache, sequences.copy(), self.prompt_lengths[sequences] - 1, lengths, source, prefix=prefix
+            )
+            prefills = self._prefills(prefix, sequences[leaders], np.arange(len(leaders)))
+        else:
+            cache, zeros = KVCache(len(sequences), rounded_up(longest + 1)), np.zeros_like(lengths)
+            batch = DecodeBatch(cache, sequences.copy(), self.prompt_lengths[sequences] - 1, zeros, zeros.copy())
+            prefills = self._prefills(cache, sequences[leaders], source)
+        self.batches.append(batch)
+        return prefills
 
-    def _passes(self, store: KVCache, leaders: np.ndarray, source: np.ndarray, first: int = 0) -> Iterator[Prefill]:
-        """Forward passes over the prompts of `leaders`, each within `PREFILL_TOKENS`, into rows from `first` on."""
-        order = np.argsort(-self.prompt_length[leaders], kind="stable")
+    def _prefills(self, cache: KVCache, leaders: np.ndarray, source: np.ndarray, first: int = 0) -> Iterator[Prefill]:
+        """Forward passes of at most `MAX_PREFILL_TOKENS` over the prompts of `leaders`, into rows from `first` on."""
+        order = np.argsort(-self.prompt_lengths[leaders], kind="stable")
         start = 0
         while start < len(order):
-            tokens = max(int(self.prompt_length[leaders[order[start]]]) - 1, 1)
-            part = order[start : start + max(1, PREFILL_TOKENS // tokens)]
+            tokens = max(int(self.prompt_lengths[leaders[order[start]]]) - 1, 1)
+            part = order[start : start + max(1, MAX_PREFILL_TOKENS // tokens)]
             row_of = np.full(len(leaders), -1)
             row_of[part] = np.arange(len(part))
             rows = np.flatnonzero(row_of[source] >= 0)
-            yield Prefill(store, leaders[part], first + rows, row_of[source[rows]], tokens)
+            yield Prefill(cache, leaders[part], first + rows, row_of[source[rows]], tokens)
             start += len(part)
 
-    def make_room(self) -> None:
-        """Merge small banks and grow stores, so that the next step can write."""
-        if self.fixed is not None:
+    def reserve_slots(self) -> None:
+        """Merge small batches and grow caches, so that the next step can write."""
+        if self.static_cache is not None:
             return
-        for bank in self.banks:
-            if len(bank) <= SMALL_BANK // 2 and len(self.banks) > 1:
-                bank.unshare()
-        plain = sorted((bank for bank in self.banks if bank.prefix is None), key=len)
-        while len(plain) > 1 and (len(plain) > MOST_BANKS or len(plain[0]) + len(plain[1]) <= SMALL_BANK):
+        for batch in self.batches:
+            if len(batch) <= SMALL_BATCH // 2 and len(self.batches) > 1:
+                batch.unshare()
+        plain = sorted((batch for batch in self.batches if batch.prefix is None), key=len)
+        while len(plain) > 1 and (len(plain) > MAX_BATCHES or len(plain[0]) + len(plain[1]) <= SMALL_BATCH):
             new = merged(plain[0], plain[1])
-            self.banks = [bank for bank in self.banks if bank not in plain[:2]] + [new]
+            self.batches = [batch for batch in self.batches if batch not in plain[:2]] + [new]
             plain = sorted([*plain[2:], new], key=len)
-        for bank in self.banks:
-            bank.make_room()
+        for batch in self.batches:
+            batch.reserve_slots()
 
     def advance(self, finished: np.ndarray, tokens: int = 1) -> None:
-        """Every row has got some tokens; drop the finished ones.
+        """Record that every running sequence got `tokens` tokens; drop the finished ones.
 
         Args:
-            finished: (n,) bool over the rows of all banks in order.
-            tokens: how many.
+            finished: (n,) bool over the rows of all batches in order.
+            tokens: tokens per sequence.
         """
         first = 0
-        for bank in self.banks:
-            mine = finished[first : first + len(bank)]
-            first += len(bank)
-            bank.position += tokens
-            if mine.any():
-                bank.retire(mine)
-        self.banks = [bank for bank in self.banks if len(bank)]
+        for batch in self.batches:
+            done = finished[first : first + len(batch)]
+            first += len(batch)
+            batch.positions += tokens
+            if done.any():
+                batch.remove(done)
+        self.batches = [batch for batch in self.batches if len(batch)]
 
-    def restart(self, rows: int) -> list[int]:
-        """Put all answers at work back into the queue and go on with fewer rows; returns them."""
-        busy = np.concatenate([bank.answer for bank in self.banks]) if self.banks else np.array([], dtype=np.int64)
-        self.banks = []
-        self.queue = np.concatenate([busy, self.queue])
+    def preempt(self, rows: int) -> list[int]:
+        """Return all running sequences to the front of the queue and allow only `rows` rows; returns the sequences."""
+        running = np.array([], dtype=np.int64)
+        if self.batches:
+            running = np.concatenate([batch.sequences for batch in self.batches])
+        self.batches = []
+        self.waiting = np.concatenate([running, self.waiting])
         self.rows = rows
-        if self.fixed is not None:
-            self.fixed = KVCache(rows, self.fixed.capacity)
-        return busy.tolist()
+        if self.static_cache is not None:
+            self.static_cache = KVCache(rows, self.static_cache.capacity)
+        return running.tolist()

@@ -1,4 +1,4 @@
-"""When an answer ends."""
+"""When a response ends."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 Decode = Callable[[list[list[int]]], list[str]]
 
-TAIL = 8  # tokens looked at beyond those, for tokens that are no text by themselves
+TAIL = 8  # tokens decoded beyond those that a stop string can span, for tokens that are no text by themselves
 
 
 @dataclass(frozen=True)
 class StoppingCriteria:
-    """What ends an answer. The token that ends it belongs to it.
+    """What ends a response. The token that ends it belongs to the response.
 
-    `max_new_tokens` at least 1; no token of `eos_ids` or `stop_ids` comes before `min_new_tokens` tokens are there;
-    `stop_strings` end an answer once its decoded text holds one of them, which needs `decode` (rows of ids -> texts).
+    `max_new_tokens` is at least 1. Tokens of `eos_ids` and `stop_ids` cannot be sampled before `min_new_tokens` tokens.
+    `stop_strings` end a response once its decoded text contains one of them; they need `decode` (rows of ids -> texts).
     """
 
     max_new_tokens: int
@@ -31,19 +31,19 @@ class StoppingCriteria:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All tokens that end an answer."""
+        """All tokens that end a response."""
         return (*self.eos_ids, *self.stop_ids)
 
     @property
     def reach(self) -> int:
-        """How many of an answer's last tokens can take part in a stop string: at most one for each of its bytes."""
+        """How many of the last tokens can take part in a stop string: at most one per byte, plus `TAIL`."""
         return max((len(text.encode()) for text in self.stop_strings), default=0) + TAIL
 
     def found_in_text(self, tails: list[list[int]]) -> list[bool]:
-        """Whether the newest token of each answer completed a stop string.
+        """Whether the newest token of each response completed a stop string.
 
         Args:
-            tails: the last `reach` ids of each answer, or all of a shorter one.
+            tails: the last `reach` ids of each response, or all ids of a shorter one.
         """
         if self.decode is None or not tails:
             return [False] * len(tails)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.data.collators import SFTBatch, collate_sft
 from dschat_ppo.models.loading import check_causal_lm, filler_id, load_causal_lm
-from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_to_the_end
 from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer

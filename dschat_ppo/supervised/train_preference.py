@@ -16,8 +16,8 @@ from dschat_ppo.models.loading import (
     load_causal_lm,
     load_sequence_classifier,
 )
-from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.supervised.dpo_objective import dpo_objective
 from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_to_the_end

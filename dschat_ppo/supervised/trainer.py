@@ -28,9 +28,8 @@ from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, learning_rate, optimizer_step, train_engine
 from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
-from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.policy import NonFinitePolicy

@@ -24,8 +24,8 @@ from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.engine.skip_update import set_random_state
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, load_tokenizer, model_folder
-from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.repro_bundle import CONFIG, MODEL, read_bundle
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss

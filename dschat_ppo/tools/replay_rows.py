@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.models.forward import response_scores, response_values
-from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.nonfinite.find import bad_places
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.rewards.learned_reward import ModelReward

@@ -42,7 +42,7 @@ from dschat_ppo.models.loading import (
     load_tokenizer,
     model_folder,
 )
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.rewards.learned_reward import scores_in_batches
 from dschat_ppo.runtime.first_failure import USER_ERROR
 

@@ -21,7 +21,7 @@ from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.fingerprint import BLOCK_BYTES, BLOCKS, model_fingerprint
+from dschat_ppo.models.model_files import BLOCK_BYTES, BLOCKS, model_fingerprint
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.train_ppo import inputs_of
 from dschat_ppo.rewards.functions import function_files

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import TurnEnd, answer_ends, encode_answer, encode_finished, encode_prompt, turn_end
-from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo.generate import end_ids
 from dschat_ppo.tools.toy import make_tokenizer
 

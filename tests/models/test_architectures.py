@@ -1,5 +1,4 @@
-"""What an architecture needs to be used: positions, heads in other formats, reward models without transformers' class;
-and what is refused from the configuration alone."""
+"""Architectures: positions, head formats, reward models without transformers' class, and refused configurations."""
 
 from types import SimpleNamespace
 
@@ -21,9 +20,9 @@ from dschat_ppo.models.loading import (
     load_causal_lm,
     load_sequence_classifier,
 )
-from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
@@ -78,7 +77,7 @@ def saved(request, tmp_path):
 
 @torch.no_grad()
 def test_logprobs_are_those_of_each_row_alone(saved):
-    """Neither positions nor a mask are given to the oracle: the model counts by itself."""
+    """The expected numbers come from a forward pass without positions or a mask."""
     lm, folder = saved
     alone = []
     for row, length in zip(IDS, LENGTHS, strict=True):
@@ -91,7 +90,7 @@ def test_logprobs_are_those_of_each_row_alone(saved):
 
 
 @torch.no_grad()
-def test_bf16_passes_the_check_at_the_start(saved):
+def test_bf16_passes_the_probe(saved):
     _, folder = saved
     policy = PolicyModel(load_causal_lm(folder, "bf16", None)).eval()
     select_kernels(policy)
@@ -100,7 +99,7 @@ def test_bf16_passes_the_check_at_the_start(saved):
 
 @torch.no_grad()
 def test_a_reward_model_is_built_saved_and_loaded(saved, assets, tmp_path):
-    """The backbone's weights are the language model's, the score is head times last state, and all of it comes back."""
+    """The backbone has the language model's weights, the score is head times last state, and both survive saving."""
     lm, folder = saved
     torch.manual_seed(2)
     model = ScalarModel(load_sequence_classifier(folder, "fp32", None, new_head=True)).eval()
@@ -125,8 +124,8 @@ def test_a_reward_model_is_built_saved_and_loaded(saved, assets, tmp_path):
 
 @pytest.mark.parametrize("engine", ["continuous", "padded"])
 @pytest.mark.parametrize("name", ["roberta", "xlm-roberta-xl"])
-def test_answers_are_generated_at_positions_after_padding(name, engine):
-    """PAD ends an answer, because the oracle, which counts by itself, would not count it."""
+def test_responses_are_generated_at_positions_after_padding(name, engine):
+    """PAD ends a response, because the plain forward pass would not count it as a position."""
     config, kind = ROBERTAS[name]
     torch.manual_seed(1)
     model = kind(config).eval().float()
@@ -149,7 +148,7 @@ def test_a_multimodal_configuration_gives_the_reward_model_of_its_text_part(tmp_
     assert model.config.num_labels == 1
 
 
-def test_a_package_that_an_architecture_needs_is_named(tmp_path):
+def test_a_missing_package_of_an_architecture_is_named(tmp_path):
     if hf.utils.is_timm_available():
         pytest.skip("timm is installed")
     hf.Gemma3nConfig().save_pretrained(tmp_path)
@@ -175,11 +174,11 @@ def test_positions_after_padding_leave_fewer_for_tokens(tmp_path):
         (hf.DistilBertConfig(), "no causal language model for DistilBertConfig"),
         (hf.T5Config(), "no causal language model for T5Config"),
         (hf.MllamaConfig(), "saved with MllamaTextConfig"),
-        (hf.XLNetConfig(), "XLNetConfig cannot be used: its tokens see those after them"),
+        (hf.XLNetConfig(), "XLNetConfig is not supported: its tokens see later tokens"),
         (hf.RobertaConfig(is_decoder=True, pad_token_id=None), "RobertaConfig counts positions from pad_token_id"),
     ],
 )
-def test_what_is_no_decoder_is_refused_from_its_configuration_alone(tmp_path, config, reason):
+def test_models_that_are_not_decoders_are_refused_from_the_configuration_alone(tmp_path, config, reason):
     config.save_pretrained(tmp_path)  # there are no weights
     for check in (check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)):
         with pytest.raises(UserError, match=reason) as raised:
@@ -187,6 +186,6 @@ def test_what_is_no_decoder_is_refused_from_its_configuration_alone(tmp_path, co
         assert "\n" not in str(raised.value)
 
 
-def test_decoders_that_say_so_or_need_not_are_let_pass():
+def test_decoders_pass():
     for config in (hf.BertConfig(is_decoder=True), hf.GPTNeoXConfig(), hf.GPT2Config(is_decoder=False)):
         check_architecture(config, "folder", needs_lm=True)

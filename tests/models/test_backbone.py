@@ -1,14 +1,10 @@
-"""A window that a model keeps in its mask alone."""
+"""Arguments of forward passes, and windows that only the model's mask limits."""
 
 from types import SimpleNamespace
 
 import pytest
-import torch
-from tiny_models import model_of
 
 from dschat_ppo.models.backbone import hidden_window
-from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.policy import PolicyModel
 
 
 def config(**facts) -> SimpleNamespace:
@@ -35,33 +31,5 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ({"attention_chunk_size": None}, {0: None}, False),
     ],
 )
-def test_by_hand(facts, received, hidden):
+def test_hidden_windows_by_hand(facts, received, hidden):
     assert hidden_window(config(**facts), received) is hidden
-
-
-@pytest.mark.parametrize(("name", "packed"), [("llama", True), ("mistral-window", True), ("phimoe", False)])
-def test_a_model_whose_window_is_in_its_mask_alone_is_not_packed(name, packed):
-    policy = PolicyModel(model_of(name))
-    select_kernels(policy)
-    assert policy.packed is packed
-
-
-def test_wrong_positions_are_found_in_bf16(monkeypatch):
-    from tiny_models import new_model
-
-    from dschat_ppo.models import packing
-
-    policy = PolicyModel(new_model("llama").to(torch.bfloat16))
-    select_kernels(policy)
-    assert policy.packed
-    backbone_forward = policy.backbone.forward
-
-    def without_positions(**inputs):
-        if policy.config._attn_implementation == packing.NAME:
-            inputs["position_ids"] = torch.zeros_like(inputs["position_ids"])
-        return backbone_forward(**inputs)
-
-    monkeypatch.setattr(policy.backbone, "forward", without_positions)
-    policy.packed = False
-    select_kernels(policy)
-    assert not policy.packed

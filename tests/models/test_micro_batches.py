@@ -1,4 +1,4 @@
-"""Dividing rows among ranks and micro-batches."""
+"""Division of rows among ranks and into micro-batches."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def test_a_split_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_row_once_and_the_budget_kept(seed):
+def test_parts_contain_each_row_once_within_the_budget(seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0 if seed % 2 else 1, 60, (1 + 3 * seed,), generator=generator)
     for budget in (1, 40, 60, 200, 10_000):

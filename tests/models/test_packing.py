@@ -1,14 +1,13 @@
-"""Rows laid end to end. That they give the numbers of rows alone is tested by family in test_policy_model.py."""
+"""Packed rows. test_forward.py compares their numbers with those of rows alone, for each family."""
 
 import pytest
 import torch
-from test_policy_model import FAMILIES, model_of, rollout
+from test_forward import FAMILIES, model_of, rollout
 
 from dschat_ppo.models.forward import response_scores, response_values
-from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.packing import NAME, packed_states, segments
-from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
 
 
 def seen_by_the_backbone(module) -> list[tuple[torch.Size, str]]:
@@ -25,8 +24,8 @@ def test_no_padding_and_nothing_after_the_last_wanted_token_is_run():
     policy = PolicyModel(model_of("llama", 1), packed=True)
     seen = seen_by_the_backbone(policy)
     response_scores(policy, rollout(), 1.0)
-    # prompts of 2, 9, 1, 6, 4 and responses of 8, 3, 5, 0, 1 tokens: the last token predicts nothing, and of the row
-    # without a response one token is left
+    # Prompts of 2, 9, 1, 6, 4 and responses of 8, 3, 5, 0, 1 tokens. The last token predicts nothing; of the row
+    # without a response one token remains.
     assert seen == [(torch.Size([1, 9 + 11 + 5 + 1 + 4]), NAME)]
     assert policy.config._attn_implementation == "sdpa"
 
@@ -67,25 +66,9 @@ def test_checkpointed_layers_are_packed_again_in_the_backward_pass(name):
         torch.testing.assert_close(gradients[1][key], gradient, rtol=0, atol=1e-5, msg=key)
 
 
-def test_the_attention_that_was_there_comes_back_after_an_error():
+def test_the_models_own_attention_is_restored_after_an_error_in_packed_rows():
     config = FAMILIES["llama"][0]
     before = config._attn_implementation
     with pytest.raises(RuntimeError, match="mine"), segments(config, [1]):
         raise RuntimeError("mine")
     assert config._attn_implementation == before
-
-
-@pytest.mark.parametrize("kind", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_that_would_mix_packed_rows_are_found_out(kind, dtype):
-    """A layer with a state of its own along the row, as in Mamba: rows alone are right, rows end to end are not."""
-    model = model_of("llama", kind).to(dtype)
-
-    def add_previous(module, inputs, output):
-        return output + torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
-
-    for mixes in (False, True):
-        module = PolicyModel(model) if kind == 1 else ScalarModel(model)
-        select_kernels(module)
-        assert module.packed is not mixes
-        model.base_model.layers[0].register_forward_hook(add_previous)

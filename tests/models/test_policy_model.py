@@ -1,264 +1,87 @@
-"""Log-probs, entropies and values of right-padded rows, against each row alone in plain transformers."""
+"""Whole distributions and the router's loss of a `PolicyModel`, compared with the language model alone."""
 
 import pytest
 import torch
-import transformers as hf
+from tiny_models import KINDS, new_model
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dschat_ppo.models.forward import response_logprobs, response_scores, response_values
-from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.models.scalar_head import ScalarModel
-from dschat_ppo.types import Rollout
+from dschat_ppo.models.policy_model import PolicyModel
 
-VOCABULARY = 300
-PROMPT_LENGTHS, LENGTHS = (2, 9, 1, 6, 4), (8, 3, 5, 0, 1)
-TEMPERATURE = 0.8
-COMMON = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": None,
-    "num_labels": 1,
-}  # fmt: skip
-GQA = {**COMMON, "num_key_value_heads": 2, "head_dim": 8}
-GPT = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
-# name -> (config, causal model, classifier or None)
-FAMILIES = {
-    "llama": (hf.LlamaConfig(**GQA), hf.LlamaForCausalLM, hf.LlamaForSequenceClassification),
-    "llama_tied": (hf.LlamaConfig(**GQA, tie_word_embeddings=True), hf.LlamaForCausalLM, None),
-    "mistral_window": (
-        hf.MistralConfig(**GQA, sliding_window=4), hf.MistralForCausalLM, hf.MistralForSequenceClassification,
-    ),
-    "qwen2": (hf.Qwen2Config(**GQA), hf.Qwen2ForCausalLM, hf.Qwen2ForSequenceClassification),
-    "gpt2": (
-        hf.GPT2Config(**GPT, pad_token_id=None, num_labels=1), hf.GPT2LMHeadModel, hf.GPT2ForSequenceClassification,
-    ),
-    "gptj": (hf.GPTJConfig(**GPT, rotary_dim=4), hf.GPTJForCausalLM, None),
-    "opt": (
-        hf.OPTConfig(**COMMON, ffn_dim=48, word_embed_proj_dim=16, init_std=0.2, dropout=0.0),
-        hf.OPTForCausalLM, hf.OPTForSequenceClassification,
-    ),
-    "gpt_neox": (hf.GPTNeoXConfig(**COMMON), hf.GPTNeoXForCausalLM, hf.GPTNeoXForSequenceClassification),
-    "bloom": (
-        hf.BloomConfig(
-            vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2, num_labels=1,
-            pad_token_id=None,
-        ),
-        hf.BloomForCausalLM, hf.BloomForSequenceClassification,
-    ),
-    "falcon": (hf.FalconConfig(**COMMON, new_decoder_architecture=False), hf.FalconForCausalLM, None),
-    "falcon_alibi": (hf.FalconConfig(**COMMON, alibi=True), hf.FalconForCausalLM, hf.FalconForSequenceClassification),
-    "gpt_neo": (
-        hf.GPTNeoConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4,
-            attention_types=[[["global", "local"], 1]], window_size=4, max_position_embeddings=64,
-            initializer_range=0.2, num_labels=1, pad_token_id=None,
-        ),
-        hf.GPTNeoForCausalLM, hf.GPTNeoForSequenceClassification,
-    ),
-    "phi": (hf.PhiConfig(**COMMON), hf.PhiForCausalLM, hf.PhiForSequenceClassification),
-    "gemma2": (
-        hf.Gemma2Config(**GQA, sliding_window=4, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
-        hf.Gemma2ForCausalLM, hf.Gemma2ForSequenceClassification,
-    ),
-    "gemma3": (
-        hf.Gemma3TextConfig(**GQA, sliding_window=4, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
-        hf.Gemma3ForCausalLM, None,
-    ),
-    "cohere": (hf.CohereConfig(**{**COMMON, "logit_scale": 0.25}), hf.CohereForCausalLM, None),
-    "granite": (hf.GraniteConfig(**{**GQA, "logits_scaling": 4.0}), hf.GraniteForCausalLM, None),
-}  # fmt: skip
-PACKED = [
-    "llama",
-    "llama_tied",
-    "mistral_window",
-    "qwen2",
-    "gpt2",
-    "opt",
-    "gpt_neox",
-    "phi",
-    "gemma3",
-    "cohere",
-    "granite",
-]
-WAYS = [(name, way) for name in FAMILIES for way in ("fused", "plain", "packed") if way != "packed" or name in PACKED]
-WITH_CLASSIFIER = [name for name, (_, _, classifier) in FAMILIES.items() if classifier]
+TEMPERATURE = 0.7
 
 
-def model_of(name: str, kind: int):
-    torch.manual_seed(0)
-    model = FAMILIES[name][kind](FAMILIES[name][0])
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):  # they begin at 0, where they would be tested by nothing
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two right-padded rows of 6 and 4 tokens with answers of 3 and 2."""
+    ids = torch.randint(2, 48, (2, 6), generator=torch.Generator().manual_seed(3))
+    slots = torch.arange(6)
+    wanted = torch.stack([(slots >= 3) & (slots < 6), (slots >= 2) & (slots < 4)])
+    return ids, wanted
 
 
-def rollout(padding_seed: int = 0) -> Rollout:
-    """Five rows of uneven prompts and responses, one response empty; random ids in padding."""
-    generator, padding = torch.Generator().manual_seed(1), torch.Generator().manual_seed(padding_seed)
-    prompt_mask = torch.arange(9) >= 9 - torch.tensor(PROMPT_LENGTHS).unsqueeze(1)
-    response_mask = torch.arange(8) < torch.tensor(LENGTHS).unsqueeze(1)
-
-    def ids(mask):
-        real = torch.randint(0, VOCABULARY, mask.shape, generator=generator)
-        return torch.where(mask, real, torch.randint(0, VOCABULARY, mask.shape, generator=padding))
-
-    zeros = torch.zeros(response_mask.shape)
-    return Rollout(ids(prompt_mask), prompt_mask, ids(response_mask), response_mask, zeros, zeros[:, 0].bool())
-
-
-def rows_alone(rows: Rollout):
-    """(prompt length, real tokens (1, n)) of each row."""
-    for prompt, p_mask, response, r_mask in zip(
-        rows.prompt_ids, rows.prompt_mask, rows.response_ids, rows.response_mask, strict=True
-    ):
-        yield int(p_mask.sum()), torch.cat([prompt[p_mask], response[r_mask]]).unsqueeze(0)
-
-
-def both(scores) -> tuple[torch.Tensor, torch.Tensor]:
-    return scores.logprobs, scores.entropy
-
-
-def scores_alone(lm, rows: Rollout):
-    """Log-probs and entropies, (total response tokens), row by row without padding."""
-    logprobs, entropies = [], []
-    for start, ids in rows_alone(rows):
-        table = torch.log_softmax(lm(input_ids=ids, use_cache=False).logits[0, start - 1 : -1] / TEMPERATURE, dim=-1)
-        logprobs.append(table.gather(1, ids[0, start:].unsqueeze(1)).squeeze(1))
-        entropies.append(-(table.exp() * table).sum(dim=1))
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-@pytest.mark.parametrize(("name", "way"), WAYS)
-def test_scores_are_those_of_each_row_alone(name, way):
-    lm, rows = model_of(name, 1), rollout()
-    policy = PolicyModel(lm, fused=way != "plain", packed=way == "packed")
-    assert policy.fused is (way != "plain")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_distributions_are_those_of_each_row_alone(name):
+    lm = new_model(name)
+    ids, wanted = rows()
     with torch.no_grad():
-        found = both(response_scores(policy, rows, TEMPERATURE))
-        expected = scores_alone(lm, rows)
-    assert expected[0].std() > 0.3, "all tokens are alike, so nothing was tested"
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=1e-5)
-        assert not a[~rows.response_mask].any()
-
-
-@pytest.mark.parametrize(("name", "way"), WAYS)
-def test_gradients_are_those_of_rows_alone(name, way):
-    lm, rows = model_of(name, 1), rollout()
-    weights = torch.linspace(-1, 1, int(rows.response_mask.sum()))
-    parameters = dict(lm.named_parameters())
-
-    def gradients(logprobs, entropies):
-        return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
-
-    policy = PolicyModel(lm, way != "plain", way == "packed")
-    found = both(response_scores(policy, rows, TEMPERATURE, entropy_grad=True))
-    found = gradients(*(part[rows.response_mask] for part in found))
-    for key, a, b in zip(parameters, found, gradients(*scores_alone(lm, rows)), strict=True):
-        if b is None:
-            assert a is None, key
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
-
-
-@pytest.mark.parametrize(("name", "packed"), [(n, p) for n in WITH_CLASSIFIER for p in {False, n in PACKED}])
-def test_values_are_those_of_each_row_alone(name, packed):
-    classifier, rows = model_of(name, 2), rollout()
-    with torch.no_grad():
-        found = response_values(ScalarModel(classifier, packed), rows)
+        logprobs, entropy, table = PolicyModel(lm)(ids, wanted, TEMPERATURE, distributions=True)
         expected = [
-            classifier.score(classifier.base_model(input_ids=ids).last_hidden_state)[0, start - 1 : -1, 0]
-            for start, ids in rows_alone(rows)
+            torch.log_softmax(
+                lm(input_ids=ids[i : i + 1, :length], use_cache=False).logits[0].double() / TEMPERATURE, -1
+            )
+            for i, length in enumerate((6, 4))
         ]
-    torch.testing.assert_close(found[rows.response_mask], torch.cat(expected), rtol=0, atol=1e-5)
+        parts = torch.cat([expected[0][2:5], expected[1][1:3]])
+    torch.testing.assert_close(table.double(), parts, rtol=0, atol=2e-5)
+    chosen = parts.gather(1, ids[wanted].unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(logprobs.double(), chosen, rtol=0, atol=2e-5)
+    torch.testing.assert_close(entropy.double(), -(parts.exp() * parts).sum(1), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_ids_in_padding_change_nothing(name):
-    policy, (one, other) = PolicyModel(model_of(name, 1)), (rollout(0), rollout(7))
-    assert not torch.equal(one.response_ids, other.response_ids)
+def test_distributions_have_the_gradient_of_a_plain_forward():
+    lm = new_model("llama")
+    ids, wanted = rows()
+    weights = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+    (PolicyModel(lm)(ids, wanted, 1.0, distributions=True)[2] * weights).sum().backward()
+    found = {name: p.grad.clone() for name, p in lm.named_parameters()}
+    lm.zero_grad()
+    plain = torch.log_softmax(lm(input_ids=ids, use_cache=False).logits, dim=-1)
+    (plain[:, :-1][wanted[:, 1:]] * weights).sum().backward()
+    for name, parameter in lm.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_routers_loss_is_over_real_tokens_only():
+    lm = new_model("mixtral")
+    ids, wanted = rows()
     with torch.no_grad():
-        pairs = zip(both(response_scores(policy, one, 1.0)), both(response_scores(policy, other, 1.0)), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_rows_without_a_response_give_zero_gradients():
-    rows = rollout()
-    rows = Rollout(*[rows.prompt_ids, rows.prompt_mask, rows.response_ids, torch.zeros_like(rows.response_mask)],
-                   rows.rollout_logprobs, rows.finish_reason)  # fmt: skip
-    policy = PolicyModel(model_of("llama", 1))
-    logprobs, entropy = both(response_scores(policy, rows, 1.0, entropy_grad=True))
-    (logprobs.sum() + entropy.sum()).backward()
-    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_known_heads_stay_fused_without_a_word(name, dtype, said):
-    policy = PolicyModel(model_of(name, 1).to(dtype)).train()
-    select_kernels(policy)
-    assert policy.fused
-    assert policy.packed is (name in PACKED)
-    assert policy.training
-    assert said == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("change", ["scale", "cap", "before"])
-def test_unknown_heads_fall_back_loudly(change, dtype, said):
-    lm = model_of("llama", 1).to(dtype)
-    inner = lm.forward
-
-    def forward(*args, **kwargs):
-        if change == "before":
-            kwargs["position_ids"] = kwargs["position_ids"] * 2  # the backbone is run otherwise than we do
-            return inner(*args, **kwargs)
-        output = inner(*args, **kwargs)
-        output.logits = output.logits * 0.5 if change == "scale" else 2 * torch.tanh(output.logits / 2)
-        return output
-
-    lm.forward = forward
-    policy = PolicyModel(lm)
-    select_kernels(policy)
-    assert not policy.fused
-    [line] = said
-    assert "LlamaForCausalLM" in line
-    rows = rollout()
+        *_, loss = PolicyModel(lm)(ids, wanted, 1.0, router=True)
+        alone = [
+            lm(input_ids=ids[i : i + 1, :length], use_cache=False, output_router_logits=True).router_logits
+            for i, length in enumerate((6, 4))
+        ]
+    joined = tuple(torch.cat(layer) for layer in zip(*alone, strict=True))
+    expected = load_balancing_loss_func(joined, 4, KINDS["mixtral"][2].get("num_experts_per_tok", 2))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    changed = ids.clone()
+    changed[1, 4:] = 7
     with torch.no_grad():
-        found = response_logprobs(policy, rows, 1.0)
-    assert not torch.equal(found, response_logprobs(PolicyModel(model_of("llama", 1).to(dtype)), rows, 1.0))
+        *_, other = PolicyModel(lm)(changed, wanted, 1.0, router=True)
+    assert loss.item() == pytest.approx(other.item(), rel=1e-6)
 
 
-def test_a_head_that_is_no_linear_layer_goes_the_plain_way(said):
-    class Head(torch.nn.Linear):
-        def forward(self, hidden):
-            return 2 * super().forward(hidden)
-
-    lm = model_of("llama", 1)
-    lm.lm_head.__class__ = Head
-    policy = PolicyModel(lm)
-    assert not policy.fused
-    select_kernels(policy)
-    assert len(said) == 1
-    rows = rollout()
-    with torch.no_grad():
-        found = response_logprobs(policy, rows, TEMPERATURE)
-        torch.testing.assert_close(found[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)
+def test_a_row_without_response_has_a_finite_router_loss():
+    lm = new_model("mixtral")
+    ids, wanted = rows()
+    logprobs, _, loss = PolicyModel(lm)(ids, torch.zeros_like(wanted), 1.0, router=True)
+    assert logprobs.numel() == 0
+    assert torch.isfinite(loss)
 
 
-def test_hooks_of_the_head_run_around_the_fused_function():
-    """ZeRO-3 gathers the head's weight in such hooks; the states that go in are of the response tokens alone."""
-    lm, rows, seen = model_of("llama", 1), rollout(), []
-    lm.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
-    lm.lm_head.register_forward_hook(lambda module, inputs, output: seen.append([o.shape for o in output]))
-    response_scores(PolicyModel(lm), rows, 1.0)
-    count = sum(LENGTHS)
-    assert seen == [(count, 32), [(count,), (count,)]]
-    assert "forward" not in vars(lm.lm_head)
-
-
-def test_a_causal_model_alone_is_scored_too():
-    lm, rows = model_of("llama", 1), rollout()
-    with torch.no_grad():
-        found = response_logprobs(lm, rows, TEMPERATURE)
-        torch.testing.assert_close(found[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)
+def test_the_routers_loss_comes_after_the_distributions():
+    lm = new_model("mixtral")
+    ids, wanted = rows()
+    logprobs, _, table, loss = PolicyModel(lm)(ids, wanted, 1.0, distributions=True, router=True)
+    assert table.shape == (5, 48) and loss.dim() == 0
+    loss.backward()
+    gates = [p.grad for name, p in lm.named_parameters() if "gate.weight" in name or "router" in name]
+    assert gates and all(grad is not None and grad.abs().max() > 0 for grad in gates)

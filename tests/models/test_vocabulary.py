@@ -37,7 +37,7 @@ def test_new_rows_are_the_mean_and_old_logits_stay():
     assert model.config.vocab_size == model.model.embed_tokens.num_embeddings == model.lm_head.out_features == 13
 
 
-def test_rows_enough_change_nothing():
+def test_enough_rows_change_nothing():
     model = LlamaForCausalLM(tiny_config(vocab_size=10))
     table = model.model.embed_tokens.weight
     assert not grow_vocabulary(model, 10)
@@ -60,22 +60,22 @@ def test_the_bias_of_a_head_grows_too():
     torch.testing.assert_close(model.lm_head.bias, torch.cat([old, old.mean().expand(2)]))
 
 
-def test_a_model_with_further_rows_for_each_token_is_refused():
+def test_a_model_with_other_weights_per_token_is_refused():
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = BertLMHeadModel(BertConfig(**sizes, vocab_size=50, is_decoder=True))
     with pytest.raises(UserError, match=r"--resize_vocabulary: BertLMHeadModel keeps a row.*cls\.predictions\.bias"):
         grow_vocabulary(model, 52)
 
 
-def test_layers_as_wide_as_the_vocabulary_are_no_rows_of_tokens():
+def test_layers_as_wide_as_the_vocabulary_do_not_grow():
     model = LlamaForCausalLM(tiny_config(vocab_size=32, hidden_size=32, intermediate_size=32))
     assert grow_vocabulary(model, 34)
     assert model(IDS).logits.shape == (1, 4, 34)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_models_are_loaded_with_rows_for_the_tokenizer_beside_them(assets, tmp_path, dtype):
-    """Actor and reference come to the same rows; a reward model has an embedding alone."""
+def test_models_are_loaded_with_rows_for_their_tokenizers(assets, tmp_path, dtype):
+    """Actor and reference get the same rows; a reward model has only an embedding."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     added = tokenizer.add_tokens(["<tool>", "</tool>"])
     for name, kind in {"lm": LlamaForCausalLM, "reward": LlamaForSequenceClassification}.items():

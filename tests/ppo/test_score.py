@@ -16,8 +16,8 @@ from transformers import (
 
 from dschat_ppo.common import dist
 from dschat_ppo.models.forward import response_values
-from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo import score
 from dschat_ppo.ppo.score import ModelScorer, Scoring
 from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, row_lengths, tensors_of

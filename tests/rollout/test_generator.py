@@ -1,4 +1,4 @@
-"""Generation as a whole: an answer depends on its prompt, seed and weights only; what ends it; what is refused."""
+"""Generation as a whole: a response depends only on its prompt, its seed and the weights."""
 
 from dataclasses import replace
 
@@ -19,9 +19,7 @@ from tiny_models import (
 
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.rollout import memory
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.memory import bytes_per_token, rows_for_memory
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout, concat_rows, pad_rows, select_rows
@@ -50,7 +48,7 @@ def assert_same(found: Rollout, expected: Rollout) -> None:
     torch.testing.assert_close(both[0], both[1], atol=2e-5, rtol=0)
 
 
-# An answer depends on its prompt, its seed and the weights
+# A response depends on its prompt, its seed and the weights
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "mistral-window"])
@@ -60,7 +58,7 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def expected(name) -> Rollout:
-    """Each answer by a call of its own."""
+    """Each response generated alone."""
     prompts = prompts_of()
     alone = [answer(name, part(prompts, [row]), SEEDS[row : row + 1]) for row in range(COUNT)]
     lengths = {len(tokens_of(rollout)[0]) for rollout in alone}
@@ -70,7 +68,7 @@ def expected(name) -> Rollout:
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 128])
 @pytest.mark.parametrize("way", [{}, {"static": True}, {"engine": "padded"}, {"prepack": False}])
-def test_an_answer_does_not_depend_on_the_rows_at_work_nor_on_the_engine(name, expected, rows, way):
+def test_a_response_does_not_depend_on_the_number_of_rows_or_the_engine(name, expected, rows, way):
     found = answer(name, rows=rows, **way)
     assert_same(found, expected)
     assert torch.equal(found.prompt_ids, prompts_of().prompt_ids)
@@ -78,14 +76,14 @@ def test_an_answer_does_not_depend_on_the_rows_at_work_nor_on_the_engine(name, e
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_answer_does_not_depend_on_the_order_of_prompts(name, expected, engine):
+def test_a_response_does_not_depend_on_the_order_of_prompts(name, expected, engine):
     order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(4))
     found = answer(name, part(prompts_of(), order.tolist()), SEEDS[order], rows=3, engine=engine)
     assert_same(select_rows(found, order.argsort()), expected)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_ranks_give_what_one_gives(name, expected, engine):
+def test_two_ranks_give_the_responses_of_one(name, expected, engine):
     """Halves of the prompts, numbered as parts of one whole."""
     first, second = [0, 1, 2], [3, 4, 5, 6, 7]
     halves = [
@@ -98,8 +96,8 @@ def test_two_ranks_give_what_one_gives(name, expected, engine):
 @pytest.mark.parametrize(
     "way", [{"rows": 4}, {"rows": 9}, {"rows": 128}, {"rows": 5, "static": True}, {"engine": "padded"}]
 )
-def test_samples_of_a_prompt_are_the_answers_of_their_seeds(way):
-    """With a prefix that samples share or without, and with prompts given several times instead."""
+def test_samples_of_a_prompt_are_the_responses_of_their_seeds(way):
+    """With and without a shared prefix; the expected responses come from repeated prompts."""
     lengths, samples = (40, 34, 3, 33, 12), 4
     prompts, seeds = prompts_of(lengths), row_seeds(0, 5 * samples, 2)
     several = part(prompts, torch.arange(5).repeat_interleave(samples).tolist())
@@ -111,7 +109,7 @@ def test_samples_of_a_prompt_are_the_answers_of_their_seeds(way):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_another_seed_gives_another_answer_and_changes_no_other_row(engine):
+def test_another_seed_changes_its_response_and_no_other(engine):
     plain = answer(engine=engine)
     seeds = SEEDS.clone()
     seeds[2] += 1
@@ -121,7 +119,7 @@ def test_another_seed_gives_another_answer_and_changes_no_other_row(engine):
 
 @pytest.mark.parametrize("sampling", [SamplingParameters(top_k=1), WARM])
 @pytest.mark.parametrize("way", [{"rows": 3}, {"static": True}, {"engine": "padded"}])
-def test_what_stands_in_padding_changes_nothing(sampling, way):
+def test_ids_in_padding_change_nothing(sampling, way):
     first = answer(prompts=prompts_of(padding_id=0), sampling=sampling, **way)
     second = answer(prompts=prompts_of(padding_id=9), sampling=sampling, **way)
     wider = answer(prompts=pad_rows(prompts_of(), max(LENGTHS) + 3, 0), sampling=sampling, **way)
@@ -129,7 +127,7 @@ def test_what_stands_in_padding_changes_nothing(sampling, way):
     assert_same(wider, first)
 
 
-def test_padding_of_the_prompt_counts_not_as_seen():
+def test_ids_in_padding_do_not_count_as_seen():
     penal = SamplingParameters(temperature=1.3, repetition_penalty=3.0)
     for engine in ENGINES:
         first = answer(prompts=prompts_of(padding_id=0), sampling=penal, engine=engine)
@@ -140,7 +138,7 @@ def test_padding_of_the_prompt_counts_not_as_seen():
 @pytest.mark.parametrize("penalty", [1.5, 0.6])
 @pytest.mark.parametrize("way", [{"rows": 3}, {"rows": 3, "static": True}, {"rows": 3, "engine": "padded"}])
 def test_the_repetition_penalty_is_that_of_transformers(way, penalty):
-    """Tokens of the prompt and of the answer so far; transformers would count padding too, so it gets each alone."""
+    """Tokens of prompt and response count. transformers would count padding too, so each prompt runs alone there."""
     prompts = prompts_of()
     alone = [part(prompts, [row]) for row in range(COUNT)]
     expected = [transformers_greedy(model_of("llama"), one, 10, repetition_penalty=penalty)[0] for one in alone]
@@ -152,7 +150,7 @@ def test_the_repetition_penalty_is_that_of_transformers(way, penalty):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_generation_config_of_the_model_has_no_say(engine):
+def test_the_models_generation_config_is_ignored(engine):
     model = model_of("llama")
     plain, before = answer(engine=engine), model.generation_config
     steering = transformers.GenerationConfig(
@@ -167,13 +165,13 @@ def test_a_generation_config_of_the_model_has_no_say(engine):
     assert torch.equal(plain.response_ids, steered.response_ids)
 
 
-def test_generation_leaves_the_streams_of_torch_alone():
+def test_generation_does_not_change_torchs_random_state():
     before = torch.get_rng_state()
     answer()
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# Log-probs as training computes them
+# Log-probs
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
@@ -212,14 +210,14 @@ def test_first_tokens_follow_the_models_distribution(way):
 
 @pytest.mark.parametrize("way", [{"rows": 2}, {"rows": 2, "engine": "padded"}, {"rows": 2, "static": True}])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
-def test_prompt_and_answer_may_fill_all_positions(name, way):
-    """39 + 57 tokens in 96 positions: with learned positions there is nothing after them."""
+def test_prompt_and_response_may_fill_all_positions(name, way):
+    """39 + 57 tokens in 96 positions; learned positions end there."""
     rollout = answer(name, prompts_of((39, 3, 20)), torch.arange(3), stopping=StoppingCriteria(57), **way)
     assert rollout.response_mask.all()
     assert rollout.response_ids.shape == (3, 57)
 
 
-def test_what_stands_in_the_padding_of_a_response_does_not_matter():
+def test_ids_in_the_padding_of_a_response_do_not_matter():
     rollout = answer()
     noise = torch.randint(0, VOCABULARY, rollout.response_ids.shape, generator=torch.Generator().manual_seed(8))
     polluted = replace(rollout, response_ids=torch.where(rollout.response_mask, rollout.response_ids, noise))
@@ -230,11 +228,11 @@ def test_what_stands_in_the_padding_of_a_response_does_not_matter():
     torch.testing.assert_close(before[mask], after[mask], atol=1e-6, rtol=0)
 
 
-# Limits of single answers
+# Limits of single responses
 
 
 @pytest.mark.parametrize("way", [{"rows": 3}, {"rows": 3, "static": True}, {"rows": 3, "engine": "padded"}])
-def test_each_answer_has_a_limit_of_its_own(way):
+def test_each_response_has_its_own_limit(way):
     whole = answer(stopping=StoppingCriteria(14), **way)
     limits = torch.tensor([1, 14, 3, 2, 14, 7, 9, 1])
     cut = answer(stopping=StoppingCriteria(14), limits=limits, **way)
@@ -242,7 +240,7 @@ def test_each_answer_has_a_limit_of_its_own(way):
     assert not cut.ended.any()
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -260,45 +258,25 @@ def test_a_wrong_number_of_seeds_is_refused(count, samples):
         answer(seeds=torch.arange(count), samples=samples)
 
 
-# Answers that are given up
+# Cancellation
 
 
 @pytest.mark.parametrize("tokens", [0, 5, 14])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_given_up_answers_have_no_token_and_finished_ones_are_as_ever(engine, tokens):
-    """Asked once before the first pass (padded: twice, for the batch and for its first token) and once a token."""
-    whole, asked = answer(engine=engine, rows=COUNT), []
+def test_after_a_cancellation_only_finished_responses_have_tokens(engine, tokens):
+    """`cancelled` is called before each token; padded batches also call it before each batch."""
+    whole, calls = answer(engine=engine, rows=COUNT), []
 
     def cancelled() -> bool:
-        asked.append(True)
-        return len(asked) > tokens + (engine == "padded")
+        calls.append(True)
+        return len(calls) > tokens + (engine == "padded")
 
     how = GenerationConfig(WARM, WITH_ENDS, rows=COUNT, engine=engine)
     found = generate(model_of("llama"), prompts_of(), SEEDS, how, cancelled=cancelled)
     expected = [row if len(row) <= tokens else [] for row in tokens_of(whole)]
     assert tokens_of(found) == expected
     assert (found.finish_reason < 0).tolist() == [not row for row in expected]
-    assert tokens in (0, 14) or 0 < sum(not row for row in expected) < COUNT, "or nothing is shown"
-
-
-# Rows that memory allows
-
-
-def test_bytes_of_a_token_by_hand():
-    """Keys and values of 2 layers, 2 heads of 8 numbers, 4 bytes each; gpt2 has 4 heads."""
-    assert bytes_per_token(model_of("llama")) == 2 * 2 * 2 * 8 * 4
-    assert bytes_per_token(model_of("gpt2")) == 2 * 2 * 4 * 8 * 4
-
-
-def test_rows_follow_the_free_memory(monkeypatch):
-    def free(count: int) -> int:
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": count}))
-        return rows_for_memory(model_of("llama"), 100)
-
-    assert free(2 * 256 * 100 * 10) == 10
-    assert free(2 * 256 * 100 * 10 - 1) == 9
-    assert free(1000) == 1
-    assert free(2**50) == memory.MOST_ROWS
+    assert tokens in (0, 14) or 0 < sum(not row for row in expected) < COUNT, "the case shows nothing"
 
 
 def test_greedy_answers_are_cut_at_the_first_end():

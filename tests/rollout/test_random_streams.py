@@ -1,4 +1,4 @@
-"""The answers' random streams, against published numbers and plain integers."""
+"""The random streams of responses, against published numbers and plain integers."""
 
 import numpy as np
 import pytest
@@ -78,6 +78,3 @@ def test_seeds_depend_on_the_number_of_the_answer_and_the_path():
     seeds = row_seeds(0, 10, 3, 4)
     assert torch.equal(row_seeds(4, 6, 3, 4), seeds[4:])
     assert len({*seeds.tolist(), *row_seeds(0, 10, 3, 5).tolist(), *row_seeds(0, 10, 4, 4).tolist()}) == 30
-
-
-# The inverse of the cumulative distribution

@@ -1,4 +1,4 @@
-"""Each architecture on tiny models: greedy tokens equal transformers' own, log-probs equal a plain forward pass."""
+"""Each architecture on tiny models: greedy tokens equal those of transformers, log-probs those of a plain forward."""
 
 import pytest
 import torch
@@ -23,11 +23,11 @@ from tiny_models import (
 from dschat_ppo.rollout import attention
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.self_check import check
+from dschat_ppo.rollout.self_check import check_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 
 GREEDY = SamplingParameters(top_k=1)
-# From 3 rows to more rows than answers; the CUDA-graph path runs without graphs here.
+# From 3 rows to more rows than sequences; static steps run without CUDA graphs here.
 WAYS = {"refill": {"rows": 3}, "all at once": {"rows": 128}, "static": {"rows": 3, "static": True}}
 PADDED = {name: {**WAYS[name], "engine": "padded"} for name in ("refill", "all at once")}
 SAMPLINGS = {
@@ -39,14 +39,14 @@ SAMPLINGS = {
 
 @pytest.fixture
 def prefix_uses(monkeypatch) -> list[int]:
-    """Grows by the number of rows whenever a step reads keys that rows share."""
-    uses, original = [], attention._prefix_scores
+    """Grows by the number of rows whenever a step reads keys of a shared prefix."""
+    uses, original = [], attention.prefix_scores
 
     def counting(prefix, layer, query):
         uses.append(len(query))
         return original(prefix, layer, query)
 
-    monkeypatch.setattr(attention, "_prefix_scores", counting)
+    monkeypatch.setattr(attention, "prefix_scores", counting)
     return uses
 
 
@@ -125,6 +125,8 @@ def check_logprobs(name: str, sampling: SamplingParameters, lengths=LENGTHS, sam
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
-def test_continuous_batching_passes_its_own_check(name):
-    found = check(model_of(name), GenerationConfig(SamplingParameters(), StoppingCriteria(NEW_TOKENS)), "continuous")
-    assert found.holds(1e-4)
+def test_continuous_batching_passes_the_self_check(name):
+    found = check_engine(
+        model_of(name), GenerationConfig(SamplingParameters(), StoppingCriteria(NEW_TOKENS)), "continuous"
+    )
+    assert found.passes(1e-4)

@@ -51,7 +51,7 @@ def test_draw_by_hand():
 
 @pytest.mark.parametrize("point", [0.0, 0.5, LAST])
 @pytest.mark.parametrize("size", [3, BLOCK, 1000])
-def test_the_only_weight_is_drawn_whatever_the_number(size, point):
+def test_the_only_weight_is_always_drawn(size, point):
     places = torch.tensor([0, size // 2, size - 1])
     for scale in (1e-20, 1.0, 1e20):
         weights = torch.zeros(3, size).scatter_(1, places.unsqueeze(1), scale)
@@ -270,7 +270,7 @@ def test_huge_and_infinite_logits(name):
         assert ((tokens >= 0) & (tokens < 300)).all()
 
 
-def test_greedy_takes_the_likeliest_whatever_the_rest_says():
+def test_greedy_takes_the_likeliest_token_with_any_other_settings():
     logits = torch.tensor([[0.1, 0.3, 0.2], [5.0, 4.9, -1.0]])
     for point in (0.0, LAST):
         tokens, _ = sample(logits, SamplingParameters(3.0, 0.5, 1), torch.full((2,), point))
@@ -279,14 +279,14 @@ def test_greedy_takes_the_likeliest_whatever_the_rest_says():
     assert sample(logits, SamplingParameters(top_k=1), torch.zeros(2), None, forbidden)[0].tolist() == [2, 1]
 
 
-def test_rows_are_truncated_each_for_itself():
+def test_each_row_is_truncated_by_itself():
     logits = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.35, 0.45]]).log()
     for point in even(50):
         tokens, _ = sample(logits, SamplingParameters(top_p=0.6), point.expand(2))
         assert tokens.tolist() == [0, 2 if point < 0.35 / 0.8 else 3]
 
 
-def test_a_nucleus_does_not_hang_on_the_order_of_equal_weights_nor_on_other_rows():
+def test_a_nucleus_does_not_depend_on_the_order_of_equal_weights_or_on_other_rows():
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()  # many are equal
     points = even(200)
     alone = sample(logits.expand(200, -1), SamplingParameters(top_p=0.3), points)[0]

@@ -1,4 +1,4 @@
-"""The check at the start of a run: right engines pass, wrong ones are found out."""
+"""The self-check at the start of a run: correct engines pass, wrong ones do not."""
 
 import logging
 from dataclasses import replace
@@ -12,7 +12,7 @@ from dschat_ppo.rollout import attention, continuous_batching, self_check
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.self_check import COARSE, Parity, check, choose_engine
+from dschat_ppo.rollout.self_check import HALF_TOLERANCE, CheckResult, check_engine, choose_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 
 HOW = GenerationConfig(SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5)
@@ -24,7 +24,7 @@ def warnings_of(caplog) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral-window"])
-def test_continuous_batching_is_kept_where_it_is_right(name, caplog):
+def test_continuous_batching_is_kept_if_it_is_right(name, caplog):
     caplog.set_level(logging.INFO)
     assert choose_engine(model_of(name), HOW) == HOW
     assert not warnings_of(caplog)
@@ -41,11 +41,11 @@ def test_other_models_get_padded_batches_and_a_warning(name, caplog):
 
 
 @pytest.mark.parametrize(("name", "word"), [("phimoe", "mask alone"), ("phi3-longrope", "longest row")])
-def test_what_short_prompts_would_not_show_is_found_in_the_configuration(name, word):
+def test_reasons_that_short_prompts_would_not_show_are_found_in_the_configuration(name, word):
     """Phimoe's window is in its mask only, and longer than every prompt of the check."""
-    found = check(model_of(name), HOW, "continuous")
-    assert word in found.problem
-    assert not found.holds(1.0)
+    found = check_engine(model_of(name), HOW, "continuous")
+    assert word in found.unsupported
+    assert not found.passes(1.0)
 
 
 def test_a_model_with_few_positions_is_checked_within_them():
@@ -57,12 +57,12 @@ def test_sinks_are_named_in_the_warning(caplog):
     assert "sinks" in warnings_of(caplog)[0]
 
 
-def test_a_model_that_no_engine_fits_is_an_error():
+def test_a_model_that_no_engine_supports_is_an_error():
     with pytest.raises(RuntimeError, match="MambaForCausalLM"):
         choose_engine(model_of("mamba"), HOW)
 
 
-def test_weights_that_give_no_numbers_are_an_error():
+def test_log_probs_that_are_not_finite_are_an_error():
     model = new_model("llama")
     model.model.layers[0].mlp.down_proj.weight.data.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="log-probs of LlamaForCausalLM are not finite"):
@@ -71,14 +71,14 @@ def test_weights_that_give_no_numbers_are_an_error():
 
 def test_padded_batches_are_kept_and_checked(monkeypatch):
     padded = replace(HOW, engine="padded")
-    monkeypatch.setattr(attention, "causal_attention", None)  # is not even tried
+    monkeypatch.setattr(attention, "causal_attention", None)  # it is not called
     assert choose_engine(model_of("llama"), padded) == padded
     monkeypatch.setattr(self_check, "plain_logits", lambda model, rollout: torch.zeros(*rollout.response_ids.shape, 48))
     with pytest.raises(RuntimeError, match="LlamaForCausalLM"):
         choose_engine(model_of("llama"), padded)
 
 
-# Mistakes that must be found
+# Mistakes that the check must find
 
 
 def another_scale(monkeypatch):
@@ -110,19 +110,18 @@ def no_cap_in_prefill(monkeypatch):
 
 
 def no_mask_in_steps(monkeypatch):
-    monkeypatch.setattr(attention.RolloutAttention, "_mask", lambda *_: None)
+    original = attention.decode_mask
+    monkeypatch.setattr(attention, "decode_mask", lambda batch, window: torch.zeros_like(original(batch, window)))
 
 
 def no_window_in_steps(monkeypatch):
-    original = attention.RolloutAttention._mask
-    monkeypatch.setattr(
-        attention.RolloutAttention, "_mask", lambda self, number, span, window: original(self, number, span, None)
-    )
+    original = attention.decode_mask
+    monkeypatch.setattr(attention, "decode_mask", lambda batch, window: original(batch, None))
 
 
 def no_cap_in_steps(monkeypatch):
-    original = attention.RolloutAttention._attend
-    monkeypatch.setattr(attention.RolloutAttention, "_attend", lambda self, *args: original(self, *args[:-1], None))
+    original = attention.decode_attention
+    monkeypatch.setattr(attention, "decode_attention", lambda *args: original(*args[:-1], None))
 
 
 def positions_one_later(monkeypatch):
@@ -135,9 +134,9 @@ def positions_one_later(monkeypatch):
 
 
 def keys_of_another_row(monkeypatch):
-    original = KVCache.put_token
+    original = KVCache.write_decode
     monkeypatch.setattr(
-        KVCache, "put_token", lambda self, layer, slots, k, v: original(self, layer, slots, k.roll(1, 0), v)
+        KVCache, "write_decode", lambda self, layer, slots, k, v: original(self, layer, slots, k.roll(1, 0), v)
     )
 
 
@@ -156,14 +155,14 @@ def test_a_mistake_of_continuous_batching_is_found(name, mistake, monkeypatch, c
     assert "does not fit" in warnings_of(caplog)[0]
 
 
-def test_the_check_covers_prompts_that_samples_share(monkeypatch):
-    """A wrong prefix must not pass."""
-    original = attention._prefix_scores
-    monkeypatch.setattr(attention, "_prefix_scores", lambda prefix, layer, query: original(prefix, layer, query) * 0)
-    assert not check(model_of("llama"), HOW, "continuous").holds(1e-3)
+def test_the_check_covers_prefixes_that_samples_share(monkeypatch):
+    """Wrong scores of a shared prefix do not pass."""
+    original = attention.prefix_scores
+    monkeypatch.setattr(attention, "prefix_scores", lambda prefix, layer, query: original(prefix, layer, query) * 0)
+    assert not check_engine(model_of("llama"), HOW, "continuous").passes(1e-3)
 
 
-def test_the_check_leaves_weights_and_streams_as_they_are():
+def test_the_check_changes_neither_weights_nor_torchs_random_state():
     model = new_model("llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     streams = torch.get_rng_state()
@@ -174,14 +173,14 @@ def test_the_check_leaves_weights_and_streams_as_they_are():
 
 def test_half_precision_passes_with_a_coarse_tolerance():
     model = new_model("llama").bfloat16()
-    found = check(model, HOW, "continuous")
-    assert 1e-4 < max(found.logprob_difference, found.greedy_shortfall) < COARSE
+    found = check_engine(model, HOW, "continuous")
+    assert 1e-4 < max(found.logprob_difference, found.greedy_shortfall) < HALF_TOLERANCE
     assert choose_engine(model, HOW) == HOW
 
 
-def test_what_holds():
-    assert Parity(1e-4, 0.0).holds(1e-3)
-    assert not Parity(1e-2, 0.0).holds(1e-3)
-    assert not Parity(0.0, 1e-2).holds(1e-3)
-    assert not Parity(0.0, 0.0, "no").holds(1e-3)
-    assert not Parity(float("nan"), 0.0).holds(1e-3)
+def test_a_result_passes_if_both_differences_are_within_the_tolerance():
+    assert CheckResult(1e-4, 0.0).passes(1e-3)
+    assert not CheckResult(1e-2, 0.0).passes(1e-3)
+    assert not CheckResult(0.0, 1e-2).passes(1e-3)
+    assert not CheckResult(0.0, 0.0, "no").passes(1e-3)
+    assert not CheckResult(float("nan"), 0.0).passes(1e-3)

@@ -1,4 +1,4 @@
-"""What ends an answer, on both engines, against the same answer without an end."""
+"""What ends a response, on both engines, compared with the same response without an end."""
 
 from dataclasses import replace
 from functools import cache
@@ -41,12 +41,12 @@ def run(way: dict, stopping: StoppingCriteria, sampling: SamplingParameters = WA
 
 @cache
 def whole() -> tuple[tuple[int, ...], ...]:
-    """The answers without any end."""
+    """The responses without any end."""
     return tuple(tuple(row) for row in tokens_of(run({}, StoppingCriteria(NEW))))
 
 
 def assert_is(rollout: Rollout, expected: list, reasons: list) -> None:
-    """Tokens, and all that follows from them: masks, padding and lengths."""
+    """Compare tokens, masks, padding and reasons."""
     expected = [list(row) for row in expected]
     width = max(len(row) for row in expected)
     assert tokens_of(rollout) == expected
@@ -60,7 +60,7 @@ def assert_is(rollout: Rollout, expected: list, reasons: list) -> None:
 
 
 def some_token(place: int) -> int:
-    """A token that some answer has at `place` and not before, and some answer has nowhere."""
+    """A token that some response has at `place` and not before, and that another response does not have."""
     everywhere = set.intersection(*(set(row) for row in whole()))
     return next(row[place] for row in whole() if row[place] not in (*row[:place], *everywhere))
 
@@ -68,13 +68,13 @@ def some_token(place: int) -> int:
 # Tokens
 
 
-def test_without_an_end_all_answers_have_full_length(way):
+def test_without_an_end_all_responses_have_full_length(way):
     assert_is(run(way, StoppingCriteria(NEW)), whole(), [LENGTH] * COUNT)
 
 
 @pytest.mark.parametrize("place", [0, 1, 7, 8, NEW - 1])
-def test_eos_ends_an_answer_and_belongs_to_it(way, place):
-    """At the first place, around the tokens of one poll, and as the last token that the limit allows."""
+def test_eos_ends_a_response_and_belongs_to_it(way, place):
+    """At the first position, around the tokens of one poll, and as the last token within the limit."""
     eos = some_token(place)
     reasons = [EOS if eos in row else LENGTH for row in whole()]
     assert {*reasons} == {EOS, LENGTH}
@@ -83,7 +83,7 @@ def test_eos_ends_an_answer_and_belongs_to_it(way, place):
     assert_is(run(way, StoppingCriteria(NEW, eos_ids=(eos,))), expected, reasons)
 
 
-def test_stop_tokens_and_several_eos_each_have_their_reason(way):
+def test_stop_tokens_and_several_eos_have_their_reasons(way):
     eos, stop = (some_token(2), some_token(5)), (some_token(3), some_token(9))
     ends = {**dict.fromkeys(stop, STOP), **dict.fromkeys(eos, EOS)}
     expected = cut_at([list(row) for row in whole()], ends)
@@ -92,7 +92,7 @@ def test_stop_tokens_and_several_eos_each_have_their_reason(way):
     assert_is(run(way, StoppingCriteria(NEW, eos_ids=eos, stop_ids=stop)), expected, reasons)
 
 
-def test_eos_at_the_limit_is_eos_and_one_place_later_is_never_seen(way):
+def test_eos_at_the_limit_is_eos_and_after_it_is_cut(way):
     eos = some_token(6)
     at_limit, cut = run(way, StoppingCriteria(7, eos_ids=(eos,))), run(way, StoppingCriteria(6, eos_ids=(eos,)))
     row = next(n for n, row in enumerate(whole()) if eos in row and row.index(eos) == 6)
@@ -102,7 +102,7 @@ def test_eos_at_the_limit_is_eos_and_one_place_later_is_never_seen(way):
     assert cut.response_mask[row].sum() == 6
 
 
-def test_one_token_at_most(way):
+def test_a_maximum_of_one_token(way):
     first = [row[0] for row in whole()]
     eos, stop = first[0], next(token for token in first if token != first[0])
     reasons = [EOS if token == eos else STOP if token == stop else LENGTH for token in first]
@@ -110,14 +110,14 @@ def test_one_token_at_most(way):
     assert_is(run(way, StoppingCriteria(1, (eos,), (stop,))), [[token] for token in first], reasons)
 
 
-def test_the_rollout_is_as_wide_as_its_longest_answer(way):
+def test_the_rollout_is_as_wide_as_its_longest_response(way):
     eos = whole()[2][3]
     rollout = run(way, StoppingCriteria(NEW, eos_ids=(eos,)), lengths=(40,))
     assert rollout.response_ids.shape[1] == int(rollout.response_mask.sum()) <= NEW
 
 
-def test_no_end_comes_before_the_minimum_as_in_transformers(way):
-    """Greedy, so that a token that is kept away gives way to the next likeliest."""
+def test_no_end_is_sampled_before_the_minimum_as_in_transformers(way):
+    """Greedy: a forbidden token is replaced by the next likeliest."""
     model, prompts = model_of("llama"), prompts_of()
     plain = transformers_greedy(model, prompts, NEW)
     eos, stop = plain[0][1], plain[1][2]
@@ -132,8 +132,8 @@ def test_no_end_comes_before_the_minimum_as_in_transformers(way):
 
 
 @pytest.mark.parametrize("minimum", [1, 3, NEW])
-def test_every_end_may_come_once_the_minimum_is_there(way, minimum):
-    """With 40 of 48 tokens as ends, answers end with token `minimum` + 1 or soon after, never before."""
+def test_every_end_may_be_sampled_after_the_minimum(way, minimum):
+    """40 of 48 tokens are ends, so responses end with token `minimum` + 1 or soon after, never before."""
     ends = tuple(range(40))
     rollout = run(way, StoppingCriteria(NEW, eos_ids=ends, min_new_tokens=minimum))
     lengths = [len(row) for row in tokens_of(rollout)]
@@ -141,7 +141,7 @@ def test_every_end_may_come_once_the_minimum_is_there(way, minimum):
     assert all(token >= 40 for row in tokens_of(rollout) for token in row[:minimum])
 
 
-# Strings: token t is written as two letters, so strings may begin and end inside tokens
+# Strings: each token decodes to two letters, so strings may begin and end inside tokens
 
 
 def text(ids) -> str:
@@ -157,47 +157,47 @@ def with_strings(*strings: str, **others) -> StoppingCriteria:
 
 
 def expected_of(*strings: str) -> tuple[list, list]:
-    """The shortest beginning of each whole answer whose text holds one of the strings."""
-    answers, reasons = [], []
+    """The shortest prefix of each whole response whose text contains one of the strings."""
+    responses, reasons = [], []
     for row in whole():
         ends = [n for n in range(1, NEW + 1) if any(stop in text(row[:n]) for stop in strings)]
-        answers.append(row[: ends[0]] if ends else row)
+        responses.append(row[: ends[0]] if ends else row)
         reasons.append(STOP if ends else LENGTH)
-    return answers, reasons
+    return responses, reasons
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (1, 3), (6, 8), (7, 12), (1, 20), (2 * NEW - 3, 2 * NEW), (0, 1)])
-def test_a_stop_string_ends_an_answer_whose_text_holds_it(text_way, start, end):
+def test_a_stop_string_ends_a_response_whose_text_contains_it(text_way, start, end):
     """Whole tokens, parts of them, many of them, at the very first token and at the last one."""
     stop = text(whole()[1])[start:end]
-    answers, reasons = expected_of(stop)
+    responses, reasons = expected_of(stop)
     assert STOP in reasons
-    assert_is(run(text_way, with_strings(stop)), answers, reasons)
+    assert_is(run(text_way, with_strings(stop)), responses, reasons)
 
 
-def test_any_of_several_strings_ends_an_answer(text_way):
+def test_any_of_several_strings_ends_a_response(text_way):
     strings = [text(whole()[row])[start : start + 4] for row, start in ((0, 3), (3, 8), (5, 15))]
-    answers, reasons = expected_of(*strings)
+    responses, reasons = expected_of(*strings)
     assert reasons.count(STOP) >= 3
-    assert_is(run(text_way, with_strings(*strings)), answers, reasons)
+    assert_is(run(text_way, with_strings(*strings)), responses, reasons)
 
 
-def test_a_string_of_the_prompt_ends_nothing(text_way):
-    """Nor one that begins in the prompt and ends in the answer."""
+def test_a_string_in_the_prompt_ends_nothing(text_way):
+    """Neither does one that begins in the prompt and ends in the response."""
     prompts = prompts_of()
     sequences = [text(ids[mask].tolist()) for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
     bridge = sequences[2][-5:] + text(whole()[2])[:1]
     inside = sequences[2][4:12]
-    answers, reasons = expected_of(bridge, inside)
+    responses, reasons = expected_of(bridge, inside)
     assert reasons[2] == LENGTH
-    assert_is(run(text_way, with_strings(bridge, inside)), answers, reasons)
+    assert_is(run(text_way, with_strings(bridge, inside)), responses, reasons)
 
 
 def test_eos_and_stop_token_have_precedence_over_a_string_that_they_complete(text_way):
     number, row = next((n, row) for n, row in enumerate(whole()) if row[4] not in row[:4])
     token, stop = row[4], text(row)[6:10]  # completed by the fifth token
-    answers, reasons = expected_of(stop)
-    assert (len(answers[number]), reasons[number]) == (5, STOP)
+    responses, reasons = expected_of(stop)
+    assert (len(responses[number]), reasons[number]) == (5, STOP)
     for reason, ends in ((EOS, {"eos_ids": (token,)}), (STOP, {"stop_ids": (token,)})):
         rollout = run(text_way, with_strings(stop, **ends))
         assert tokens_of(rollout)[number] == list(row[:5])
@@ -206,9 +206,9 @@ def test_eos_and_stop_token_have_precedence_over_a_string_that_they_complete(tex
 
 def test_a_string_completed_by_the_last_token_the_limit_allows_is_a_stop(text_way):
     number, stop = next((n, text(row)[-4:]) for n, row in enumerate(whole()) if text(row)[-4:] not in text(row)[:-1])
-    answers, reasons = expected_of(stop)
-    assert (len(answers[number]), reasons[number]) == (NEW, STOP)
-    assert_is(run(text_way, with_strings(stop)), answers, reasons)
+    responses, reasons = expected_of(stop)
+    assert (len(responses[number]), reasons[number]) == (NEW, STOP)
+    assert_is(run(text_way, with_strings(stop)), responses, reasons)
 
 
 def test_strings_need_a_decoder():
@@ -217,7 +217,7 @@ def test_strings_need_a_decoder():
 
 
 @pytest.mark.parametrize("way", list(WAYS)[:1])
-def test_only_the_newest_part_of_a_long_answer_is_decoded(way):
+def test_only_the_last_tokens_of_a_long_response_are_decoded(way):
     seen = []
 
     def watching(rows):
@@ -239,6 +239,6 @@ def test_static_steps_are_refused_with_stop_strings():
 
 
 @pytest.mark.parametrize("number", [-1, 48, 10**6])
-def test_an_end_that_is_no_token_is_refused(number):
+def test_an_end_that_is_not_a_token_is_refused(number):
     with pytest.raises(ValueError, match=str(number)):
         run(WAYS["continuous"], StoppingCriteria(3, eos_ids=(number,)))

@@ -18,7 +18,7 @@ from dschat_ppo.common import atomic_files, heartbeat
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.models import loading, saving
-from dschat_ppo.models.fingerprint import BLOCK_BYTES, BLOCKS, model_fingerprint
+from dschat_ppo.models.model_files import BLOCK_BYTES, BLOCKS, model_fingerprint
 from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
 from dschat_ppo.session.begin_run import _remove_earlier
 

@@ -21,7 +21,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.cache import hub_rows
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.session.run_lock import RunLock
 from dschat_ppo.tools import toy

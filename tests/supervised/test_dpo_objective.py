@@ -15,9 +15,9 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import FILLER
 from dschat_ppo.models.forward import answer_logprobs
-from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.dpo_objective import add_reference, dpo_objective
 from dschat_ppo.supervised.reward_objective import reward_objective

@@ -16,8 +16,8 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import PairBatch, PreferenceBatch, SFTBatch
 from dschat_ppo.engine.skip_update import Fault, random_state
-from dschat_ppo.models.policy import PolicyModel
-from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss

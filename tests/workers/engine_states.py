@@ -26,7 +26,7 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, learning_rate, opt
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm
-from dschat_ppo.models.policy import PolicyModel
+from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from workers.quick import be_quick

@@ -31,8 +31,8 @@ from dschat_ppo.engine.build_engine import (
 )
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.errors import NonFiniteError
-from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.models.loading import DTYPES
+from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.mini_dataset import gather_rows

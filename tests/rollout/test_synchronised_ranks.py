@@ -1,7 +1,7 @@
-"""Ranks whose forward passes are collective: as many passes on each, and the answers of a rank by itself.
+"""Ranks whose forward passes are collective: equal numbers of passes, and the responses of each rank by itself.
 
-Real ranks are tested elsewhere. Here two ranks run one after the other, each with the numbers that the other said in
-its last run, until both say the same again.
+Real ranks are tested elsewhere. Here two ranks run one after the other, each with the numbers that the other one gave
+in its last run, until both give the same numbers again.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 
 ENDS = (3, 5, 8, 9, 17, 30)
-# Prompt lengths of each rank: much work and little, the same, one that needs more prefills, sharing and not.
+# Prompt lengths of each rank: many and few prompts, equal ones, more prefills and shared prefixes on one rank.
 RANKS = {
     "much and little": ((40, 9, 2, 1, 17, 30, 5), (1,)),
     "equal": ((9, 5, 2), (2, 9, 5)),
@@ -22,14 +22,14 @@ RANKS = {
 
 
 class OtherRank:
-    """`agree` of a rank, while the other one says `others`, then 0. Notes what this one says."""
+    """`max_over_ranks` of a rank while the other one gives `others`, then 0. Records the numbers of this rank."""
 
     def __init__(self, others: list[int]):
-        self.others, self.said = others, []
+        self.others, self.given = others, []
 
     def __call__(self, number: int) -> int:
-        place = len(self.said)
-        self.said.append(number)
+        place = len(self.given)
+        self.given.append(number)
         return max(number, self.others[place] if place < len(self.others) else 0)
 
 
@@ -45,13 +45,13 @@ class Passes:
 
 
 def one_rank(how: GenerationConfig, lengths, others: list[int], seed: int):
-    model, agree = model_of("llama"), OtherRank(others)
+    model, max_over_ranks = model_of("llama"), OtherRank(others)
     passes = Passes(model)
     try:
-        rollout = generate(model, prompts_of(lengths, seed), seeds_of(lengths, how, seed), how, agree)
+        rollout = generate(model, prompts_of(lengths, seed), seeds_of(lengths, how, seed), how, max_over_ranks)
     finally:
         passes.hook.remove()
-    return rollout, agree.said, passes.count
+    return rollout, max_over_ranks.given, passes.count
 
 
 def seeds_of(lengths, how: GenerationConfig, seed: int) -> torch.Tensor:
@@ -59,21 +59,21 @@ def seeds_of(lengths, how: GenerationConfig, seed: int) -> torch.Tensor:
 
 
 def both_ranks(how: GenerationConfig, ranks):
-    said, results = [[], []], [None, None]
+    given, results = [[], []], [None, None]
     for _ in range(20):
-        before = [list(numbers) for numbers in said]
+        before = [list(numbers) for numbers in given]
         for rank in (0, 1):
-            results[rank] = one_rank(how, ranks[rank], said[1 - rank], seed=rank + 1)
-            said[rank] = results[rank][1]
-        if said == before:
+            results[rank] = one_rank(how, ranks[rank], given[1 - rank], seed=rank + 1)
+            given[rank] = results[rank][1]
+        if given == before:
             return results
-    raise AssertionError(f"the ranks never agree: {said}")
+    raise AssertionError(f"the ranks do not converge: {given}")
 
 
 @pytest.mark.parametrize(("rows", "samples"), [(2, 1), (8, 4), (16, 1)])
 @pytest.mark.parametrize("ranks", list(RANKS))
 @pytest.mark.parametrize("engine", ["continuous", "padded"])
-def test_ranks_make_as_many_passes_and_right_answers(engine, ranks, rows, samples):
+def test_ranks_make_equal_numbers_of_passes_and_their_own_responses(engine, ranks, rows, samples):
     stopping = StoppingCriteria(9, eos_ids=ENDS)
     how = GenerationConfig(SamplingParameters(1.3), stopping, samples=samples, rows=rows, engine=engine)
     results = both_ranks(how, RANKS[ranks])
@@ -90,15 +90,15 @@ def test_ranks_make_as_many_passes_and_right_answers(engine, ranks, rows, sample
 
 
 @pytest.mark.parametrize("engine", ["continuous", "padded"])
-def test_a_rank_with_little_work_makes_idle_passes(engine):
+def test_a_rank_with_few_prompts_makes_idle_passes(engine):
     how = GenerationConfig(SamplingParameters(1.3), StoppingCriteria(9, eos_ids=ENDS), rows=2, engine=engine)
     (_, _, busy), (_, _, idle) = both_ranks(how, RANKS["much and little"])
     _, _, alone = one_rank(how, RANKS["much and little"][1], [], 2)
     assert busy == idle > 2 * alone
 
 
-def test_memory_that_runs_out_on_one_rank_is_an_error_of_all():
-    """Beginning anew would make this rank's passes differ from the others'."""
+def test_a_lack_of_memory_is_an_error_on_synchronised_ranks():
+    """Starting again would give this rank more passes than the others."""
     passes = []
 
     def fail_once(*_):
@@ -115,7 +115,7 @@ def test_memory_that_runs_out_on_one_rank_is_an_error_of_all():
         hook.remove()
 
 
-def test_static_steps_are_refused_where_ranks_keep_in_step():
+def test_static_steps_are_refused_on_synchronised_ranks():
     how = GenerationConfig(SamplingParameters(1.3), StoppingCriteria(9, eos_ids=ENDS), rows=3, static=True)
     with pytest.raises(ValueError, match="static"):
         generate(model_of("llama"), prompts_of(), torch.arange(8), how, lambda number: number)

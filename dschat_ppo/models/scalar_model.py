@@ -12,10 +12,13 @@ from dschat_ppo.models.packing import CHECKPOINTING, last_states
 
 
 class ScalarModel(nn.Module):
-    """A one-label sequence classifier whose head is read at every position.
+    """A one-label sequence classifier whose head is applied at every position.
 
-    As a reward model its score is the value at the last real token; as a critic every value counts. `packed` runs rows
-    end to end as one.
+    The score of a reward model is the value at the last real token; a critic uses all values.
+
+    Args:
+        classifier: with a head named `score`.
+        packed: run rows end to end as one row, without padding.
     """
 
     def __init__(self, classifier: PreTrainedModel, packed: bool = False):
@@ -25,7 +28,7 @@ class ScalarModel(nn.Module):
 
     @property
     def config(self) -> PretrainedConfig:
-        """The classifier's configuration (DeepSpeed and transformers look for it)."""
+        """The classifier's configuration, which DeepSpeed and transformers look for."""
         return self.classifier.config
 
     @property
@@ -35,7 +38,7 @@ class ScalarModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is (a DeepSpeed engine has the same attribute)."""
+        """The model's device, as on a DeepSpeed engine."""
         return self.classifier.device
 
     def gradient_checkpointing_enable(self) -> None:
@@ -43,7 +46,7 @@ class ScalarModel(nn.Module):
         self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
 
     def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
-        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values, those after a row's end meaningless."""
+        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values; those after a row's end are meaningless."""
         states = last_states(self.backbone, input_ids, lengths, self.packed)
         head = self.classifier.score
         return head(states.to(head.weight.dtype)).squeeze(-1).float()  # Mamba's states are in fp32

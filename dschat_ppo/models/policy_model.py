@@ -1,0 +1,125 @@
+"""Actor, reference and SFT model: log-probs and entropies of the wanted tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
+from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
+from dschat_ppo.models.backbone import backbone_of, last_logits_argument, slot_arguments
+from dschat_ppo.models.packing import CHECKPOINTING, last_states
+
+
+class PolicyModel(nn.Module):
+    """A causal language model whose outputs are log-probs of tokens instead of logits.
+
+    Fused, it runs the backbone, selects the hidden states that predict wanted tokens, and goes through the vocabulary
+    in blocks. Otherwise it computes the logits from the first wanted position on; that supports heads that are more
+    than a matrix product with a known scale and soft cap.
+
+    Args:
+        lm: causal language model.
+        fused: whether to use the fused head.
+        packed: run rows end to end as one row, without padding; needs `fused`.
+    """
+
+    def __init__(self, lm: PreTrainedModel, fused: bool = True, packed: bool = False):
+        super().__init__()
+        self.lm: Any = lm
+        self.packed = packed
+        self.fused = fused and type(lm.get_output_embeddings()).forward is nn.Linear.forward
+        text = lm.config.get_text_config()
+        scale = getattr(text, "logit_scale", None) or 1.0
+        divisor = getattr(text, "logits_scaling", None) or 1.0
+        self._head = Head(scale / divisor, getattr(text, "final_logit_softcapping", None))
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The language model's configuration, which DeepSpeed and transformers look for."""
+        return self.lm.config
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The model without its head."""
+        return backbone_of(self.lm)
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device, as on a DeepSpeed engine."""
+        return self.lm.device
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute activations in the backward pass."""
+        self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
+
+    def forward(
+        self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False,
+        distributions: bool = False, router: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Log-probs of the wanted tokens, and entropies of the distributions that they are drawn from.
+
+        Args:
+            input_ids: (B, T) int64, right-padded.
+            wanted: (B, T) bool, True on tokens whose log-prob is wanted; the first column is ignored.
+            temperature: of sampling.
+            entropy_grad: keep the gradient of the entropies.
+            distributions: also return the whole distributions; not fused.
+            router: also return the load-balancing loss of a mixture-of-experts model; not fused.
+
+        Returns:
+            Two tensors (N) fp32: the N wanted tokens, row after row. Then, if requested, log-probs of every token
+            (N, V) fp32, and the scalar loss of the router.
+        """
+        places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
+        if self.fused and not distributions and not router:
+            return self._fused_scores(input_ids, wanted, tokens, temperature, entropy_grad)
+        first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
+        count = input_ids.shape[1] - first  # columns whose logits are computed
+        kept: dict[str, Any] = {**last_logits_argument(self.lm, count)}
+        mask = None
+        if router:
+            kept["output_router_logits"] = True
+            mask = (wanted.flip(1).cumsum(dim=1).flip(1) > 0).long()  # the router's loss is over real tokens
+            mask[:, 0] = 1  # a row without any would give 0/0
+        output = self.lm(
+            input_ids=input_ids, attention_mask=mask, use_cache=False, **slot_arguments(self.lm, input_ids), **kept
+        )
+        logits = output.logits[:, -count:-1][places[:, first:]]  # (N, V)
+        entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
+        extras = [torch.log_softmax(logits.float() / temperature, dim=-1)] if distributions else []
+        extras += [output.aux_loss] if router and output.aux_loss is not None else []
+        return token_logprobs(logits, tokens, temperature), entropy, *extras
+
+    def _fused_scores(
+        self, input_ids: Tensor, wanted: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        slots = torch.arange(wanted.shape[1], device=wanted.device)
+        lengths = torch.where(wanted, slots, 0).amax(dim=1).clamp_min(1)  # up to the state that predicts the last token
+        states = last_states(self.backbone, input_ids, lengths, self.packed)[:, :-1][wanted[:, 1:]]  # (N, H)
+        head = self.lm.get_output_embeddings()
+
+        def scores(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            return fused_token_scores(hidden, head.weight, head.bias, tokens, temperature, self._head, entropy_grad)
+
+        # Call the head as a module, so that ZeRO-3 gathers its weight, with another function inside.
+        with _forward_replaced(head, scores):
+            return head(states.to(head.weight.dtype))  # Mamba's states are in fp32
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Make a call of `module` run its hooks around `function`."""
+    own = module.__dict__.get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own

@@ -1,0 +1,92 @@
+"""Reward models and critics: causal, with one label and a head `score`, or refused before any weight is read."""
+
+import pytest
+import torch
+import transformers as hf
+from conftest import tiny_config
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, lm_head_names
+from dschat_ppo.models.loading import check_sequence_classifier, load_config, load_sequence_classifier
+from dschat_ppo.session.begin_run import naming
+
+SIZES = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 40, "pad_token_id": 1, "num_labels": 1,
+}  # fmt: skip
+BART = {
+    "vocab_size": 60, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "num_labels": 1,
+}  # fmt: skip
+FLAG = "--critic_model_name_or_path"
+# name -> (configuration of a one-label classifier, its class, why it is refused)
+REFUSED = {
+    "bert": (hf.BertConfig(**SIZES), "BertForSequenceClassification", "BertConfig without is_decoder is an encoder"),
+    "roberta": (
+        hf.RobertaConfig(**SIZES), "RobertaForSequenceClassification", "RobertaConfig without is_decoder is an encoder",
+    ),
+    "distilbert": (
+        hf.DistilBertConfig(num_labels=1), "DistilBertForSequenceClassification", "no causal language model for",
+    ),
+    "deberta": (hf.DebertaV2Config(**SIZES), "DebertaV2ForSequenceClassification", "no causal language model for"),
+    "bert decoder": (
+        hf.BertConfig(**SIZES, is_decoder=True), "BertForSequenceClassification",
+        "BertForSequenceClassification has no head named 'score'",
+    ),
+    "ctrl": (
+        hf.CTRLConfig(vocab_size=60, n_embd=32, n_layer=1, n_head=2, dff=32, num_labels=1),
+        "CTRLForSequenceClassification", "CTRLForSequenceClassification has no head named 'score'",
+    ),
+    "bart": (
+        hf.BartConfig(**BART), "BartForSequenceClassification",
+        "BartForSequenceClassification has no head named 'score'",
+    ),
+    "several labels": (tiny_config(num_labels=3), "LlamaForSequenceClassification", "3 labels"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("new_head", [False, True])
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_an_unusable_critic_is_refused_by_flag_and_folder_before_its_weights_are_read(name, new_head, tmp_path):
+    config, kind, reason = REFUSED[name]
+    config.architectures = [kind]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")  # reading it would be another error
+    with pytest.raises(UserError, match=rf"^{FLAG} {tmp_path}: .*{reason}") as raised, naming(FLAG):
+        check_sequence_classifier(str(tmp_path), new_head)
+    assert "\n" not in str(raised.value)
+    assert "swapped" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["LlamaForSequenceClassification", "LlamaForCausalLM", "LlamaModel", None])
+def test_decoders_with_or_without_a_head_pass_the_check_of_the_configuration(kind, tmp_path):
+    tiny_config(num_labels=1, architectures=kind and [kind]).save_pretrained(tmp_path)
+    check_classifier_config(load_config(str(tmp_path), FLAG), str(tmp_path))
+
+
+def test_transformers_own_class_is_used_if_it_has_the_head():
+    assert classifier_class(tiny_config()) is hf.LlamaForSequenceClassification
+
+
+def test_other_decoders_get_a_class_with_the_head_over_the_backbone_of_the_language_model():
+    config = hf.CodeGenConfig(vocab_size=60, n_positions=40, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+    kind = classifier_class(config)
+    assert kind.__name__ == "CodeGenWithScalarHead"
+    model = kind(config)
+    assert model.score.weight.shape == (1, 32) and model.score.bias is None
+    weights, backbone = dict(model.named_parameters()), dict(hf.CodeGenForCausalLM(config).named_parameters())
+    assert weights.keys() - {"score.weight"} == backbone.keys() - lm_head_names(config)
+
+
+def test_the_names_of_a_head_are_those_outside_the_backbone():
+    assert lm_head_names(tiny_config()) == {"lm_head.weight"}
+    config = hf.GPTJConfig(vocab_size=60, n_positions=40, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+    assert lm_head_names(config) == {"lm_head.weight", "lm_head.bias"}
+
+
+def test_a_classifier_with_a_class_of_this_project_is_loaded_again(tmp_path):
+    config = hf.CodeGenConfig(vocab_size=60, n_positions=40, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+    model = classifier_class(config)(config)
+    model.save_pretrained(tmp_path)
+    again = load_sequence_classifier(str(tmp_path), "fp32", None, new_head=False)
+    assert torch.equal(again.score.weight, model.score.weight)

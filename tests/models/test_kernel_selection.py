@@ -1,0 +1,107 @@
+"""The probe that selects kernels: fused or plain heads, packed or padded rows."""
+
+import pytest
+import torch
+from test_forward import FAMILIES, PACKED, TEMPERATURE, model_of, rollout, scores_alone
+from tiny_models import model_of as tiny_model_of
+from tiny_models import new_model
+
+from dschat_ppo.models import packing
+from dschat_ppo.models.forward import response_logprobs
+from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_known_heads_stay_fused_without_a_warning(name, dtype, said):
+    policy = PolicyModel(model_of(name, 1).to(dtype)).train()
+    select_kernels(policy)
+    assert policy.fused
+    assert policy.packed is (name in PACKED)
+    assert policy.training
+    assert said == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", ["scale", "cap", "before"])
+def test_unknown_heads_are_not_fused_and_warned_about(change, dtype, said):
+    lm = model_of("llama", 1).to(dtype)
+    inner = lm.forward
+
+    def forward(*args, **kwargs):
+        if change == "before":
+            kwargs["position_ids"] = kwargs["position_ids"] * 2  # the model runs its backbone differently
+            return inner(*args, **kwargs)
+        output = inner(*args, **kwargs)
+        output.logits = output.logits * 0.5 if change == "scale" else 2 * torch.tanh(output.logits / 2)
+        return output
+
+    lm.forward = forward
+    policy = PolicyModel(lm)
+    select_kernels(policy)
+    assert not policy.fused
+    [line] = said
+    assert "LlamaForCausalLM" in line
+    rows = rollout()
+    with torch.no_grad():
+        found = response_logprobs(policy, rows, 1.0)
+    assert not torch.equal(found, response_logprobs(PolicyModel(model_of("llama", 1).to(dtype)), rows, 1.0))
+
+
+def test_a_head_that_is_not_a_linear_layer_is_not_fused(said):
+    class Head(torch.nn.Linear):
+        def forward(self, hidden):
+            return 2 * super().forward(hidden)
+
+    lm = model_of("llama", 1)
+    lm.lm_head.__class__ = Head
+    policy = PolicyModel(lm)
+    assert not policy.fused
+    select_kernels(policy)
+    assert len(said) == 1
+    rows = rollout()
+    with torch.no_grad():
+        found = response_logprobs(policy, rows, TEMPERATURE)
+        torch.testing.assert_close(found[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_would_mix_packed_rows_are_found(kind, dtype):
+    """A layer that carries a state along the row, as in Mamba: padded rows are right, packed rows are not."""
+    model = model_of("llama", kind).to(dtype)
+
+    def add_previous(module, inputs, output):
+        return output + torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
+
+    for mixes in (False, True):
+        module = PolicyModel(model) if kind == 1 else ScalarModel(model)
+        select_kernels(module)
+        assert module.packed is not mixes
+        model.base_model.layers[0].register_forward_hook(add_previous)
+
+
+@pytest.mark.parametrize(("name", "packed"), [("llama", True), ("mistral-window", True), ("phimoe", False)])
+def test_a_model_whose_window_is_only_in_its_mask_is_not_packed(name, packed):
+    policy = PolicyModel(tiny_model_of(name))
+    select_kernels(policy)
+    assert policy.packed is packed
+
+
+def test_wrong_positions_are_found_in_bf16(monkeypatch):
+    policy = PolicyModel(new_model("llama").to(torch.bfloat16))
+    select_kernels(policy)
+    assert policy.packed
+    backbone_forward = policy.backbone.forward
+
+    def without_positions(**inputs):
+        if policy.config._attn_implementation == packing.NAME:
+            inputs["position_ids"] = torch.zeros_like(inputs["position_ids"])
+        return backbone_forward(**inputs)
+
+    monkeypatch.setattr(policy.backbone, "forward", without_positions)
+    policy.packed = False
+    select_kernels(policy)
+    assert not policy.packed

@@ -1,0 +1,67 @@
+"""Model folders without a model: absurd settings, shapes of weights, old buffers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([1], "not a JSON object"),
+        ({"num_hidden_layers": 10_001}, "'num_hidden_layers' is above 10000"),
+        ({"text_config": {"vocab_size": 50_000_001}}, "'vocab_size' is above 50000000"),
+        ({"architectures": "LlamaForCausalLM"}, "'architectures' must be a list of names"),
+        ({"architectures": [1]}, "'architectures' must be a list of names"),
+    ],
+)
+def test_settings_that_no_model_has_are_refused(settings, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=f"^refused: .*{message}"):
+        check_settings(str(tmp_path), "refused")
+
+
+def test_settings_at_the_limits_pass(tmp_path):
+    settings = {"num_hidden_layers": 10_000, "hidden_size": 50_000_000, "rope_theta": 1e9, "architectures": None}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    check_settings(str(tmp_path), "refused")
+
+
+def test_names_and_shapes_come_from_all_files_of_one_format(tmp_path):
+    torch.save({"c": torch.zeros(4)}, tmp_path / "pytorch_model.bin")
+    torch.save({"optimizer": torch.zeros(4)}, tmp_path / "optimizer.bin")
+    assert checkpoint_shapes(str(tmp_path)) == {"c": (4,)}
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.zeros(())}, tmp_path / "model-2.safetensors")
+    assert [file.name for file in weight_files(str(tmp_path))] == ["model-1.safetensors", "model-2.safetensors"]
+    assert checkpoint_shapes(str(tmp_path)) == {"a": (2, 3), "b": ()}
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(UserError, match="model.safetensors: cannot be read, copy the model again"):
+        checkpoint_shapes(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("h.0.attn.bias", (1, 1, 8, 8), True),
+        ("h.0.attn.bias", (1, 1, 8, 4), False),
+        ("h.0.attn.bias", (2, 1, 8, 8), False),
+        ("h.0.attn.bias", (32,), False),
+        ("h.0.attn.causal_mask", (1, 1, 8, 8), True),
+        ("layers.0.attention.masked_bias", (), True),
+        ("layers.0.attention.masked_bias", (3,), False),
+        ("layers.0.self_attn.rotary_emb.inv_freq", (4,), True),
+        ("layers.0.self_attn.rotary_emb.inv_freq", (4, 4), False),
+        ("layers.0.self_attn.q_proj.bias", (1, 1, 8, 8), False),
+    ],
+)
+def test_old_buffers_have_known_names_and_shapes(name, shape, expected):
+    assert is_old_buffer(name, shape) is expected

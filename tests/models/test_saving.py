@@ -1,0 +1,115 @@
+"""Saved models load in plain transformers; weights that are not finite are found and never saved."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_config
+from test_loading import IDS, expected_scores, write_deepspeed_chat
+from torch import nn
+from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
+
+from dschat_ppo.common import dist
+from dschat_ppo.errors import NonFiniteError
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.saving import require_finite_weights, save_model
+from dschat_ppo.models.scalar_model import ScalarModel
+
+NAN, INF = math.nan, math.inf
+
+
+def engine_with(value: float, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+    """One weight of the last layer is `value`; the model also has an empty and a frozen parameter."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model.empty = nn.Parameter(torch.zeros(0))
+    model[0].requires_grad_(False)
+    model[1].weight.data[1, 4] = value
+    return SimpleNamespace(module=model.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_bad_weight_is_named(dtype):
+    require_finite_weights("actor", engine_with(-6e4, dtype))
+    for value in (NAN, INF, -INF):
+        with pytest.raises(NonFiniteError, match=r"^actor: weights are not finite \(rank 0: 1\.weight\): an update"):
+            require_finite_weights("actor", engine_with(value, dtype))
+
+
+def test_weights_beyond_the_range_of_fp16_are_found_in_fp16_only():
+    require_finite_weights("critic", engine_with(7e4))
+    with pytest.raises(NonFiniteError, match=r"^critic: .*1\.weight"):
+        require_finite_weights("critic", engine_with(7e4, torch.float16))
+
+
+def test_several_bad_weights_are_counted_in_one_line():
+    engine = engine_with(NAN)
+    for layer in engine.module:
+        layer.bias.data[0] = INF
+    with pytest.raises(NonFiniteError) as raised:
+        require_finite_weights("model", engine)
+    assert "(rank 0: 0.bias and 2 more)" in str(raised.value) and len(str(raised.value).splitlines()) == 1
+
+
+def test_the_first_rank_that_has_one_is_named_on_every_rank(monkeypatch):
+    monkeypatch.setattr(dist, "first_problem", lambda mine: mine or "rank 1: 0.weight")
+    with pytest.raises(NonFiniteError, match=r"\(rank 1: 0\.weight\)"):
+        require_finite_weights("model", engine_with(0.0))
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "bad"), [(0, 2, True), (1, 2, True), (2, 0, True), (2, 1, False), (3, 0, False)]
+)
+def test_partitions_are_checked_without_their_padding(monkeypatch, rank, place, bad):
+    """Seven numbers over four ranks: three, three, one, none. The rest of a partition is padding."""
+    monkeypatch.setenv("RANK", str(rank))
+    model = nn.Linear(7, 1, bias=False)
+    part = torch.zeros(3)
+    part[place] = NAN
+    for name, value in {"ds_id": 0, "ds_tensor": part, "ds_numel": 7}.items():
+        setattr(model.weight, name, value)
+    model.weight.data = torch.full((0,), NAN)
+    engine = SimpleNamespace(module=model)
+    if bad:
+        with pytest.raises(NonFiniteError, match=rf"rank {rank}: weight\)"):
+            require_finite_weights("actor", engine)
+    else:
+        require_finite_weights("actor", engine)
+
+
+def saved_and_loaded(module, folder, kind, assets):
+    """Save through the project, load by transformers alone, strictly."""
+    save_model(SimpleNamespace(module=module), AutoTokenizer.from_pretrained(assets / "lm"), folder)
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model.eval()
+
+
+def test_model_from_a_deepspeed_chat_checkpoint_is_saved_for_plain_transformers(assets, tmp_path):
+    original = LlamaForSequenceClassification.from_pretrained(assets / "reward").eval()
+    write_deepspeed_chat(original, tmp_path / "old", safe=True)
+    module = ScalarModel(load_sequence_classifier(str(tmp_path / "old"), "fp32", None, False))
+    again = saved_and_loaded(module, tmp_path / "new", LlamaForSequenceClassification, assets)
+    torch.testing.assert_close(expected_scores(again), expected_scores(original), rtol=0, atol=0)
+
+
+def test_tied_weights_survive_saving(assets, tmp_path):
+    LlamaForCausalLM(tiny_config(tie_word_embeddings=True)).save_pretrained(tmp_path / "tied")
+    module = PolicyModel(load_causal_lm(str(tmp_path / "tied"), "fp32", None))
+    again = saved_and_loaded(module, tmp_path / "new", LlamaForCausalLM, assets)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    with torch.no_grad():
+        torch.testing.assert_close(again(IDS).logits, module.lm.eval()(IDS).logits, rtol=0, atol=0)
+
+
+def test_generation_config_that_transformers_refuses_to_save_loses_nothing(assets, tmp_path):
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path / "old")
+    settings = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 7]}
+    (tmp_path / "old/generation_config.json").write_text(json.dumps(settings))
+    module = PolicyModel(load_causal_lm(str(tmp_path / "old"), "fp32", None))
+    again = saved_and_loaded(module, tmp_path / "new", LlamaForCausalLM, assets)
+    assert again.generation_config.temperature == 0.6
+    assert again.generation_config.eos_token_id == [1, 7]

@@ -1,0 +1,97 @@
+"""Generation leaves the model as it was, also after an error inside."""
+
+import pytest
+import torch
+from tiny_models import new_model, prompts_of
+
+from dschat_ppo.rollout import attention, continuous_batching, padded_batches, prepack
+from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+
+
+def run(model, **how):
+    sampling, stopping = SamplingParameters(1.3, repetition_penalty=1.5), StoppingCriteria(12, eos_ids=(3, 5, 8, 17))
+    prompts = prompts_of((40, 9, 1, 33, 2, 17, 36, 5))
+    return generate(model, prompts, torch.arange(8), GenerationConfig(sampling, stopping, rows=8, **how))
+
+
+ENGINES = {"continuous": {}, "static": {"static": True}, "padded": {"engine": "padded"}}
+
+
+class State:
+    """Everything in a model that generation could change."""
+
+    def __init__(self, model):
+        self.model = model
+        self.hook = model.model.layers[0].register_forward_hook(lambda *_: None)
+        self.weights = {name: value.clone() for name, value in model.state_dict().items()}
+        self.facts = self.look()
+
+    def look(self) -> list:
+        modules = list(self.model.modules())
+        return [
+            self.model.config._attn_implementation,
+            self.model.config.to_dict(),
+            [p.data_ptr() for p in self.model.parameters()],
+            [p.requires_grad for p in self.model.parameters()],
+            [module.training for module in modules],
+            [sorted(vars(module)) for module in modules],
+            [dict(module._forward_hooks) for module in modules],
+            [dict(module._forward_pre_hooks) for module in modules],
+            [dict(module._backward_hooks) for module in modules],
+            [getattr(module.forward, "__func__", None) for module in modules],
+            torch.is_grad_enabled(),
+            list(attention._active),
+        ]
+
+    def assert_unchanged(self) -> None:
+        assert self.look() == self.facts
+        assert not attention._active
+        assert all(torch.equal(self.weights[name], value) for name, value in self.model.state_dict().items())
+        assert all(p.grad is None for p in self.model.parameters())
+        self.hook.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_the_model_is_left_as_it_was(engine, implementation, dtype):
+    model = new_model("llama", attn_implementation=implementation).to(dtype)
+    state = State(model)
+    assert state.facts[0] == implementation
+    run(model, **ENGINES[engine])
+    state.assert_unchanged()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_the_model_is_left_as_it_was_after_an_error_inside(engine, dtype, monkeypatch):
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    model = new_model("llama").to(dtype)
+    state = State(model)
+    monkeypatch.setattr(padded_batches if engine == "padded" else continuous_batching, "sample", fail)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, **ENGINES[engine])
+    state.assert_unchanged()
+
+
+@pytest.mark.skipif(
+    not prepack.can_prepack(torch.nn.Linear(2, 2).bfloat16()), reason="this PyTorch has no packed products"
+)
+def test_an_error_while_packing_leaves_no_layer_packed(monkeypatch):
+    model, original, calls = new_model("llama").bfloat16(), prepack.packed_forward, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("no memory")
+        return original(*args)
+
+    state = State(model)
+    monkeypatch.setattr(prepack, "packed_forward", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        run(model)
+    state.assert_unchanged()

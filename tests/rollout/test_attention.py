@@ -1,0 +1,135 @@
+"""Attention over the KV cache against a plain softmax over each row's own tokens, and how it is installed."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import new_model
+
+from dschat_ppo.rollout.attention import (
+    NAME,
+    DecodeMetadata,
+    PrefillMetadata,
+    RolloutAttention,
+    UnsupportedAttentionError,
+    causal_attention,
+    decode_mask,
+    installed,
+)
+from dschat_ppo.rollout.decode_batch import DecodeBatch
+from dschat_ppo.rollout.kv_cache import KVCache
+
+HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
+MODULE = SimpleNamespace(layer_idx=0)
+KINDS = [(None, None), (3, None), (None, 2.0), (3, 2.0)]  # window, soft cap
+
+
+def plain_attention(query, keys, values, window, softcap):
+    """(heads, d) query of the last token, (kv_heads, n, d) keys and values -> (heads, d), in fp64."""
+    output = []
+    for head in range(HEADS):
+        k, v = keys[head * KV_HEADS // HEADS].double(), values[head * KV_HEADS // HEADS].double()
+        scores = k @ query[head].double() * SCALE
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if window:
+            scores[: max(0, len(scores) - window)] = float("-inf")
+        output.append(torch.softmax(scores, dim=0) @ v)
+    return torch.stack(output).float()
+
+
+def random(*shape, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("window", "softcap"), KINDS)
+def test_prefill_is_causal_attention_and_fills_the_cache(window, softcap):
+    query, key = random(2, HEADS, 6, WIDTH, seed=0), random(2, KV_HEADS, 6, WIDTH, seed=1)
+    value, cache, attention = random(2, KV_HEADS, 6, WIDTH, seed=2), KVCache(3, 9), RolloutAttention()
+    attention.begin(PrefillMetadata(cache, torch.tensor([2, 0, 1]), torch.tensor([0, 1, 0])))
+    found, _ = attention(MODULE, query, key, value, None, SCALE, sliding_window=window, softcap=softcap)
+    for row in range(2):
+        for place in range(6):
+            past = slice(0, place + 1)
+            expected = plain_attention(query[row, :, place], key[row, :, past], value[row, :, past], window, softcap)
+            torch.testing.assert_close(found[row, place], expected, atol=1e-5, rtol=1e-5)
+    for row, source in enumerate((1, 0, 0)):
+        assert torch.equal(cache.keys[0][row, :, :6], key[source])
+        assert torch.equal(cache.values[0][row, :, :6], value[source])
+    assert attention.windows == {0: window}
+
+
+@pytest.mark.parametrize(("window", "softcap"), KINDS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_decode_step_attends_to_the_tokens_of_each_row(window, softcap, shared):
+    """Two batches in one step: rows of 1, 5 and 3 own tokens, which may share two prefixes, and a row of 2 tokens."""
+    attention, own, lengths, prefix_rows = RolloutAttention(), [1, 5, 3], [4, 2, 4], [1, 0, 1]
+    past = [(random(KV_HEADS, n, WIDTH, seed=n), random(KV_HEADS, n, WIDTH, seed=n + 10)) for n in (*own, 2)]
+    prefixes = [(random(KV_HEADS, 4, WIDTH, seed=n), random(KV_HEADS, 4, WIDTH, seed=n + 1)) for n in (30, 40)]
+    zeros = np.zeros(3, dtype=np.int64)
+    batches = [
+        DecodeBatch(filled(KVCache(4, 8), past[:3]), zeros, np.array(own), zeros, zeros),
+        DecodeBatch(filled(KVCache(1, 3), past[3:]), zeros[:1], np.array([2]), zeros[:1], zeros[:1]),
+    ]
+    if shared:
+        batches[0].prefix = filled(KVCache(2, 4), prefixes)
+        batches[0].prefix_lengths, batches[0].prefix_rows = np.array(lengths), np.array(prefix_rows)
+        batches[0].positions = batches[0].positions + lengths
+    query, key = random(4, HEADS, 1, WIDTH, seed=3), random(4, KV_HEADS, 1, WIDTH, seed=4)
+    value = random(4, KV_HEADS, 1, WIDTH, seed=5)
+    attention.begin([b.metadata(3 * n, torch.from_numpy(b.slots)) for n, b in enumerate(batches)])
+    found, _ = attention(MODULE, query, key, value, None, SCALE, sliding_window=window, softcap=softcap)
+    assert found.shape == (4, 1, HEADS, WIDTH)
+    for row in range(4):
+        parts = [past[row], (key[row], value[row])]
+        if shared and row < 3:
+            parts.insert(0, tuple(part[:, : lengths[row]] for part in prefixes[prefix_rows[row]]))
+        keys, values = (torch.cat([part[kind] for part in parts], dim=1) for kind in (0, 1))
+        expected = plain_attention(query[row, :, 0], keys, values, window, softcap)
+        torch.testing.assert_close(found[row, 0], expected, atol=1e-5, rtol=1e-5)
+
+
+def filled(cache: KVCache, rows) -> KVCache:
+    for row, (keys, values) in enumerate(rows):
+        cache.write_prefill(0, torch.tensor([row]), torch.tensor([0]), keys.unsqueeze(0), values.unsqueeze(0))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("window", "visible"), [(None, [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]), (2, [[0, 1, 1, 0, 0], [1, 0, 0, 0, 0]])]
+)
+def test_the_mask_of_a_step_by_hand(window, visible):
+    mask = decode_mask(DecodeMetadata(0, 2, KVCache(2, 8), torch.tensor([2, 0]), 5, None), window)
+    assert mask.shape == (2, 1, 5) and mask.dtype == torch.float32
+    assert mask.squeeze(1).isneginf().logical_not().int().tolist() == visible
+
+
+def test_causal_attention_in_half_precision_does_not_overflow():
+    """Products of 300 x 300 x 8 are beyond fp16, their scaled sums are not."""
+    query = torch.full((1, 2, 3, 8), 300.0, dtype=torch.float16)
+    found = causal_attention(query, query, torch.ones_like(query), 1 / 1024, None, 50.0)
+    assert torch.equal(found, torch.ones_like(found))
+
+
+@pytest.mark.parametrize("extra", [{"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}])
+def test_sinks_and_biases_are_refused(extra):
+    tensors = (random(1, HEADS, 1, WIDTH, seed=0), *(random(1, KV_HEADS, 1, WIDTH, seed=1),) * 2)
+    with pytest.raises(UnsupportedAttentionError, match="needs a mask, a bias or sinks"):
+        RolloutAttention()(MODULE, *tensors, None, **extra)
+
+
+def test_masks_and_attention_that_is_not_causal_are_refused():
+    tensors = (random(1, HEADS, 1, WIDTH, seed=0), *(random(1, KV_HEADS, 1, WIDTH, seed=1),) * 2)
+    with pytest.raises(UnsupportedAttentionError):
+        RolloutAttention()(MODULE, *tensors, torch.zeros(1))
+    with pytest.raises(UnsupportedAttentionError):
+        RolloutAttention()(SimpleNamespace(layer_idx=0, is_causal=False), *tensors, None)
+
+
+def test_the_models_own_attention_is_restored_after_an_error():
+    model = new_model("llama", attn_implementation="eager")
+    with pytest.raises(RuntimeError, match="inside"), installed(model, RolloutAttention()):
+        assert model.config._attn_implementation == NAME
+        raise RuntimeError("inside")
+    assert model.config._attn_implementation == "eager"

@@ -1,0 +1,166 @@
+"""Continuous batching that runs out of memory, and the memory that it releases."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from tiny_models import model_of, prompts_of, tokens_of
+
+from dschat_ppo.rollout import continuous_batching
+from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+
+MESSAGE = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
+LENGTHS = (40, 9, 1, 33, 2, 17, 36, 5)
+PENALTY = SamplingParameters(temperature=1.3, repetition_penalty=1.5)  # tokens marked as seen must be reset too
+WAYS = {
+    "continuous": {"samples": 1},
+    "shared": {"samples": 3},
+    "static": {"samples": 1, "static": True},
+    "static samples": {"samples": 3, "static": True},
+}
+
+
+def run(rows: int = 8, **how):
+    config = GenerationConfig(PENALTY, StoppingCriteria(12, eos_ids=(3, 5, 8, 17)), rows=rows, **how)
+    seeds = torch.arange(len(LENGTHS) * config.samples)
+    return generate(model_of("llama"), prompts_of(LENGTHS), seeds, config)
+
+
+def assert_same(found, expected) -> None:
+    assert tokens_of(found) == tokens_of(expected)
+    assert torch.equal(found.finish_reason, expected.finish_reason)
+    torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, atol=2e-5, rtol=0)
+
+
+def warnings_of(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("dschat_ppo") and r.levelno == logging.WARNING]
+
+
+def fail_at(monkeypatch, method: str, when) -> None:
+    """`KVCache.method` runs out of memory where `when(number of the call, cache)`."""
+    original, calls = getattr(KVCache, method), []
+
+    def failing(self, *args):
+        calls.append(1)
+        if when(len(calls), self):
+            raise RuntimeError(MESSAGE)
+        return original(self, *args)
+
+    monkeypatch.setattr(KVCache, method, failing)
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [("write_prefill", 1), ("write_prefill", 2), ("write_decode", 1), ("write_decode", 12), ("move_rows", 1)],
+)
+@pytest.mark.parametrize("way", list(WAYS))
+def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(way, method, call, monkeypatch, caplog):
+    expected = run(**WAYS[way])
+    fail_at(monkeypatch, method, lambda number, _: number == call)
+    found = run(**WAYS[way])
+    (warning,) = warnings_of(caplog)
+    assert "out of memory with 8 rows" in warning
+    assert "with 4" in warning
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_rows_are_halved_until_they_fit(way, most, monkeypatch, caplog):
+    expected = run(**WAYS[way])
+    fail_at(monkeypatch, "write_decode", lambda _, cache: cache.rows > most)
+    assert_same(run(**WAYS[way]), expected)
+    assert len(warnings_of(caplog)) == {1: 3, 2: 2, 5: 1}[most]
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_single_row_that_does_not_fit_is_an_error(way, monkeypatch, caplog):
+    fail_at(monkeypatch, "write_decode", lambda *_: True)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        run(**WAYS[way])
+    assert len(warnings_of(caplog)) == 3  # 8, 4, 2
+
+
+def test_other_errors_are_raised(monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr(KVCache, "write_decode", fail)
+    with pytest.raises(RuntimeError, match="shape"):
+        run()
+    assert not warnings_of(caplog)
+
+
+def test_a_lack_of_gpu_memory_is_handled_too(monkeypatch, caplog):
+    expected, original, calls = run(), KVCache.write_decode, []
+
+    def failing(self, *args):
+        calls.append(1)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self, *args)
+
+    monkeypatch.setattr(KVCache, "write_decode", failing)
+    assert_same(run(), expected)
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """Weak references to every cache that is made, with the garbage collector disabled."""
+    references, original = [], KVCache.__init__
+
+    def noting(self, *args):
+        original(self, *args)
+        references.append(weakref.ref(self))
+
+    monkeypatch.setattr(KVCache, "__init__", noting)
+    gc.collect()
+    gc.disable()
+    yield references
+    gc.enable()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_keys_and_values_are_released_after_the_call(samples, caches):
+    run(samples=samples)
+    assert caches
+    assert not [cache for cache in caches if cache() is not None]
+
+
+def test_keys_and_values_are_released_while_others_are_running(caches):
+    """Growing, merging and removing rows leave no copies: there are about as many caches as batches."""
+    alive = []
+    original = KVCache.write_decode
+
+    def watching(self, *args):
+        alive.append(sum(cache() is not None for cache in caches))
+        return original(self, *args)
+
+    KVCache.write_decode = watching
+    try:
+        run(rows=5)
+    finally:
+        KVCache.write_decode = original
+    assert max(alive) <= 6
+
+
+def test_the_static_cache_is_released_after_the_call(caches):
+    run(static=True)
+    assert caches
+    assert not [cache for cache in caches if cache() is not None]
+
+
+def test_keys_and_values_are_released_after_an_error(caches, monkeypatch):
+    fail_at(monkeypatch, "write_decode", lambda number, _: number == 9)
+    monkeypatch.setattr(continuous_batching, "is_out_of_memory", lambda problem: False)
+    with pytest.raises(RuntimeError, match="allocate"):
+        run()
+    assert caches
+    gc.collect()  # the traceback is a reference cycle
+    assert not [cache for cache in caches if cache() is not None]
