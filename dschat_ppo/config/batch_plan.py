@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import FitFlags, require
+from dschat_ppo.config.schema import SupervisedFlags, require
 
 MOST_UPDATES = 10**9  # at thirty a second they take a year
 MOST_ROWS = 10**6  # held in memory at a time, by every rank
@@ -15,7 +15,7 @@ MOST_ANSWERS = 10**7  # of an evaluation, as texts and scores
 
 
 @dataclass(frozen=True)
-class FitPlan:
+class SupervisedPlan:
     """Batches of steps 1 and 2. The last step of an epoch may hold fewer rows; none is dropped."""
 
     rows: int
@@ -55,13 +55,13 @@ class FitPlan:
         ]
 
 
-def plan_fit(flags: FitFlags, rows: int, world_size: int) -> FitPlan:
+def plan_supervised(flags: SupervisedFlags, rows: int, world_size: int) -> SupervisedPlan:
     """The batch plan of steps 1 and 2 for `rows` training rows.
 
     Raises:
         UserError: an optimizer step has more rows, or the run more steps, than any machine can do.
     """
-    plan = FitPlan(
+    plan = SupervisedPlan(
         rows,
         world_size,
         flags.per_device_train_batch_size,
@@ -228,7 +228,7 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
     return plan
 
 
-def check_evaluation(flags: ValidationFlags, prompts: int) -> None:
+def check_evaluation(flags: EvaluationFlags, prompts: int) -> None:
     """The answers to `prompts` held-out prompts must fit in memory.
 
     Raises:

@@ -85,7 +85,7 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
         argv: words after the program's name. A YAML file named by `--config` stands before them, so they override it.
 
     Returns:
-        The step's frozen configuration: `SFTConfig`, `RewardConfig` or `PPOConfig`.
+        The step's frozen configuration: `SFTConfig`, `PreferenceConfig` or `PPOConfig`.
 
     Raises:
         UserError: an unknown flag, a value out of range, or a flag that is not available yet.

@@ -9,7 +9,7 @@ from dschat_ppo.config.schema import flag, flag_list, require, require_not_negat
 
 
 @dataclass(frozen=True)
-class ValidationFlags:
+class EvaluationFlags:
     """Answers to held-out prompts, before, during and after training."""
 
     _argument_group_name: ClassVar[str] = "validation"

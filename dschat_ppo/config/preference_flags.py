@@ -20,7 +20,7 @@ ONLY_FOR = {
 
 
 @dataclass(frozen=True)
-class RewardFlags:
+class PreferenceFlags:
     """Flags of step 2 alone."""
 
     _argument_group_name: ClassVar[str] = "preferences"

@@ -229,7 +229,7 @@ class RunFlags:
 
 
 @dataclass(frozen=True)
-class FitFlags:
+class SupervisedFlags:
     """One model trained on rows: steps 1 and 2."""
 
     _argument_group_name: ClassVar[str] = "training"

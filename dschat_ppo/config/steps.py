@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.preference_flags import RewardFlags
+from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.config.schema import DataFlags, FitFlags, RunFlags, flag, flag_list, require
+from dschat_ppo.config.schema import DataFlags, RunFlags, SupervisedFlags, flag, flag_list, require
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class SFTConfig:
 
     sft: SFTFlags
     data: DataFlags
-    fit: FitFlags
+    fit: SupervisedFlags
     safety: SafetyFlags
     run: RunFlags
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class PreferenceConfig:
     """Everything step 2 was asked to do."""
 
-    reward: RewardFlags
+    reward: PreferenceFlags
     data: DataFlags
-    fit: FitFlags
+    fit: SupervisedFlags
     safety: SafetyFlags
     run: RunFlags
 
@@ -57,7 +57,7 @@ class PPOConfig:
     ppo: PPOFlags
     algorithm: AlgorithmFlags
     rewards: RewardSourceFlags
-    validation: ValidationFlags
+    validation: EvaluationFlags
     data: DataFlags
     safety: SafetyFlags
     run: RunFlags
@@ -201,7 +201,7 @@ _PRINT_NOTE = "a line with the loss is printed at every step"
 _LORA = dict.fromkeys(("lora_dim", "only_optimize_lora", "lora_module_name", "lora_learning_rate"), "LoRA")
 
 _PAIRS = Step(
-    config=RewardConfig,
+    config=PreferenceConfig,
     defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
     not_yet=_LORA,
     notes={

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dschat_ppo.algorithms.group_advantages import groups_that_differ
+from dschat_ppo.algorithms.group_statistics import groups_that_differ
 from dschat_ppo.algorithms.kl import kl_k1, kl_k3
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.common.phases import PhaseClock

@@ -19,7 +19,7 @@ from dschat_ppo.config.algorithm_flags import (
     AlgorithmFlags,
 )
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.errors import UserError
 
 
@@ -118,8 +118,8 @@ def test_options_without_effect_or_out_of_range_are_refused(flags, message):
 @pytest.mark.parametrize("given", [{"eval_batch_size": 8}, {"eval_pass_score": 0.5}, {"save_best": False}])
 def test_flags_of_an_evaluation_need_its_data(given):
     with pytest.raises(UserError, match=f"--{next(iter(given))}: .*--eval_data_path"):
-        ValidationFlags(**given)
-    ValidationFlags(eval_data_path=["prompts.jsonl"], **given)
+        EvaluationFlags(**given)
+    EvaluationFlags(eval_data_path=["prompts.jsonl"], **given)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dschat_ppo.config.batch_plan import check_evaluation, plan_fit, plan_ppo
-from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.batch_plan import check_evaluation, plan_ppo, plan_supervised
+from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import FitFlags
+from dschat_ppo.config.schema import SupervisedFlags
 from dschat_ppo.errors import UserError
 
 
@@ -13,8 +13,8 @@ def ppo_flags(**settings) -> PPOFlags:
     return PPOFlags(actor_model_name_or_path="a", critic_model_name_or_path="c", **settings)
 
 
-def fit_flags(micro_batch: int, accumulation: int, epochs: int) -> FitFlags:
-    return FitFlags(
+def fit_flags(micro_batch: int, accumulation: int, epochs: int) -> SupervisedFlags:
+    return SupervisedFlags(
         model_name_or_path="m",
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
@@ -33,12 +33,12 @@ def fit_flags(micro_batch: int, accumulation: int, epochs: int) -> FitFlags:
     ],
 )
 def test_fit_plan_by_hand(rows, world_size, micro_batch, accumulation, epochs, global_batch, per_epoch, total):
-    plan = plan_fit(fit_flags(micro_batch, accumulation, epochs), rows, world_size)
+    plan = plan_supervised(fit_flags(micro_batch, accumulation, epochs), rows, world_size)
     assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == (global_batch, per_epoch, total)
 
 
 def test_fit_table_shows_the_arithmetic():
-    table = dict(plan_fit(fit_flags(4, 3, 2), 100, 2).table())
+    table = dict(plan_supervised(fit_flags(4, 3, 2), 100, 2).table())
     assert table["global batch"] == "4 x 3 x 2 = 24"
     assert table["optimizer steps per epoch"] == "ceil(100 / 24) = 5"
     assert table["optimizer steps in all"] == "5 x 2 = 10"
@@ -126,10 +126,10 @@ def test_ppo_steps_that_are_no_whole_number_of_updates_are_refused(
 def test_what_no_machine_can_fit_is_refused(micro_batch, accumulation, epochs, refused):
     flags = fit_flags(micro_batch, accumulation, epochs)
     if refused is None:
-        plan_fit(flags, 100, 2)
+        plan_supervised(flags, 100, 2)
         return
     with pytest.raises(UserError, match=refused):
-        plan_fit(flags, 100, 2)
+        plan_supervised(flags, 100, 2)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_ppo_run_that_no_machine_can_make_is_refused(settings, refused):
 
 
 def test_an_evaluation_whose_answers_do_not_fit_is_refused():
-    few = ValidationFlags(eval_data_path=["e"], eval_samples=10_000, eval_max_prompts=1000)
+    few = EvaluationFlags(eval_data_path=["e"], eval_samples=10_000, eval_max_prompts=1000)
     check_evaluation(few, 10**6)  # the first thousand alone are asked: ten million answers
     with pytest.raises(UserError, match="--eval_samples 10000 x 1001 held-out prompts"):
-        check_evaluation(ValidationFlags(eval_data_path=["e"], eval_samples=10_000), 1001)
+        check_evaluation(EvaluationFlags(eval_data_path=["e"], eval_samples=10_000), 1001)

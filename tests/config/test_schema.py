@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dschat_ppo.config.schema import LARGEST_BETA, SMALLEST_EPSILON, SMALLEST_NORM, FitFlags, RunFlags
+from dschat_ppo.config.schema import LARGEST_BETA, SMALLEST_EPSILON, SMALLEST_NORM, RunFlags, SupervisedFlags
 from dschat_ppo.errors import UserError
 
 LARGE, SMALL, LEAST = 1e18, 1e-18, 1e-45  # the least number of fp32
@@ -58,8 +58,8 @@ def test_beyond_the_limits_it_is_not(betas, epsilon, gradients, too_large):
         RunFlags(output_dir="o", adam_beta1=betas[0], adam_beta2=betas[1], adam_epsilon=epsilon)
 
 
-def fit(**changes) -> FitFlags:
-    return FitFlags(model_name_or_path="m", **changes)
+def fit(**changes) -> SupervisedFlags:
+    return SupervisedFlags(model_name_or_path="m", **changes)
 
 
 def test_a_decay_shrinks_weights_and_no_more():
