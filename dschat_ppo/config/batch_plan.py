@@ -82,7 +82,8 @@ def plan_supervised(flags: SupervisedFlags, rows: int, world_size: int) -> Super
 
 def _require_few_updates(count: int, flags: str) -> None:
     require(
-        count <= MOST_UPDATES, f"{flags}: {count} optimizer steps in total; more than {MOST_UPDATES} take over a year"
+        count <= MOST_UPDATES,
+        f"{flags}: {count} optimizer steps in total; {MOST_UPDATES} already take more than a year",
     )
 
 

@@ -171,7 +171,7 @@ class PPOFlags:
             f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}",
         )
         require(all(number >= 0 for number in self.stop_token_ids), "--stop_token_ids must be 0 or above")
-        require(self.enable_ema or self.ema_decay == EMA_DECAY, "--ema_decay has no effect without --enable_ema")
+        require(self.enable_ema or self.ema_decay == EMA_DECAY, "--ema_decay is for --enable_ema, which is not given")
         require(all(self.stop_strings), "--stop_strings must not contain an empty string")
         require(
             not self.offload_reference_model or self.actor_zero_stage == 3,
