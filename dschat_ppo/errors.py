@@ -1,65 +1,65 @@
-"""Exceptions with a meaning of their own. `runtime/first_failure.py` holds the exit code of each."""
+"""The exceptions of the package. `runtime/first_failure.py` maps them to exit codes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MOST_CHARACTERS = 400  # of another library's sentence; the log holds the rest
+MOST_CHARACTERS = 400  # of a quoted message of another library; the log has the rest
 
 
 class UserError(ValueError):
-    """Bad input: a flag, a file, a row or a model that cannot be used.
+    """Bad input: a flag, file, row or model that cannot be used.
 
-    The message names the option, file or row and says what to do. The entry points print it without a traceback
-    and exit with code 2; every other exception propagates.
+    The message names the flag, file or row and says what to do. The entry points print it without a traceback and exit
+    with code 2. Every other exception propagates.
     """
 
 
 class StorageError(UserError):
-    """The outputs cannot be written: the disk is full, or the folder may not be written.
+    """The outputs cannot be written: the disk is full, or the folder is not writable.
 
-    The message names the place and the cause and, of a checkpoint, the one from which the run can go on.
+    The message names the path and the cause, and for a checkpoint the one from which the run can resume.
     """
 
 
 class NonFiniteError(FloatingPointError):
-    """Numbers that are not finite; the message names the file that replays them."""
+    """NaN or infinity in the training; the message names the repro bundle that replays it."""
 
 
 class StopRequested(Exception):  # noqa: N818  nothing went wrong
-    """The run ends here, on every rank: it was asked to stop and its state is saved, or it was done before.
+    """The run stops here on every rank: a stop was requested and the state is saved, or the run was already finished.
 
-    The message says how to go on. The entry points print it on rank 0 and exit with code 0.
+    The message says how to continue. The entry points print it on rank 0 and exit with code 0.
     """
 
 
 class RolloutCancelled(Exception):  # noqa: N818  nothing went wrong
-    """The run is to stop, so the answers of this PPO step are thrown away; raised on every rank."""
+    """A stop was requested during a rollout, whose answers are discarded; raised on every rank."""
 
 
 def in_one_line(problem: BaseException) -> str:
-    """What another library says, without line breaks and of at most `MOST_CHARACTERS`, to stand in a message of ours.
+    """The message of an exception in one line of at most `MOST_CHARACTERS`, to be quoted in another message.
 
-    What is no sentence, such as the missing key of a `KeyError`, gets the exception's name in front.
+    A message of one word, such as the key of a `KeyError`, is preceded by the name of the exception.
     """
-    said = " ".join(str(problem).split())
-    said = said if " " in said else f"{type(problem).__name__}: {said}".rstrip(": ")
-    return said if len(said) <= MOST_CHARACTERS else f"{said[:MOST_CHARACTERS]}..."
+    message = " ".join(str(problem).split())
+    message = message if " " in message else f"{type(problem).__name__}: {message}".rstrip(": ")
+    return message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}..."
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """The block lets a library read what the user gave, and nothing else; if it cannot, that is a `UserError`.
+    """Turn the exceptions of a library that reads a file or value of the user into a `UserError`.
 
-    This is the one place that catches every `Exception`. A malformed file makes libraries raise almost any of them:
-    tokenizers raises plain `Exception`, transformers KeyError, AttributeError, ZeroDivisionError and more. The
-    exceptions of this module pass, and so does what ends a process (`KeyboardInterrupt`, `SystemExit`). A panic of Rust
-    code derives from `BaseException` and is known by its name alone.
+    The block must do nothing but read. This is the only place that catches every `Exception`, because libraries raise
+    almost any of them for a malformed file: tokenizers raises plain `Exception`; transformers raises KeyError,
+    AttributeError, ZeroDivisionError and more. The exceptions of this module, `KeyboardInterrupt` and `SystemExit`
+    pass. A panic in Rust code derives from `BaseException` and can be recognised only by its name.
 
     Args:
-        what: flag, file or row, and what is wrong with it; the library's sentence follows.
+        what: the flag, file or row and what is wrong with it; the message of the library follows.
 
     Raises:
-        UserError: the block raised; the cause is kept for the log.
+        UserError: the block raised; `__cause__` is the original exception, for the log.
     """
     try:
         yield

@@ -1,7 +1,8 @@
-"""The records that travel between layers. Masks are True on real tokens and are carried, never recovered from ids.
+"""The records that the layers of the package exchange: prompts, rollouts and experience.
 
-Shapes: B rows, P prompt length, R response length. Prompts are left-padded, responses right-padded, so that a row
-`[prompt | response]` has its real tokens in one run. Padding may hold any id.
+Shapes: B rows, P prompt length, R response length, T sequence length, K reward sources. Prompts are left-padded and
+responses right-padded, so the real tokens of a row `[prompt | response]` are contiguous. Masks are True on real tokens
+and are carried along, never derived from token ids: padding may hold any id.
 """
 
 from __future__ import annotations
@@ -17,152 +18,135 @@ Rows = TypeVar("Rows", "PromptBatch", "Rollout", "ScoredRollout", "Experience")
 
 Record = TypeVar("Record")
 
-# Of the fields of a record these are (B, P), these have one entry a row, and all others are (B, R), right-padded.
+# Fields of shape (B, P), and fields with one entry per row; all other fields are (B, R).
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
 PER_ROW = ("finish_reason", "source_scores", "scores", "baselines", "groups")
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts on this rank: `prompt_ids` (B, P) int64, `prompt_mask` (B, P) bool."""
+    """The prompts of one rank."""
 
-    prompt_ids: Tensor
-    prompt_mask: Tensor
+    prompt_ids: Tensor  # (B, P) int64, left-padded
+    prompt_mask: Tensor  # (B, P) bool, True on prompt tokens
 
 
 class FinishReason(IntEnum):
-    """Why an answer ended: by EOS or end of turn, by a stop token or stop string, or cut by the length limit."""
+    """Why an answer ended."""
 
-    EOS = 0
-    STOP = 1
-    LENGTH = 2
+    EOS = 0  # EOS or the end-of-turn token
+    STOP = 1  # a stop token or stop string
+    LENGTH = 2  # truncated by the length limit
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Prompts and sampled responses.
+    """Prompts and sampled responses."""
 
-    `response_ids` (B, R) int64; `response_mask` (B, R) bool, True up to and including the token that ended the answer;
-    `rollout_logprobs` (B, R) fp32, log-probs seen while sampling, under the temperature, before top-k and top-p;
-    `finish_reason` (B,) int8, a `FinishReason`.
-    """
-
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    response_ids: Tensor
-    response_mask: Tensor
-    rollout_logprobs: Tensor
-    finish_reason: Tensor
+    prompt_ids: Tensor  # (B, P) int64, left-padded
+    prompt_mask: Tensor  # (B, P) bool, True on prompt tokens
+    response_ids: Tensor  # (B, R) int64, right-padded
+    response_mask: Tensor  # (B, R) bool, True up to and including the token that ended the answer
+    rollout_logprobs: Tensor  # (B, R) fp32, recorded while sampling: with the temperature, before top-k and top-p
+    finish_reason: Tensor  # (B,) int8, a `FinishReason`
 
     @property
     def ended(self) -> Tensor:
-        """(B,) bool, True where the answer ended by itself, False where the length limit cut it."""
+        """(B,) bool, True for answers that ended by themselves, False for truncated ones."""
         return self.finish_reason != FinishReason.LENGTH
 
 
 @dataclass(frozen=True)
 class ScoredRollout(Rollout):
-    """A rollout with what the models say of it. (B, R) tensors are fp32, aligned to response tokens, 0 outside
-    `response_mask`; None stands for what the run does not ask for.
+    """A rollout with log-probs, values and scores of the models.
 
-    `old_logprobs` (B, R) of the policy that is about to be trained; `entropies` (B, R) of its distributions;
-    `ref_logprobs` (B, R) of the reference; `kl` (B, R), the estimate of KL to the reference that the reward is
-    penalised by; `values` (B, R); `source_scores` (B, K) fp32 of each source of reward; `scores` (B,) fp32, their
-    mixture; `baselines` (B,) fp32, the score of the greedy answer to the same prompt; `groups` (B,) int64, the number
-    of the row's prompt in the run.
+    (B, R) tensors are aligned to the response tokens and 0 outside `response_mask`. A field that the run does not need
+    is None.
     """
 
-    old_logprobs: Tensor
-    entropies: Tensor | None
-    ref_logprobs: Tensor | None
-    kl: Tensor | None
-    values: Tensor | None
-    source_scores: Tensor
-    scores: Tensor
-    baselines: Tensor | None
-    groups: Tensor
+    old_logprobs: Tensor  # (B, R) fp32, log-probs under the policy before its updates
+    entropies: Tensor | None  # (B, R) fp32, entropy of that policy at each token, in nats
+    ref_logprobs: Tensor | None  # (B, R) fp32, log-probs under the reference
+    kl: Tensor | None  # (B, R) fp32, KL to the reference, for the penalty in the reward
+    values: Tensor | None  # (B, R) fp32, the critic's value before each response token
+    source_scores: Tensor  # (B, K) fp32, score by each reward source
+    scores: Tensor  # (B,) fp32, weighted sum over the reward sources
+    baselines: Tensor | None  # (B,) fp32, score of the greedy answer to the same prompt, for remax
+    groups: Tensor  # (B,) int64, number of the row's prompt in the run
 
 
 @dataclass(frozen=True)
 class Experience(ScoredRollout):
-    """Scored answers ready for the updates. All (B, R) fp32 and 0 outside `response_mask` unless said otherwise.
+    """A scored rollout with advantages and returns, ready for the updates; 0 or False outside `response_mask`."""
 
-    `rewards` per token; `advantages`; `returns`, the critic's targets; `loss_mask` (B, R) bool, True on the response
-    tokens that the policy's loss counts; `loss_weights`, factors of their losses; `selected` (B, R) bool, the tokens
-    that `clip_cov` and `kl_cov` act on, or None.
-    """
-
-    rewards: Tensor
-    advantages: Tensor
-    returns: Tensor
-    loss_mask: Tensor
-    loss_weights: Tensor
-    selected: Tensor | None
+    rewards: Tensor  # (B, R) fp32, reward of each token: KL penalty, and on the last one the score
+    advantages: Tensor  # (B, R) fp32
+    returns: Tensor  # (B, R) fp32, targets of the critic
+    loss_mask: Tensor  # (B, R) bool, True on the response tokens in the policy loss
+    loss_weights: Tensor  # (B, R) fp32, weights of the token losses of the policy
+    selected: Tensor | None  # (B, R) bool, tokens that clip_cov and kl_cov act on; None for the other losses
 
 
 def row_lengths(rows: Rollout) -> Tensor:
-    """Real tokens of each row, prompt and response, (B,) int64."""
+    """Number of real tokens of each row, prompt and response together, (B,) int64."""
     return rows.prompt_mask.sum(dim=1) + rows.response_mask.sum(dim=1)
 
 
 def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
-    """Prompt and response of each row as one run from slot 0 on, right-padded, so that a token's slot is its position.
+    """Right-padded rows `[prompt | response]` that begin at column 0, so that a token's column is its position.
 
     Returns:
-        `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest of the rows. What stands after a row's length is
-        of no meaning: causal attention lets no real token see it.
+        `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest of the rows. Ids after a row's length are
+        arbitrary: with causal attention no real token sees them.
     """
-    prompt_lengths, lengths = rows.prompt_mask.sum(dim=1), row_lengths(rows)
-    joined = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)
-    first = rows.prompt_ids.shape[1] - prompt_lengths
-    slots = torch.arange(int(lengths.max()), device=joined.device)
-    return joined.gather(1, (first.unsqueeze(1) + slots).clamp_max(joined.shape[1] - 1)), lengths
+    prompt_lengths, lengths = rows.prompt_mask.sum(dim=1), row_lengths(rows)  # (B,) each
+    joined = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)  # (B, P + R)
+    first = rows.prompt_ids.shape[1] - prompt_lengths  # (B,) column of the first prompt token in `joined`
+    columns = torch.arange(int(lengths.max()), device=joined.device)  # (T,)
+    return joined.gather(1, (first.unsqueeze(1) + columns).clamp_max(joined.shape[1] - 1)), lengths  # (B, T), (B,)
 
 
 def response_slots(rows: Rollout) -> Tensor:
-    """Slot in `full_sequences` of each response token, (B, R) int64; the last real one of the row where there is none.
+    """Column in `full_sequences` of each response token, (B, R) int64; in the padding that of the row's last token.
 
-    The slot before it is where that token is predicted.
+    The logits at the column before predict the token.
     """
-    columns = torch.arange(rows.response_ids.shape[1], device=rows.response_ids.device)
-    prompt_lengths = rows.prompt_mask.sum(dim=1, keepdim=True)
+    columns = torch.arange(rows.response_ids.shape[1], device=rows.response_ids.device)  # (R,)
+    prompt_lengths = rows.prompt_mask.sum(dim=1, keepdim=True)  # (B, 1)
     return torch.minimum(prompt_lengths + columns, row_lengths(rows).unsqueeze(1) - 1)
 
 
 def position_ids_of(attention_mask: Tensor) -> Tensor:
-    """Positions counted from the mask, (B, T) int64: the first real token of each row is at 0."""
+    """(B, T) int64 positions, counted along the mask (B, T) bool: the first real token of each row has position 0."""
     return (attention_mask.long().cumsum(dim=1) - 1).clamp_min(0)
 
 
 def tensors_of(rows: Any) -> dict[str, Tensor]:
-    """Field name -> tensor of a record, without the fields that are None."""
+    """The fields of a record as name -> tensor, without those that are None."""
     values = {f.name: getattr(rows, f.name) for f in fields(rows)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def record_of(kind: type[Record], tensors: dict[str, Tensor]) -> Record:
-    """The record that `tensors_of` took apart: what it does not name is None."""
+    """The inverse of `tensors_of`; missing fields are None."""
     return kind(**{f.name: tensors.get(f.name) for f in fields(kind)})  # type: ignore[arg-type]
 
 
 def select_rows(rows: Rows, index: Tensor) -> Rows:
-    """The rows at `index` (n,) int64, cut to the longest prompt and response among them."""
+    """The rows at `index` (n,) int64, without columns that are padding in all of them; at least one response column."""
     chosen = {name: value[index] for name, value in tensors_of(rows).items()}
     prompt_length = int(chosen["prompt_mask"].sum(dim=1).max())
-    chosen |= {name: _last_columns(chosen[name], prompt_length) for name in LEFT_PADDED}
+    # (n, P) -> (n, prompt_length); `[:, -n:]` would keep every column for n = 0
+    chosen |= {name: chosen[name][:, chosen[name].shape[1] - prompt_length :] for name in LEFT_PADDED}
     if "response_mask" in chosen:
         response_length = max(1, int(chosen["response_mask"].sum(dim=1).max()))
         responses = [name for name in chosen if name not in (*LEFT_PADDED, *PER_ROW)]
-        chosen |= {name: chosen[name][:, :response_length] for name in responses}
+        chosen |= {name: chosen[name][:, :response_length] for name in responses}  # (n, R) -> (n, response_length)
     return replace(rows, **chosen)
 
 
-def _last_columns(value: Tensor, count: int) -> Tensor:
-    return value[:, value.shape[1] - count :]
-
-
 def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
-    """The same rows with padding columns up to the given lengths: prompts grow leftwards, responses rightwards."""
+    """The same rows padded to the given lengths: prompts at the left, responses at the right."""
 
     def padded(name: str, value: Tensor) -> Tensor:
         if name in PER_ROW:
@@ -175,12 +159,12 @@ def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
 
 
 def repeat_rows(rows: Rows, times: int) -> Rows:
-    """Every row `times` times, one after another."""
+    """(B, ...) -> (B * times, ...): each row `times` times in a row."""
     return replace(rows, **{name: v.repeat_interleave(times, dim=0) for name, v in tensors_of(rows).items()})
 
 
 def concat_rows(parts: list[Rows]) -> Rows:
-    """Rows of all parts, in order, padded to common lengths. What is None in one part is None in all."""
+    """The rows of all parts in order, padded to common lengths. A field must be None in all parts or in none."""
     prompt_length = max(part.prompt_ids.shape[1] for part in parts)
     response_length = max(part.response_ids.shape[1] if isinstance(part, Rollout) else 0 for part in parts)
     padded = [tensors_of(pad_rows(part, prompt_length, response_length)) for part in parts]
@@ -188,6 +172,6 @@ def concat_rows(parts: list[Rows]) -> Rows:
 
 
 def to_device(record: Record, device: torch.device | str) -> Record:
-    """The same record (a dataclass of tensors) on `device`."""
+    """The record (a dataclass of tensors) on `device`."""
     moved: dict[str, Any] = {name: value.to(device) for name, value in tensors_of(record).items()}
     return replace(record, **moved)  # type: ignore[type-var]

@@ -1,5 +1,6 @@
-"""Rows of uneven length for tests of formulas: masks, fillings of the padding, and drawn batches."""
+"""Ragged batches for tests of formulas: masks, values for the padding, and generated row lengths."""
 
+import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,9 +16,9 @@ def ragged_mask(lengths, width=None) -> torch.Tensor:
 
 
 def gapped_mask() -> torch.Tensor:
-    """Rows of which the True tokens are not in one run, one without any, one with a single one."""
+    """(5, 6) bool with gaps inside rows, one row without a True token and one with a single one."""
     rows = ["110101", "000000", "001000", "111111", "011100"]
-    return torch.tensor([[letter == "1" for letter in row] for row in rows])
+    return torch.tensor([[digit == "1" for digit in row] for row in rows])
 
 
 def normal(seed: int, *shape: int, dtype=torch.float64) -> torch.Tensor:
@@ -25,7 +26,7 @@ def normal(seed: int, *shape: int, dtype=torch.float64) -> torch.Tensor:
 
 
 def widened(values: torch.Tensor, columns: int, filling) -> torch.Tensor:
-    """More columns of padding at the right."""
+    """(B, R) -> (B, R + columns), padded at the right with `filling`."""
     return torch.cat([values, torch.full((values.shape[0], columns), filling, dtype=values.dtype)], dim=1)
 
 
@@ -34,3 +35,13 @@ def row_lengths(draw, largest=5, rows=6) -> list[int]:
     """Lengths of one to `rows` rows, zeros among them; at least one row has a token."""
     lengths = draw(st.lists(st.integers(0, largest), min_size=1, max_size=rows))
     return lengths if any(lengths) else [*lengths, 1]
+
+
+def returns_by_loop(rewards: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarray:
+    """(B, R) each token's reward plus the discounted rewards of the row's later True tokens."""
+    returns = np.zeros(rewards.shape)
+    for row in range(rewards.shape[0]):
+        columns = [t for t in range(rewards.shape[1]) if mask[row, t]]
+        for i, t in enumerate(columns):
+            returns[row, t] = sum(gamma**k * rewards[row, s] for k, s in enumerate(columns[i:]))
+    return returns

@@ -1,16 +1,16 @@
-"""What a library raises while it reads the user's files becomes one line."""
+"""Exceptions of libraries that read the user's files become a `UserError` of one line."""
 
 import pytest
 
 from dschat_ppo.errors import MOST_CHARACTERS, NonFiniteError, StopRequested, UserError, in_one_line, reading
 
 
-class PanicException(BaseException):  # noqa: N818  its name is all that is known of the one that Rust code raises
+class PanicException(BaseException):  # noqa: N818  the one that Rust code raises is recognised by its name
     pass
 
 
 @pytest.mark.parametrize(
-    ("problem", "said"),
+    ("problem", "message"),
     [
         (ValueError("first line\n   second line"), "first line second line"),
         (KeyError("model"), "KeyError: 'model'"),
@@ -18,8 +18,8 @@ class PanicException(BaseException):  # noqa: N818  its name is all that is know
         (RuntimeError("a " * 900), ("a " * 900)[:MOST_CHARACTERS] + "..."),
     ],
 )
-def test_a_sentence_of_a_library_in_one_line(problem, said):
-    assert in_one_line(problem) == said
+def test_a_message_of_a_library_in_one_line(problem, message):
+    assert in_one_line(problem) == message
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_sentence_of_a_library_in_one_line(problem, said):
      StopIteration(), MemoryError(), PanicException("slice out of range")],
     ids=lambda problem: type(problem).__name__,
 )  # fmt: skip
-def test_whatever_a_library_raises_is_a_user_error_that_keeps_its_cause(problem):
+def test_every_exception_of_a_library_becomes_a_user_error_with_its_cause(problem):
     with (
         pytest.raises(UserError, match=r"^--flag file: cannot be read: ") as caught,
         reading("--flag file: cannot be read"),
@@ -43,7 +43,7 @@ def test_whatever_a_library_raises_is_a_user_error_that_keeps_its_cause(problem)
     [UserError("ours"), NonFiniteError("ours"), StopRequested("ours"), KeyboardInterrupt(), SystemExit(3)],
     ids=lambda problem: type(problem).__name__,
 )
-def test_what_is_no_fault_of_the_file_passes_as_it_is(problem):
+def test_exceptions_of_the_package_and_interrupts_pass(problem):
     with pytest.raises(type(problem)) as caught, reading("--flag file: cannot be read"):
         raise problem
     assert caught.value is problem

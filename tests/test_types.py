@@ -1,4 +1,4 @@
-"""Records of rows: joining, cutting and padding them, to known values."""
+"""Records: joining, selecting and padding rows, by hand."""
 
 from dataclasses import fields, replace
 
@@ -58,7 +58,7 @@ def real_tokens(rows) -> list[tuple[list[int], list[int], list[float]]]:
 REAL = [([11], [41, 42], [-1.0, -2.0]), ([21, 22, 23], [], []), ([31, 32], [51], [-3.0])]
 
 
-def test_full_sequences_begin_at_slot_0_and_are_as_long_as_the_longest():
+def test_full_sequences_begin_at_column_0_and_are_as_long_as_the_longest():
     ids, lengths = full_sequences(rollout())
     assert lengths.tolist() == [3, 3, 3]
     assert ids.tolist() == [[11, 41, 42], [21, 22, 23], [31, 32, 51]]
@@ -100,7 +100,7 @@ def test_positions_accept_a_boolean_mask():
     assert position_ids_of(torch.tensor([[False, True, True]]))[0, 1:].tolist() == [0, 1]
 
 
-def test_select_keeps_the_order_asked_for_and_the_real_tokens():
+def test_select_keeps_the_order_of_the_index_and_the_real_tokens():
     assert real_tokens(select_rows(rollout(), torch.tensor([2, 0]))) == [REAL[2], REAL[0]]
 
 
@@ -129,13 +129,13 @@ def test_select_trims_every_field_of_an_experience():
     assert rows.returns.tolist() == [[-7.0, -14.0], [0.0, 0.0]]
 
 
-def test_select_trims_prompts_alone():
+def test_select_trims_a_prompt_batch():
     rows = rollout()
     prompts = select_rows(PromptBatch(rows.prompt_ids, rows.prompt_mask), torch.tensor([0, 2]))
     assert prompts.prompt_ids.tolist() == [[92, 11], [31, 32]]
 
 
-def test_padding_grows_prompts_leftwards_and_responses_rightwards():
+def test_prompts_are_padded_at_the_left_and_responses_at_the_right():
     rows = pad_rows(rollout(), 6, 5)
     assert rows.prompt_ids.shape == rows.prompt_mask.shape == (3, 6)
     assert rows.response_ids.shape == rows.response_mask.shape == rows.rollout_logprobs.shape == (3, 5)

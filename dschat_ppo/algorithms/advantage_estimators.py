@@ -1,96 +1,245 @@
-"""Advantage estimators by name: one line here for each, and one function of `AdvantageInputs`.
+"""Advantage estimators: one function each, from `AdvantageInputs` to (advantages, returns).
 
-Each returns (advantages, returns), both (B, R) fp32 and 0 outside the mask. `returns` are the critic's targets for gae;
-the others report the discounted return-to-go there. Nothing is whitened here: the caller does it, over the tokens of
-all ranks (`WHITENED` in `config/algorithm_flags.py`).
+Both results have the shape and dtype of the rewards, (B, R), and are 0 outside the mask. `returns` are the critic's
+targets for gae; for the other estimators they are the discounted return-to-go and are only logged. No estimator
+whitens: the caller does so over the tokens of all ranks (`WHITENED` in `config/algorithm_flags.py`).
+
+In the formulas S is the score of a row: the sum of its token rewards, so a KL penalty is subtracted before any
+baseline. Estimators that compare the answers to one prompt give 0 to a row that has no other answer to be compared
+with, and exactly 0 to all rows of a group with equal scores. They compute `S - mean` from the gaps to the group's best
+score (`Groups.gaps`), in fp64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms import group_advantages as group
+from dschat_ppo.algorithms.group_statistics import Groups
 from dschat_ppo.algorithms.masked import zero_outside
-from dschat_ppo.algorithms.token_rewards import AdvantageInputs, returns_to_go, token_rewards
-from dschat_ppo.algorithms.token_rewards import gae as generalised_advantages
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Inputs of the estimators. The B rows are all rows of the PPO step, of all ranks."""
+
+    rewards: Tensor  # (B, R) fp32, of each token: the score on the last one, minus the KL penalty (`token_rewards`)
+    values: Tensor | None  # (B, R) fp32, the critic's V before each response token; None without a critic
+    response_mask: Tensor  # (B, R) bool, True on response tokens; rows may have none
+    groups: Tensor  # (B,) int64, number of the row's prompt: any numbers, rows in any order
+    baselines: Tensor | None  # (B,) fp32, score of the greedy answer to the row's prompt; None except for remax
+    gamma: float  # discount per token, in [0, 1]
+    lam: float  # lambda of gae, in [0, 1]
+    normalise_std: bool = True  # grpo and grpo_pass_at_k: divide by the standard deviation of the group
+    epsilon: float = 1e-6  # added to that standard deviation
+    scores: Tensor | None = None  # (B,) fp32, scores before the KL penalty; None: the rewards hold no penalty
+
 
 Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
 
 
+def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: float) -> Tensor:
+    """`-kl_coef * kl` on each response token, plus the row's score on its last one (Ouyang et al. 2022, eq. 2).
+
+    Args:
+        scores: (B,) fp32.
+        kl: (B, R) fp32, per token.
+        response_mask: (B, R) bool. Tokens that the policy did not choose may lie between its own. A row without a True
+            has no reward at all.
+        kl_coef: weight of the penalty.
+
+    Returns:
+        (B, R) fp32, 0 outside the mask.
+    """
+    rewards = torch.where(_last_token(response_mask), scores.unsqueeze(1), 0.0) - kl_coef * kl  # (B, 1) over (B, R)
+    return zero_outside(rewards, response_mask)
+
+
+def returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """`G_t = r_t + gamma G_{t+1}`, with t + 1 the row's next True token and G = 0 after the last one.
+
+    Gaps in the mask neither reset the sum nor discount it.
+
+    Args:
+        rewards: (B, R), floating.
+        response_mask: (B, R) bool.
+        gamma: discount in [0, 1].
+
+    Returns:
+        (B, R) in the dtype of `rewards`, 0 outside the mask.
+    """
+    returns = torch.zeros_like(rewards)
+    following = rewards.new_zeros(rewards.shape[0])  # (B,) G_{t+1}
+    for t in reversed(range(rewards.shape[1])):
+        following = torch.where(response_mask[:, t], rewards[:, t] + gamma * following, following)
+        returns[:, t] = torch.where(response_mask[:, t], following, 0.0)
+    return returns
+
+
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation with the critic's values (Schulman et al. 2016).
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16); an episode ends at the row's last token.
+
+    `delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, `returns = A + V`, with V and A after
+    the last token 0. Where the mask has gaps, t + 1 is the row's next True token: a token that the policy did not
+    choose is not a step of the episode.
 
     Raises:
         ValueError: there are no values.
     """
     if inputs.values is None:
         raise ValueError("gae needs the values of a critic")
-    return generalised_advantages(inputs.rewards, inputs.values, inputs.response_mask, inputs.gamma, inputs.lam)
+    mask, gamma, lam = inputs.response_mask, inputs.gamma, inputs.lam
+    rewards, values = zero_outside(inputs.rewards, mask), zero_outside(inputs.values, mask)  # (B, R) each
+    advantages = torch.zeros_like(rewards)
+    next_advantage = rewards.new_zeros(rewards.shape[0])  # (B,) A_{t+1}
+    next_value = torch.zeros_like(next_advantage)  # (B,) V_{t+1}
+    for t in reversed(range(rewards.shape[1])):
+        inside = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(inside, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(inside, values[:, t], next_value)
+        advantages[:, t] = torch.where(inside, next_advantage, 0.0)
+    return advantages, advantages + values
 
 
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`(S - mean) / (std + epsilon)` on every token of the row (GRPO, Shao et al. 2024); with a KL penalty see
-    `group_advantages.standardised_scores`; without `normalise_std` as dr_grpo."""
-    return _on_every_token(group.centred(_scores_to_compare(inputs)), inputs)
+    """`(S - mean) / (std + epsilon)` over the group, on every token (GRPO, Shao et al. 2024).
+
+    With a KL penalty inside S see `_standardised_gaps`; with `normalise_std` False as `dr_grpo`.
+    """
+    groups = Groups.of(inputs.groups, inputs.response_mask)
+    gaps = _standardised_gaps(inputs, groups) if inputs.normalise_std else groups.gaps(_row_scores(inputs))  # (B,)
+    return _on_every_token(gaps - groups.mean(gaps), inputs)
+
+
+def _standardised_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
+    """(B,) gaps of `Z / max(1, std(Z))` with `Z = S / (std(S) + epsilon) - KL penalty`, S before the penalty.
+
+    Each quantity is divided by its own standard deviation, so a row of a group of n is at most `(n - 1) / sqrt(n)` from
+    its group's mean (Samuelson 1968, "How deviant can you be?"). The penalty is not divided by the deviation of the
+    scores: where scores are nearly equal, that would amplify the noise of the KL without bound. Where they are equal,
+    the penalties alone are compared. Without a penalty the result is `S / (std(S) + epsilon)`.
+    """
+    totals = _row_scores(inputs)
+    scores = totals if inputs.scores is None else inputs.scores.double()  # (B,) before the KL penalty
+    gaps = groups.gaps(scores)
+    std = groups.std(gaps)
+    standardised = gaps / torch.where(std > 0, std + inputs.epsilon, 1.0)
+    penalised = groups.gaps(standardised - (scores - totals))
+    return groups.gaps(penalised / groups.std(penalised).clamp_min(1))
 
 
 def dr_grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`group_advantages.centred` on every token of the row."""
-    return _on_every_token(group.centred(group.group_scores(inputs)), inputs)
+    """`S - mean` over the group, on every token (Dr. GRPO, Liu et al. 2025)."""
+    groups = Groups.of(inputs.groups, inputs.response_mask)
+    gaps = groups.gaps(_row_scores(inputs))  # (B,)
+    return _on_every_token(gaps - groups.mean(gaps), inputs)
 
 
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`group_advantages.leave_one_out` on every token of the row."""
-    return _on_every_token(group.leave_one_out(group.group_scores(inputs)), inputs)
+    """S minus the mean of the other scores of the group, `n / (n - 1) (S - mean)` (RLOO, Ahmadian et al. 2024)."""
+    groups = Groups.of(inputs.groups, inputs.response_mask)
+    gaps = groups.gaps(_row_scores(inputs))  # (B,)
+    return _on_every_token((gaps - groups.mean(gaps)) * groups.sizes / (groups.sizes - 1).clamp_min(1), inputs)
 
 
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`group_advantages.length_weighted` on every token of the row."""
-    return _on_every_token(group.length_weighted(group.group_scores(inputs)), inputs)
+    """`S - sum(length S) / sum(length)` over the group, on every token (OPO, Hao et al. 2025)."""
+    groups = Groups.of(inputs.groups, inputs.response_mask)
+    gaps = groups.gaps(_row_scores(inputs))  # (B,)
+    lengths = inputs.response_mask.sum(dim=1).double()  # (B, R) -> (B,)
+    return _on_every_token(gaps - groups.sum(lengths * gaps) / groups.sum(lengths), inputs)
 
 
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`group_advantages.rescaled_to_informative` on every token of the row."""
-    return _on_every_token(group.rescaled_to_informative(group.group_scores(inputs)), inputs)
+    """`alpha (S - mean)` on every token, alpha = counted rows / rows of groups with unequal scores (Chu et al. 2025).
+
+    A group with equal scores (all right or all wrong) adds nothing to the gradient but counts in its denominator; alpha
+    corrects the estimate to that over the other groups alone. It is B / (B - M) of the GPG paper, with M the rows of
+    groups with equal scores. M is not the number of rows with a score of 0, which some implementations use: a wrong
+    answer in a mixed group has score 0 and contributes, and an answer in a group of ones does not. Alpha is a property
+    of the whole batch, so the inputs must hold the rows of all ranks. A KL penalty inside S makes scores unequal, so
+    alpha is 1.
+    """
+    groups = Groups.of(inputs.groups, inputs.response_mask)
+    gaps = groups.gaps(_row_scores(inputs))  # (B,)
+    worst = -groups.max(-gaps)  # (B,) lowest gap of the group
+    informative = groups.counted & (worst < 0)
+    alpha = groups.counted.sum() / informative.sum().clamp_min(1)
+    return _on_every_token(alpha * (gaps - groups.mean(gaps)), inputs)
 
 
 def grpo_pass_at_k(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`group_advantages.lead_of_the_best` of the scores that `grpo` compares, on every token of the row."""
-    return _on_every_token(group.lead_of_the_best(_scores_to_compare(inputs)), inputs)
+    """The best score minus the second best, on every token of the group's best row; 0 on other rows and on ties.
 
-
-def _scores_to_compare(inputs: AdvantageInputs) -> group.GroupScores:
-    return group.standardised_scores(inputs) if inputs.normalise_std else group.group_scores(inputs)
+    This is the group's maximum minus its maximum without the row: leave-one-out for the maximum (Tang et al. 2025,
+    "Optimizing language models for inference time objectives using reinforcement learning"). Scores are standardised as
+    in `grpo`.
+    """
+    groups = Groups.of(inputs.groups, inputs.response_mask)
+    gaps = _standardised_gaps(inputs, groups) if inputs.normalise_std else groups.gaps(_row_scores(inputs))  # (B,)
+    is_best = groups.counted & (gaps == 0)
+    second = groups.max(torch.where(groups.counted & ~is_best, gaps, -torch.inf))
+    leads = is_best & (groups.sum(is_best.double()) == 1) & (groups.sizes > 1)
+    return _on_every_token(torch.where(leads, -second, 0.0), inputs)
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """The return-to-go of the token rewards (REINFORCE++, Hu 2025)."""
-    returns = _returns(inputs)
+    returns = returns_to_go(inputs.rewards, inputs.response_mask, inputs.gamma)
     return returns, returns
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """The return-to-go of the token rewards above the mean score of the row's group (REINFORCE++-baseline, Hu 2025).
-
-    0 for a group of one, as for every estimator that compares answers.
-    """
-    scores = group.group_scores(inputs)
-    apart = _returns_above(scores.best + group.mean_behind(scores), inputs)
-    return _inside(torch.where(scores.sizes.unsqueeze(1) > 1, apart, 0.0), inputs), _returns(inputs)
+    """The return-to-go, with the mean score of the group as the baseline (REINFORCE++-baseline, Hu 2025)."""
+    groups = Groups.of(inputs.groups, inputs.response_mask)
+    scores = _row_scores(inputs)
+    mean = groups.best(scores) + groups.mean(groups.gaps(scores))  # (B,) fp64
+    advantages, returns = _above_baseline(mean, inputs)
+    return torch.where(groups.sizes.unsqueeze(1) > 1, advantages, 0.0), returns  # (B, 1) over (B, R)
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """The return-to-go of the token rewards above the score of the greedy answer (ReMax, Li et al. 2024).
+    """The return-to-go, with the score of the greedy answer as the baseline (ReMax, Li et al. 2024).
 
     Raises:
         ValueError: there are no baselines.
     """
     if inputs.baselines is None:
         raise ValueError("remax needs the scores of the greedy answers")
-    return _inside(_returns_above(inputs.baselines, inputs), inputs), _returns(inputs)
+    return _above_baseline(inputs.baselines, inputs)
+
+
+def _row_scores(inputs: AdvantageInputs) -> Tensor:
+    """S: (B, R) token rewards -> (B,) fp64 sums over the mask."""
+    return zero_outside(inputs.rewards, inputs.response_mask).double().sum(dim=1)
+
+
+def _on_every_token(advantages: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """(B,) advantages of rows -> (B, R) advantages of tokens, with the returns-to-go."""
+    tokens = advantages.unsqueeze(1).expand_as(inputs.rewards).to(inputs.rewards.dtype)
+    returns = returns_to_go(inputs.rewards, inputs.response_mask, inputs.gamma)
+    return zero_outside(tokens, inputs.response_mask), returns
+
+
+def _above_baseline(baselines: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Returns-to-go (B, R) of the rewards less the row's baseline (B,), and of the rewards.
+
+    The baseline is subtracted at the last token, where the score is: gamma discounts both alike, and a score equal to
+    its baseline gives exactly 0.
+    """
+    mask = inputs.response_mask
+    rewards = inputs.rewards - torch.where(_last_token(mask), baselines.unsqueeze(1), 0.0)  # (B, 1) over (B, R)
+    advantages = returns_to_go(rewards, mask, inputs.gamma).to(inputs.rewards.dtype)
+    return advantages, returns_to_go(inputs.rewards, mask, inputs.gamma)
+
+
+def _last_token(mask: Tensor) -> Tensor:
+    """(B, R) bool, True on the last True token of each row."""
+    return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -105,26 +254,3 @@ ESTIMATORS: dict[str, Estimator] = {
     "gpg": gpg,
     "grpo_pass_at_k": grpo_pass_at_k,
 }
-
-
-def _returns(inputs: AdvantageInputs) -> Tensor:
-    return returns_to_go(inputs.rewards, inputs.response_mask, inputs.gamma)
-
-
-def _returns_above(baselines: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """(B, R) the return-to-go with the row's baseline, (B,), taken off its last token, where the score stands.
-
-    So gamma discounts both alike, and a score that equals its baseline gives 0.
-    """
-    baseline = token_rewards(baselines, torch.zeros_like(inputs.rewards), inputs.response_mask, kl_coef=0.0)
-    return returns_to_go(inputs.rewards - baseline, inputs.response_mask, inputs.gamma)
-
-
-def _on_every_token(rows: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """(B,) advantages of rows put on each token, and the returns."""
-    return _inside(rows.unsqueeze(1).expand_as(inputs.rewards), inputs), _returns(inputs)
-
-
-def _inside(advantages: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """(B, R) in the number format of the rewards, 0 outside the mask."""
-    return zero_outside(advantages.to(inputs.rewards.dtype), inputs.response_mask)

@@ -1,7 +1,7 @@
-"""From losses of tokens to one scalar, with denominators of the whole optimizer step.
+"""From losses of tokens to one scalar, with the denominators of the whole optimizer step.
 
-Every form is a sum over this micro-batch divided by a count that all micro-batches of all ranks share. So a row weighs
-the same wherever it is put, and micro-batches add up to the loss of the whole step.
+Every mode divides a sum over this micro-batch by a count over all micro-batches of all ranks. So a row has the same
+weight in every micro-batch, and the losses of the micro-batches add up to the loss of the optimizer step.
 """
 
 from __future__ import annotations
@@ -18,45 +18,39 @@ LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_me
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts of one whole optimizer step, over all micro-batches and ranks; each at least 1, which the caller sees to.
+    """Counts over all micro-batches and ranks of one optimizer step. The caller makes each at least 1."""
 
-    Attributes:
-        tokens: True tokens of the mask.
-        rows: rows with at least one of them.
-        constant: all rows, empty ones too, times the longest answer that is allowed.
-    """
-
-    tokens: float
-    rows: float
-    constant: float
+    tokens: float  # True tokens of the mask
+    rows: float  # rows with at least one True token
+    constant: float  # all rows, empty ones too, times the longest answer that is allowed
 
 
-def aggregate(losses: Tensor, mask: Tensor, how: LossAggregation, over: Denominators) -> Tensor:
-    """This micro-batch's share of the loss of the optimizer step.
+def aggregate(losses: Tensor, mask: Tensor, mode: LossAggregation, denominators: Denominators) -> Tensor:
+    """The part of the optimizer step's loss that this micro-batch contributes.
 
-    token_mean: `sum / tokens`, each token weighs the same (DAPO, Yu et al. 2025). seq_mean_token_sum:
-    `sum / rows`. seq_mean_token_mean: the mean over each row's tokens, summed over rows, `/ rows` (GRPO, Shao et al.
-    2024, eq. 3). constant: `sum / constant`, so that neither a row's length nor that of its companions matters
-    (Dr. GRPO, Liu et al. 2025).
+    - token_mean: `sum / tokens`; every token has the same weight (DAPO, Yu et al. 2025).
+    - seq_mean_token_sum: `sum / rows`.
+    - seq_mean_token_mean: the mean over each row's tokens, summed over rows, `/ rows` (GRPO, Shao et al. 2024, eq. 3).
+    - constant: `sum / constant`; the weight depends on no row's length (Dr. GRPO, Liu et al. 2025).
 
     Args:
-        losses: (B, R) fp32, with gradient. What stands outside the mask, NaN too, has no part in value or gradient.
+        losses: (B, R) fp32, with gradient. Values outside the mask, NaN too, affect neither value nor gradient.
         mask: (B, R) bool; rows may have no True token.
-        how: the form.
-        over: counts of the whole optimizer step.
+        mode: one of the four above.
+        denominators: counts over the whole optimizer step.
 
     Returns:
         Scalar with gradient.
 
     Raises:
-        ValueError: `how` is none of the four.
+        ValueError: there is no such mode.
     """
-    if how == "token_mean":
-        return masked_sum(losses, mask) / over.tokens
-    if how == "seq_mean_token_sum":
-        return masked_sum(losses, mask) / over.rows
-    if how == "seq_mean_token_mean":
-        return row_means(losses, mask).sum() / over.rows
-    if how == "constant":
-        return masked_sum(losses, mask) / over.constant
-    raise ValueError(f"no loss aggregation is called {how!r}")
+    if mode == "token_mean":
+        return masked_sum(losses, mask) / denominators.tokens
+    if mode == "seq_mean_token_sum":
+        return masked_sum(losses, mask) / denominators.rows
+    if mode == "seq_mean_token_mean":
+        return row_means(losses, mask).sum() / denominators.rows  # (B, R) -> (B,) -> scalar
+    if mode == "constant":
+        return masked_sum(losses, mask) / denominators.constant
+    raise ValueError(f"unknown loss aggregation {mode!r}")

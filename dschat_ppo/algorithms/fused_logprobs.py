@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of tokens straight from hidden states: the (N, V) logits never exist as a whole.
+"""Fused language-model head: log-probs and entropies from hidden states without materialising the (N, V) logits.
 
-Both passes walk through the vocabulary in blocks. The forward pass keeps a running maximum and running sums for each
-row (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); the backward pass makes each block's
-logits again. A block of the weight's gradient is one product over all rows, so it is as exact as that of a plain
+Both passes process the vocabulary in blocks. The forward pass keeps a running maximum and running sums for each row
+(Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); the backward pass recomputes the logits of
+each block. A block of the weight's gradient is one matrix product over all rows, so it is as exact as that of a plain
 linear layer in any number format.
 """
 
@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 8 * 2**20  # of one block of fp32 logits: it should stay in a processor's cache
-GPU_BLOCK_BYTES = 256 * 2**20  # a GPU wants few large products
-SMALLEST_BLOCK = 256  # columns: narrower products waste the machine
-LOWEST = -1e4  # a logit this far below the largest has probability 0 in fp64 too, and 0 x -inf would be NaN
+BLOCK_BYTES = 8 * 2**20  # size of one block of fp32 logits: it should fit in the cache of a CPU
+GPU_BLOCK_BYTES = 256 * 2**20  # a GPU is faster with few large products
+SMALLEST_BLOCK = 256  # columns: narrower products are inefficient
+LOWEST = -1e4  # a logit this far below the largest has probability 0 even in fp64, and 0 x -inf would be NaN
 
 
 @dataclass(frozen=True)
 class Head:
-    """What stands between a causal model's matrix product and its logits: `softcap * tanh(scale * x / softcap)`.
+    """Transform of a causal model from the output of its head x to its logits: `softcap * tanh(scale * x / softcap)`.
 
-    `scale` is Cohere's `logit_scale` or one over Granite's `logits_scaling`; `softcap` is Gemma's, None is off.
+    Without a soft cap it is `scale * x`.
     """
 
-    scale: float = 1.0
-    softcap: float | None = None
+    scale: float = 1.0  # Cohere's `logit_scale`, or 1 / Granite's `logits_scaling`
+    softcap: float | None = None  # Gemma's soft cap; None = off
 
 
 PLAIN_HEAD = Head()
@@ -44,21 +44,21 @@ def fused_token_scores(
     entropy_grad: bool = False,
     block_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` and `token_entropy` of the logits that a language model's head makes of `hidden`.
+    """`token_logprobs` and `token_entropy` of the logits that a language model's head computes from `hidden`.
 
     Args:
         hidden: (N, H), any floating dtype; N may be 0.
         weight: (V, H) of the head, same dtype.
-        bias: (V) or None.
-        tokens: (N) int64, the token drawn at each place.
+        bias: (V,) or None.
+        tokens: (N,) int64, the token sampled at each position.
         temperature: above 0; the sampling temperature.
-        head: what follows the matrix product.
-        entropy_grad: let the gradient of the entropy reach the inputs; it costs time in the backward pass.
-        block_bytes: size of one block of fp32 logits; two or three such tensors live at once.
+        head: transform of the product into logits.
+        entropy_grad: compute the gradient of the entropy too, which makes the backward pass slower.
+        block_bytes: size of one block of fp32 logits; up to three such tensors exist at a time. None: by device.
 
     Returns:
-        (logprobs, entropy), each (N) fp32 (float64 if `hidden` is), the first with gradient for hidden, weight, bias.
-        A logit of -inf adds 0 to the entropy and to every gradient but that of its own token's log-prob.
+        (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient for hidden, weight and
+        bias. A logit of -inf adds 0 to the entropy, and 0 to every gradient except that of its own token's log-prob.
     """
     block_bytes = block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)
     columns = max(SMALLEST_BLOCK, block_bytes // (4 * max(1, hidden.shape[0])))
@@ -74,11 +74,15 @@ class _FusedTokenScores(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, head: Head,
         entropy_grad: bool, columns: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        largest, total, weighted, chosen = _start(hidden)
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        zeros = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
+        # Each (N,): running maximum z*, sum of exp(z - z*), sum of exp(z - z*) (z - z*), and the token's own logit.
+        largest = torch.full_like(zeros, torch.finfo(dtype).min / 2)
+        total, weighted, chosen = zeros, zeros, zeros.clone()
         for start in range(0, weight.shape[0], columns):
             logits, _ = _block_logits(hidden, weight, bias, slice(start, start + columns), temperature, head)
             column, inside = _in_block(tokens, start, logits.shape[1])
-            chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
+            chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)  # (N, columns) -> (N, 1) -> (N,)
             before, largest = largest, torch.maximum(largest, logits.amax(dim=1))
             shrink = torch.exp(before - largest)
             weighted = (weighted + (before - largest) * total) * shrink
@@ -88,7 +92,7 @@ class _FusedTokenScores(torch.autograd.Function):
             weighted += torch.linalg.vecdot(powers, logits)
         log_total = largest + total.log()
         entropy = total.log() - weighted / total
-        # the weight itself is saved, as nn.Linear does it: ZeRO-3 gathers it anew before the backward pass
+        # Save the weight itself, as nn.Linear does: ZeRO-3 gathers it again before the backward pass.
         ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
         ctx.temperature, ctx.head, ctx.entropy_grad, ctx.columns = temperature, head, entropy_grad, columns
         if not entropy_grad:
@@ -107,24 +111,17 @@ class _FusedTokenScores(torch.autograd.Function):
             grad = _block_gradient(ctx, grad_logprobs, grad_entropy, block)
             if grad_bias is not None:
                 grad_bias[block] = grad.sum(dim=0)
-            narrow = grad.to(hidden.dtype)
+            grad = grad.to(hidden.dtype)  # (N, columns)
             if grad_weight is not None:
-                torch.mm(narrow.t(), hidden, out=grad_weight[block])
-            grad_hidden += narrow @ weight[block]
+                torch.mm(grad.t(), hidden, out=grad_weight[block])  # (columns, N) @ (N, H)
+            grad_hidden += grad @ weight[block]  # (N, columns) @ (columns, H)
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
-
-
-def _start(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Running maximum, sum of powers, sum of powers times logits below the maximum, the token's logit; each (N)."""
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    zeros = torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device)
-    return torch.full_like(zeros, torch.finfo(wide).min / 2), zeros, zeros, zeros.clone()
 
 
 def _block_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float, head: Head
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits over temperature, (N, columns) fp32, and the `tanh` of the soft cap, which its derivative needs."""
+    """Logits / temperature, (N, columns) fp32, and the `tanh` of the soft cap, which the derivative needs."""
     raw = torch.nn.functional.linear(hidden, weight[block], None if bias is None else bias[block])
     logits = raw if raw.dtype == torch.float64 else raw.float()
     if head.softcap is None:
@@ -134,9 +131,9 @@ def _block_logits(
 
 
 def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block: slice) -> Tensor:
-    """Gradient for a block of the matrix product, (N, columns) fp32.
+    """Gradient of a block of the matrix product, (N, columns) fp32.
 
-    With z the logits over temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy).
+    With z = logits / temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy).
     """
     hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
     logits, tanh = _block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)
@@ -152,6 +149,6 @@ def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block
 
 
 def _in_block(tokens: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """(column inside the block, whether the token is in it), each (N, 1)."""
+    """(N,) tokens -> (column in the block, whether the token is in the block), each (N, 1)."""
     column = (tokens - start).unsqueeze(1)
     return column.clamp(0, width - 1), (column >= 0) & (column < width)

@@ -1,11 +1,10 @@
 """Estimators of the KL divergence from samples (J. Schulman, "Approximating KL Divergence", 2020), and the exact sum.
 
-With x drawn from p and d = log p(x) - log q(x): k1 = d is unbiased for KL(p || q), of either sign; k3 =
-exp(-d) - 1 + d is unbiased too and never negative; k2 = d^2 / 2 and abs = |d| are biased. What is right as a value is
-not right as a loss: for samples of p itself the gradient of k1 is 0 in expectation and that of k3 is the gradient of
-KL(q || p), while that of k2 is the gradient of KL(p || q). So k1 or k3 belong into rewards and metrics, k2 or a
-straight-through form into losses (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient
-estimation for RL").
+With x drawn from p and d = log p(x) - log q(x): k1 = d is an unbiased estimate of KL(p || q) and may be negative;
+k3 = exp(-d) - 1 + d is unbiased and never negative; k2 = d^2 / 2 and abs = |d| are biased. An unbiased value does not
+imply an unbiased gradient: for samples of p itself the gradient of k1 is 0 in expectation, that of k3 is the gradient
+of KL(q || p), and that of k2 is the gradient of KL(p || q). Use k1 or k3 in rewards and metrics, and k2 or a
+straight-through form in losses (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL").
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def kl_k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """`exp(-d) - 1 + d`, per token; shape and dtype of the inputs.
 
-    The exponent is at most 20, so a token counts e^20 at most, without a slope there: larger ones overflow fp32 in sums
-    of squares, and at 89 by themselves. d itself has no bound from above.
+    The exponent is at most 20, so a token adds at most e^20, with gradient 0 at the bound: beyond, the sum of squares
+    overflows fp32, and from 89 on exp itself does. d has no upper bound.
     """
     difference = (logprobs - other_logprobs).clamp_min(-LARGEST_K3_EXPONENT)
     return torch.expm1(-difference) + difference
@@ -52,42 +51,42 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def kl_full(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """`sum_v p_v (log p_v - log q_v)`, the divergence itself.
+    """`sum_v p_v (log p_v - log q_v)`, the exact divergence.
 
     Args:
-        log_p: (..., V) fp32, normalised. Entries of probability 0 (-inf, or too small for the number format) add 0 to
-            value and gradient, whatever `log_q` is there.
-        log_q: (..., V) fp32, normalised. Where it is -inf and p is not 0, the divergence is infinite.
+        log_p: (..., V) fp32, normalised. Entries of probability 0 (-inf, or an underflow) add 0 to value and gradient,
+            whatever `log_q` holds there.
+        log_q: (..., V) fp32, normalised. The divergence is infinite if an entry is -inf and p is not 0 there.
 
     Returns:
         (...) fp32, with the gradients of both.
     """
     impossible = log_p.exp() == 0
     log_p, log_q = (x.masked_fill(impossible, 0.0) for x in (log_p, log_q))
-    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)  # (..., V) -> (...)
 
 
 def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
-    """A tensor with the value of the first and the gradient of the second; both of one shape."""
+    """The value of the first tensor with the gradient of the second; both have the same shape."""
     return gradient_of - gradient_of.detach() + value.detach()
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, straight: bool) -> Tensor:
-    """Divergence from the reference as a loss of tokens.
+    """The KL divergence from the reference as a loss, per token.
 
     Args:
-        logprobs: (B, R) fp32 of the policy in training, with gradient. Fill what stands outside the mask with
-            something finite first: this function knows no mask, and 0 times the slope of NaN is NaN.
-        ref_logprobs: (B, R) fp32, likewise.
+        logprobs: (B, R) fp32 of the policy in training, with gradient. Values outside the mask must be finite: this
+            function has no mask, and a later product of 0 with the gradient of NaN is NaN.
+        ref_logprobs: (B, R) fp32 of the reference, finite everywhere too.
         estimator: key of `KL_ESTIMATORS`, which gives the value.
-        straight: the gradient is that of k2, hence that of KL(policy || reference) on samples of the policy itself.
-            False: the estimator's own, which is 0 in expectation for k1 and that of other divergences for k3 and abs.
+        straight: use the gradient of k2, which on samples of the policy is that of KL(policy || reference). False: use
+            the estimator's own, which is 0 in expectation for k1 and that of another divergence for k3 and abs.
 
     Returns:
         (B, R) fp32 with gradient.
 
     Raises:
-        KeyError: no such estimator.
+        KeyError: there is no such estimator.
     """
     value = KL_ESTIMATORS[estimator](logprobs, ref_logprobs)
     return straight_through(value, kl_k2(logprobs, ref_logprobs)) if straight else value

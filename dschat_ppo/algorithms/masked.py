@@ -7,22 +7,22 @@ from torch import Tensor
 
 
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` is True and 0 elsewhere, in the gradient too; what stands there may be NaN."""
+    """`values` where `mask` is True and 0 elsewhere, in the gradient too. Values outside the mask may be NaN."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """(B,) mean of `values` (B, R) over each row's True tokens; 0 for a row without one."""
+    """(B, R) -> (B,), mean of `values` over each row's True tokens; 0 for a row without one."""
     return zero_outside(values, mask).sum(dim=1) / mask.sum(dim=1).clamp_min(1)
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `values` where `mask` is True, as a scalar. What stands elsewhere (NaN too) has no part in it."""
+    """Sum of `values` where `mask` is True, as a scalar. Values outside the mask, NaN too, are ignored."""
     return zero_outside(values, mask).sum()
 
 
 def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """`(values - mean) / sqrt(var + epsilon)` with mean and population variance over the masked tokens, in fp64.
+    """`(values - mean) / sqrt(var + epsilon)`, with the mean and population variance over the mask in fp64.
 
     Args:
         values: any shape, floating.
@@ -32,7 +32,7 @@ def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor
     Returns:
         Shape and dtype of `values`; 0 outside the mask, and everywhere if the mask is empty.
     """
-    wide, count = values.double(), mask.sum().clamp_min(1)
-    apart = wide - masked_sum(wide, mask) / count
-    variance = masked_sum(apart**2, mask) / count
-    return zero_outside(apart / torch.sqrt(variance + epsilon), mask).to(values.dtype)
+    exact, count = values.double(), mask.sum().clamp_min(1)
+    centred = exact - masked_sum(exact, mask) / count
+    variance = masked_sum(centred**2, mask) / count
+    return zero_outside(centred / torch.sqrt(variance + epsilon), mask).to(values.dtype)

@@ -1,4 +1,4 @@
-"""How often one of several answers is right."""
+"""pass@k: how often at least one of k answers is right."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from torch import Tensor
 
 
 def pass_at_k(passed: Tensor, k: int) -> Tensor:
-    """Probability that at least one of k answers, drawn from a prompt's n without putting back, passes.
+    """Probability that at least one of k answers, drawn without replacement from the n answers to a prompt, passes.
 
-    `1 - C(n - c, k) / C(n, k)` with c answers that pass (Chen et al. 2021, eq. 1), unbiased for the policy's pass@k.
+    `1 - C(n - c, k) / C(n, k)` with c passing answers, an unbiased estimate of the policy's pass@k (Chen et al. 2021,
+    eq. 1).
 
     Args:
         passed: (prompts, n) bool.
         k: from 1 to n.
 
     Returns:
-        (prompts,) float64.
+        (prompts,) fp64.
+
+    Raises:
+        ValueError: k is below 1 or above n.
     """
     n = passed.shape[1]
     if not 1 <= k <= n:
-        raise ValueError(f"k = {k} of {n} answers")
+        raise ValueError(f"k must be between 1 and the {n} answers to a prompt, got {k}")
+    # (n + 1,) pass@k of a prompt with c = 0, ..., n passing answers
     table = torch.tensor([1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)], dtype=torch.float64)
-    return table[passed.sum(dim=1).cpu()]
+    return table[passed.sum(dim=1).cpu()]  # (prompts, n) -> (prompts,)

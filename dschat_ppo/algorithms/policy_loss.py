@@ -1,8 +1,8 @@
-"""Policy losses by name: each gives a loss for every token, which `aggregation.aggregate` makes a scalar.
+"""Policy losses: one function each, giving a loss for every token; `aggregation.aggregate` makes a scalar of them.
 
-In all of them A is the advantage, lp the log-probability of the policy in training and lp_old that of the policy that
-collected the data. Log-ratios are held within +-20 before they are exponentiated. What stands outside the mask, NaN
-too, has no part in values or gradients.
+In the formulas A is the advantage, lp the log-probability under the policy in training, lp_old that under the policy
+that collected the data, and rho = exp(lp - lp_old). Log-ratios are clamped to +-20 before they are exponentiated.
+Values outside the mask, NaN too, affect neither losses nor gradients. sg(x) is x without gradient.
 """
 
 from __future__ import annotations
@@ -20,81 +20,56 @@ LARGEST_LOG_RATIO = 20.0  # exp(20) is 5e8: far beyond every clip, and still fin
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What a policy loss is made of.
+    """Inputs of a policy loss, for B rows and R response tokens."""
 
-    Attributes:
-        logprobs: (B, R) fp32 of the policy in training, with gradient.
-        old_logprobs: (B, R) fp32 of the policy that collected the data.
-        advantages: (B, R) fp32.
-        mask: (B, R) bool; rows may have no True token.
-        selected: (B, R) bool, the tokens that clip_cov and kl_cov treat in their own way (`algorithms/correction.py`
-            picks them); None for the other losses.
-    """
-
-    logprobs: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    selected: Tensor | None = None
+    logprobs: Tensor  # (B, R) fp32 with gradient, log-probs under the policy in training
+    old_logprobs: Tensor  # (B, R) fp32, log-probs under the policy that collected the data
+    advantages: Tensor  # (B, R) fp32
+    mask: Tensor  # (B, R) bool, True on tokens that count; rows may have none
+    selected: Tensor | None = None  # (B, R) bool, tokens that clip_cov or kl_cov acts on; None for the other losses
 
 
 @dataclass(frozen=True)
 class PolicyLossSettings:
-    """Constants of the losses.
+    """Constants of the policy losses."""
 
-    Attributes:
-        clip_eps_low: in ppo, gspo, cispo and clip_cov the ratio is clipped at `1 - clip_eps_low`; in gmpo the log-ratio
-            is at `-clip_eps_low`.
-        clip_eps_high: likewise `1 + clip_eps_high` and `clip_eps_high`.
-        dual_clip: c > 1 bounds the loss of tokens with A < 0 at `-c A` in ppo, gspo and clip_cov; 0 does not.
-        sapo_tau_positive: temperature of sapo for A > 0.
-        sapo_tau_negative: temperature of sapo for the others.
-        kl_cov_coef: weight of `|lp - lp_old|` in kl_cov.
-    """
-
-    clip_eps_low: float = 0.2
-    clip_eps_high: float = 0.2
-    dual_clip: float = 0.0
-    sapo_tau_positive: float = 1.0
-    sapo_tau_negative: float = 1.05
-    kl_cov_coef: float = 1.0
+    clip_eps_low: float = 0.2  # lower clip of the ratio at 1 - this (gmpo: of the log-ratio at -this)
+    clip_eps_high: float = 0.2  # upper clip of the ratio at 1 + this (gmpo: of the log-ratio at this)
+    dual_clip: float = 0.0  # c > 1 bounds the loss at -c A where A < 0 (ppo, gspo, clip_cov); 0 = off
+    sapo_tau_positive: float = 1.0  # temperature of sapo where A > 0
+    sapo_tau_negative: float = 1.05  # temperature of sapo elsewhere
+    kl_cov_coef: float = 1.0  # weight of |lp - lp_old| in kl_cov
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """What a policy loss gives.
+    """Output of a policy loss."""
 
-    Attributes:
-        losses: (B, R) fp32 with gradient, 0 outside the mask.
-        ratio: (B, R) fp32, detached, 1 outside the mask: the ratio of probabilities that the loss works with. In gspo
-            and gmpo it is the row's.
-        clipped: (B, R) bool, detached, True where the clip changed the gradient; never outside the mask.
-    """
-
-    losses: Tensor
-    ratio: Tensor
-    clipped: Tensor
+    losses: Tensor  # (B, R) fp32 with gradient, 0 outside the mask
+    ratio: Tensor  # (B, R) fp32, detached, 1 outside the mask: the ratio in the loss (gspo, gmpo: one for the row)
+    clipped: Tensor  # (B, R) bool, detached, True where the clip changed the gradient; False outside the mask
 
 
 def ppo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """`max(-A rho, -A clip(rho, 1 - low, 1 + high))`, rho = exp(lp - lp_old) (Schulman et al. 2017, eq. 7).
+    """`max(-A rho, -A clip(rho, 1 - low, 1 + high))` (Schulman et al. 2017, eq. 7).
 
-    Unequal bounds are DAPO's clip-higher (Yu et al. 2025); with `dual_clip` c the loss is at most `-c A` where A < 0
+    Unequal bounds are DAPO's clip-higher (Yu et al. 2025). With `dual_clip` c the loss is at most `-c A` where A < 0
     (Ye et al. 2020).
     """
     return _clipped_surrogate(_log_ratio(terms).exp(), terms, settings)
 
 
 def gspo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """ppo with `s = exp(mean over the row's tokens of lp - lp_old)` for the ratio (Zheng et al. 2025, GSPO-token).
+    """ppo with the ratio `s = exp(mean over the row's tokens of lp - lp_old)` (GSPO-token, Zheng et al. 2025).
 
-    Each token's ratio is `s sg(1 / pi) pi`: the value of s, and a gradient through its own lp alone. With one advantage
-    for the row and seq_mean_token_mean the gradient is that of the sequence form.
+    The ratio of a token is `sg(s) pi / sg(pi)`: it has the value of s and a gradient through its own lp only. With one
+    advantage for the whole row and seq_mean_token_mean the gradient is that of the sequence form.
     """
-    mean = row_means(_difference(terms).detach(), terms.mask).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    log_ratio = zero_outside(terms.logprobs - terms.old_logprobs, terms.mask).detach()  # (B, R)
+    mean = row_means(log_ratio, terms.mask).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)  # (B,)
     logprobs = zero_outside(terms.logprobs, terms.mask)
-    log_ratio = zero_outside(mean.unsqueeze(1) + (logprobs - logprobs.detach()), terms.mask)
-    return _clipped_surrogate(log_ratio.exp(), terms, settings)
+    log_s = zero_outside(mean.unsqueeze(1) + (logprobs - logprobs.detach()), terms.mask)  # (B, 1) over (B, R)
+    return _clipped_surrogate(log_s.exp(), terms, settings)
 
 
 def cispo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
@@ -107,13 +82,13 @@ def cispo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 
 
 def reinforce(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """`-A lp` (Williams 1992); the ratio is reported only."""
+    """`-A lp` (Williams 1992); the ratio is only reported."""
     losses = -zero_outside(terms.advantages, terms.mask) * zero_outside(terms.logprobs, terms.mask)
     return _unclipped(losses, _log_ratio(terms).exp())
 
 
 def sapo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """`-A (4 / tau) sigmoid(tau (rho - 1))`, tau by the sign of A: a gate that closes softly (SAPO, Gao et al. 2025).
+    """`-A (4 / tau) sigmoid(tau (rho - 1))`, a soft gate with tau by the sign of A (SAPO, Gao et al. 2025).
 
     At rho = 1 its gradient is that of `-A rho`.
     """
@@ -127,49 +102,53 @@ def sapo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 def gmpo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`-A exp(mean over the row's tokens of the clipped lp - lp_old)` on each token (GMPO, Zhao et al. 2025).
 
-    A is the mean of the row's advantages. Where it is positive, log-ratios are cut at `clip_eps_high` from above, where
-    negative at `-clip_eps_low` from below: the side on which the row would gain. With seq_mean_token_mean the loss is
-    the mean over rows.
+    A is the mean of the row's advantages. Where it is positive, log-ratios are clipped at `clip_eps_high` from above;
+    where it is negative, at `-clip_eps_low` from below: each on the side on which the row would gain. With
+    seq_mean_token_mean the loss is the mean over rows.
     """
-    row_advantage = row_means(terms.advantages, terms.mask).unsqueeze(1)
-    log_ratio = _log_ratio(terms)
+    advantage = row_means(terms.advantages, terms.mask).unsqueeze(1)  # (B, R) -> (B, 1)
+    log_ratio = _log_ratio(terms)  # (B, R)
     low, high = -settings.clip_eps_low, settings.clip_eps_high
-    bounded = torch.where(row_advantage > 0, log_ratio.clamp_max(high), log_ratio.clamp_min(low))
-    ratio = zero_outside(row_means(bounded, terms.mask).unsqueeze(1).expand_as(bounded), terms.mask).exp()
-    clipped = (bounded != log_ratio) & (row_advantage != 0)
-    return TokenLosses(zero_outside(-row_advantage * ratio, terms.mask), ratio.detach(), clipped)
+    bounded = torch.where(advantage > 0, log_ratio.clamp_max(high), log_ratio.clamp_min(low))
+    log_mean = row_means(bounded, terms.mask).unsqueeze(1).expand_as(bounded)  # (B,) -> (B, R)
+    ratio = zero_outside(log_mean, terms.mask).exp()
+    clipped = (bounded != log_ratio) & (advantage != 0)
+    return TokenLosses(zero_outside(-advantage * ratio, terms.mask), ratio.detach(), clipped)
 
 
 def clip_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """ppo without the `selected` tokens: they add neither loss nor gradient (Clip-Cov, Cui et al. 2025)."""
+    """ppo without the `selected` tokens, which add neither loss nor gradient (Clip-Cov, Cui et al. 2025).
+
+    Raises:
+        ValueError: no tokens were selected.
+    """
     selected = _selected(terms)
-    plain = ppo(terms, settings)
-    losses = plain.losses.masked_fill(selected, 0.0)
-    return TokenLosses(
-        losses, plain.ratio, plain.clipped | (selected & (zero_outside(terms.advantages, terms.mask) != 0))
-    )
+    all_tokens = ppo(terms, settings)
+    losses = all_tokens.losses.masked_fill(selected, 0.0)
+    left_out = selected & (zero_outside(terms.advantages, terms.mask) != 0)
+    return TokenLosses(losses, all_tokens.ratio, all_tokens.clipped | left_out)
 
 
 def kl_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """`-A rho`, plus `kl_cov_coef |lp - lp_old|` on the `selected` tokens; no clip (KL-Cov, Cui et al. 2025)."""
+    """`-A rho`, plus `kl_cov_coef |lp - lp_old|` on the `selected` tokens; no clip (KL-Cov, Cui et al. 2025).
+
+    Raises:
+        ValueError: no tokens were selected.
+    """
     ratio = _log_ratio(terms).exp()
-    penalty = zero_outside(_difference(terms).abs(), _selected(terms))
+    distance = zero_outside(terms.logprobs - terms.old_logprobs, terms.mask).abs()
+    penalty = zero_outside(distance, _selected(terms))
     return _unclipped(-zero_outside(terms.advantages, terms.mask) * ratio + settings.kl_cov_coef * penalty, ratio)
 
 
-POLICY_LOSSES: dict[str, Callable[[PolicyTerms, PolicyLossSettings], TokenLosses]] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-}
+def _log_ratio(terms: PolicyTerms) -> Tensor:
+    """(B, R) `lp - lp_old`, clamped to +-20, 0 outside the mask."""
+    log_ratio = zero_outside(terms.logprobs - terms.old_logprobs, terms.mask)
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def _clipped_surrogate(ratio: Tensor, terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
+    """`max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`, and at most `-c A` where A < 0 with `dual_clip` c."""
     advantages = zero_outside(terms.advantages, terms.mask)
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - settings.clip_eps_low, 1 + settings.clip_eps_high)
@@ -187,14 +166,17 @@ def _unclipped(losses: Tensor, ratio: Tensor) -> TokenLosses:
 
 def _selected(terms: PolicyTerms) -> Tensor:
     if terms.selected is None:
-        raise ValueError("clip_cov and kl_cov need `selected`, the tokens to treat")
+        raise ValueError("clip_cov and kl_cov need `selected`, the tokens that they act on")
     return terms.selected
 
 
-def _difference(terms: PolicyTerms) -> Tensor:
-    """(B, R) `lp - lp_old`, 0 outside the mask."""
-    return zero_outside(terms.logprobs - terms.old_logprobs, terms.mask)
-
-
-def _log_ratio(terms: PolicyTerms) -> Tensor:
-    return _difference(terms).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+POLICY_LOSSES: dict[str, Callable[[PolicyTerms, PolicyLossSettings], TokenLosses]] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}

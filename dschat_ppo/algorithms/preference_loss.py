@@ -1,4 +1,4 @@
-"""Losses on pairs of answers."""
+"""Losses on preference pairs: reward model (Bradley-Terry) and direct preference optimisation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def bradley_terry_loss(
 ) -> Tensor:
     """`sum -log sigmoid(chosen - rejected - margin) / num_pairs` (Bradley & Terry 1952; Ouyang et al. 2022, eq. 1).
 
-    `log(1 + exp(rejected - chosen + margin))`, which others offer as a second loss ("logexp"), is the same number.
+    It equals `log(1 + exp(rejected - chosen + margin))`, which some libraries offer as a separate loss ("logexp").
 
     Args:
         chosen_scores: (B,) fp32.
         rejected_scores: (B,) fp32.
         pair_mask: (B,) bool, False on filler pairs.
         num_pairs: real pairs of the whole optimizer step, over all micro-batches and ranks.
-        margin: (B,) fp32 by which the chosen answer should lead (Touvron et al. 2023, eq. 2); None for 0.
+        margin: (B,) fp32, required lead of the chosen over the rejected score (Touvron et al. 2023, eq. 2); None: 0.
 
     Returns:
         Scalar with gradient.
@@ -40,8 +40,9 @@ def bradley_terry_loss(
 def reward_centering_loss(
     chosen_scores: Tensor, rejected_scores: Tensor, pair_mask: Tensor, num_pairs: Tensor | float
 ) -> Tensor:
-    """`sum (chosen + rejected)^2 / num_pairs`: draws scores towards a mean of 0, which Bradley-Terry leaves open
-    (Eisenstein et al. 2023).
+    """`sum (chosen + rejected)^2 / num_pairs`, which pulls the mean score to 0 (Eisenstein et al. 2023).
+
+    Bradley-Terry does not determine the mean.
 
     Args:
         chosen_scores: (B,) fp32.
@@ -58,31 +59,34 @@ def reward_centering_loss(
 def sigmoid_pair_loss(lead: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """`-(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D)`, (B,).
 
-    With e = 0 DPO (Rafailov et al. 2023, eq. 7), above it conservative DPO: labels are wrong with probability e
-    (Mitchell 2023, "A note on DPO with noisy preferences").
+    With e = 0 this is DPO (Rafailov et al. 2023, eq. 7), with e > 0 conservative DPO for labels that are wrong with
+    probability e (Mitchell 2023, "A note on DPO with noisy preferences").
     """
     right, wrong = F.logsigmoid(beta * lead), F.logsigmoid(-beta * lead)
     return -(1 - label_smoothing) * right - label_smoothing * wrong
 
 
 def robust_pair_loss(lead: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """`[-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)] / (1 - 2 e)`, (B,): its mean over labels flipped with
-    probability e is the loss of the true labels (Chowdhury et al. 2024, "Provably robust DPO")."""
+    """`[-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)] / (1 - 2 e)`, (B,).
+
+    Its mean over labels that are flipped with probability e is the DPO loss of the true labels (Chowdhury et al. 2024,
+    "Provably robust DPO").
+    """
     right, wrong = F.logsigmoid(beta * lead), F.logsigmoid(-beta * lead)
     return (-(1 - label_smoothing) * right + label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
 
 def ipo_pair_loss(lead: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """`(D - 1 / (2 beta))^2`, (B,), with D of log-probs averaged over tokens (Azar et al. 2024, eq. 17)."""
+    """`(D - 1 / (2 beta))^2`, (B,), with D from log-probs averaged over tokens (IPO, Azar et al. 2024, eq. 17)."""
     return (lead - 1 / (2 * beta)) ** 2
 
 
 def hinge_pair_loss(lead: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """`max(0, 1 - beta D)`, (B,) (SLiC, Zhao et al. 2023; on ratios to a reference Liu et al. 2024)."""
+    """`max(0, 1 - beta D)`, (B,) (SLiC, Zhao et al. 2023; with ratios to a reference Liu et al. 2024)."""
     return F.relu(1 - beta * lead)
 
 
-# (D (B,), beta, label smoothing) -> loss of each pair (B,)
+# (D (B,), beta, e) -> loss of each pair (B,), with D the margin of `log_ratios` and e the label smoothing
 PAIR_LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "dpo": sigmoid_pair_loss,
     "cdpo": sigmoid_pair_loss,
@@ -94,22 +98,22 @@ PAIR_LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 
 
 def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, num_tokens: Tensor, objective: str) -> tuple[Tensor, Tensor]:
-    """`log pi(answer) - log pi_ref(answer)` of both answers of each pair; their difference is D.
+    """`log pi(answer) - log pi_ref(answer)` of both answers of each pair; D is the chosen minus the rejected one.
 
     Args:
         logprobs: (2B,) of the policy, summed over each answer's tokens, all chosen answers first.
-        ref_logprobs: (2B,) of the reference, alike.
-        num_tokens: (2B,) int64, tokens of each answer.
-        objective: "ipo" takes means over tokens instead of sums, without which its goal of 1 / (2 beta) would be
-            shared among however many tokens an answer has.
+        ref_logprobs: (2B,) of the reference, in the same order.
+        num_tokens: (2B,) int64, tokens of each answer; 0 counts as 1.
+        objective: "ipo" uses means over tokens instead of sums, so that its target 1 / (2 beta) does not depend on the
+            length of an answer.
 
     Returns:
-        `(chosen (B,), rejected (B,))` in the dtype of the log-probs; 0 tokens count as one.
+        `(chosen (B,), rejected (B,))` in the dtype of the log-probs.
     """
     ratios = logprobs - ref_logprobs
     if objective == "ipo":
         ratios = ratios / num_tokens.clamp_min(1)
-    chosen, rejected = ratios.chunk(2)
+    chosen, rejected = ratios.chunk(2)  # (2B,) -> (B,) each
     return chosen, rejected
 
 
@@ -121,15 +125,15 @@ def preference_loss(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`sum of the pairs' losses / num_pairs`.
+    """The sum of the pairs' losses, `/ num_pairs`.
 
     Args:
         objective: a key of `PAIR_LOSSES`.
-        lead: (B,), D: chosen less rejected of `log_ratios`.
+        lead: (B,), D: the chosen minus the rejected log-ratio of `log_ratios`.
         pair_mask: (B,) bool, False on filler pairs.
         num_pairs: real pairs of the whole optimizer step, over all micro-batches and ranks.
-        beta: above 0; how far the policy may go from the reference (less is farther).
-        label_smoothing: in [0, 0.5), the share of labels taken to be wrong; for "cdpo" and "robust_dpo".
+        beta: above 0; a smaller one lets the policy move further from the reference.
+        label_smoothing: in [0, 0.5), assumed share of wrong labels; for "cdpo" and "robust_dpo".
 
     Returns:
         Scalar with gradient.
@@ -140,11 +144,11 @@ def preference_loss(
 def chosen_nll_loss(
     chosen_logprobs: Tensor, num_tokens: Tensor, pair_mask: Tensor, num_pairs: Tensor | float
 ) -> Tensor:
-    """`sum (-log pi(chosen) / its tokens) / num_pairs` (Pang et al. 2024, eq. 1, first term).
+    """`sum (-log pi(chosen) / tokens) / num_pairs`, the NLL term of dpo_nll (Pang et al. 2024, eq. 1).
 
     Args:
-        chosen_logprobs: (B,), summed over each chosen answer's tokens.
-        num_tokens: (B,) int64, its tokens; 0 counts as one.
+        chosen_logprobs: (B,), summed over the tokens of each chosen answer.
+        num_tokens: (B,) int64, tokens of each chosen answer; 0 counts as 1.
         pair_mask: (B,) bool, False on filler pairs.
         num_pairs: real pairs of the whole optimizer step, over all micro-batches and ranks.
 

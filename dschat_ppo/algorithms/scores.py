@@ -1,4 +1,4 @@
-"""Shaping of an answer's score before it becomes the reward of its last token."""
+"""Reward shaping: what happens to the score of an answer before it becomes the reward of the last token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ SMALLEST_SCALE = 1e-8
 
 
 def clip_scores(scores: Tensor, bound: float) -> Tensor:
-    """(B,) fp32 `scores` within +-`bound`; as they are if `bound` is 0."""
+    """(B,) fp32, `scores` clipped to +-`bound`; unchanged if `bound` is 0."""
     return scores.clamp(-bound, bound) if bound > 0 else scores
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """Soft punishment of long answers, to be added to scores (DAPO, Yu et al. 2025).
+    """Soft overlong penalty, to be added to scores (DAPO, Yu et al. 2025, eq. 13).
 
-    0 up to `max_length - buffer` tokens, from there a straight line to `-factor` at `max_length`, and no less beyond.
+    0 up to `max_length - buffer` tokens, then linear down to `-factor` at `max_length`, and constant beyond.
 
     Args:
         lengths: (B,) int64, response tokens.
@@ -31,21 +31,21 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
         ValueError: `buffer` is below 1.
     """
     if buffer < 1:
-        raise ValueError(f"the penalty needs at least one token to grow over, not {buffer}")
+        raise ValueError(f"buffer must be at least 1 token, got {buffer}")
     excess = (lengths - (max_length - buffer)).clamp(0, buffer)
     return -factor * excess.float() / buffer
 
 
 def missing_eos(ended: Tensor, penalty: float) -> Tensor:
-    """(B,) fp32 to be added to scores: `-penalty` where `ended` (B,) bool is False, 0 where the answer ended itself."""
+    """(B,) fp32, to be added to scores: 0 where `ended` (B,) bool is True, else `-penalty`."""
     return torch.where(ended, 0.0, -penalty)
 
 
 class RunningScale:
-    """Mean and standard deviation of all scores seen so far, to bring scores to unit spread without shifting them.
+    """Running mean and standard deviation of all scores seen, to divide scores by the deviation without shifting them.
 
-    Batches are merged by the parallel update of Chan et al. 1979, in Python floats, so that ranks which see the same
-    scores hold the same state. The deviation is the unbiased one (n - 1).
+    Batches are merged by the parallel update of Chan et al. 1979, in Python floats, so that ranks that see the same
+    scores hold the same state. The standard deviation is the unbiased one (n - 1).
     """
 
     def __init__(self) -> None:
@@ -55,11 +55,11 @@ class RunningScale:
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation; 0 before two scores are seen."""
+        """Unbiased standard deviation; 0 for fewer than two scores."""
         return float((self._squares / (self.count - 1)) ** 0.5) if self.count > 1 else 0.0
 
     def update(self, scores: Tensor) -> None:
-        """Take in `scores`, (B,) fp32 of all ranks; B may be 0."""
+        """Add `scores`, (B,) fp32 of all ranks; B may be 0."""
         if scores.numel() == 0:
             return
         scores = scores.detach().double()
@@ -70,17 +70,17 @@ class RunningScale:
         self.count = total
 
     def scale(self, scores: Tensor) -> Tensor:
-        """(B,) fp32 `scores / std`.
+        """(B,) fp32, `scores / std`.
 
-        Unchanged while there is no spread to divide by: before two scores are seen, and while all that were seen are
-        equal (a deviation below 1e-8), where a division would blow up the first scores that matter.
+        Scores are unchanged before two of them are seen, and while all are equal (a deviation below 1e-8), because the
+        division would make the first different scores huge.
         """
         return scores / self.std if self.std >= SMALLEST_SCALE else scores
 
     def state_dict(self) -> dict[str, float]:
-        """What `load_state_dict` takes, as plain numbers."""
+        """The state as plain numbers, for `load_state_dict`."""
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.count, self.mean, self._squares = state["count"], state["mean"], state["squares"]

@@ -20,16 +20,16 @@ def value_losses(
         old_values: (B, R) fp32 when the rollout was scored.
         returns: (B, R) fp32 targets.
         mask: (B, R) bool.
-        clip_eps: epsilon; 0 leaves the clipping out.
+        clip_eps: epsilon; 0 turns clipping off.
 
     Returns:
-        (losses, clipped): (B, R) fp32 with gradient, 0 outside the mask; (B, R) bool, detached, True where the clipped
-        error is the larger one, so that there is no gradient.
+        (losses, clipped). losses: (B, R) fp32 with gradient, 0 outside the mask. clipped: (B, R) bool, detached, True
+        where the clipped error is the larger one, so the token has no gradient.
     """
-    values, old_values, returns = (zero_outside(x, mask) for x in (values, old_values, returns))
-    plain = (values - returns) ** 2
-    bounded = plain
+    values, old_values, returns = (zero_outside(x, mask) for x in (values, old_values, returns))  # (B, R) each
+    error = (values - returns) ** 2
+    clipped_error = error
     if clip_eps > 0:
-        near_old = torch.minimum(torch.maximum(values, old_values - clip_eps), old_values + clip_eps)
-        bounded = (near_old - returns) ** 2
-    return 0.5 * torch.maximum(plain, bounded), (bounded > plain).detach()
+        clipped_values = torch.minimum(torch.maximum(values, old_values - clip_eps), old_values + clip_eps)
+        clipped_error = (clipped_values - returns) ** 2
+    return 0.5 * torch.maximum(error, clipped_error), (clipped_error > error).detach()

@@ -1,1 +1,1 @@
-"""Flags, YAML defaults and the arithmetic of batches. Needs no torch."""
+"""Command-line flags, YAML files and the batch plan. Imports no torch."""

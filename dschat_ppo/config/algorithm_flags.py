@@ -1,4 +1,4 @@
-"""Flags of step 3 that say what is optimised: reward shaping, advantages, losses and KL."""
+"""Flags of the algorithm of step 3: reward shaping, advantages, losses and KL."""
 
 from __future__ import annotations
 
@@ -29,102 +29,126 @@ SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")  # their papers aggregate by seq_mean
 
 @dataclass(frozen=True)
 class AlgorithmFlags:
-    """From scores to gradients."""
+    """Reward shaping, advantages, losses and KL of step 3."""
 
     _argument_group_name: ClassVar[str] = "algorithm"
 
     advantage_estimator: ESTIMATOR = flag(
-        "how advantages are made of rewards; all but 'gae' need no critic, and those that compare the answers to one "
-        "prompt need --n_samples_per_prompt 2 or more",
+        "advantage estimator; only 'gae' trains a critic. The estimators that compare the answers to one prompt need "
+        "--n_samples_per_prompt 2 or more",
         "gae",
     )
-    gamma: float = flag("discount of rewards, per token", 1.0)
-    gae_lambda: float = flag("lambda of generalised advantage estimation", 0.95)
+    gamma: float = flag("discount factor per token", 1.0)
+    gae_lambda: float = flag("lambda of generalised advantage estimation (gae)", 0.95)
     whiten_advantages: bool = flag(
-        "whiten advantages over all valid tokens of all ranks (gae, reinforce_plus_plus and its baseline form)", True
+        "whiten advantages over the response tokens of all ranks (gae, reinforce_plus_plus, "
+        "reinforce_plus_plus_baseline)",
+        True,
     )
-    normalize_group_std: bool = flag("divide by the standard deviation of the group (grpo, grpo_pass_at_k)", True)
+    normalize_group_std: bool = flag(
+        "divide advantages by the standard deviation of the group (grpo, grpo_pass_at_k)", True
+    )
 
-    policy_loss: POLICY_LOSS = flag("loss of the policy (docs/algorithms.md)", "ppo")
+    policy_loss: POLICY_LOSS = flag("policy loss; docs/algorithms.md describes them", "ppo")
     loss_aggregation: AGGREGATION | None = flag(
-        "how token losses become one number, always over the whole optimizer step; not given: the usual one "
-        "(token_mean; seq_mean_token_mean for gspo, gmpo and sapo; constant for dr_grpo)",
+        "how token losses are averaged over the optimizer step; not given: seq_mean_token_mean for the losses gspo, "
+        "gmpo and sapo, else constant for the estimator dr_grpo, else token_mean",
         None,
     )
-    clip_eps: float = flag("the policy ratio is clipped to 1 +- this (gmpo: its logarithm to +- this)", 0.2)
-    clip_eps_low: float | None = flag("lower clip, 1 - this; not given: --clip_eps", None)
-    clip_eps_high: float | None = flag("upper clip, 1 + this; not given: --clip_eps", None)
-    dual_clip: float = flag("bound of the ratio for negative advantages (ppo, gspo, clip_cov), above 1; 0 = off", 0.0)
-    sapo_tau_positive: float = flag("temperature of sapo's gate for positive advantages", 1.0)
-    sapo_tau_negative: float = flag("temperature of sapo's gate for advantages of 0 or below", 1.05)
-    covariance_share: float = flag("share of tokens that clip_cov or kl_cov acts on", 0.0002)
-    clip_cov_low: float = flag("clip_cov acts on covariances above this", 1.0)
-    clip_cov_high: float = flag("clip_cov acts on covariances below this", 5.0)
-    kl_cov_coef: float = flag("weight of kl_cov's penalty", 1.0)
-    value_clip_eps: float = flag("new values are clipped to old values +- this; 0 = plain squared error", 0.2)
-    critic_warmup_rollouts: int = flag("PPO steps at the start in which only the critic is trained", 0)
+    clip_eps: float = flag(
+        "clip range of the policy ratio: 1 - eps to 1 + eps (gmpo: of the log-ratio, -eps to eps)", 0.2
+    )
+    clip_eps_low: float | None = flag("eps of the lower clip; not given: --clip_eps", None)
+    clip_eps_high: float | None = flag("eps of the upper clip; not given: --clip_eps", None)
+    dual_clip: float = flag("bound on the ratio for negative advantages, above 1 (ppo, gspo, clip_cov); 0 = off", 0.0)
+    sapo_tau_positive: float = flag("sapo: temperature of the gate for positive advantages", 1.0)
+    sapo_tau_negative: float = flag("sapo: temperature of the gate for advantages of 0 or less", 1.05)
+    covariance_share: float = flag("clip_cov and kl_cov: share of tokens to act on", 0.0002)
+    clip_cov_low: float = flag("clip_cov: lower bound of the covariances to act on", 1.0)
+    clip_cov_high: float = flag("clip_cov: upper bound of the covariances to act on", 5.0)
+    kl_cov_coef: float = flag("kl_cov: weight of the penalty on the selected tokens", 1.0)
+    value_clip_eps: float = flag("value loss: clip range of new values around old values; 0 = plain squared error", 0.2)
+    critic_warmup_rollouts: int = flag("number of PPO steps at the start that train only the critic", 0)
 
-    entropy_coef: float = flag("weight of the entropy bonus; with --entropy_target, where it starts", 0.0)
-    entropy_target: float | None = flag("adapt the weight of the bonus to keep this entropy (nats per token)", None)
-    entropy_delta: float = flag("step of the adapted weight, once per PPO step", 0.005)
-    entropy_coef_max: float = flag("largest adapted weight", 1.0)
-    high_entropy_share: float = flag("only this share of tokens, those of highest entropy, trains the policy", 1.0)
+    entropy_coef: float = flag("weight of the entropy bonus; with --entropy_target, its initial value", 0.0)
+    entropy_target: float | None = flag(
+        "adapt the weight of the entropy bonus to keep this entropy (nats per token); not given: constant weight", None
+    )
+    entropy_delta: float = flag("change of the adaptive entropy weight per PPO step", 0.005)
+    entropy_coef_max: float = flag("upper bound of the adaptive entropy weight", 1.0)
+    high_entropy_share: float = flag(
+        "train the policy only on this share of tokens, those with the highest entropy; 1 = all tokens", 1.0
+    )
 
     kl_coef: float | None = flag(
-        "weight of the per-token KL penalty in the reward; not given: 0.1, or 0 for the estimators that compare the "
-        "answers to one prompt (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, grpo_pass_at_k), which "
-        "then need no reference",
+        "weight of the per-token KL penalty in the reward; not given: 0 for the estimators that compare the answers to"
+        " one prompt (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, grpo_pass_at_k), which then need no"
+        " reference, else 0.1",
         None,
     )
     kl_estimator: KL_FORM = flag(
-        "form of the KL in the reward: estimated from the sampled tokens, or 'full' over the vocabulary", "k1"
+        "KL in the reward: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary", "k1"
     )
-    kl_target: float | None = flag("adapt --kl_coef to keep this KL (nats per token)", None)
-    kl_horizon: int = flag("answers over which the adapted --kl_coef changes by a fifth at most", 10_000)
+    kl_target: float | None = flag(
+        "adapt --kl_coef to keep this KL (nats per token); not given: constant coefficient", None
+    )
+    kl_horizon: int = flag("number of answers over which the adaptive --kl_coef changes by at most a fifth", 10_000)
     kl_loss_coef: float = flag("weight of the KL to the reference as a loss", 0.0)
-    kl_loss_estimator: KL_FORM = flag("form of the KL as a loss", "k3")
+    kl_loss_estimator: KL_FORM = flag(
+        "KL in the loss: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary", "k3"
+    )
     kl_straight_through: bool = flag(
-        "give the losses k1, k3 and abs the gradient of k2, which is that of the KL (their own is biased)", True
+        "use the unbiased gradient of k2 for the KL losses k1, k3 and abs, whose own gradient is biased", True
     )
 
     importance_correction: Literal["none", "token", "sequence"] = flag(
-        "weigh the policy loss by the probability that training gives, over the one recorded while sampling: of each "
-        "token, or of the whole answer",
+        "weight the policy loss by the ratio of the training engine's probability to the one recorded while sampling, "
+        "per token or per answer ('sequence')",
         "none",
     )
     importance_mode: Literal["truncate", "mask"] = flag(
-        "what happens to weights above --importance_cap: cut down to it, or dropped (with those below its inverse)",
+        "'truncate' importance weights above --importance_cap to it, or 'mask' them to 0 together with those below its"
+        " inverse",
         "truncate",
     )
-    importance_cap: float = flag("largest weight of the correction, above 1", 2.0)
+    importance_cap: float = flag("upper bound of the importance weights, above 1", 2.0)
     off_policy_delta: float | None = flag(
-        "leave out answers of negative advantage whose log-prob fell by more than this since they were scored (nats, "
-        "mean over tokens)",
+        "drop answers with a negative advantage whose log-prob (mean over tokens) has fallen by more than this many "
+        "nats since scoring; not given: off",
         None,
     )
     router_loss_coef: float = flag("weight of the load-balancing loss of a mixture-of-experts actor", 0.0)
 
-    reward_clip: float = flag("scores are clipped to +- this; 0 = off", 5.0)
+    reward_clip: float = flag("clip scores to +- this; 0 = off", 5.0)
     normalize_rewards: Literal["none", "model", "running"] = flag(
-        "'model' standardises the reward model's scores by the statistics saved with it; 'running' divides scores by "
-        "their standard deviation over the run",
+        "'model': standardise the reward model's scores by the statistics saved with it; 'running': divide scores by "
+        "their running standard deviation",
         "none",
     )
-    missing_eos_penalty: float = flag("subtracted from the score of an answer cut by the length limit", 0.0)
-    overlong_buffer: int = flag("tokens before the length limit over which --overlong_penalty grows; 0 = off", 0)
+    missing_eos_penalty: float = flag("penalty on the score of an answer that was truncated by the length limit", 0.0)
+    overlong_buffer: int = flag(
+        "number of tokens before the length limit over which --overlong_penalty grows; 0 = off", 0
+    )
     overlong_penalty: float = flag(
-        "subtracted from the score of an answer of the greatest length; it grows to this over --overlong_buffer", 1.0
+        "penalty on the score of an answer at the length limit; it grows linearly over --overlong_buffer", 1.0
     )
-    mask_truncated_answers: bool = flag("answers cut by the length limit do not train the policy", False)
+    mask_truncated_answers: bool = flag(
+        "exclude answers that were truncated by the length limit from the policy loss", False
+    )
     dynamic_sampling: bool = flag(
-        "drop prompts whose answers all get the same score, and sample others until the PPO step is full", False
+        "drop prompts whose answers all have the same score, and sample other prompts until the PPO step is full", False
     )
-    dynamic_sampling_rounds: int = flag("most rounds of sampling for a PPO step; then dropped prompts fill it", 8)
+    dynamic_sampling_rounds: int = flag(
+        "maximum sampling rounds per PPO step; if prompts are still missing, dropped ones fill the step", 8
+    )
     target_kl: float | None = flag(
-        "end a PPO step's updates after one whose KL (k3, nats per token) is above this", None
+        "end the updates of a PPO step after an update whose KL (k3, nats per token) is above this; not given: off",
+        None,
     )
     max_log_ratio: float | None = flag(
-        "do not apply an update in which a token's log-ratio is beyond +- this, and end the PPO step's updates", None
+        "skip an update in which the log-ratio of a token is beyond +- this, and end the updates of the PPO step; not "
+        "given: off",
+        None,
     )
 
     def __post_init__(self) -> None:
@@ -149,14 +173,27 @@ class AlgorithmFlags:
             self.dual_clip == 0 or self.dual_clip > 1, f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}"
         )
         require(self.importance_cap > 1, f"--importance_cap must be above 1, got {self.importance_cap}")
-        self._check_effects()
+        defaults = {field.name: field.default for field in fields(self)}
+        for applies, purpose, names in self._requirements():
+            for name in names.split():
+                value = vars(self)[name]
+                message = f"--{name} {value} has no effect: it is for {purpose}; leave it out"
+                require(applies or value == defaults[name], message)
+        require(
+            (self.clip_eps_low or self.clip_eps) < 1, "the lower clip, --clip_eps_low or --clip_eps, must be below 1"
+        )
+        require(self.clip_cov_low < self.clip_cov_high, "--clip_cov_low must be below --clip_cov_high")
+        require(
+            self.entropy_target is None or self.entropy_coef <= self.entropy_coef_max,
+            f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max {self.entropy_coef_max}",
+        )
 
-    def _uses(self) -> list[tuple[bool, str, str]]:
-        """(whether these options have an effect under the others, what they are for, the options)."""
+    def _requirements(self) -> list[tuple[bool, str, str]]:
+        """(whether the other flags let these flags have an effect, what these flags are for, their names)."""
         loss, estimator = self.policy_loss, self.advantage_estimator
         kl_loss, correction = self.kl_loss_coef > 0, self.importance_correction != "none"
-        own_slope = kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs")
-        adapts = self.entropy_target is not None
+        biased_gradient = kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs")
+        adaptive_entropy = self.entropy_target is not None
         penalty = "--kl_coef above 0" + (f" (for {estimator} it is 0 unless given)" if self.kl_coef is None else "")
         return [
             (loss in CLIPPED_LOSSES, _one_of("policy_loss", CLIPPED_LOSSES), "clip_eps clip_eps_low clip_eps_high"),
@@ -169,33 +206,16 @@ class AlgorithmFlags:
             (estimator in DISCOUNTED, _one_of("advantage_estimator", DISCOUNTED), "gamma"),
             (estimator in WHITENED, _one_of("advantage_estimator", WHITENED), "whiten_advantages"),
             (estimator in STANDARDISED, _one_of("advantage_estimator", STANDARDISED), "normalize_group_std"),
-            (adapts, "--entropy_target", "entropy_delta entropy_coef_max"),
-            (self.kl_reward_coef > 0, f"a {penalty}, from which it starts", "kl_target"),
+            (adaptive_entropy, "--entropy_target", "entropy_delta entropy_coef_max"),
+            (self.kl_reward_coef > 0, f"a {penalty}, which it adapts", "kl_target"),
             (self.kl_target is not None, "--kl_target", "kl_horizon"),
             (kl_loss, "--kl_loss_coef above 0", "kl_loss_estimator"),
-            (own_slope, "a KL loss k1, k3 or abs", "kl_straight_through"),
+            (biased_gradient, "a KL loss k1, k3 or abs", "kl_straight_through"),
             (self.kl_reward_coef > 0, penalty, "kl_estimator"),
             (correction, "--importance_correction", "importance_mode importance_cap"),
             (self.overlong_buffer > 0, "--overlong_buffer", "overlong_penalty"),
             (self.dynamic_sampling, "--dynamic_sampling", "dynamic_sampling_rounds"),
         ]
-
-    def _check_effects(self) -> None:
-        """An option without effect under the others is an error."""
-        defaults = {field.name: field.default for field in fields(self)}
-        for used, purpose, names in self._uses():
-            for name in names.split():
-                value = vars(self)[name]
-                idle = f"--{name} {value} has no effect: it is for {purpose}; leave it out"
-                require(used or value == defaults[name], idle)
-        require(
-            (self.clip_eps_low or self.clip_eps) < 1, "the lower clip, --clip_eps_low or --clip_eps, must be below 1"
-        )
-        require(self.clip_cov_low < self.clip_cov_high, "--clip_cov_low must be below --clip_cov_high")
-        require(
-            self.entropy_target is None or self.entropy_coef <= self.entropy_coef_max,
-            f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max {self.entropy_coef_max}",
-        )
 
     @property
     def has_critic(self) -> bool:
@@ -204,15 +224,15 @@ class AlgorithmFlags:
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL to the reference is asked for."""
+        """Whether the reward or the loss has a KL to the reference."""
         return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
 
     @property
     def kl_reward_coef(self) -> float:
-        """`--kl_coef`, or the usual one: the GRPO paper (Shao et al. 2024) keeps the KL out of the reward."""
+        """`--kl_coef`, or its default: 0 for group estimators, as GRPO (Shao et al. 2024) has no KL in the reward."""
         if self.kl_coef is not None:
             return self.kl_coef
-        return 0.0 if self.compares_answers else 0.1  # DeepSpeed-Chat's
+        return 0.0 if self.compares_answers else 0.1  # 0.1 as in DeepSpeed-Chat
 
     @property
     def compares_answers(self) -> bool:
@@ -226,7 +246,7 @@ class AlgorithmFlags:
 
     @property
     def aggregation(self) -> AGGREGATION:
-        """`--loss_aggregation`, or the usual one."""
+        """`--loss_aggregation`, or the default for the loss and the estimator."""
         if self.loss_aggregation is not None:
             return self.loss_aggregation
         if self.policy_loss in SEQUENCE_LOSSES:
@@ -235,17 +255,17 @@ class AlgorithmFlags:
 
     @property
     def selects_tokens(self) -> bool:
-        """Whether the policy's loss treats a choice of tokens in its own way."""
+        """Whether the policy loss acts on selected tokens (clip_cov, kl_cov)."""
         return self.policy_loss in COVARIANCE_LOSSES
 
     @property
     def needs_entropies(self) -> bool:
-        """Whether the scoring pass must tell the entropy at each token."""
+        """Whether scoring must return the entropy of each token."""
         return self.high_entropy_share < 1
 
     @property
     def needs_training_logprobs(self) -> bool:
-        """Whether old log-probs must come from a training forward pass, beside the recorded ones."""
+        """Whether old log-probs must come from a training forward pass, in addition to the recorded ones."""
         return self.needs_entropies or self.importance_correction != "none" or self.kl_estimator == "full"
 
 

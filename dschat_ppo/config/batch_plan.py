@@ -1,28 +1,28 @@
-"""The arithmetic of batches: what the flags amount to on this number of ranks."""
+"""Batch plan: global batch sizes and numbers of steps, from the flags and the number of ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
 
-from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import FitFlags, require
+from dschat_ppo.config.schema import SupervisedFlags, require
 
-MOST_UPDATES = 10**9  # at thirty a second they take a year
-MOST_ROWS = 10**6  # held in memory at a time, by every rank
-MOST_ANSWERS = 10**7  # of an evaluation, as texts and scores
+MOST_UPDATES = 10**9  # optimizer steps of a run: a year at thirty per second
+MOST_ROWS = 10**6  # rows that every rank holds in memory at a time
+MOST_ANSWERS = 10**7  # answers of an evaluation, held as texts and scores
 
 
 @dataclass(frozen=True)
-class FitPlan:
-    """Batches of steps 1 and 2. The last step of an epoch may hold fewer rows; none is dropped."""
+class SupervisedPlan:
+    """Batches of steps 1 and 2. The last optimizer step of an epoch may have fewer rows; no row is dropped."""
 
-    rows: int
-    world_size: int
-    per_device: int
-    accumulation: int
-    epochs: int
+    rows: int  # training rows
+    world_size: int  # ranks
+    per_device: int  # micro-batch size per device
+    accumulation: int  # micro-batches per optimizer step
+    epochs: int  # passes over the rows
 
     @property
     def global_batch(self) -> int:
@@ -31,13 +31,16 @@ class FitPlan:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps per epoch, rounded up."""
         return -(-self.rows // self.global_batch)
 
     @property
     def total_steps(self) -> int:
+        """Optimizer steps of the run."""
         return self.steps_per_epoch * self.epochs
 
     def table(self) -> list[tuple[str, str]]:
+        """The plan as (name, arithmetic) lines for the log."""
         return [
             ("training rows", f"{self.rows}"),
             ("ranks", f"{self.world_size}"),
@@ -55,13 +58,13 @@ class FitPlan:
         ]
 
 
-def plan_fit(flags: FitFlags, rows: int, world_size: int) -> FitPlan:
+def plan_supervised(flags: SupervisedFlags, rows: int, world_size: int) -> SupervisedPlan:
     """The batch plan of steps 1 and 2 for `rows` training rows.
 
     Raises:
-        UserError: an optimizer step has more rows, or the run more steps, than any machine can do.
+        UserError: an optimizer step has too many rows for memory, or the run has too many optimizer steps.
     """
-    plan = FitPlan(
+    plan = SupervisedPlan(
         rows,
         world_size,
         flags.per_device_train_batch_size,
@@ -71,41 +74,44 @@ def plan_fit(flags: FitFlags, rows: int, world_size: int) -> FitPlan:
     require(
         plan.global_batch <= MOST_ROWS,
         f"--per_device_train_batch_size {plan.per_device} x --gradient_accumulation_steps {plan.accumulation} x "
-        f"{world_size} ranks = {plan.global_batch} rows of one optimizer step: at most {MOST_ROWS} fit in memory",
+        f"{world_size} ranks = {plan.global_batch} rows per optimizer step; at most {MOST_ROWS} fit in memory",
     )
     _require_few_updates(plan.total_steps, f"--num_train_epochs {plan.epochs}")
     return plan
 
 
 def _require_few_updates(count: int, flags: str) -> None:
-    require(count <= MOST_UPDATES, f"{flags}: {count} optimizer steps in all; {MOST_UPDATES} take more than a year")
+    require(
+        count <= MOST_UPDATES,
+        f"{flags}: {count} optimizer steps in total; {MOST_UPDATES} already take more than a year",
+    )
 
 
 @dataclass(frozen=True)
 class PPOPlan:
     """Batches of step 3. A PPO step is one collection of experience and all updates made from it."""
 
-    prompts: int
-    world_size: int
-    generation_batch: int
-    generation_batches: int
-    samples: int
-    micro_batch: int
-    micro_batch_tokens: int
-    accumulation: int
-    ppo_epochs: int
-    train_epochs: int
-    stop_step: int
-    warmup_rollouts: int
+    prompts: int  # prompts in the data
+    world_size: int  # ranks
+    generation_batch: int  # prompts per generation batch and device
+    generation_batches: int  # generation batches per PPO step
+    samples: int  # answers per prompt
+    micro_batch: int  # rows per micro-batch and device, at the maximum length
+    micro_batch_tokens: int  # maximum tokens per micro-batch, padding included
+    accumulation: int  # micro-batches per optimizer step, at the maximum length
+    ppo_epochs: int  # passes over the experience of a PPO step
+    train_epochs: int  # passes over the prompts
+    stop_step: int  # last PPO step in test mode; 0 = test mode is off
+    warmup_rollouts: int  # PPO steps at the start that train only the critic
 
     @property
     def prompts_per_rank(self) -> int:
-        """Prompts that one rank answers in one PPO step."""
+        """Prompts of one rank in one PPO step."""
         return self.generation_batch * self.generation_batches
 
     @property
     def rows_per_rank(self) -> int:
-        """Answers that one rank generates in one PPO step."""
+        """Answers of one rank in one PPO step."""
         return self.prompts_per_rank * self.samples
 
     @property
@@ -130,7 +136,7 @@ class PPOPlan:
 
     @property
     def ppo_steps(self) -> int:
-        """PPO steps of the run, the last one filled up; no more than the test mode makes."""
+        """PPO steps of the run, rounded up; at most `stop_step` in test mode."""
         steps = -(-self.prompts * self.train_epochs // self.rollout_prompts)
         return min(steps, self.stop_step) if self.stop_step else steps
 
@@ -141,10 +147,11 @@ class PPOPlan:
 
     @property
     def actor_updates(self) -> int:
-        """Optimizer steps of the actor: none while the critic warms up."""
+        """Optimizer steps of the actor, which has none during the warm-up of the critic."""
         return (self.ppo_steps - self.warmup_rollouts) * self.updates_per_rollout
 
     def table(self) -> list[tuple[str, str]]:
+        """The plan as (name, arithmetic) lines for the log."""
         return [
             ("prompts", f"{self.prompts}"),
             ("ranks", f"{self.world_size}"),
@@ -178,14 +185,14 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
     """The batch plan of step 3.
 
     Args:
-        flags: of step 3.
-        prompts: in the data.
+        flags: flags of step 3.
+        prompts: number of prompts in the data.
         world_size: number of ranks.
-        warmup_rollouts: PPO steps that train the critic alone.
+        warmup_rollouts: PPO steps that train only the critic.
 
     Raises:
-        UserError: the rows of a PPO step are not a whole number of optimizer steps, the actor is never trained, or a
-            PPO step has more rows, or the run more steps, than any machine can do.
+        UserError: the rows of a PPO step are not a whole number of optimizer steps, the actor is never trained, a PPO
+            step has too many rows for memory, or the run has too many optimizer steps.
     """
     plan = PPOPlan(
         prompts=prompts,
@@ -204,39 +211,40 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
     )
     require(
         warmup_rollouts < plan.ppo_steps,
-        f"--critic_warmup_rollouts {warmup_rollouts} is not below the {plan.ppo_steps} PPO steps of this run: the "
-        "actor would never be trained",
+        f"--critic_warmup_rollouts {warmup_rollouts} must be below the {plan.ppo_steps} PPO steps of this run, "
+        "or the actor is never trained",
     )
     require(
         plan.rollout_rows <= MOST_ROWS,
         f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
-        f"x --n_samples_per_prompt {plan.samples} x {world_size} ranks = {plan.rollout_rows} rows of one PPO step: "
-        f"every rank holds them all, and at most {MOST_ROWS} fit in memory",
+        f"x --n_samples_per_prompt {plan.samples} x {world_size} ranks = {plan.rollout_rows} rows per PPO step; "
+        f"every rank holds all of them, and at most {MOST_ROWS} fit in memory",
     )
-    made, taken = plan.rows_per_rank, plan.micro_batch * plan.accumulation
-    factor = taken // gcd(made // plan.generation_batches, taken)  # of --generation_batches that fit
+    rows, rows_per_update = plan.rows_per_rank, plan.micro_batch * plan.accumulation  # per device
+    # --generation_batches must be a multiple of this for a whole number of updates
+    multiple = rows_per_update // gcd(rows // plan.generation_batches, rows_per_update)
     require(
-        made % taken == 0,
+        rows % rows_per_update == 0,
         "the rows of a PPO step are not a whole number of optimizer steps: "
         f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
-        f"x --n_samples_per_prompt {plan.samples} = {made} rows per device, but an optimizer step takes "
+        f"x --n_samples_per_prompt {plan.samples} = {rows} rows per device, but an optimizer step takes "
         f"--per_device_training_batch_size {plan.micro_batch} x --gradient_accumulation_steps {plan.accumulation} "
-        f"= {taken}; {made} / {taken} leaves {made % taken}. "
-        f"--generation_batches {-(-plan.generation_batches // factor) * factor} makes it whole",
+        f"= {rows_per_update}; {rows} / {rows_per_update} leaves {rows % rows_per_update}. "
+        f"Set --generation_batches {-(-plan.generation_batches // multiple) * multiple}",
     )
     _require_few_updates(plan.total_updates, f"--num_train_epochs {plan.train_epochs} x --ppo_epochs {plan.ppo_epochs}")
     return plan
 
 
-def check_evaluation(flags: ValidationFlags, prompts: int) -> None:
-    """The answers to `prompts` held-out prompts must fit in memory.
+def check_evaluation(flags: EvaluationFlags, prompts: int) -> None:
+    """Check that the answers to `prompts` held-out prompts fit in memory.
 
     Raises:
         UserError: they do not.
     """
-    asked = min(flags.eval_max_prompts or prompts, prompts)
+    used = min(flags.eval_max_prompts or prompts, prompts)
     require(
-        asked * flags.eval_samples <= MOST_ANSWERS,
-        f"--eval_samples {flags.eval_samples} x {asked} held-out prompts: {MOST_ANSWERS} answers fit in memory; "
-        "lower it or --eval_max_prompts",
+        used * flags.eval_samples <= MOST_ANSWERS,
+        f"--eval_samples {flags.eval_samples} x {used} held-out prompts: at most {MOST_ANSWERS} answers fit in memory; "
+        "lower --eval_samples or --eval_max_prompts",
     )

@@ -1,4 +1,4 @@
-"""Flags of the evaluation during step 3."""
+"""Flags of the evaluation in step 3."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from dschat_ppo.config.schema import flag, flag_list, require, require_not_negat
 
 
 @dataclass(frozen=True)
-class ValidationFlags:
-    """Answers to held-out prompts, before, during and after training."""
+class EvaluationFlags:
+    """Evaluation on held-out prompts before, during and after training."""
 
-    _argument_group_name: ClassVar[str] = "validation"
+    _argument_group_name: ClassVar[str] = "evaluation"
 
-    eval_data_path: list[str] = flag_list("data sets of held-out prompts, used whole; none given: no evaluation", list)
+    eval_data_path: list[str] = flag_list("data sets of held-out prompts, used whole; not given: no evaluation", list)
     eval_interval: int = flag(
-        "evaluate every N PPO steps, besides before the first and after the last; 0: only there", 0
+        "evaluate every N PPO steps, in addition to before the first and after the last; 0 = only then", 0
     )
-    eval_samples: int = flag("answers to each held-out prompt, for pass@k and majority@n", 1)
-    eval_greedy: bool = flag("answer greedily instead of sampling as in training", False)
-    eval_batch_size: int = flag("held-out prompts answered at a time on one device", 64)
-    eval_max_prompts: int = flag("most held-out prompts, the first of the data; 0 = all", 0)
-    eval_pass_score: float = flag("an answer passes if its score is at least this", 1.0)
+    eval_samples: int = flag("number of answers to each held-out prompt, for pass@k and majority@n", 1)
+    eval_greedy: bool = flag("decode greedily instead of sampling as in training", False)
+    eval_batch_size: int = flag("held-out prompts per generation batch and device", 64)
+    eval_max_prompts: int = flag("maximum number of held-out prompts, taken from the start of the data; 0 = all", 0)
+    eval_pass_score: float = flag("minimum score of an answer that passes", 1.0)
     eval_reward_function: str | None = flag(
-        "the true score: a function as for --reward_function, for evaluation alone; not given: the training reward",
-        None,
+        "reward function for evaluation, written as for --reward_function; not given: the training reward", None
     )
     save_best: bool = flag("keep the models of the best evaluation in `best/` inside --output_dir", True)
 
@@ -37,9 +36,9 @@ class ValidationFlags:
         given = [f"--{field.name}" for field in others if values[field.name] != field.default]
         require(
             bool(self.eval_data_path) or not given,
-            f"{', '.join(given)}: for the evaluation of --eval_data_path, which is not given",
+            f"{', '.join(given)}: has no effect without --eval_data_path; leave it out, or give --eval_data_path",
         )
         require(
             not (self.eval_greedy and self.eval_samples > 1),
-            "--eval_greedy gives the same answer each time: leave --eval_samples out",
+            "--eval_greedy gives the same answer every time: leave --eval_samples out",
         )

@@ -1,4 +1,4 @@
-"""Flags of step 2: what is learned from pairs of answers."""
+"""Flags of step 2: reward model and direct preference optimisation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dschat_ppo.config.schema import flag, require, require_not_negative, requir
 
 OBJECTIVES = Literal["reward", "dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll"]
 DIRECT = ("dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll")
-# Flags that only some objectives know; under the others they must stay at their default.
+# Flags that only some objectives use; with the others they must keep their defaults.
 ONLY_FOR = {
     "use_margin": ("reward",),
     "center_rewards_coef": ("reward",),
@@ -20,32 +20,34 @@ ONLY_FOR = {
 
 
 @dataclass(frozen=True)
-class RewardFlags:
-    """Flags of step 2 alone."""
+class PreferenceFlags:
+    """Flags of step 2 only."""
 
     _argument_group_name: ClassVar[str] = "preferences"
 
     objective: OBJECTIVES = flag(
-        "'reward' trains a reward model (Bradley-Terry); the others train the language model itself on the pairs: "
-        "'dpo', 'cdpo' and 'robust_dpo' (some labels are wrong: --label_smoothing), 'ipo' (squared, per-token "
-        "averages), 'hinge', 'dpo_nll' (keeps the chosen answers likely: --nll_coef). Those train without dropout "
-        "unless --dropout is given",
+        "'reward' trains a reward model (Bradley-Terry). The others train the policy itself on the pairs: 'dpo'; "
+        "'cdpo' and 'robust_dpo' for noisy labels (--label_smoothing); 'ipo' (squared loss, log-probs averaged over "
+        "tokens); 'hinge'; 'dpo_nll' with an NLL term (--nll_coef). These train without dropout unless --dropout is "
+        "given",
         "reward",
     )
     use_margin: bool = flag(
-        "reward: the chosen answer must lead by the row's `margin`, where the data have that column", True
+        "reward: require a lead of the chosen score, given by the column `margin` if the data have one", True
     )
     center_rewards_coef: float = flag(
-        "reward: weight of (chosen + rejected score)^2, which draws scores to a mean of 0; 0 = off", 0.0
+        "reward: weight of (chosen + rejected score)^2, which centres scores at 0; 0 = off", 0.0
     )
-    beta: float = flag("all but reward: how strongly the policy is held to the model that it starts from", 0.1)
-    label_smoothing: float = flag("cdpo and robust_dpo: the share of pairs taken to be labelled wrongly", 0.0)
+    beta: float = flag("all objectives but reward: strength of the constraint to the initial model", 0.1)
+    label_smoothing: float = flag("cdpo and robust_dpo: assumed share of wrong labels", 0.0)
     nll_coef: float = flag("dpo_nll: weight of the mean negative log-prob of the chosen answer's tokens", 0.2)
-    num_padding_at_beginning: int = flag("kept for old scripts: the score position comes from the mask", 1)
-    offload_reference_model: bool = flag(
-        "kept for old scripts: the reference's log-probs are computed once, so it takes no memory", False
+    num_padding_at_beginning: int = flag(
+        "no effect (kept for old scripts): the attention mask gives the score position", 1
     )
-    print_loss: bool = flag("print the loss of every step (a line is printed each step in any case)", False)
+    offload_reference_model: bool = flag(
+        "no effect (kept for old scripts): the log-probs of the reference are computed once, before training", False
+    )
+    print_loss: bool = flag("no effect (kept for old scripts): the loss of every step is printed in any case", False)
 
     def __post_init__(self) -> None:
         require_not_negative(self, "center_rewards_coef label_smoothing")
@@ -55,7 +57,7 @@ class RewardFlags:
             value = vars(self)[name]
             require(
                 self.objective in objectives or value == defaults[name],
-                f"--{name} {value} has no effect under --objective {self.objective}; leave it out, or use --objective "
+                f"--{name} {value} has no effect with --objective {self.objective}; leave it out, or use --objective "
                 f"{' or '.join(objectives)}",
             )
         if self.objective in ONLY_FOR["label_smoothing"]:

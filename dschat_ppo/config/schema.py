@@ -1,7 +1,7 @@
-"""The flag groups that the steps share. Every field is a flag; its help text is the documentation.
+"""The flag groups that the steps share. Every field is a command-line flag, documented by its help text.
 
-Field names, types and meanings follow DeepSpeed-Chat, so that its users' scripts go on working. A group validates
-itself when it is built and is frozen afterwards.
+Names, types and meanings follow DeepSpeed-Chat, so that its scripts keep working. A group validates itself when it is
+created, and is frozen.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dschat_ppo.errors import UserError
 
 SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
-MOST_PROCESSES = 1024
-MOST_SETTINGS = 2**20  # characters of a file of settings; a device such as /dev/zero has no end
+MOST_PROCESSES = 1024  # worker processes on one machine
+MOST_SETTINGS = 2**20  # characters of a settings file; a device such as /dev/zero has no end
 
-SMALLEST_EPSILON = 2.0**-63  # squares of smaller gradients are no normal numbers in fp32
-LARGEST_BETA = 1 - 1e-6  # 1 less a larger one has hardly a digit left in fp32
-SMALLEST_NORM = 1e-6  # of clipped gradients: less is lost beside the usual epsilon
+SMALLEST_EPSILON = 2.0**-63  # of AdamW: the squares of smaller gradients are subnormal in fp32
+LARGEST_BETA = 1 - 1e-6  # of AdamW: 1 - beta of a larger one has hardly a significant digit in fp32
+SMALLEST_NORM = 1e-6  # of clipped gradients: smaller ones vanish against the usual epsilon
 
 
 def flag(help: str, default: Any = MISSING) -> Any:
-    """A dataclass field that becomes the command-line flag of the same name. No default: the flag is required."""
+    """A dataclass field that becomes the command-line flag of the same name; required without a default."""
     return field(default=default, metadata={"help": help})
 
 
 def flag_list(help: str, default: Callable[[], list[Any]]) -> Any:
-    """A flag that takes one or more values."""
+    """A flag that takes any number of values."""
     return field(default_factory=default, metadata={"help": help})
 
 
@@ -42,48 +42,49 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_positive(flags: object, names: str) -> None:
-    """These flags (names with blanks between) must be above 0; None passes: not given."""
+    """Require these flags (names separated by spaces) to be above 0; None (not given) passes."""
     for name, value in _named(flags, names):
         require(value is None or 0 < value < math.inf, f"--{name} must be finite and above 0, got {value}")
 
 
 def require_not_negative(flags: object, names: str) -> None:
-    """These flags must be 0 or above; None passes."""
+    """Require these flags to be 0 or above; None passes."""
     for name, value in _named(flags, names):
         require(value is None or 0 <= value < math.inf, f"--{name} must be finite, 0 or above, got {value}")
 
 
 def require_fraction(flags: object, names: str) -> None:
-    """These flags must lie in [0, 1); None passes."""
+    """Require these flags to be in [0, 1); None passes."""
     for name, value in _named(flags, names):
         require(value is None or 0 <= value < 1, f"--{name} must be at least 0 and below 1, got {value}")
 
 
 def require_bounded_updates(flags: object, learning_rate: str, weight_decay: str) -> None:
-    """With these two flags and `--max_grad_norm` AdamW can train.
+    """Require these two flags and `--max_grad_norm` to bound the update of AdamW.
 
-    Given `RunFlags`' betas, an update moves each weight by the learning rate times a small number at most, and decay
-    takes the share `learning_rate * weight_decay` off it.
+    With the betas that `RunFlags` allows, an update moves each weight by at most the learning rate times a small
+    number, and weight decay multiplies it by `1 - learning_rate * weight_decay`.
     """
     (_, rate), (_, decay), (_, norm) = _named(flags, f"{learning_rate} {weight_decay} max_grad_norm")
     assert rate is not None and decay is not None and norm is not None
     require(
-        rate <= 1, f"--{learning_rate} must be at most 1, got {rate}: AdamW moves a weight by about that in an update"
+        rate <= 1,
+        f"--{learning_rate} must be at most 1, got {rate}: an update of AdamW moves each weight by about that",
     )
     require(
         rate * decay < 1,
-        f"--{learning_rate} x --{weight_decay} must be below 1, got {rate * decay:g}: the decay would turn the sign of "
-        "weights, or let them grow",
+        f"--{learning_rate} x --{weight_decay} must be below 1, got {rate * decay:g}: otherwise the decay changes the "
+        "sign of the weights or makes them grow",
     )
     require(
         norm == 0 or norm >= SMALLEST_NORM,
-        f"--max_grad_norm must be 0 (off) or at least {SMALLEST_NORM:g}, got {norm}: smaller gradients are lost beside "
+        f"--max_grad_norm must be 0 (off) or at least {SMALLEST_NORM:g}, got {norm}: smaller gradients vanish against "
         "AdamW's epsilon",
     )
 
 
 def require_at_most(flags: object, names: str, most: float, reason: str) -> None:
-    """These flags must be at most `most`, because of `reason`; None passes."""
+    """Require these flags to be at most `most`, because of `reason`; None passes."""
     for name, value in _named(flags, names):
         require(value is None or value <= most, f"--{name} {value}: must be at most {most}: {reason}")
 
@@ -94,10 +95,10 @@ def _named(flags: object, names: str) -> list[tuple[str, float | None]]:
 
 
 def read_settings(flag: str, path: str) -> str:
-    """The text of the file that `flag` names.
+    """The text of the settings file that `flag` names.
 
     Raises:
-        UserError: it cannot be read, is not UTF-8 text, or is too long for a file of settings.
+        UserError: the file cannot be read, is not UTF-8 text, or is longer than `MOST_SETTINGS` characters.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
@@ -106,12 +107,15 @@ def read_settings(flag: str, path: str) -> str:
         raise UserError(f"{flag} {path}: cannot be read ({problem.strerror})") from None
     except UnicodeDecodeError as problem:
         raise UserError(f"{flag} {path}: is not UTF-8 text ({problem})") from None
-    require(len(text) <= MOST_SETTINGS, f"{flag} {path}: is longer than a file of settings can be; name another")
+    require(
+        len(text) <= MOST_SETTINGS,
+        f"{flag} {path}: is longer than {MOST_SETTINGS} characters, so it is not a settings file",
+    )
     return text
 
 
 def parse_data_split(text: str) -> tuple[float, float, float]:
-    """`"2,4,4"` -> the three shares of a data set for SFT, reward model and PPO."""
+    """Parse `"2,4,4"`, the shares of a data set for SFT, reward model and PPO."""
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -124,21 +128,21 @@ def parse_data_split(text: str) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class DataFlags:
-    """Which rows are read, how they are divided among the steps, and how they become tokens."""
+    """Data sets, their split among the steps, and tokenisation."""
 
     _argument_group_name: ClassVar[str] = "data"
 
     data_path: list[str] = flag_list(
-        "one or more data sets: a JSON, JSONL, CSV or Parquet file, a folder of them, or a hub name (required)",
+        "one or more data sets: a JSON, JSONL, CSV or Parquet file, a folder of such files, or a hub name (required)",
         list,
     )
     data_split: str = flag("shares of each data set for SFT, reward model and PPO; the parts are disjoint", "2,4,4")
-    data_split_seed: int = flag("seed of the division; keep it the same for all three steps", 1234)
+    data_split_seed: int = flag("seed of the split; use the same one in all three steps", 1234)
     data_output_path: str | None = flag("folder for prepared data; not given: the cache of `datasets`", None)
-    preprocessing_num_workers: int | None = flag("processes that tokenise; not given: 1", None)
+    preprocessing_num_workers: int | None = flag("number of processes that tokenise; not given: 1", None)
     truncation: Literal["left", "drop", "error"] = flag(
-        "rows over the length limit: 'left' cuts the start of the prompt (then the end of an answer that alone is "
-        "too long), 'drop' leaves the row out, 'error' stops; what was done is counted and logged",
+        "rows over the length limit: 'left' cuts the start of the prompt (and the end of an answer that is too long by"
+        " itself), 'drop' drops the row, 'error' stops; the number of rows affected is logged",
         "left",
     )
 
@@ -147,125 +151,131 @@ class DataFlags:
         require_not_negative(self, "data_split_seed")
         require(len(self.data_path) > 0, "--data_path is required: name at least one data set")
         require_positive(self, "preprocessing_num_workers")
-        require_at_most(self, "preprocessing_num_workers", MOST_PROCESSES, "each is a process of this machine")
+        require_at_most(self, "preprocessing_num_workers", MOST_PROCESSES, "each is a process on this machine")
 
 
 @dataclass(frozen=True)
 class RunFlags:
-    """Where the run writes, with which seed and number format, and what it shows."""
+    """Output folder, seed, number format, AdamW and logging."""
 
     _argument_group_name: ClassVar[str] = "run"
 
-    output_dir: str | None = flag("where the model, metrics and resolved configuration are written (required)", None)
+    output_dir: str | None = flag("output folder for models, metrics and the resolved configuration (required)", None)
     overwrite_output_dir: bool = flag(
-        "start over if --output_dir holds an earlier run; an interrupted run with the same settings still resumes (see "
-        "--resume)",
+        "start from the beginning if --output_dir holds another run; an interrupted run with the same settings still "
+        "resumes (see --resume)",
         False,
     )
-    seed: int = flag("global seed; a run is reproducible from it", 1234)
+    seed: int = flag("global seed; it makes a run reproducible", 1234)
     deterministic: bool = flag(
-        "use PyTorch's deterministic algorithms, so that a GPU too repeats a run to the last bit; slower, and an "
-        "operation without such an algorithm ends the run (not needed on a CPU)",
+        "use PyTorch's deterministic algorithms, so that a run on a GPU repeats bit for bit; slower, and an operation "
+        "without such an algorithm stops the run (not needed on a CPU)",
         False,
     )
     local_rank: int = flag("set by the deepspeed launcher", -1)
     dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
     resize_vocabulary: bool = flag(
-        "if the tokenizer has more tokens than the model has embeddings, add the missing rows to the embedding and the "
-        "head; each is the mean of the old rows",
+        "if the tokenizer has more tokens than the model has embeddings, add rows to the embedding and the head, each "
+        "initialised with the mean of the existing rows",
         False,
     )
-    compute_fp32_loss: bool = flag("losses are always computed in fp32 (kept for old scripts)", False)
+    compute_fp32_loss: bool = flag("no effect (kept for old scripts): losses are always computed in fp32", False)
     adam_beta1: float = flag("first beta of AdamW", 0.9)
     adam_beta2: float = flag("second beta of AdamW; above the square of the first", 0.95)
-    adam_epsilon: float = flag("epsilon of AdamW, 1.1e-19 to 1", 1e-8)
-    enable_tensorboard: bool = flag("write the metrics to TensorBoard too", False)
+    adam_epsilon: float = flag("epsilon of AdamW, from 1.1e-19 to 1", 1e-8)
+    enable_tensorboard: bool = flag("also write the metrics to TensorBoard", False)
     tensorboard_path: str = flag(
-        "TensorBoard folder; a relative path is taken inside --output_dir, unless it already leads there", "tensorboard"
+        "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there", "tensorboard"
     )
-    deepspeed: bool = flag("training always runs on DeepSpeed (kept for old scripts)", False)
-    deepspeed_config: str | None = flag("JSON file of DeepSpeed settings laid over the derived training config", None)
-    config: str | None = flag("YAML file of defaults; flags on the command line override it", None)
+    deepspeed: bool = flag("no effect (kept for old scripts): training always runs on DeepSpeed", False)
+    deepspeed_config: str | None = flag(
+        "JSON file of DeepSpeed settings that override those derived from the flags", None
+    )
+    config: str | None = flag("YAML file of flag values; flags on the command line override it", None)
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
             raise UserError("--output_dir is required: name the folder for the model and its metrics")
         require_not_negative(self, "seed")
         require_fraction(self, "adam_beta1 adam_beta2")
-        self._check_adam()
-
-    def _check_adam(self) -> None:
-        """AdamW divides `m` by `sqrt(v)`, and `|m| <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) sqrt(v)` whatever the
-        gradients (Cauchy-Schwarz on the two sums): no update exceeds the learning rate times a number of the betas.
-        """
+        # AdamW divides m by sqrt(v), and |m| <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) sqrt(v) for all gradients
+        # (Cauchy-Schwarz on the two sums). So an update is at most the learning rate times a function of the betas.
         smallest, epsilon, beta1, beta2 = SMALLEST_EPSILON, self.adam_epsilon, self.adam_beta1, self.adam_beta2
         require(
             smallest <= epsilon <= 1,
-            f"--adam_epsilon must be at least {smallest:.2g} and at most 1, got {epsilon}: with less, an update may be "
-            "divided by 0 in fp32; with more, weights hardly move",
+            f"--adam_epsilon must be at least {smallest:.2g} and at most 1, got {epsilon}: a smaller one can make "
+            "fp32 divide by 0, and with a larger one the weights hardly move",
         )
         for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
             require(
                 beta <= LARGEST_BETA,
-                f"--{name} must be at most {LARGEST_BETA:g}, got {beta}: fp32 would lose what a gradient adds",
+                f"--{name} must be at most {LARGEST_BETA:g}, got {beta}: above, fp32 rounds gradients away",
             )
         require(
             beta1**2 < beta2,
-            f"--adam_beta2 must be above the square of --adam_beta1 ({beta1**2:g}), got {beta2}: with less, an update "
-            "has no bound where large gradients are followed by small ones",
+            f"--adam_beta2 must be above the square of --adam_beta1 ({beta1**2:g}), got {beta2}: otherwise an "
+            "update has no bound when small gradients follow large ones",
         )
 
     @property
     def folder(self) -> str:
-        """`--output_dir`, known to be given. A shell leaves the `~` of `--output_dir=~/out` as it is."""
+        """`--output_dir` with `~` expanded, because a shell does not expand it in `--output_dir=~/out`."""
         assert self.output_dir is not None
         return os.path.expanduser(self.output_dir)
 
     @property
     def tensorboard_folder(self) -> Path:
-        """`--tensorboard_path`; a relative one is inside `--output_dir` unless it names a place in there as it is."""
+        """`--tensorboard_path`; a relative path is inside `--output_dir`, unless it already leads there."""
         folder, board = Path(self.folder), Path(self.tensorboard_path).expanduser()
         return board if board.resolve().is_relative_to(folder.resolve()) else folder / board
 
 
 @dataclass(frozen=True)
-class FitFlags:
-    """One model trained on rows: steps 1 and 2."""
+class SupervisedFlags:
+    """Training of one model on rows of data (steps 1 and 2)."""
 
     _argument_group_name: ClassVar[str] = "training"
 
     model_name_or_path: str = flag("Hugging Face model: a folder or a hub name")
     max_seq_len: int = flag(
-        "most tokens of a row, prompt and answer together; batches are padded to their longest", 512
+        "maximum tokens of a row, prompt and answer together; batches are padded to their longest row", 512
     )
-    per_device_train_batch_size: int = flag("rows of a micro-batch on one device", 16)
-    per_device_eval_batch_size: int = flag("rows of an evaluation batch on one device", 16)
-    gradient_accumulation_steps: int = flag("micro-batches of one optimizer step", 1)
+    per_device_train_batch_size: int = flag("micro-batch size per device", 16)
+    per_device_eval_batch_size: int = flag("evaluation batch size per device", 16)
+    gradient_accumulation_steps: int = flag("micro-batches per optimizer step", 1)
     learning_rate: float = flag("peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model", 2e-5)
     weight_decay: float = flag("weight decay; biases and norm weights are exempt", 0.0)
-    num_train_epochs: int = flag("passes over the training rows", 1)
-    lr_scheduler_type: SCHEDULERS = flag("learning rate schedule of transformers, per optimizer step", "cosine")
-    num_warmup_steps: int = flag("warm-up, in optimizer steps", 0)
-    max_grad_norm: float = flag("gradients are scaled down to this global norm; 0 turns it off", 1.0)
-    zero_stage: ZERO_STAGES = flag("ZeRO stage (0 in bf16 or fp16 runs as 1: the same numbers, less memory)", 0)
-    offload: bool = flag("keep optimizer state (and parameters at stage 3) in host memory", False)
+    num_train_epochs: int = flag("epochs over the training rows", 1)
+    lr_scheduler_type: SCHEDULERS = flag("learning rate schedule, as in transformers, per optimizer step", "cosine")
+    num_warmup_steps: int = flag("warm-up steps of the learning rate, in optimizer steps", 0)
+    max_grad_norm: float = flag("clip gradients to this global norm; 0 = off", 1.0)
+    zero_stage: ZERO_STAGES = flag(
+        "ZeRO stage; in bf16 and fp16, 0 runs as 1, with the same numbers and less memory", 0
+    )
+    offload: bool = flag("keep optimizer states (and parameters at stage 3) in host memory", False)
     gradient_checkpointing: bool = flag("recompute activations in the backward pass", False)
     dropout: float | None = flag("overrides every dropout of the model config", None)
-    eval_interval: int = flag("evaluate every N optimizer steps, besides the start and each epoch; 0: only there", 0)
-    eval_iters: int = flag("most evaluation batches per device; 0: all", 100)
-    eval_data_path: list[str] = flag_list("evaluation data sets; none given: see --eval_fraction", list)
-    eval_fraction: float = flag(
-        "share of the training rows held out for evaluation where a data set brings no eval, test or validation split",
-        0.05,
+    eval_interval: int = flag(
+        "evaluate every N optimizer steps, in addition to the start and each epoch; 0 = only then", 0
     )
-    lora_dim: int = flag("LoRA rank, 0 = off", 0)
+    eval_iters: int = flag("maximum evaluation batches per device; 0 = all", 100)
+    eval_data_path: list[str] = flag_list("evaluation data sets; not given: see --eval_fraction", list)
+    eval_fraction: float = flag(
+        "share of the training rows held out for evaluation if a data set has no eval, test or validation split", 0.05
+    )
+    lora_dim: int = flag("LoRA rank; 0 = off", 0)
     lora_module_name: str = flag("modules that get LoRA", "decoder.layers.")
-    only_optimize_lora: bool = flag("freeze all but LoRA", False)
-    lora_learning_rate: float = flag("learning rate of LoRA parameters", 5e-4)
-    add_eot_token: bool = flag("kept for old scripts: answers end as the chat template ends them, else with EOS", False)
+    only_optimize_lora: bool = flag("train only the LoRA parameters", False)
+    lora_learning_rate: float = flag("learning rate of the LoRA parameters", 5e-4)
+    add_eot_token: bool = flag(
+        "no effect (kept for old scripts): answers end with the end of turn of the chat template, or with EOS", False
+    )
 
     def __post_init__(self) -> None:
-        require(self.max_seq_len >= 2, f"--max_seq_len must hold a prompt and an answer token, got {self.max_seq_len}")
+        require(
+            self.max_seq_len >= 2,
+            f"--max_seq_len must be at least 2 (a prompt and an answer token), got {self.max_seq_len}",
+        )
         require_positive(
             self,
             "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate "
@@ -274,7 +284,7 @@ class FitFlags:
         require_not_negative(self, "weight_decay num_warmup_steps max_grad_norm eval_interval eval_iters")
         require(
             not self.offload or self.zero_stage > 0,
-            "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps all on the device",
+            "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device",
         )
         require_fraction(self, "dropout eval_fraction")
         require_bounded_updates(self, "learning_rate", "weight_decay")

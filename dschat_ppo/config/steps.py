@@ -1,4 +1,4 @@
-"""The configuration of each step: its flag groups, its own defaults, and what is accepted without doing more."""
+"""The configuration of each step: its flag groups, its defaults, and flags that are refused or have no effect."""
 
 from __future__ import annotations
 
@@ -6,58 +6,59 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.preference_flags import RewardFlags
+from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.config.schema import DataFlags, FitFlags, RunFlags, flag, flag_list, require
+from dschat_ppo.config.schema import DataFlags, RunFlags, SupervisedFlags, flag, flag_list, require
 
 
 @dataclass(frozen=True)
 class SFTFlags:
-    """Flags of step 1 alone."""
+    """Flags of step 1 only."""
 
     _argument_group_name: ClassVar[str] = "supervised fine-tuning"
 
-    sft_only_data_path: list[str] = flag_list("data sets used whole in this step (no --data_split)", list)
-    train_on_prompt: bool = flag("let prompt tokens count in the loss too (default: response tokens only)", False)
+    sft_only_data_path: list[str] = flag_list("data sets used whole in this step (--data_split does not apply)", list)
+    train_on_prompt: bool = flag("include prompt tokens in the loss; default: response tokens only", False)
     eot_token: str = flag(
-        "kept for old scripts: answers end as the chat template ends them, else with EOS", "<|endoftext|>"
+        "no effect (kept for old scripts): answers end with the end of turn of the chat template, or with EOS",
+        "<|endoftext|>",
     )
-    print_loss: bool = flag("print the loss of every step (a line is printed each step in any case)", False)
+    print_loss: bool = flag("no effect (kept for old scripts): the loss of every step is printed in any case", False)
 
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """Everything step 1 was asked to do."""
+    """The configuration of step 1."""
 
     sft: SFTFlags
     data: DataFlags
-    fit: FitFlags
+    fit: SupervisedFlags
     safety: SafetyFlags
     run: RunFlags
 
 
 @dataclass(frozen=True)
-class RewardConfig:
-    """Everything step 2 was asked to do."""
+class PreferenceConfig:
+    """The configuration of step 2."""
 
-    reward: RewardFlags
+    reward: PreferenceFlags
     data: DataFlags
-    fit: FitFlags
+    fit: SupervisedFlags
     safety: SafetyFlags
     run: RunFlags
 
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """Everything step 3 was asked to do."""
+    """The configuration of step 3."""
 
     ppo: PPOFlags
     algorithm: AlgorithmFlags
     rewards: RewardSourceFlags
-    validation: ValidationFlags
+    validation: EvaluationFlags
     data: DataFlags
     safety: SafetyFlags
     run: RunFlags
@@ -77,7 +78,7 @@ class PPOConfig:
         )
         require(
             ppo.old_logprobs != "rollout" or not algorithm.needs_training_logprobs,
-            "--old_logprobs rollout leaves out the forward pass that --importance_correction, --high_entropy_share and "
+            "--old_logprobs rollout skips the forward pass that --importance_correction, --high_entropy_share and "
             "--kl_estimator full need; use recompute or auto",
         )
         require(
@@ -86,54 +87,48 @@ class PPOConfig:
         )
         require(
             algorithm.has_reference or not ppo.offload_reference_model,
-            "--offload_reference_model: there is no reference, since --kl_coef and --kl_loss_coef are 0",
+            "--offload_reference_model: there is no reference, because --kl_coef and --kl_loss_coef are 0",
         )
-        self._check_rewards()
-        self._check_stages()
-
-    def _check_stages(self) -> None:
-        ppo = self.ppo
-        stages = {"--actor_zero_stage": ppo.actor_zero_stage}
-        if self.algorithm.has_critic:
-            stages["--critic_zero_stage"] = ppo.critic_zero_stage
-        require(
-            not ppo.sleep_in_rollout or (set(stages.values()) == {3} and not ppo.offload),
-            f"--sleep_in_rollout needs {' 3 and '.join(stages)} 3, and no --offload (with which the states are in host "
-            "memory at all times)",
-        )
-        require(
-            not ppo.offload or min(stages.values()) > 0,
-            f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps all on the device",
-        )
-
-    def _check_rewards(self) -> None:
-        ppo, rewards = self.ppo, self.rewards
-        learned = rewards.use_reward_model
+        learned = self.rewards.use_reward_model
         require(
             not learned or self.reward_folder is not None,
             "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
             "--use_reward_model False and give --reward_function or --remote_reward_url)",
         )
         require(
-            learned or self.algorithm.normalize_rewards != "model",
-            "--normalize_rewards model is for the learned reward, but --use_reward_model is False",
+            learned or algorithm.normalize_rewards != "model",
+            "--normalize_rewards model needs a learned reward, but --use_reward_model is False",
         )
         require(
             learned or not ppo.offload_reward_model,
-            "--offload_reward_model: there is no reward model, since --use_reward_model is False",
+            "--offload_reward_model: there is no reward model, because --use_reward_model is False",
+        )
+        stages = {"--actor_zero_stage": ppo.actor_zero_stage}
+        if algorithm.has_critic:
+            stages["--critic_zero_stage"] = ppo.critic_zero_stage
+        require(
+            not ppo.sleep_in_rollout or (set(stages.values()) == {3} and not ppo.offload),
+            f"--sleep_in_rollout needs {' 3 and '.join(stages)} 3, and no --offload (which keeps the states in host "
+            "memory all the time)",
+        )
+        require(
+            not ppo.offload or min(stages.values()) > 0,
+            f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps everything on the device",
         )
 
     @property
     def reward_folder(self) -> str | None:
-        """Where the learned reward comes from; None where there is none."""
+        """Folder of the reward model; None without a learned reward."""
         if not self.rewards.use_reward_model:
             return None
         return self.rewards.reward_model_name_or_path or self.ppo.critic_model_name_or_path
 
     @property
     def critic_folder(self) -> str | None:
-        """Where the critic starts from; None where there is none. Without a reward model of its own it starts from the
-        reward model that is named, or from the actor's weights with a new head."""
+        """Folder of the model that initialises the critic; None without a critic.
+
+        Without --critic_model_name_or_path this is the reward model, or the actor's model with a new head.
+        """
         if not self.algorithm.has_critic:
             return None
         return self.ppo.critic_model_name_or_path or self.reward_folder or self.ppo.actor_model_name_or_path
@@ -153,23 +148,23 @@ class PPOConfig:
 
     @property
     def critic_may_have_new_head(self) -> bool:
-        """Whether the critic may start without a trained score head: where nothing learned the reward before it."""
+        """Whether the critic may start with a new score head: without a learned reward there is no trained one."""
         return not self.rewards.use_reward_model
 
     @property
     def aligns_overflow(self) -> bool:
-        """Whether an fp16 overflow of actor or critic leaves the update of both out."""
+        """Whether an fp16 overflow of actor or critic skips the update of both."""
         return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
 
     def idle(self) -> dict[str, str]:
-        """Flags of old scripts that are given but change nothing under the others, with the reason."""
+        """Given flags of old scripts that have no effect with the other flags -> the reason."""
         if not self.ppo.align_overflow or self.aligns_overflow:
             return {}
-        return {"align_overflow": "only two models trained in fp16 have overflows to align"}
+        return {"align_overflow": "overflows are aligned only between two models trained in fp16"}
 
     @property
     def recompute_old_logprobs(self) -> bool:
-        """Whether old log-probs come from a forward pass of the actor; else as recorded while sampling."""
+        """Whether old log-probs come from a forward pass of the actor; if not, from sampling."""
         if self.ppo.old_logprobs == "auto":
             return self.run.dtype != "fp32" or self.algorithm.needs_training_logprobs
         return self.ppo.old_logprobs == "recompute"
@@ -177,31 +172,26 @@ class PPOConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """How one step's command line is read.
+    """How the command line of one step is parsed."""
 
-    `defaults` replace those of the shared groups; `not_yet` maps flags of a later release to what they will bring;
-    `notes` maps flags that change nothing, because their effect always holds, to the reason; `rates` are the flags of
-    learning rates of all weights.
-    """
-
-    config: type
-    defaults: dict[str, Any] = field(default_factory=dict)
-    not_yet: dict[str, str] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-    rates: tuple[str, ...] = ("learning_rate",)
+    config: type  # the dataclass of flag groups that `parse` returns
+    defaults: dict[str, Any] = field(default_factory=dict)  # flag -> default that replaces that of a shared group
+    not_yet: dict[str, str] = field(default_factory=dict)  # flag that is not available yet -> its feature
+    notes: dict[str, str] = field(default_factory=dict)  # flag without effect -> the reason
+    rates: tuple[str, ...] = ("learning_rate",)  # flags of the learning rates of all weights
 
 
 _RUN_NOTES = {
     "compute_fp32_loss": "losses are always computed in fp32",
     "deepspeed": "training always runs on DeepSpeed",
 }
-_EOT_NOTE = "answers end as the chat template ends them, and after a text prompt with the tokenizer's EOS"
-_PADDING_NOTE = "the score position comes from the attention mask"
-_PRINT_NOTE = "a line with the loss is printed at every step"
+_EOT_NOTE = "answers end with the end of turn of the chat template, or with the tokenizer's EOS after a text prompt"
+_PADDING_NOTE = "the attention mask gives the score position"
+_PRINT_NOTE = "the loss of every step is printed in any case"
 _LORA = dict.fromkeys(("lora_dim", "only_optimize_lora", "lora_module_name", "lora_learning_rate"), "LoRA")
 
 _PAIRS = Step(
-    config=RewardConfig,
+    config=PreferenceConfig,
     defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
     not_yet=_LORA,
     notes={
@@ -242,7 +232,7 @@ STEPS = {
             "add_eot_token": _EOT_NOTE,
             "num_padding_at_beginning": _PADDING_NOTE,
             "enable_hybrid_engine": "the hybrid engine is always used",
-            "release_inference_cache": "the cache of a rollout is always released after it",
+            "release_inference_cache": "the KV cache is always released after a rollout",
         },
         rates=("actor_learning_rate", "critic_learning_rate"),
     ),

@@ -1,1 +1,1 @@
-"""Metrics: reduced over ranks, written to JSONL and TensorBoard, watched for trouble, shown to a person."""
+"""Metrics: reduction over ranks, writers of files, and health warnings."""

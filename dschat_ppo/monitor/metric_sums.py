@@ -1,4 +1,4 @@
-"""Means, maxima and moments over tokens or rows of all ranks."""
+"""Means, maxima, moments and explained variance over the tokens or rows of all ranks."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from dschat_ppo.common.dist import all_reduce
 
 
 class MetricSums:
-    """Sums up this rank's part of some metrics; `reduce` makes them exact over all ranks.
+    """Accumulates this rank's sums, counts and maxima of named metrics; `reduce` combines those of all ranks.
 
-    Means are weighted by what was counted (tokens, rows), not averaged over ranks or micro-batches. Every rank must
-    add the same names.
+    A mean is the total over the count (of tokens or rows), not a mean of means over ranks or micro-batches. Every rank
+    must add the same names.
     """
 
     def __init__(self) -> None:
-        self._means: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
+        self._means: dict[str, Tensor] = {}  # name -> (2,) fp64, sum and count
+        self._maxima: dict[str, Tensor] = {}  # name -> scalar fp64
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Count `values`, of any shape, into the mean `name`; with a `mask` (bool, alike) those where it is True."""
+        """Add `values`, of any shape, to the mean `name`; with a `mask` (same shape, bool) only where it is True."""
         kept = values if mask is None else values[mask]
         self.add_sum(name, kept.sum(dtype=torch.float64), kept.new_tensor(kept.numel(), dtype=torch.float64))
 
     def add_sum(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Count a sum over `count` things (both scalars) into the mean `name`."""
+        """Add a sum over `count` elements (both scalars) to the mean `name`."""
         part = torch.stack([total.detach().double(), count.double()])
         self._means[name] = self._means.get(name, torch.zeros_like(part)) + part
 
     def add_max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Count `values` into the maximum `name`, as `add_mean` into the mean."""
+        """Add `values` to the maximum `name`; `mask` as in `add_mean`."""
         kept = (values if mask is None else values[mask]).detach().double()
         part = kept.max() if kept.numel() else kept.new_tensor(-math.inf)
         self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's part so far, on the CPU; see `restored`."""
+        """This rank's sums and maxima, on the CPU, for `restored`."""
         parts = {"means": self._means, "maxima": self._maxima}
         return {kind: {name: value.cpu() for name, value in named.items()} for kind, named in parts.items()}
 
     @classmethod
     def restored(cls, states: Sequence[dict[str, dict[str, Tensor]]], device: torch.device) -> MetricSums:
-        """The parts of some ranks, from `state_dict`, in one: sums are added, maxima compared."""
+        """One `MetricSums` from the `state_dict` of several ranks: sums are added, and maxima are compared."""
         merged = cls()
         for state in states:
             part = cls()
@@ -55,50 +55,44 @@ class MetricSums:
         return merged
 
     def emptied(self) -> MetricSums:
-        """The same names with nothing counted under them: beside other ranks' parts it changes no value."""
+        """The same names with no values: in `reduce` it changes no metric of the other ranks."""
         empty = MetricSums()
         empty._means = {name: torch.zeros_like(part) for name, part in self._means.items()}
         empty._maxima = {name: torch.full_like(part, -math.inf) for name, part in self._maxima.items()}
         return empty
 
     def merge(self, other: MetricSums) -> None:
-        """Count everything that was counted into `other`."""
+        """Add everything in `other`."""
         for name, part in other._means.items():
             self._means[name] = self._means.get(name, torch.zeros_like(part)) + part
         for name, part in other._maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
 
     def only(self, name: str) -> MetricSums:
-        """What was counted under this name alone."""
+        """The values of one name only."""
         part = MetricSums()
         part._means = {key: value for key, value in self._means.items() if key == name}
         part._maxima = {key: value for key, value in self._maxima.items() if key == name}
         return part
 
     def reduce(self) -> dict[str, float]:
-        """Name -> value over all ranks; 0 for a name under which nothing was counted. Collective."""
+        """Name -> value over all ranks; 0 for a name without values. Collective."""
         result: dict[str, float] = {}
         if self._means:
             names = sorted(self._means)
             total = all_reduce(torch.stack([self._means[name] for name in names]))
-            result |= {name: _ratio(*row) for name, row in zip(names, total.tolist(), strict=True)}
+            rows = zip(names, total.tolist(), strict=True)  # (N, 2) sums and counts
+            result |= {name: value / count if count else 0.0 for name, (value, count) in rows}
         if self._maxima:
             names = sorted(self._maxima)
             largest = all_reduce(torch.stack([self._maxima[name] for name in names]), "max")
-            result |= {name: _finite(value) for name, value in zip(names, largest.tolist(), strict=True)}
+            values = zip(names, largest.tolist(), strict=True)  # -inf where no rank has values
+            result |= {name: 0.0 if value == -math.inf else value for name, value in values}
         return result
 
 
-def _ratio(total: float, count: float) -> float:
-    return total / count if count else 0.0
-
-
-def _finite(value: float) -> float:
-    return 0.0 if value == -math.inf else value
-
-
 def moments(values: Tensor) -> tuple[float, float]:
-    """(mean, population standard deviation) of a tensor's elements; (0, 0) if it has none."""
+    """(mean, population standard deviation) over all elements of a tensor, in fp64; (0, 0) if it has none."""
     if values.numel() == 0:
         return 0.0, 0.0
     exact = values.double()
@@ -106,7 +100,7 @@ def moments(values: Tensor) -> tuple[float, float]:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """`1 - var(returns - values) / var(returns)`; 0 where the returns do not vary.
+    """`1 - var(returns - values) / var(returns)`; 0 if the variance of the returns is 0.
 
     Args:
         values: (n,) predictions.

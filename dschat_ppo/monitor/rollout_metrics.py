@@ -1,4 +1,4 @@
-"""What a PPO step logs about its experience and its phases."""
+"""Metrics of the experience and the phases of a PPO step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dschat_ppo.algorithms.group_advantages import groups_that_differ
+from dschat_ppo.algorithms.group_statistics import groups_that_differ
 from dschat_ppo.algorithms.kl import kl_k1, kl_k3
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.common.phases import PhaseClock
@@ -15,16 +15,16 @@ from dschat_ppo.types import Experience
 
 
 def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str]) -> dict[str, float]:
-    """Metrics of the experience of all ranks; means over tokens or rows, as the name says.
+    """Metrics of the experience of all ranks.
 
     Args:
-        rows: B rows of all ranks.
+        rows: the B rows of all ranks.
         kl_coef: weight of the KL penalty in the reward.
-        sources: names of the sources of reward, in the order of `source_scores`.
+        sources: names of the reward sources, in the order of `source_scores`.
     """
     mask = rows.response_mask
     score_mean, score_std = moments(rows.scores)
-    metrics = {
+    metrics: dict[str, float] = {
         "reward/score_mean": score_mean,
         "reward/score_std": score_std,
         "reward/score_min": float(rows.scores.min()),
@@ -46,30 +46,10 @@ def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str])
     for name, values in (("advantage", rows.advantages), ("return", rows.returns), ("value", rows.values)):
         if values is not None:
             metrics[f"{name}/mean"], metrics[f"{name}/std"] = moments(values[mask])
-    return metrics | _answer_metrics(rows) | _group_metrics(rows)
-
-
-def _group_metrics(rows: Experience) -> dict[str, float]:
-    """Where prompts have several answers: the share of prompts whose answers all score alike."""
-    if len(torch.unique(rows.groups)) == len(rows.groups):
-        return {}
-    return {"reward/equal_groups_share": 1 - float(groups_that_differ(rows.scores, rows.groups).float().mean())}
-
-
-def drift_metrics(rows: Experience) -> dict[str, float]:
-    """Distance of the log-probs seen while sampling from `old_logprobs` of a training forward, over tokens."""
-    drift = (rows.rollout_logprobs - rows.old_logprobs)[rows.response_mask].abs()
-    return {
-        "rollout/logprob_diff_mean": moments(drift)[0],
-        "rollout/logprob_diff_max": float(drift.max()) if drift.numel() else 0.0,
-    }
-
-
-def _answer_metrics(rows: Experience) -> dict[str, float]:
-    lengths = rows.response_mask.sum(dim=1).float()
-    distinct = torch.unique(torch.where(rows.response_mask, rows.response_ids, -1), dim=0).shape[0]
+    lengths = mask.sum(dim=1).float()  # (B, R) -> (B,)
+    distinct = torch.unique(torch.where(mask, rows.response_ids, -1), dim=0).shape[0]  # rows that differ in a token
     ended = float(rows.ended.float().mean())
-    return {
+    metrics |= {
         "answers/count": len(rows.response_ids),
         "answers/length_mean": float(lengths.mean()),
         "answers/length_max": float(lengths.max()),
@@ -77,10 +57,23 @@ def _answer_metrics(rows: Experience) -> dict[str, float]:
         "answers/cut_share": 1 - ended,
         "answers/distinct_share": distinct / rows.response_ids.shape[0],
     }
+    if len(torch.unique(rows.groups)) < len(rows.groups):  # some prompt has several answers
+        differ = groups_that_differ(rows.scores, rows.groups)
+        metrics["reward/equal_groups_share"] = 1 - float(differ.float().mean())
+    return metrics
+
+
+def drift_metrics(rows: Experience) -> dict[str, float]:
+    """Distance between the log-probs recorded while sampling and `old_logprobs` from a training forward pass."""
+    drift = (rows.rollout_logprobs - rows.old_logprobs)[rows.response_mask].abs()
+    return {
+        "rollout/logprob_diff_mean": moments(drift)[0],
+        "rollout/logprob_diff_max": float(drift.max()) if drift.numel() else 0.0,
+    }
 
 
 def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
-    """Seconds (of the slowest rank), tokens per second (of all ranks) and peak memory (of the fullest) by phase.
+    """By phase: seconds of the slowest rank, tokens per second of all ranks, and peak memory of the fullest rank.
 
     Collective.
     """

@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` always, TensorBoard if asked for."""
+"""Writers of `metrics.jsonl`, of TensorBoard events, and of `result.json`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ RESULT, METRICS = "result.json", "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Rank 0 writes one JSON object a line to `metrics.jsonl`, and mirrors its numbers to TensorBoard.
+    """Rank 0 writes the metrics of each step as a line of JSON to `metrics.jsonl`, and optionally to TensorBoard.
 
     Args:
-        folder: of the outputs.
-        tensorboard: TensorBoard folder; None for none.
-        resumed: (`saved_offset` when the state that a run goes on from was saved, the first step to come); lines from
-            there on are cut off, since those steps are done again. None: a new file.
+        folder: output folder.
+        tensorboard: TensorBoard folder; None: no TensorBoard.
+        resumed: (`saved_offset` of the checkpoint from which the run resumes, first step to run). Lines after the
+            offset are removed, because their steps run again. None: a new file.
 
-    A file that is shorter than what was saved has lost lines of steps that are done: a warning says so.
+    If the file is shorter than the offset, lines of finished steps are lost, and a warning is logged.
     """
 
     def __init__(self, folder: Path, tensorboard: Path | None, resumed: tuple[int, int] | None = None):
@@ -36,17 +36,25 @@ class MetricsWriter:
         if is_main():
             self._file = (folder / METRICS).open("ab")
             sync_entries(folder)
-            self._begin_at(resumed[0] if resumed else 0)
+            offset, length = resumed[0] if resumed else 0, self._file.tell()
+            if length < offset:
+                logger().warning(
+                    f"{self._file.name}: has {length} bytes, but {offset} when the checkpoint was saved from which the "
+                    "run resumes: lines of finished steps are lost"
+                )
+                with Path(self._file.name).open("rb") as lines:  # drop a last line that is incomplete
+                    offset = sum(len(line) for line in lines if line.endswith(b"\n"))
+            self._file.truncate(offset)
             if tensorboard is not None:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._board = SummaryWriter(str(tensorboard), purge_step=resumed[1] if resumed else None)
 
     def saved_offset(self) -> int:
-        """Bytes of `metrics.jsonl`, all of them on the disk; 0 on the ranks that do not write.
+        """Length of `metrics.jsonl` in bytes, after syncing it to disk; 0 on ranks other than 0.
 
         Raises:
-            StorageError: they cannot be put there; on rank 0 alone.
+            StorageError: the file cannot be synced; only on rank 0.
         """
         if self._file is None:
             return 0
@@ -57,29 +65,18 @@ class MetricsWriter:
             raise StorageError(_cannot_write(self._file.name, problem)) from problem
 
     def copy_to(self, file: Path) -> None:
-        """Write what `metrics.jsonl` holds to another file, durably. On rank 0.
+        """Copy `metrics.jsonl` to another file, durably. Call it on rank 0.
 
         Raises:
             OSError: it cannot be written.
         """
         write_file(file, Path(self._file.name).read_bytes())
 
-    def _begin_at(self, offset: int) -> None:
-        there = self._file.tell()
-        if there < offset:
-            logger().warning(
-                f"{self._file.name}: has {there} bytes, but {offset} when the checkpoint was saved from which the run "
-                "goes on: lines of steps that are done are lost"
-            )
-            with Path(self._file.name).open("rb") as lines:  # the last one may have been cut
-                offset = sum(len(line) for line in lines if line.endswith(b"\n"))
-        self._file.truncate(offset)
-
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one step; a number that is not finite becomes null in the file.
+        """Write the metrics of one step; NaN and infinity become null in the file.
 
         Raises:
-            StorageError: it cannot be written; on rank 0 alone.
+            StorageError: the file cannot be written; only on rank 0.
         """
         if self._file is None:
             return
@@ -107,12 +104,12 @@ class MetricsWriter:
 
 
 def _finite_or_null(metrics: dict[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN and no infinity (the gradient norm of an overflowed fp16 step): null stands for them."""
+    """The metrics with None for NaN and infinity (e.g. the gradient norm after an fp16 overflow), which JSON lacks."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether `result.json` is there and whole: the mark of a finished step."""
+    """Whether `result.json` exists and is complete, which marks a finished run."""
     try:
         return isinstance(json.loads((folder / RESULT).read_bytes()), dict)
     except (OSError, ValueError):
@@ -120,12 +117,12 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_result(folder: Path, result: dict[str, float]) -> None:
-    """Write `result.json` durably, the mark of a finished step and the last file that it writes. Collective.
+    """Write `result.json` durably on rank 0; it is the last file of a run and marks it as finished. Collective.
 
-    Rank 0 writes. A number that is not finite becomes null.
+    NaN and infinity become null.
 
     Raises:
-        StorageError: it cannot be written; on every rank.
+        StorageError: the file cannot be written; on every rank.
     """
     file, problem = folder / RESULT, None
     if is_main():

@@ -16,7 +16,7 @@ from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.pass_at_k import pass_at_k
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
-from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.data.sampler import FILLER, optimizer_steps
 from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.generate import RolloutGenerator, greedily
@@ -94,7 +94,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, flags: ValidationFlags, generator: RolloutGenerator, reward_scorer: RewardScorer,
+        self, flags: EvaluationFlags, generator: RolloutGenerator, reward_scorer: RewardScorer,
         model_scorer: ModelScorer | None, folder: Path, save_best: Callable[[], None],
     ):  # fmt: skip
         self.flags = flags

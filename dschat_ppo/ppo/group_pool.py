@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.group_advantages import groups_that_differ
+from dschat_ppo.algorithms.group_statistics import groups_that_differ
 from dschat_ppo.types import ScoredRollout, concat_rows, record_of, select_rows, tensors_of, to_device
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.preference_loss import chosen_nll_loss, log_ratios, preference_loss
 from dschat_ppo.common.dist import main_rank_of_node_first
-from dschat_ppo.config.preference_flags import RewardFlags
-from dschat_ppo.config.steps import RewardConfig
+from dschat_ppo.config.preference_flags import PreferenceFlags
+from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.data.collators import PreferenceBatch, collate_answers, collate_preferences, with_reference
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs
@@ -26,7 +26,9 @@ from dschat_ppo.supervised.trainer import Objective, score_rows
 from dschat_ppo.types import to_device
 
 
-def dpo_loss(engine: Any, batch: PreferenceBatch, num_pairs: Tensor, sums: MetricSums, flags: RewardFlags) -> Tensor:
+def dpo_loss(
+    engine: Any, batch: PreferenceBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
+) -> Tensor:
     """The objective's loss on D, the difference of log-ratios to the reference, divided by `num_pairs` of the whole
     optimizer step."""
     real, num_tokens = batch.pair_mask, batch.answer_mask.sum(dim=1)
@@ -61,7 +63,7 @@ def add_reference(engine: Any, rows: Dataset, pad_id: int, device: torch.device,
         return with_reference(rows, logprobs)
 
 
-def dpo_objective(pad_id: int, device: torch.device, config: RewardConfig) -> Objective[PreferenceBatch]:
+def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PreferenceBatch]:
     """Mean loss over pairs, with the reference's log-probs beside the rows."""
 
     def collate(rows: Dataset, indices: Sequence[int]) -> PreferenceBatch:

@@ -11,8 +11,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.algorithms.preference_loss import bradley_terry_loss, reward_centering_loss
-from dschat_ppo.config.preference_flags import RewardFlags
-from dschat_ppo.config.steps import RewardConfig
+from dschat_ppo.config.preference_flags import PreferenceFlags
+from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.data.collators import PairBatch, collate_pairs
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import last_token_scores
@@ -21,7 +21,7 @@ from dschat_ppo.supervised.trainer import Objective, score_rows
 from dschat_ppo.types import to_device
 
 
-def reward_loss(engine: Any, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: RewardFlags) -> Tensor:
+def reward_loss(engine: Any, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
     """Bradley-Terry on the scores at the last real tokens, divided by `num_pairs` of the whole optimizer step."""
     chosen, rejected = last_token_scores(engine, batch.input_ids, batch.lengths).chunk(2)
     real = batch.pair_mask
@@ -38,7 +38,7 @@ def reward_loss(engine: Any, batch: PairBatch, num_pairs: Tensor, sums: MetricSu
     return loss
 
 
-def reward_objective(pad_id: int, device: torch.device, config: RewardConfig) -> Objective[PairBatch]:
+def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
     """Mean Bradley-Terry loss over pairs; the trained model's config gets the spread of its own scores."""
 
     def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:

@@ -14,9 +14,9 @@ from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
-from dschat_ppo.config.batch_plan import plan_fit
+from dschat_ppo.config.batch_plan import plan_supervised
 from dschat_ppo.config.schema import RunFlags
-from dschat_ppo.config.steps import RewardConfig, SFTConfig
+from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.architectures import check_architecture
@@ -47,7 +47,7 @@ class SupervisedRun:
 
 def begin_supervised_run(
     kind: Literal["sft", "reward"],
-    config: SFTConfig | RewardConfig,
+    config: SFTConfig | PreferenceConfig,
     aim: str,
     use: str,
     check: Callable[[str], object],
@@ -87,7 +87,7 @@ def begin_supervised_run(
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")
     rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, fit.eval_data_path, fit.eval_fraction)
-    amounts = {"rows_per_update": plan_fit(fit, len(rows.train), dist.world_size()).global_batch}
+    amounts = {"rows_per_update": plan_supervised(fit, len(rows.train), dist.world_size()).global_batch}
     session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), amounts)
     announce("load models")
     guard = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.steps import RewardConfig
+from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -24,7 +24,7 @@ from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_to_
 from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer
 
 
-def load_trained_model(folder: str, config: RewardConfig, ds_config: Config) -> PolicyModel | ScalarModel:
+def load_trained_model(folder: str, config: PreferenceConfig, ds_config: Config) -> PolicyModel | ScalarModel:
     """The model that the objective trains: a classifier with a scalar head (new if there is none), or a language
     model, without dropout unless `--dropout` is given: the reference is measured without it."""
     fit, dtype, resize = config.fit, config.run.dtype, config.run.resize_vocabulary
@@ -38,7 +38,7 @@ def load_trained_model(folder: str, config: RewardConfig, ds_config: Config) -> 
     return model
 
 
-def train_preferences(config: RewardConfig) -> dict[str, Any]:
+def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     """Run step 2; returns the contents of `result.json`."""
     name = config.reward.objective
     aim = "trains the policy itself on pairs of answers, against the model that it starts from"

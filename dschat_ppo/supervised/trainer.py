@@ -20,9 +20,9 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
-from dschat_ppo.config.batch_plan import plan_fit
+from dschat_ppo.config.batch_plan import plan_supervised
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.config.schema import FitFlags, RunFlags
+from dschat_ppo.config.schema import RunFlags, SupervisedFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.data.templates import answer_ends
@@ -58,14 +58,14 @@ class Objective(Generic[Batch]):
     describe: Callable[[Any, TokenRows], dict[str, float]] | None = None
 
 
-def fit_ds_config(fit: FitFlags, run: RunFlags) -> Config:
+def fit_ds_config(fit: SupervisedFlags, run: RunFlags) -> Config:
     """The DeepSpeed configuration of steps 1 and 2."""
     overlay = read_overlay(run.deepspeed_config)
     return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay)
 
 
 @torch.no_grad()
-def evaluate(engine: Any, rows: Dataset, objective: Objective[Batch], fit: FitFlags) -> dict[str, float]:
+def evaluate(engine: Any, rows: Dataset, objective: Objective[Batch], fit: SupervisedFlags) -> dict[str, float]:
     """Metrics over the evaluation rows (at most `--eval_iters` batches per device), exact whatever the ranks."""
     engine.eval()
     batches = optimizer_steps(range(len(rows)), fit.per_device_eval_batch_size, 1, dist.world_size(), dist.rank())
@@ -122,11 +122,11 @@ class SupervisedTrainer(Generic[Batch]):
     """
 
     def __init__(
-        self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch], fit: FitFlags,
-        run: RunFlags, guard: NonFinitePolicy | None = None,
+        self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
+        fit: SupervisedFlags, run: RunFlags, guard: NonFinitePolicy | None = None,
     ):  # fmt: skip
         self.guard = guard or NonFinitePolicy(SafetyFlags())
-        self.plan = plan_fit(fit, len(rows.train), dist.world_size())
+        self.plan = plan_supervised(fit, len(rows.train), dist.world_size())
         self.objective = objective
         self.fit = fit
         self.run_flags = run

@@ -1,4 +1,4 @@
-"""Advantage estimators by name: by hand and against loops over uneven rows, uneven groups and gaps in the mask."""
+"""Advantage estimators: by hand, and against loops over uneven rows and uneven groups."""
 
 import math
 
@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged import fillings, gapped_mask, normal, properties, ragged_mask, row_lengths, widened
+from ragged import fillings, gapped_mask, normal, properties, ragged_mask, returns_by_loop, row_lengths, widened
 
-from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
-from dschat_ppo.algorithms.token_rewards import AdvantageInputs, gae, returns_to_go, token_rewards
+from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, token_rewards
 from dschat_ppo.config.algorithm_flags import WITHIN_A_GROUP
 
 LENGTHS = (5, 3, 0, 1, 2, 5, 4, 0)
@@ -32,32 +31,22 @@ def inputs_of(mask, rewards=None, groups=None, **changes) -> AdvantageInputs:
 
 
 def scored(scores, groups, lengths=None, **changes) -> AdvantageInputs:
-    """Rows with their score on the last token and no KL penalty, in fp32."""
+    """fp32 inputs with each score on the last token and no KL penalty."""
     mask = ragged_mask(lengths or [1] * len(scores))
     rewards = token_rewards(torch.tensor(scores), torch.zeros(mask.shape), mask, 0.0)
     return inputs_of(mask, rewards, groups, **{"gamma": 1.0, "epsilon": 0.0, **changes})
 
 
 def row_advantages(name: str, inputs: AdvantageInputs) -> list[float]:
-    """The advantage of each row's first token, after a check that it stands on all of them and nowhere else."""
+    """The advantage of each row, which must be equal on all its tokens and 0 in the padding."""
     advantages, _ = ESTIMATORS[name](inputs)
     first = advantages[torch.arange(len(advantages)), inputs.response_mask.int().argmax(dim=1)]
     assert torch.equal(advantages, torch.where(inputs.response_mask, first.unsqueeze(1), 0.0))
     return first.tolist()
 
 
-def returns_by_loop(rewards, mask, gamma) -> np.ndarray:
-    """Each token's reward plus the discounted ones of the row's later tokens, counted in tokens of the mask."""
-    returns = np.zeros(rewards.shape)
-    for row in range(rewards.shape[0]):
-        places = [t for t in range(rewards.shape[1]) if mask[row, t]]
-        for i, t in enumerate(places):
-            returns[row, t] = sum(gamma**k * rewards[row, s] for k, s in enumerate(places[i:]))
-    return returns
-
-
 def row_by_loop(name, i, scores, lengths, groups, epsilon, normalise) -> float:
-    """What a row-level estimator gives row i, from the lists of the whole batch."""
+    """The advantage of row i under a row-level estimator, from lists over the whole batch."""
     mates = [j for j in range(len(scores)) if groups[j] == groups[i] and lengths[j] > 0]
     if lengths[i] == 0 or len(mates) == 1:
         return 0.0
@@ -109,7 +98,12 @@ def test_row_estimators_match_a_loop_for_any_groups(name, lengths, data, seed):
     check_rows(name, inputs_of(ragged_mask(lengths, 5), normal(seed, len(lengths), 5), groups))
 
 
-def test_names():
+@pytest.mark.parametrize("name", ROW_LEVEL)
+def test_row_estimators_match_a_loop_over_rows_with_gaps(name):
+    check_rows(name, inputs_of(gapped_mask(), groups=[1, 1, 2, 1, 2]))
+
+
+def test_there_are_ten_estimators():
     assert set(ESTIMATORS) == {*ROW_LEVEL, "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"}
 
 
@@ -131,14 +125,14 @@ def test_the_default_epsilon_is_a_millionth():
 
 
 def penalised(scores, penalties, **changes) -> AdvantageInputs:
-    """One group of answers of one token each, with a KL penalty taken off the score."""
+    """One group of answers of one token each, whose rewards are the scores minus the penalties."""
     scores, penalties = torch.tensor(scores), torch.tensor(penalties)
     mask = torch.ones(len(scores), 1, dtype=torch.bool)
     rewards = token_rewards(scores, penalties.unsqueeze(1), mask, 1.0)
     return inputs_of(mask, rewards, [0] * len(scores), **{"gamma": 1.0, "epsilon": 1e-6, "scores": scores, **changes})
 
 
-def test_grpo_takes_the_kl_off_scores_in_units_of_their_spread_by_hand():
+def test_grpo_subtracts_the_kl_from_standardised_scores_by_hand():
     # 1 and 3 over their deviation 2^0.5, less 0.1 and 0.3: 2^0.5 - 0.2 apart, a spread below 1: not divided.
     half = 0.5**0.5 - 0.1
     assert row_advantages("grpo", penalised([1.0, 3.0], [0.1, 0.3])) == pytest.approx([-half, half], rel=1e-5)
@@ -149,7 +143,7 @@ def test_grpo_takes_the_kl_off_scores_in_units_of_their_spread_by_hand():
     assert row_advantages("grpo", penalised([2.0, 2.0], [0.02, 0.0])) == pytest.approx([-0.01, 0.01], rel=1e-5)
 
 
-def test_a_kl_penalty_beside_nearly_equal_scores_is_not_blown_up():
+def test_grpo_does_not_amplify_the_kl_penalty_of_nearly_equal_scores():
     found = row_advantages("grpo", penalised([1.0, 1.0, 1.0, 1.0001], [0.0, 0.1, 0.05, -0.05]))
     alone = row_advantages("grpo", scored([1.0, 1.0, 1.0, 1.0001], [0] * 4, epsilon=1e-6))
     assert max(abs(a) for a in found) <= 1.5  # (n - 1) / n^0.5
@@ -162,7 +156,7 @@ def test_a_kl_penalty_beside_nearly_equal_scores_is_not_blown_up():
     spread=st.sampled_from([0.0, 1e-7, 1e-4, 0.003, 1.0, 30.0]), weight=st.sampled_from([0.0, 0.01, 1.0, 100.0]),
     rows=st.integers(2, 9), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_standardised_advantages_are_bounded_whatever_the_kl(name, spread, weight, rows, seed):
+def test_standardised_advantages_are_bounded_for_every_kl(name, spread, weight, rows, seed):
     scores, penalties = normal(seed, 2, rows).float() * torch.tensor([[spread], [weight]])
     advantages = torch.tensor(row_advantages(name, penalised((1 + scores).tolist(), penalties.tolist())))
     # the lead of the best is over the second, which may be as far from the mean on the other side: n^0.5
@@ -189,14 +183,14 @@ def test_opo_of_a_group_of_empty_answers_is_zero():
     assert returns.tolist() == [[0.0, 0.0], [0.0, 0.0], [2.0, 2.0]]
 
 
-def test_gpg_by_hand_counts_rows_of_groups_that_differ():
+def test_gpg_by_hand_scales_by_the_rows_of_groups_with_unequal_scores():
     # Six rows, of which the last two say nothing: alpha = 6 / 4. A score of 0 in a mixed group is information, and a
     # row on its group's mean counts as well.
     scores, groups = [0.0, 0.5, 1.0, 0.5, 1.0, 1.0], [0, 0, 0, 0, 1, 1]
     assert row_advantages("gpg", scored(scores, groups)) == [-0.75, 0.0, 0.75, 0.0, 0.0, 0.0]
 
 
-def test_pass_at_k_by_hand_rewards_the_best_alone():
+def test_pass_at_k_by_hand_rewards_only_the_best_answer():
     inputs = scored([1.0, 4.0, 2.5, 3.0, 3.0, 9.0], [0, 0, 0, 1, 1, 2], normalise_std=False)
     assert row_advantages("grpo_pass_at_k", inputs) == [0.0, 1.5, 0.0, 0.0, 0.0, 0.0]
 
@@ -215,7 +209,7 @@ def test_a_group_of_one_has_advantage_zero(name):
 
 
 @pytest.mark.parametrize("name", WITHIN_A_GROUP)
-def test_a_group_of_which_one_row_is_not_empty_has_advantage_zero(name):
+def test_a_group_with_one_non_empty_row_has_advantage_zero(name):
     inputs = inputs_of(ragged_mask([3, 0, 0]), groups=[4, 4, 4])
     assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(3, 3, dtype=torch.float64))
 
@@ -229,12 +223,12 @@ def test_equal_scores_have_advantage_exactly_zero(name, score):
         assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(7, 5))
 
 
-def test_empty_answers_do_not_count_in_their_group():
+def test_empty_answers_are_not_counted_in_their_group():
     # 2 and 4 are compared with each other; the empty row's 0 is no score.
     assert row_advantages("dr_grpo", scored([2.0, 4.0, 9.0], [0, 0, 0], lengths=[1, 2, 0])) == [-1.0, 1.0, 0.0]
 
 
-def test_kl_penalties_are_part_of_the_score_before_the_baseline():
+def test_the_kl_penalty_is_subtracted_before_the_baseline():
     # Scores 3 and 3, penalties 0.5 * (1 + 1) and 0.5 * 4: S = 2 and 1.
     mask = ragged_mask([2, 1])
     rewards = token_rewards(torch.tensor([3.0, 3.0]), torch.tensor([[1.0, 1.0], [4.0, 9.0]]), mask, 0.5)
@@ -288,7 +282,7 @@ def test_remax_by_hand_and_against_a_loop():
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "remax"])
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
-def test_a_score_that_equals_its_baseline_has_advantage_exactly_zero_for_every_gamma(name, gamma):
+def test_a_score_equal_to_its_baseline_has_advantage_exactly_zero_for_every_gamma(name, gamma):
     inputs = scored([0.7] * 3, [0] * 3, [4, 1, 3], gamma=gamma, baselines=torch.tensor([0.7] * 3))
     assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(3, 4))
 
@@ -299,18 +293,7 @@ def test_remax_discounts_its_baseline_by_hand():
     assert ESTIMATORS["remax"](inputs)[0].tolist() == [[0.5, 1.0, 2.0]]
 
 
-def test_gae_passes_all_of_its_inputs_on():
-    # gamma 0.5, lam 0.5; rewards 1, 2, 4; values 2, 4, 8, as in test_advantages.
-    rewards, values = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[2.0, 4.0, 8.0]])
-    inputs = inputs_of(ragged_mask([3]), rewards, values=values, gamma=0.5, lam=0.5)
-    advantages, returns = ESTIMATORS["gae"](inputs)
-    assert advantages.tolist() == [[1.25, 1.0, -4.0]]
-    assert returns.tolist() == [[3.25, 5.0, 4.0]]
-    advantages, _ = ESTIMATORS["gae"](inputs_of(ragged_mask([3]), rewards, values=values, gamma=0.5, lam=0.0))
-    assert advantages.tolist() == [[1.0, 2.0, -4.0]]
-
-
-def test_what_is_missing_is_an_error():
+def test_missing_values_or_baselines_are_an_error():
     mask = ragged_mask([2, 1])
     with pytest.raises(ValueError, match="critic"):
         ESTIMATORS["gae"](inputs_of(mask, values=None))
@@ -319,7 +302,7 @@ def test_what_is_missing_is_an_error():
 
 
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae", "remax"}))
-def test_the_others_need_neither_critic_nor_greedy_answer(name):
+def test_other_estimators_need_neither_values_nor_baselines(name):
     advantages, _ = ESTIMATORS[name](inputs_of(ragged_mask(LENGTHS), groups=PROMPTS, values=None, baselines=None))
     assert torch.isfinite(advantages).all()
 
@@ -327,7 +310,7 @@ def test_the_others_need_neither_critic_nor_greedy_answer(name):
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 @properties
 @given(filling=fillings, columns=st.integers(0, 3), shuffle=st.randoms(use_true_random=False))
-def test_padding_and_the_order_of_rows_change_nothing(name, filling, columns, shuffle):
+def test_results_do_not_depend_on_padding_or_the_order_of_rows(name, filling, columns, shuffle):
     mask = ragged_mask(LENGTHS)
     inputs = inputs_of(mask, groups=PROMPTS)
     order = shuffle.sample(range(len(LENGTHS)), len(LENGTHS))
@@ -349,47 +332,24 @@ def test_padding_and_the_order_of_rows_change_nothing(name, filling, columns, sh
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_fp32_stays_fp32(name):
+def test_fp32_inputs_give_fp32_outputs(name):
     inputs = inputs_of(ragged_mask(LENGTHS), normal(0, 8, 5).float(), PROMPTS, values=normal(1, 8, 5).float())
     inputs = AdvantageInputs(**{**vars(inputs), "baselines": inputs.baselines.float()})
     assert [x.dtype for x in ESTIMATORS[name](inputs)] == [torch.float32] * 2
 
 
+def test_token_rewards_are_summed_in_fp64():
+    # In fp32 1e8 + 1 - 1e8 is 0, and so is the difference to the other row.
+    rewards = torch.tensor([[1e8, 1.0, -1e8], [0.0, 9.0, 9.0]])
+    assert row_advantages("dr_grpo", inputs_of(ragged_mask([3, 1]), rewards, [0, 0])) == [0.5, -0.5]
+
+
 def test_small_differences_of_large_scores_survive_fp32():
-    # 3e6 and 3e6 + 0.25: distances to the best are exact.
+    # 3e6 and 3e6 + 0.25: the gaps to the best score are exact.
     assert row_advantages("dr_grpo", scored([3e6, 3e6 + 0.25], [0, 0])) == [-0.125, 0.125]
 
 
-def test_returns_to_go_step_over_gaps():
-    # Tokens 0, 1, 3, 5 of a row: the gaps neither end the episode nor count as a step.
-    mask, rewards = gapped_mask(), normal(3, 5, 6)
-    returns = returns_to_go(rewards, mask, 0.5)
-    np.testing.assert_allclose(returns.numpy(), returns_by_loop(rewards.numpy(), mask.numpy(), 0.5), atol=1e-12)
-    by_hand = rewards[0, 1] + 0.5 * rewards[0, 3] + 0.25 * rewards[0, 5]
-    assert returns[0, 1].item() == pytest.approx(by_hand.item())
-
-
-def test_gae_steps_over_gaps():
-    mask, rewards, values = gapped_mask(), normal(3, 5, 6), normal(4, 5, 6)
-    advantages, returns = gae(rewards, values, mask, 0.9, 0.8)
-    for row in range(5):
-        keep = mask[row]
-        # the row without its gaps
-        short = (x[row, keep].unsqueeze(0) for x in (rewards, values))
-        expected = gae(*short, torch.ones(1, int(keep.sum())).bool(), 0.9, 0.8)
-        torch.testing.assert_close(advantages[row, keep], expected[0][0])
-        torch.testing.assert_close(returns[row, keep], expected[1][0])
-    assert not advantages[~mask].any()
-    assert not returns[~mask].any()
-
-
-def test_the_score_lands_on_the_last_token_of_a_row_with_gaps():
-    rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.zeros(5, 6), gapped_mask(), 0.1)
-    assert rewards.nonzero().tolist() == [[0, 5], [2, 2], [3, 5], [4, 3]]
-    assert rewards.sum(dim=1).tolist() == [1.0, 0.0, 3.0, 4.0, 5.0]
-
-
-def test_no_rows_of_width_zero_and_no_rows_at_all():
+def test_batches_without_columns_or_without_rows():
     for shape in ((2, 0), (0, 3)):
         mask = torch.zeros(shape, dtype=torch.bool)
         for name in ESTIMATORS:

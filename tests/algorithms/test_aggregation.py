@@ -1,4 +1,4 @@
-"""From token losses to a scalar: by hand, against loops, and that micro-batches and padding change nothing."""
+"""From token losses to a scalar: by hand, against loops, and independent of micro-batches and padding."""
 
 import pytest
 import torch
@@ -8,21 +8,21 @@ from ragged import fillings, normal, properties, ragged_mask, row_lengths, widen
 
 from dschat_ppo.algorithms.aggregation import Denominators, aggregate
 
-WAYS = ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant"]
+MODES = ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant"]
 
 
-def by_loop(losses, mask, how, over) -> float:
+def by_loop(losses, mask, mode, denominators) -> float:
     total = 0.0
     for row, keep in zip(losses.tolist(), mask.tolist(), strict=True):
         kept = [loss for loss, inside in zip(row, keep, strict=True) if inside]
         if kept:
-            total += sum(kept) / len(kept) if how == "seq_mean_token_mean" else sum(kept)
-    counts = {"token_mean": over.tokens, "constant": over.constant}
-    return total / counts.get(how, over.rows)
+            total += sum(kept) / len(kept) if mode == "seq_mean_token_mean" else sum(kept)
+    counts = {"token_mean": denominators.tokens, "constant": denominators.constant}
+    return total / counts.get(mode, denominators.rows)
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"),
+    ("mode", "expected"),
     [
         ("token_mean", (1 + 2 + 6 + 5) / 8),
         ("seq_mean_token_sum", (9 + 5) / 4),
@@ -30,23 +30,25 @@ def by_loop(losses, mask, how, over) -> float:
         ("constant", (9 + 5) / 40),
     ],
 )
-def test_by_hand(how, expected):
+def test_every_mode_by_hand(mode, expected):
     losses = torch.tensor([[1.0, 2.0, 6.0], [7.0, 7.0, 7.0], [5.0, 7.0, 7.0]])
-    over = Denominators(tokens=8, rows=4, constant=40)
-    assert aggregate(losses, ragged_mask([3, 0, 1]), how, over).item() == pytest.approx(expected)
+    denominators = Denominators(tokens=8, rows=4, constant=40)
+    assert aggregate(losses, ragged_mask([3, 0, 1]), mode, denominators).item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @properties
 @given(lengths=row_lengths(), seed=st.integers(0, 9))
-def test_matches_a_loop(how, lengths, seed):
+def test_every_mode_matches_a_loop(mode, lengths, seed):
     mask = ragged_mask(lengths, 5)
-    losses, over = normal(seed, *mask.shape), Denominators(tokens=31, rows=7, constant=60)
-    assert aggregate(losses, mask, how, over).item() == pytest.approx(by_loop(losses, mask, how, over), abs=1e-12)
+    losses, denominators = normal(seed, *mask.shape), Denominators(tokens=31, rows=7, constant=60)
+    assert aggregate(losses, mask, mode, denominators).item() == pytest.approx(
+        by_loop(losses, mask, mode, denominators), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize(
-    ("how", "rows"),
+    ("mode", "rows"),
     [
         ("token_mean", [[1 / 8] * 3, [0, 0, 0], [1 / 8, 0, 0]]),
         ("seq_mean_token_sum", [[1 / 4] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
@@ -54,60 +56,60 @@ def test_matches_a_loop(how, lengths, seed):
         ("constant", [[1 / 40] * 3, [0, 0, 0], [1 / 40, 0, 0]]),
     ],
 )
-def test_gradient_is_the_weight_of_a_token_and_none_is_nan(how, rows):
+def test_the_gradient_is_the_weight_of_each_token(mode, rows):
     mask = ragged_mask([3, 0, 1])
     losses = torch.ones(3, 3).masked_fill(~mask, float("nan")).requires_grad_()
-    aggregate(losses, mask, how, Denominators(8, 4, 40)).backward()
+    aggregate(losses, mask, mode, Denominators(8, 4, 40)).backward()
     torch.testing.assert_close(losses.grad, torch.tensor(rows))
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_nan_in_padding_does_not_come_back_through_the_function_that_made_the_losses(how):
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_in_the_padding_does_not_reach_the_gradient_of_earlier_functions(mode):
     mask = ragged_mask([3, 0, 1])
     leaf = normal(0, 3, 3).requires_grad_()
-    aggregate(leaf.masked_fill(~mask, float("nan")) ** 2, mask, how, Denominators(4, 2, 9)).backward()
+    aggregate(leaf.masked_fill(~mask, float("nan")) ** 2, mask, mode, Denominators(4, 2, 9)).backward()
     assert torch.isfinite(leaf.grad).all()
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @properties
 @given(lengths=row_lengths(), filling=fillings, columns=st.integers(0, 3), shuffle=st.randoms(use_true_random=False))
-def test_padding_and_the_order_of_rows_change_nothing(how, lengths, filling, columns, shuffle):
-    mask, over = ragged_mask(lengths, 5), Denominators(31, 7, 60)
+def test_the_loss_does_not_depend_on_padding_or_the_order_of_rows(mode, lengths, filling, columns, shuffle):
+    mask, denominators = ragged_mask(lengths, 5), Denominators(31, 7, 60)
     losses = normal(1, *mask.shape)
-    expected = aggregate(losses, mask, how, over)
+    expected = aggregate(losses, mask, mode, denominators)
     order = shuffle.sample(range(len(lengths)), len(lengths))
     other = widened(losses.masked_fill(~mask, filling), columns, filling)[order]
-    torch.testing.assert_close(aggregate(other, widened(mask, columns, False)[order], how, over), expected)
+    torch.testing.assert_close(aggregate(other, widened(mask, columns, False)[order], mode, denominators), expected)
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @properties
 @given(lengths=row_lengths(), cut=st.integers(0, 6))
-def test_micro_batches_add_up_to_the_whole(how, lengths, cut):
-    mask, over = ragged_mask(lengths, 5), Denominators(31, 7, 60)
+def test_micro_batches_add_up_to_the_whole(mode, lengths, cut):
+    mask, denominators = ragged_mask(lengths, 5), Denominators(31, 7, 60)
     whole = normal(2, *mask.shape).requires_grad_()
     parts = whole.detach().clone().requires_grad_()
-    loss = aggregate(whole, mask, how, over)
+    loss = aggregate(whole, mask, mode, denominators)
     loss.backward()
     total = 0.0
     for rows in (slice(0, cut), slice(cut, None)):
-        part = aggregate(parts[rows], mask[rows], how, over)
+        part = aggregate(parts[rows], mask[rows], mode, denominators)
         part.backward()
         total += part.item()
     assert total == pytest.approx(loss.item(), abs=1e-12)
     torch.testing.assert_close(parts.grad, whole.grad)
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_no_token_at_all_is_zero_with_gradient_zero(how):
+@pytest.mark.parametrize("mode", MODES)
+def test_without_tokens_loss_and_gradient_are_zero(mode):
     losses = torch.full((2, 3), float("nan"), requires_grad=True)
-    loss = aggregate(losses, torch.zeros(2, 3).bool(), how, Denominators(1, 1, 1))
+    loss = aggregate(losses, torch.zeros(2, 3).bool(), mode, Denominators(1, 1, 1))
     loss.backward()
     assert loss.item() == 0.0
     assert torch.equal(losses.grad, torch.zeros(2, 3))
 
 
-def test_an_unknown_form_is_an_error():
+def test_an_unknown_mode_is_an_error():
     with pytest.raises(ValueError, match="mean_of_means"):
         aggregate(torch.zeros(1, 1), torch.ones(1, 1).bool(), "mean_of_means", Denominators(1, 1, 1))

@@ -1,4 +1,4 @@
-"""Controllers of coefficients: by hand, at their bounds, and through a checkpoint."""
+"""Adaptive coefficients: by hand, at their bounds, and restored from a state."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, FixedCoefficient
 
 
-def test_a_fixed_coefficient_stays():
+def test_a_fixed_coefficient_is_constant_and_comes_from_the_configuration():
     fixed = FixedCoefficient(0.3)
     fixed.update(99.0, 1000)
     fixed.load_state_dict(fixed.state_dict())
@@ -36,7 +36,7 @@ def test_adaptive_kl_by_hand(kl, count, expected):
     assert controller.value == pytest.approx(expected, rel=1e-12)
 
 
-def test_adaptive_kl_multiplies_step_by_step_and_goes_on_from_its_state():
+def test_adaptive_kl_resumes_from_its_state():
     controller = AdaptiveKL(0.5, target=6.0, horizon=400)
     controller.update(60.0, 100)
     other = AdaptiveKL(7.0, target=6.0, horizon=400)
@@ -46,7 +46,7 @@ def test_adaptive_kl_multiplies_step_by_step_and_goes_on_from_its_state():
 
 
 @pytest.mark.parametrize(("target", "horizon"), [(0.0, 10), (-1.0, 10), (1.0, 0), (1.0, -5)])
-def test_adaptive_kl_refuses_what_it_cannot_divide_by(target, horizon):
+def test_adaptive_kl_refuses_a_target_or_horizon_of_zero_or_less(target, horizon):
     with pytest.raises(ValueError, match="above 0"):
         AdaptiveKL(0.1, target, horizon)
 
@@ -71,7 +71,7 @@ def test_adaptive_entropy_has_a_lower_bound():
 
 
 @pytest.mark.parametrize(("last", "expected"), [(0.9, 0.0), (0.1, 0.015)])
-def test_adaptive_entropy_goes_on_from_its_state(last, expected):
+def test_adaptive_entropy_resumes_from_its_state(last, expected):
     controller = AdaptiveEntropy(0.01, target=0.5, delta=0.005, smallest=0.0, largest=0.02)
     controller.update(last, 64)
     other = AdaptiveEntropy(0.9, target=0.5, delta=0.005, smallest=0.0, largest=0.02)

@@ -1,4 +1,4 @@
-"""Importance weights and choices of tokens and rows: by hand and against loops."""
+"""Importance weights and masks of rows and tokens: by hand and against loops."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_importance_weights_by_hand(level, how, expected):
     torch.testing.assert_close(weights, torch.tensor(expected), rtol=1e-3, atol=0)
 
 
-def test_masking_leaves_out_far_weights_on_both_sides_and_keeps_the_bounds():
+def test_mask_mode_drops_weights_beyond_both_bounds_and_keeps_the_bounds():
     weights = importance_weights(
         *log_weights([0.49, 0.51, 1.0, 1.99, 2.01]), torch.ones(1, 5).bool(), "token", "mask", 2
     )
@@ -64,7 +64,7 @@ def test_the_exponent_is_bounded(level, gap, expected):
     assert weights.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_sum_is_bounded_and_not_its_tokens():
+def test_sequence_level_bounds_the_sum_and_not_the_tokens():
     # 30 - 25 = 5 for the row
     old = torch.tensor([[30.0, -25.0]])
     weights = importance_weights(old, torch.zeros(1, 2), torch.ones(1, 2).bool(), "sequence", "truncate", 1e12)
@@ -89,7 +89,7 @@ def test_importance_weights_match_a_loop_and_ignore_padding(level, how, lengths,
     np.testing.assert_allclose(weights.numpy(), np.pad(expected, ((0, 0), (0, columns))), rtol=1e-9)
 
 
-def test_importance_weights_carry_no_gradient_and_know_their_names():
+def test_importance_weights_have_no_gradient_and_refuse_unknown_names():
     leaf = torch.zeros(1, 1, requires_grad=True)
     mask = torch.ones(1, 1).bool()
     assert not importance_weights(leaf, torch.zeros(1, 1), mask, "token", "mask", 2.0).requires_grad
@@ -99,7 +99,7 @@ def test_importance_weights_carry_no_gradient_and_know_their_names():
         importance_weights(leaf, leaf, mask, "token", "forget", 2.0)
 
 
-def test_rows_with_a_negative_advantage_that_moved_far_are_left_out():
+def test_far_off_policy_rows_with_a_negative_advantage_are_dropped():
     # The policy moved away by 0.3 nats a token: (0.2 + 0.4) / 2. Delta 0.25.
     mask = ragged_mask([2, 2, 2, 2, 0, 2], 3)
     moved = torch.tensor([[0.2, 0.4], [0.2, 0.4], [0.1, 0.3], [-0.2, -0.4], [0.2, 0.4], [0.2, 0.4]])
@@ -115,7 +115,7 @@ def test_rows_with_a_negative_advantage_that_moved_far_are_left_out():
     assert off_policy_rows(new, old, advantages, mask, 0.25).tolist()[5] is True
 
 
-def test_entropy_threshold_is_over_all_rows():
+def test_the_entropy_threshold_is_over_all_rows():
     entropies = torch.tensor([[0.1, 3.0, 9.9], [2.0, 9.9, 9.9], [9.9, 9.9, 9.9], [1.0, 2.5, 9.9]])
     mask = ragged_mask([2, 1, 0, 2], 3)
     # 0.1, 1, 2, 2.5, 3: the upper 40 % are those at or above the quantile 0.6, which is 2.2 by interpolation
@@ -132,7 +132,7 @@ def test_entropy_threshold_is_over_all_rows():
     seed=st.integers(0, 50),
     filling=fillings,
 )
-def test_entropy_choice_matches_numpys_quantile(lengths, share, seed, filling):
+def test_high_entropy_tokens_match_numpys_quantile(lengths, share, seed, filling):
     mask = ragged_mask(lengths, 9)
     entropies = normal(seed, *mask.shape)
     # a little below, because numpy's own rank may be off by rounding
@@ -147,7 +147,7 @@ def test_entropy_share_of_eleven_tokens_is_not_lost_to_rounding(share, count):
     assert int(high_entropy_tokens(torch.arange(11.0).unsqueeze(0), torch.ones(1, 11).bool(), share).sum()) == count + 1
 
 
-def test_entropy_ties_are_all_taken():
+def test_all_ties_at_the_entropy_threshold_are_selected():
     assert high_entropy_tokens(torch.ones(2, 3), MASK[[0, 3]], 0.1).equal(MASK[[0, 3]])
 
 
@@ -168,7 +168,7 @@ def test_covariances_sum_to_numpys():
     assert covariances.sum().item() / 6 == pytest.approx(expected)
 
 
-def test_clip_cov_picks_the_share_of_all_tokens_among_those_in_range():
+def test_clip_cov_samples_a_share_of_all_tokens_among_those_in_range():
     mask = ragged_mask([40, 0, 60])
     covariances = normal(2, 3, 60)
     in_range = mask & (covariances > 0.2) & (covariances < 1.0)
@@ -187,7 +187,7 @@ def test_clip_cov_bounds_are_exclusive():
     assert chosen.tolist() == [[False, True, False, False, False, False]]
 
 
-def test_clip_cov_draws_every_candidate_and_repeats_with_its_seed():
+def test_clip_cov_samples_uniformly_and_repeats_with_its_seed():
     covariances, mask = torch.full((2, 3), 2.0), ragged_mask([3, 2])
     generator, counts = seeded(), torch.zeros(2, 3)
     for _ in range(500):
@@ -199,14 +199,14 @@ def test_clip_cov_draws_every_candidate_and_repeats_with_its_seed():
     assert torch.equal(first, again)
 
 
-def test_the_draw_does_not_depend_on_padding():
+def test_the_clip_cov_sample_does_not_depend_on_padding():
     covariances, mask = normal(4, 4, 3).abs(), MASK
     chosen = clip_cov_tokens(covariances, mask, 0.5, 0.0, 9.0, seeded(1))
     other = widened(covariances.masked_fill(~mask, math.nan), 2, 1.0)
     assert torch.equal(clip_cov_tokens(other, widened(mask, 2, False), 0.5, 0.0, 9.0, seeded(1)), widened(chosen, 2, 0))
 
 
-def test_kl_cov_takes_the_highest():
+def test_kl_cov_selects_the_highest_covariances():
     covariances = torch.tensor([[0.5, 3.0, -1.0], [9.0, 9.0, 9.0], [2.0, 9.0, math.nan], [1.0, 4.0, math.nan]])
     # the mask holds 0.5, 3, -1, 2, 1, 4
     assert kl_cov_tokens(covariances, MASK, 0.5).nonzero().tolist() == [[0, 1], [2, 0], [3, 1]]
@@ -214,7 +214,7 @@ def test_kl_cov_takes_the_highest():
     assert torch.equal(kl_cov_tokens(covariances, MASK, 1.0), MASK)
 
 
-def test_a_share_of_tokens_is_rounded_down_but_for_rounding_errors():
+def test_a_share_of_tokens_is_rounded_down_without_binary_rounding_errors():
     # 0.29 * 100 is 28.999999999999996 in binary; 0.155 * 100 = 15.5.
     mask = torch.ones(1, 100).bool()
     for share, count in ((0.29, 29), (0.155, 15)):

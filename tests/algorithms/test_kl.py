@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +10,9 @@ from dschat_ppo.algorithms.kl import (
     KL_ESTIMATORS,
     kl_abs,
     kl_full,
+    kl_k1,
     kl_k2,
+    kl_k3,
     kl_loss,
     straight_through,
 )
@@ -48,7 +51,7 @@ def test_values_by_hand():
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
-def test_straight_form_has_the_gradient_of_the_exact_divergence(estimator):
+def test_the_straight_through_form_has_the_gradient_of_the_exact_divergence(estimator):
     torch.testing.assert_close(expected_gradient(estimator, straight=True), exact_gradient())
 
 
@@ -60,12 +63,12 @@ def test_plain_k1_has_no_gradient_in_expectation():
     assert expected_gradient("k1", straight=False).abs().max().item() < 1e-15
 
 
-def test_plain_k3_has_the_gradient_of_the_other_divergence():
+def test_plain_k3_has_the_gradient_of_the_reverse_divergence():
     torch.testing.assert_close(expected_gradient("k3", straight=False), exact_gradient(reverse=True))
     assert (exact_gradient() - exact_gradient(reverse=True)).abs().max().item() > 0.05
 
 
-def test_plain_abs_has_another_gradient():
+def test_plain_abs_has_a_biased_gradient():
     assert (expected_gradient("abs", straight=False) - exact_gradient()).abs().max().item() > 0.05
 
 
@@ -117,7 +120,7 @@ def test_full_divergence_has_the_exact_gradient():
     torch.testing.assert_close(other.grad, REFERENCE.exp() - torch.softmax(LOGITS, dim=0))
 
 
-def test_full_divergence_leaves_out_what_cannot_be_drawn():
+def test_full_divergence_ignores_tokens_of_probability_zero():
     # -inf in both, -inf in the first, and a probability below the smallest fp32 number beside -inf.
     low = -math.inf
     log_p = torch.tensor([math.log(0.5), math.log(0.5), low, low, -200.0], requires_grad=True)
@@ -129,18 +132,49 @@ def test_full_divergence_leaves_out_what_cannot_be_drawn():
     assert log_q.grad.tolist() == pytest.approx([-0.5, -0.5, 0.0, 0.0, 0.0])
 
 
-def test_full_divergence_is_infinite_where_the_second_forbids_a_token_of_the_first():
+def test_full_divergence_is_infinite_if_q_is_zero_where_p_is_not():
     assert kl_full(torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()).item() == math.inf
 
 
-def test_full_divergence_does_not_hide_nan():
+def test_full_divergence_of_nan_is_nan():
     assert math.isnan(kl_full(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0])).item())
 
 
-def test_k2_and_abs_have_their_own_slopes():
+def test_gradients_of_k2_and_abs_by_hand():
     d = torch.tensor([0.5, -2.0], requires_grad=True)
     kl_k2(d, torch.zeros(2)).sum().backward()
     assert d.grad.tolist() == [0.5, -2.0]
     d.grad = None
     kl_abs(d, torch.zeros(2)).sum().backward()
     assert d.grad.tolist() == [1.0, -1.0]
+
+
+def test_k1_by_hand():
+    difference = kl_k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
+    assert difference.tolist() == [0.5, -1.0]
+
+
+def test_k3_by_hand():
+    estimate = kl_k3(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0]))
+    assert estimate.tolist() == pytest.approx([math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0, 0.0])
+    assert (estimate >= 0).all()
+
+
+def test_k3_is_capped_before_its_square_overflows():
+    # Log-ratios -20 (the cap), -21, -1000 and -inf; from above there is no cap.
+    logprobs = torch.tensor([-20.0, -21.0, -1000.0, -math.inf, 0.0], requires_grad=True)
+    estimate = kl_k3(logprobs, torch.tensor([0.0, 0.0, 0.0, 0.0, -1000.0]))
+    cap = math.exp(20) - 1 - 20
+    assert estimate.tolist() == pytest.approx([cap, cap, cap, cap, 999.0])
+    assert (estimate.float() ** 2).sum().isfinite()
+    estimate.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([1 - math.exp(20), 0.0, 0.0, 0.0, 1.0])
+    assert math.isnan(kl_k3(torch.tensor(math.nan), torch.tensor(0.0)).item())
+
+
+def test_k1_and_k3_are_unbiased():
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    divergence = float((p * np.log(p / q)).sum())
+    log_p, log_q = torch.tensor(np.log(p)), torch.tensor(np.log(q))
+    assert float((torch.tensor(p) * kl_k1(log_p, log_q)).sum()) == pytest.approx(divergence)
+    assert float((torch.tensor(p) * kl_k3(log_p, log_q)).sum()) == pytest.approx(divergence)

@@ -66,7 +66,7 @@ def test_whitening_adds_epsilon_to_the_variance():
     torch.testing.assert_close(white, torch.tensor([[-0.5, 0.5]]))
 
 
-def test_whitening_ignores_what_stands_outside_the_mask():
+def test_whitening_ignores_values_outside_the_mask():
     values = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     mask = uneven_mask()
     polluted = torch.where(mask, values, torch.tensor(float("nan")))

@@ -1,4 +1,4 @@
-"""pass@k against the count of all choices."""
+"""pass@k against an enumeration of all choices of k answers."""
 
 from itertools import combinations
 
@@ -19,6 +19,6 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(k):
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_k_beyond_the_answers_is_an_error(k):
-    with pytest.raises(ValueError, match=f"k = {k} of 3"):
+def test_k_out_of_range_is_an_error(k):
+    with pytest.raises(ValueError, match=f"between 1 and the 3 answers .*, got {k}"):
         pass_at_k(torch.ones(1, 3).bool(), k)

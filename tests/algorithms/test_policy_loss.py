@@ -1,4 +1,4 @@
-"""Policy losses by name: one token by hand, loops over uneven rows, and gradients by finite differences."""
+"""Policy losses: single tokens by hand, loops over ragged rows, and gradients by finite differences."""
 
 import math
 
@@ -94,7 +94,7 @@ def one(name, ratio, advantage, settings=None, selected=None, logprob=-1.0):
     return result.losses.item(), leaf.grad.item(), result.ratio.item(), result.clipped.item()
 
 
-def test_names():
+def test_there_are_eight_losses():
     assert list(POLICY_LOSSES) == NAMES
 
 
@@ -108,7 +108,7 @@ def test_losses_match_a_loop(name, lengths, seed, dual_clip):
     np.testing.assert_allclose(result.losses.detach().numpy(), by_loop(name, terms, settings), atol=1e-12)
 
 
-def test_the_constants_have_their_usual_values():
+def test_default_constants():
     assert vars(PolicyLossSettings()) == {
         "clip_eps_low": 0.2,
         "clip_eps_high": 0.2,
@@ -180,11 +180,11 @@ def test_kl_cov_by_hand():
 
 
 @pytest.mark.parametrize(("advantage", "clipped"), [(3.0, True), (0.0, False)])
-def test_clip_cov_leaves_selected_tokens_out(advantage, clipped):
+def test_clip_cov_drops_selected_tokens(advantage, clipped):
     assert one("clip_cov", 1.1, advantage, SETTINGS, selected=True) == pytest.approx((0.0, 0.0, 1.1, clipped))
 
 
-def test_gmpo_by_hand_clips_tokens_on_the_side_of_the_gain():
+def test_gmpo_by_hand_clips_log_ratios_on_the_side_of_the_gain():
     logs = torch.tensor([[0.9, -0.9, 0.1]] * 3, dtype=torch.float64)
     advantages = torch.tensor([[2.0] * 3, [-2.0] * 3, [0.0] * 3], dtype=torch.float64)
     terms = PolicyTerms(logs, torch.zeros(3, 3), advantages, torch.ones(3, 3).bool())
@@ -213,7 +213,7 @@ def test_gradient_matches_finite_differences(name, seed):
     terms = random_terms(seed=10 * seed)
     POLICY_LOSSES[name](terms, SETTINGS).losses.sum().backward()
     start = terms.logprobs.detach().numpy()
-    weights = np.exp(start - terms.old_logprobs.numpy())  # cispo's, which stay where they are
+    weights = np.exp(start - terms.old_logprobs.numpy())  # cispo's stopped weights
 
     def total(new):
         return by_loop(name, terms, SETTINGS, torch.from_numpy(new), torch.from_numpy(weights)).sum()
@@ -241,7 +241,7 @@ def test_sequence_losses_have_the_gradient_of_the_mean_over_rows(name):
     assert terms.logprobs.grad.abs().max().item() > 0.01
 
 
-def test_gspo_gives_each_token_its_own_gradient():
+def test_gspo_gradient_of_a_token_depends_on_its_own_advantage():
     """Advantages that differ within a row: the slope of token t is -A_t s, whatever the others have."""
     terms = random_terms((3,), 3, spread=0.01)
     result = POLICY_LOSSES["gspo"](terms, PolicyLossSettings())
@@ -268,7 +268,7 @@ def test_at_ratio_one_every_loss_has_the_gradient_of_the_policy(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("log_ratio", [300.0, -300.0])
-def test_far_log_ratios_stay_finite(name, log_ratio):
+def test_extreme_log_ratios_stay_finite(name, log_ratio):
     for advantage in (1.0, -1.0):
         leaf = torch.full((1, 2), log_ratio, requires_grad=True)
         terms = PolicyTerms(
@@ -285,7 +285,7 @@ def test_far_log_ratios_stay_finite(name, log_ratio):
 @pytest.mark.parametrize("name", NAMES)
 @properties
 @given(filling=fillings, columns=st.integers(0, 3), shuffle=st.randoms(use_true_random=False))
-def test_padding_and_the_order_of_rows_change_nothing(name, filling, columns, shuffle):
+def test_losses_do_not_depend_on_padding_or_the_order_of_rows(name, filling, columns, shuffle):
     terms = random_terms()
     order = shuffle.sample(range(5), 5)
 
@@ -323,7 +323,7 @@ def test_micro_batches_add_up_to_the_whole(name, how):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_metrics_carry_no_gradient(name):
+def test_ratio_and_clipped_have_no_gradient(name):
     result = POLICY_LOSSES[name](random_terms(), SETTINGS)
     assert result.losses.requires_grad
     assert not result.ratio.requires_grad
@@ -332,6 +332,6 @@ def test_metrics_carry_no_gradient(name):
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_without_a_selection_the_covariance_losses_refuse(name):
+def test_covariance_losses_without_selected_tokens_are_an_error(name):
     with pytest.raises(ValueError, match="selected"):
         POLICY_LOSSES[name](changed(random_terms(), selected=None), SETTINGS)

@@ -1,4 +1,4 @@
-"""Bradley-Terry and centring of scores, against numpy."""
+"""Losses on preference pairs: numpy, values by hand, and gradients by finite differences."""
 
 import math
 
@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.algorithms.preference_loss import bradley_terry_loss, reward_centering_loss
+from dschat_ppo.algorithms.preference_loss import (
+    PAIR_LOSSES,
+    bradley_terry_loss,
+    chosen_nll_loss,
+    log_ratios,
+    preference_loss,
+    reward_centering_loss,
+)
 
 CHOSEN = torch.tensor([1.0, -0.5, 3.0, 0.2, 7.0])
 REJECTED = torch.tensor([0.0, 0.5, 3.0, -2.0, 9.0])
@@ -19,7 +26,7 @@ def loss_by_numpy(margin: np.ndarray) -> float:
     return float(np.log1p(np.exp(-lead))[REAL.numpy()].sum())
 
 
-def test_one_pair_by_hand():
+def test_bradley_terry_by_hand():
     # Lead ln 3: sigmoid 3/4.
     loss = bradley_terry_loss(torch.tensor([math.log(3.0)]), torch.zeros(1), torch.tensor([True]), num_pairs=1)
     assert loss.item() == pytest.approx(-math.log(0.75))
@@ -30,14 +37,14 @@ def test_equal_scores_cost_log_two():
     assert loss.item() == pytest.approx(math.log(2.0))
 
 
-def test_margin_is_taken_from_the_lead():
+def test_the_margin_is_subtracted_from_the_lead():
     # Lead 2 with margin 2 is no lead.
     loss = bradley_terry_loss(torch.tensor([2.0]), torch.zeros(1), torch.tensor([True]), 1, torch.tensor([2.0]))
     assert loss.item() == pytest.approx(math.log(2.0))
 
 
 @pytest.mark.parametrize("margin", [None, MARGIN])
-def test_matches_numpy_without_the_filler_pair(margin):
+def test_bradley_terry_matches_numpy_without_the_filler_pair(margin):
     expected = loss_by_numpy(np.zeros(5) if margin is None else margin.numpy()) / 4
     assert bradley_terry_loss(CHOSEN, REJECTED, REAL, 4, margin).item() == pytest.approx(expected, rel=1e-5)
 
@@ -51,12 +58,12 @@ def test_filler_pairs_have_no_gradient():
     assert chosen.grad[4].item() == 0.0
 
 
-def test_stays_finite_for_a_hopeless_pair():
+def test_bradley_terry_does_not_overflow_on_an_extreme_pair():
     loss = bradley_terry_loss(torch.tensor([-500.0]), torch.tensor([500.0]), torch.tensor([True]), num_pairs=1)
     assert loss.item() == pytest.approx(1000.0)
 
 
-def test_micro_batches_add_up_to_the_whole():
+def test_bradley_terry_of_micro_batches_adds_up_to_the_whole():
     whole = CHOSEN.clone().requires_grad_()
     loss = bradley_terry_loss(whole, REJECTED, REAL, 4, MARGIN)
     loss.backward()
@@ -69,7 +76,7 @@ def test_micro_batches_add_up_to_the_whole():
     torch.testing.assert_close(parts.grad, whole.grad)
 
 
-def test_logexp_of_others_is_the_same_loss():
+def test_bradley_terry_equals_the_logexp_loss():
     ours = bradley_terry_loss(CHOSEN, REJECTED, REAL, 4, MARGIN).item()
     logexp = np.log(1 + np.exp((REJECTED - CHOSEN + MARGIN).numpy().astype(np.float64)))
     assert ours == pytest.approx(logexp[REAL.numpy()].sum() / 4, rel=1e-5)
@@ -89,7 +96,7 @@ def test_centering_gradient_goes_to_both_scores():
     assert rejected.grad.tolist() == pytest.approx(expected)
 
 
-def test_what_stands_in_filler_pairs_does_not_leak():
+def test_values_of_filler_pairs_are_ignored():
     chosen = torch.tensor([1.0, math.nan], requires_grad=True)
     real = torch.tensor([True, False])
     for loss in (bradley_terry_loss, reward_centering_loss):
@@ -98,3 +105,149 @@ def test_what_stands_in_filler_pairs_does_not_leak():
         value.backward()
         assert math.isfinite(value.item())
         assert math.isfinite(chosen.grad[0].item())
+
+
+# Direct preference optimisation
+
+LEAD = torch.tensor([3.0, -0.5, 0.0, 12.0, -40.0, 7.0], dtype=torch.float64)
+REAL_LEADS = torch.tensor([True, True, True, True, True, False])
+SMOOTHING = {"cdpo": 0.2, "robust_dpo": 0.2}
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def pair_by_hand(objective: str, lead: float, beta: float, wrong: float) -> float:
+    """Loss of one pair by the formulas of the papers."""
+    held, flipped = -math.log(sigmoid(beta * lead)), -math.log(sigmoid(-beta * lead))
+    return {
+        "dpo": held,
+        "dpo_nll": held,
+        "cdpo": (1 - wrong) * held + wrong * flipped,
+        "robust_dpo": ((1 - wrong) * held - wrong * flipped) / (1 - 2 * wrong),
+        "ipo": (lead - 0.5 / beta) ** 2,
+        "hinge": max(0.0, 1 - beta * lead),
+    }[objective]
+
+
+def mean_by_loop(objective: str, lead: torch.Tensor, beta: float, num_pairs: int) -> float:
+    wrong = SMOOTHING.get(objective, 0.0)
+    pairs = zip(lead.tolist(), REAL_LEADS.tolist(), strict=True)
+    return sum(pair_by_hand(objective, one, beta, wrong) for one, real in pairs if real) / num_pairs
+
+
+def ours(objective: str, lead: torch.Tensor, beta: float, num_pairs: float) -> torch.Tensor:
+    return preference_loss(objective, lead, REAL_LEADS, num_pairs, beta, SMOOTHING.get(objective, 0.0))
+
+
+def test_there_is_a_loss_for_every_objective():
+    assert set(PAIR_LOSSES) == {"dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll"}
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.7])
+@pytest.mark.parametrize("objective", PAIR_LOSSES)
+def test_pair_losses_match_a_loop_without_the_filler_pair(objective, beta):
+    assert ours(objective, LEAD, beta, 11).item() == pytest.approx(mean_by_loop(objective, LEAD, beta, 11), rel=1e-12)
+
+
+def test_pair_losses_values_by_hand():
+    # beta D = ln 3: the pair is held right with probability 3/4.
+    lead, real = torch.tensor([math.log(3.0) / 0.5]), torch.tensor([True])
+    held, flipped = math.log(4 / 3), math.log(4)
+    expected = {
+        "dpo": held,
+        "dpo_nll": held,
+        "cdpo": 0.9 * held + 0.1 * flipped,
+        "robust_dpo": (0.9 * held - 0.1 * flipped) / 0.8,
+        "ipo": (2 * math.log(3.0) - 1) ** 2,
+        "hinge": 0.0,
+    }
+    for objective, value in expected.items():
+        found = preference_loss(objective, lead, real, 1, 0.5, 0.1 if objective in SMOOTHING else 0.0).item()
+        assert found == pytest.approx(value, abs=1e-6), objective
+
+
+def test_pair_losses_of_a_policy_equal_to_the_reference():
+    lead, real = torch.zeros(3, dtype=torch.float64), torch.ones(3).bool()
+    expected = {
+        "dpo": math.log(2), "dpo_nll": math.log(2), "cdpo": math.log(2), "robust_dpo": math.log(2), "ipo": 25.0,
+        "hinge": 1.0,
+    }  # fmt: skip
+    for objective, value in expected.items():
+        found = preference_loss(objective, lead, real, 3, 0.1, SMOOTHING.get(objective, 0.0)).item()
+        assert found == pytest.approx(value, rel=1e-12), objective
+
+
+def test_the_mean_of_robust_dpo_over_flipped_labels_is_dpo_of_the_true_labels():
+    real = torch.ones(6).bool()
+    right = preference_loss("robust_dpo", LEAD, real, 1, 0.3, 0.2)
+    flipped = preference_loss("robust_dpo", -LEAD, real, 1, 0.3, 0.2)
+    assert (0.8 * right + 0.2 * flipped).item() == pytest.approx(preference_loss("dpo", LEAD, real, 1, 0.3).item())
+
+
+@pytest.mark.parametrize("objective", PAIR_LOSSES)
+def test_pair_losses_have_the_gradient_of_finite_differences(objective):
+    lead = LEAD.clone().requires_grad_()
+    ours(objective, lead, 0.3, 4).backward()
+    step = 1e-6
+    for place in range(len(LEAD)):
+        moved = torch.zeros_like(LEAD)
+        moved[place] = step
+        change = mean_by_loop(objective, LEAD + moved, 0.3, 4) - mean_by_loop(objective, LEAD - moved, 0.3, 4)
+        assert lead.grad[place].item() == pytest.approx(change / (2 * step), abs=1e-6)
+    assert lead.grad[5].item() == 0.0
+
+
+@pytest.mark.parametrize("objective", PAIR_LOSSES)
+def test_pair_losses_of_micro_batches_add_up_to_the_whole(objective):
+    parts = [
+        preference_loss(objective, LEAD[rows], REAL_LEADS[rows], 5, 0.3, SMOOTHING.get(objective, 0.0))
+        for rows in ([0, 1], [2, 5], [3, 4])
+    ]
+    assert sum(part.item() for part in parts) == pytest.approx(ours(objective, LEAD, 0.3, 5).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("objective", PAIR_LOSSES)
+def test_pair_losses_ignore_filler_pairs(objective):
+    lead = torch.where(REAL_LEADS, LEAD, math.nan).requires_grad_()
+    loss = ours(objective, lead, 0.3, 4)
+    loss.backward()
+    assert loss.item() == pytest.approx(mean_by_loop(objective, LEAD, 0.3, 4))
+    assert lead.grad[REAL_LEADS].isfinite().all()
+
+
+def test_dpo_does_not_overflow_on_an_extreme_pair():
+    lead, real = torch.tensor([-4000.0]), torch.tensor([True])
+    assert preference_loss("dpo", lead, real, 1, 0.5).item() == pytest.approx(2000.0)
+
+
+LOGPROBS = [-3.0, -20.0, -1.0, -9.0, -2.5, 0.0]  # chosen x 3, rejected x 3
+REFERENCE = [-4.0, -14.0, -1.0, -6.0, -2.0, 0.0]
+TOKENS = [2, 3, 1, 5, 1, 0]
+
+
+def test_log_ratios_are_sums_over_tokens_and_averages_for_ipo():
+    given = torch.tensor(LOGPROBS), torch.tensor(REFERENCE), torch.tensor(TOKENS)
+    for objective in PAIR_LOSSES:
+        chosen, rejected = log_ratios(*given, objective)
+        by_token = objective == "ipo"
+        assert chosen.tolist() == pytest.approx([1 / 2, -6 / 3, 0.0] if by_token else [1.0, -6.0, 0.0])
+        assert rejected.tolist() == pytest.approx([-3 / 5, -0.5, 0.0] if by_token else [-3.0, -0.5, 0.0])
+
+
+def test_log_ratios_have_a_gradient_for_the_policy():
+    logprobs = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor(TOKENS)
+    chosen, rejected = log_ratios(logprobs, torch.tensor(REFERENCE, dtype=torch.float64), tokens, "ipo")
+    (chosen - rejected).sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([1 / 2, 1 / 3, 1.0, -1 / 5, -1.0, -1.0])
+
+
+def test_chosen_nll_is_the_mean_over_pairs_of_means_over_tokens():
+    chosen = torch.tensor([-3.0, -20.0, 0.0, -7.0], requires_grad=True)
+    real = torch.tensor([True, True, True, False])
+    loss = chosen_nll_loss(chosen, torch.tensor([2, 4, 0, 1]), real, num_pairs=3)
+    assert loss.item() == pytest.approx((1.5 + 5.0 + 0.0) / 3)
+    loss.backward()
+    np.testing.assert_allclose(chosen.grad.numpy(), [-1 / 6, -1 / 12, -1 / 3, 0.0], rtol=1e-6)

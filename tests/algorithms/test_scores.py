@@ -1,4 +1,4 @@
-"""Shaping of scores: by hand, and the running scale against numpy over all scores at once."""
+"""Reward shaping: by hand, and the running standard deviation against numpy over all scores."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_scores_are_clipped_on_both_sides_or_not_at_all():
     assert torch.equal(clip_scores(SCORES, 0.0), SCORES)
 
 
-def test_overlong_penalty_is_a_ramp():
+def test_the_overlong_penalty_is_linear_over_the_buffer():
     # At most 10 tokens, the last 4 of them cost: 0 up to 6, then a quarter of 2 for each.
     lengths = torch.tensor([0, 5, 6, 7, 8, 9, 10, 11, 50])
     expected = [0.0, 0.0, 0.0, -0.5, -1.0, -1.5, -2.0, -2.0, -2.0]
@@ -27,12 +27,12 @@ def test_overlong_penalty_is_a_ramp():
     assert overlong_penalty(lengths, 10, 4, 2.0).dtype == torch.float32
 
 
-def test_a_buffer_of_nothing_is_an_error():
+def test_a_buffer_of_zero_tokens_is_an_error():
     with pytest.raises(ValueError, match="0"):
         overlong_penalty(torch.tensor([1]), 10, 0, 1.0)
 
 
-def test_answers_that_did_not_end_are_punished():
+def test_answers_without_eos_get_a_penalty():
     penalties = missing_eos(torch.tensor([True, False, True]), 1.5)
     assert penalties.tolist() == [0.0, -1.5, 0.0]
     assert penalties.dtype == torch.float32
@@ -62,7 +62,7 @@ def test_running_scale_by_hand():
     assert running.scale(torch.tensor([4.0, -6.0])).tolist() == [2.0, -3.0]
 
 
-def test_scores_stay_as_they_are_until_there_is_a_spread():
+def test_scores_are_unchanged_until_two_differ():
     running = RunningScale()
     assert torch.equal(running.scale(SCORES), SCORES)
     running.update(torch.tensor([4.0]))
@@ -73,7 +73,7 @@ def test_scores_stay_as_they_are_until_there_is_a_spread():
     assert torch.equal(running.scale(SCORES), SCORES / running.std)
 
 
-def test_running_scale_goes_on_from_its_state():
+def test_running_scale_resumes_from_its_state():
     one, other = RunningScale(), RunningScale()
     one.update(torch.tensor([1.0, 2.0, 7.0]))
     state = json.loads(json.dumps(one.state_dict()))

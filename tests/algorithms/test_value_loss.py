@@ -16,7 +16,7 @@ def ragged_mask(lengths=LENGTHS, width=5) -> torch.Tensor:
 
 
 def clipped_value_loss(values, old_values, returns, mask, clip_eps, num_tokens) -> SimpleNamespace:
-    """The losses of tokens as the critic's loss takes them: their sum, over the tokens of the whole step."""
+    """The critic's loss: the sum of the token losses over the number of tokens of the optimizer step."""
     losses, clipped = value_losses(values, old_values, returns, mask, clip_eps)
     return SimpleNamespace(loss=losses.sum() / num_tokens, clipped=clipped)
 
@@ -43,7 +43,7 @@ def loss_by_loop(new, old, returns, mask, clip_eps, num_tokens) -> float:
 @pytest.mark.parametrize(
     ("value", "target", "loss", "clipped"),
     [
-        (1.5, 2.0, 0.5 * 0.8**2, True),  # clipped to 1.2, which is further from the target
+        (1.5, 2.0, 0.5 * 0.8**2, True),  # clipped to 1.2, further from the target
         (1.5, 0.0, 0.5 * 1.5**2, False),  # clipped to 1.2, nearer to the target: the plain error counts
         (0.5, 0.0, 0.5 * 0.8**2, True),  # clipped to 0.8
         (0.5, 2.0, 0.5 * 1.5**2, False),
@@ -63,7 +63,7 @@ def test_one_token_by_hand(value, target, loss, clipped):
     assert result.clipped.item() is clipped
 
 
-def test_epsilon_zero_leaves_the_clipping_out():
+def test_epsilon_zero_turns_clipping_off():
     # Values 5 and -3 are far from the old ones: 0.5 * (3^2 + 4^2) / 2.
     result = clipped_value_loss(
         torch.tensor([[5.0, -3.0]]), torch.zeros(1, 2), torch.tensor([[2.0, 1.0]]), torch.ones(1, 2).bool(), 0.0, 2
@@ -149,7 +149,7 @@ def test_losses_of_tokens_match_a_loop_over_single_tokens(clip_eps):
             assert clipped[row, column].item() is bool(expected > plain + 1e-12)
 
 
-def test_losses_of_tokens_have_gradient_and_the_flags_none():
+def test_clipped_tokens_have_no_gradient_and_the_others_the_plain_one():
     new, old, returns = random_inputs()
     leaf = new.masked_fill(~ragged_mask(), float("nan")).requires_grad_()
     losses, clipped = value_losses(leaf, old, returns, ragged_mask(), 0.2)

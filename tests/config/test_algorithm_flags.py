@@ -1,8 +1,9 @@
-"""Flags of the algorithm: what they agree on with the formulas, and combinations that are refused."""
+"""Flags of the algorithm: choices, defaults, and combinations that are refused."""
 
 from typing import get_args
 
 import pytest
+from command_lines import read
 
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
 from dschat_ppo.algorithms.aggregation import LossAggregation
@@ -18,19 +19,17 @@ from dschat_ppo.config.algorithm_flags import (
     WITHIN_A_GROUP,
     AlgorithmFlags,
 )
-from dschat_ppo.config.cli import parse
-from dschat_ppo.config.evaluation_flags import ValidationFlags
 from dschat_ppo.errors import UserError
 
 
-def test_the_flags_offer_what_there_is():
+def test_the_choices_are_the_implemented_estimators_losses_and_kl_forms():
     assert set(get_args(ESTIMATOR)) == set(ESTIMATORS)
     assert set(get_args(POLICY_LOSS)) == set(POLICY_LOSSES)
     assert get_args(AGGREGATION) == get_args(LossAggregation)
     assert set(get_args(KL_FORM)) == {*KL_ESTIMATORS, "full"}
 
 
-def test_which_estimators_and_losses_are_alike():
+def test_groups_of_estimators_and_losses():
     critics = [name for name in ESTIMATORS if AlgorithmFlags(advantage_estimator=name).has_critic]
     by_token = {"gae", "reinforce_plus_plus", "remax"}
     assert critics == ["gae"]
@@ -49,7 +48,7 @@ def test_which_estimators_and_losses_are_alike():
         ({"policy_loss": "gspo", "loss_aggregation": "token_mean"}, "token_mean"),
     ],
 )
-def test_the_usual_aggregation(flags, aggregation):
+def test_the_default_aggregation_depends_on_loss_and_estimator(flags, aggregation):
     assert AlgorithmFlags(**flags).aggregation == aggregation
 
 
@@ -62,12 +61,12 @@ def test_the_usual_aggregation(flags, aggregation):
         ({"advantage_estimator": "rloo", "kl_loss_coef": 0.01}, True),
     ],
 )  # fmt: skip
-def test_a_reference_is_there_only_for_a_kl(flags, reference):
+def test_a_reference_is_needed_only_for_a_kl(flags, reference):
     assert AlgorithmFlags(**flags).has_reference is reference
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_estimators_that_compare_answers_have_no_kl_in_the_reward_unless_it_is_named(estimator):
+def test_group_estimators_have_no_kl_in_the_reward_by_default(estimator):
     usual = 0.0 if estimator in WITHIN_A_GROUP else 0.1
     assert AlgorithmFlags(advantage_estimator=estimator).kl_reward_coef == usual
     assert AlgorithmFlags(advantage_estimator=estimator, kl_coef=0.3).kl_reward_coef == 0.3
@@ -109,34 +108,25 @@ def test_estimators_that_compare_answers_have_no_kl_in_the_reward_unless_it_is_n
         ({"gamma": 1.5}, "--gamma must lie between 0 and 1"),
     ],
 )
-def test_options_without_effect_or_out_of_range_are_refused(flags, message):
+def test_flags_without_effect_or_out_of_range_are_refused(flags, message):
     with pytest.raises(UserError) as problem:
         AlgorithmFlags(**flags)
     assert message in str(problem.value)
 
 
-@pytest.mark.parametrize("given", [{"eval_batch_size": 8}, {"eval_pass_score": 0.5}, {"save_best": False}])
-def test_flags_of_an_evaluation_need_its_data(given):
-    with pytest.raises(UserError, match=f"--{next(iter(given))}: .*--eval_data_path"):
-        ValidationFlags(**given)
-    ValidationFlags(eval_data_path=["prompts.jsonl"], **given)
-
-
 @pytest.mark.parametrize(
-    ("named", "critic", "reward"),
+    ("step", "name", "value"),
     [
-        ("--critic_model_name_or_path c", "critic", "critic"),
-        ("--reward_model_name_or_path r", "reward", "reward"),
-        ("--critic_model_name_or_path c --reward_model_name_or_path r", "critic", "reward"),
-        ("--use_reward_model False --reward_function exact_match", "actor", None),
+        ("ppo", "gamma", "1.1"),
+        ("ppo", "gae_lambda", "-0.1"),
+        ("ppo", "clip_eps", "0"),
+        ("ppo", "value_clip_eps", "-1"),
+        ("ppo", "kl_coef", "-0.1"),
+        ("ppo", "reward_clip", "-1"),
+        ("ppo", "missing_eos_penalty", "-1"),
+        ("ppo", "entropy_coef", "-1"),
     ],
 )
-def test_messages_name_the_flag_that_named_the_folder(named, critic, reward):
-    config = parse(
-        "ppo", ["--actor_model_name_or_path", "a", "--data_path", "d", "--output_dir", "out", *named.split()]
-    )
-    assert config.critic_flag == f"--{critic}_model_name_or_path"
-    assert config.critic_folder == critic[0]
-    if reward is not None:
-        assert config.reward_flag == f"--{reward}_model_name_or_path"
-        assert config.reward_folder == reward[0]
+def test_values_out_of_range_are_refused(step, name, value):
+    with pytest.raises(UserError, match=f"--{name}"):
+        read(step, f"--{name}", value)

@@ -1,11 +1,11 @@
-"""The arithmetic of batches, by hand."""
+"""Batch plans by hand, and plans that are refused."""
 
 import pytest
 
-from dschat_ppo.config.batch_plan import check_evaluation, plan_fit, plan_ppo
-from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.batch_plan import check_evaluation, plan_ppo, plan_supervised
+from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import FitFlags
+from dschat_ppo.config.schema import SupervisedFlags
 from dschat_ppo.errors import UserError
 
 
@@ -13,8 +13,8 @@ def ppo_flags(**settings) -> PPOFlags:
     return PPOFlags(actor_model_name_or_path="a", critic_model_name_or_path="c", **settings)
 
 
-def fit_flags(micro_batch: int, accumulation: int, epochs: int) -> FitFlags:
-    return FitFlags(
+def supervised_flags(micro_batch: int, accumulation: int, epochs: int) -> SupervisedFlags:
+    return SupervisedFlags(
         model_name_or_path="m",
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
@@ -32,13 +32,13 @@ def fit_flags(micro_batch: int, accumulation: int, epochs: int) -> FitFlags:
         (65, 4, 8, 2, 1, 64, 2, 2),
     ],
 )
-def test_fit_plan_by_hand(rows, world_size, micro_batch, accumulation, epochs, global_batch, per_epoch, total):
-    plan = plan_fit(fit_flags(micro_batch, accumulation, epochs), rows, world_size)
+def test_supervised_plan_by_hand(rows, world_size, micro_batch, accumulation, epochs, global_batch, per_epoch, total):
+    plan = plan_supervised(supervised_flags(micro_batch, accumulation, epochs), rows, world_size)
     assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == (global_batch, per_epoch, total)
 
 
-def test_fit_table_shows_the_arithmetic():
-    table = dict(plan_fit(fit_flags(4, 3, 2), 100, 2).table())
+def test_the_supervised_table_shows_the_arithmetic():
+    table = dict(plan_supervised(supervised_flags(4, 3, 2), 100, 2).table())
     assert table["global batch"] == "4 x 3 x 2 = 24"
     assert table["optimizer steps per epoch"] == "ceil(100 / 24) = 5"
     assert table["optimizer steps in all"] == "5 x 2 = 10"
@@ -62,7 +62,7 @@ def test_ppo_plan_by_hand():
     assert table["optimizer steps in all"] == "5 x 6 = 30"
 
 
-def test_several_answers_to_a_prompt_multiply_rows_and_not_prompts():
+def test_samples_per_prompt_multiply_rows_and_not_prompts():
     # 4 prompts x 3 answers = 12 rows a rank, 24 on two. 20 prompts: ceil(20 / 8) = 3 PPO steps, 24 / 12 = 2 updates.
     flags = ppo_flags(
         per_device_generation_batch_size=4, n_samples_per_prompt=3, per_device_training_batch_size=6
@@ -73,7 +73,7 @@ def test_several_answers_to_a_prompt_multiply_rows_and_not_prompts():
     assert dict(plan.table())["answers per rank"] == "4 x 1 prompts x 3 = 12"
 
 
-def test_the_budget_of_a_micro_batch_can_be_given():
+def test_micro_batch_tokens_overrides_the_derived_value():
     assert plan_ppo(ppo_flags(micro_batch_tokens=777), prompts=16, world_size=1).micro_batch_tokens == 777
 
 
@@ -84,7 +84,7 @@ def test_training_batches_may_be_larger_than_generation_batches():
 
 
 @pytest.mark.parametrize(("stop", "steps"), [(2, 2), (5, 5), (9, 5)])
-def test_test_mode_stops_early_but_never_later(stop, steps):
+def test_test_mode_only_shortens_a_run(stop, steps):
     flags = ppo_flags(per_device_generation_batch_size=4, per_device_training_batch_size=4,
                       enable_test_mode=True, test_stop_step=stop)  # fmt: skip
     plan = plan_ppo(flags, prompts=20, world_size=1)
@@ -94,15 +94,13 @@ def test_test_mode_stops_early_but_never_later(stop, steps):
 @pytest.mark.parametrize(
     ("generation", "batches", "micro_batch", "accumulation", "numbers"),
     [
-        (8, 1, 3, 1, ("= 8 rows", "= 3", "8 / 3 leaves 2", "--generation_batches 3 makes")),
-        (4, 3, 4, 2, ("= 12 rows", "= 8", "12 / 8 leaves 4", "--generation_batches 4 makes")),
-        (4, 1, 8, 1, ("= 4 rows", "= 8", "4 / 8 leaves 4", "--generation_batches 2 makes")),
-        (16, 1, 16, 2, ("= 16 rows", "= 32", "16 / 32 leaves 16", "--generation_batches 2 makes")),
+        (8, 1, 3, 1, ("= 8 rows", "= 3", "8 / 3 leaves 2", "Set --generation_batches 3")),
+        (4, 3, 4, 2, ("= 12 rows", "= 8", "12 / 8 leaves 4", "Set --generation_batches 4")),
+        (4, 1, 8, 1, ("= 4 rows", "= 8", "4 / 8 leaves 4", "Set --generation_batches 2")),
+        (16, 1, 16, 2, ("= 16 rows", "= 32", "16 / 32 leaves 16", "Set --generation_batches 2")),
     ],
 )
-def test_ppo_steps_that_are_no_whole_number_of_updates_are_refused(
-    generation, batches, micro_batch, accumulation, numbers
-):
+def test_a_ppo_step_must_be_a_whole_number_of_updates(generation, batches, micro_batch, accumulation, numbers):
     flags = ppo_flags(
         per_device_generation_batch_size=generation, generation_batches=batches,
         per_device_training_batch_size=micro_batch, gradient_accumulation_steps=accumulation,
@@ -118,33 +116,33 @@ def test_ppo_steps_that_are_no_whole_number_of_updates_are_refused(
     ("micro_batch", "accumulation", "epochs", "refused"),
     [
         (1000, 500, 1, None),  # 500,000 on each of two ranks: a million, which is allowed
-        (1000, 501, 1, "1002000 rows of one optimizer step"),
+        (1000, 501, 1, "1002000 rows per optimizer step"),
         (5, 1, 10**8, None),  # 100 rows in steps of 10: 10 an epoch, a billion in all
         (5, 1, 10**8 + 1, "--num_train_epochs 100000001: 1000000010 optimizer steps"),
     ],
 )
-def test_what_no_machine_can_fit_is_refused(micro_batch, accumulation, epochs, refused):
-    flags = fit_flags(micro_batch, accumulation, epochs)
+def test_a_supervised_run_that_is_too_large_is_refused(micro_batch, accumulation, epochs, refused):
+    flags = supervised_flags(micro_batch, accumulation, epochs)
     if refused is None:
-        plan_fit(flags, 100, 2)
+        plan_supervised(flags, 100, 2)
         return
     with pytest.raises(UserError, match=refused):
-        plan_fit(flags, 100, 2)
+        plan_supervised(flags, 100, 2)
 
 
 @pytest.mark.parametrize(
     ("settings", "refused"),
     [
         ({"per_device_generation_batch_size": 1000, "generation_batches": 500}, None),  # a million on two ranks
-        ({"per_device_generation_batch_size": 1000, "generation_batches": 501}, "1002000 rows of one PPO step"),
-        ({"per_device_generation_batch_size": 1000, "n_samples_per_prompt": 501}, "1002000 rows of one PPO step"),
+        ({"per_device_generation_batch_size": 1000, "generation_batches": 501}, "1002000 rows per PPO step"),
+        ({"per_device_generation_batch_size": 1000, "n_samples_per_prompt": 501}, "1002000 rows per PPO step"),
         # 100 prompts in steps of 20: 5 PPO steps of 1 update, so 2 x 10^8 passes are a billion updates
         ({"per_device_generation_batch_size": 10, "ppo_epochs": 2 * 10**8}, None),
         ({"per_device_generation_batch_size": 10, "ppo_epochs": 2 * 10**8 + 1}, "1000000005 optimizer steps"),
         ({"per_device_generation_batch_size": 10, "num_train_epochs": 2 * 10**8 + 1}, "1000000005 optimizer steps"),
     ],
 )
-def test_a_ppo_run_that_no_machine_can_make_is_refused(settings, refused):
+def test_a_ppo_run_that_is_too_large_is_refused(settings, refused):
     flags = ppo_flags(**settings, per_device_training_batch_size=10)
     if refused is None:
         plan_ppo(flags, prompts=100, world_size=2)
@@ -153,8 +151,8 @@ def test_a_ppo_run_that_no_machine_can_make_is_refused(settings, refused):
         plan_ppo(flags, prompts=100, world_size=2)
 
 
-def test_an_evaluation_whose_answers_do_not_fit_is_refused():
-    few = ValidationFlags(eval_data_path=["e"], eval_samples=10_000, eval_max_prompts=1000)
-    check_evaluation(few, 10**6)  # the first thousand alone are asked: ten million answers
+def test_an_evaluation_with_too_many_answers_is_refused():
+    few = EvaluationFlags(eval_data_path=["e"], eval_samples=10_000, eval_max_prompts=1000)
+    check_evaluation(few, 10**6)  # only the first thousand prompts: ten million answers
     with pytest.raises(UserError, match="--eval_samples 10000 x 1001 held-out prompts"):
-        check_evaluation(ValidationFlags(eval_data_path=["e"], eval_samples=10_000), 1001)
+        check_evaluation(EvaluationFlags(eval_data_path=["e"], eval_samples=10_000), 1001)

@@ -1,11 +1,11 @@
-"""YAML defaults, the saved configuration, and a configuration package without torch."""
+"""YAML files: values, errors, and the saved configuration; the package imports no torch."""
 
 import subprocess
 import sys
 
 import pytest
 import yaml
-from test_cli import NEEDED, read
+from command_lines import NEEDED, read
 
 from dschat_ppo.checkpoint.saved_config import write_config
 from dschat_ppo.config.cli import flatten, parse
@@ -18,7 +18,7 @@ def yaml_file(tmp_path, text: str) -> str:
     return str(path)
 
 
-def test_yaml_gives_defaults_and_flags_override_them(tmp_path):
+def test_flags_override_yaml_values(tmp_path):
     path = yaml_file(
         tmp_path,
         "actor_model_name_or_path: actor\ncritic_model_name_or_path: critic\noutput_dir: out\n"
@@ -36,7 +36,7 @@ def test_yaml_gives_defaults_and_flags_override_them(tmp_path):
 
 
 @pytest.mark.parametrize("place", [0, 2])
-def test_flags_override_yaml_wherever_config_stands(tmp_path, place):
+def test_flags_override_yaml_at_every_position_of_config(tmp_path, place):
     words = ["--seed", "3"]
     words[place:place] = ["--config", yaml_file(tmp_path, "seed: 5\nmax_seq_len: 99\n")]
     values = read("sft", *words)
@@ -48,7 +48,7 @@ def test_flags_override_yaml_wherever_config_stands(tmp_path, place):
     ("text", "named"),
     [
         ("no_such_setting: 1\n", "no_such_setting"),
-        ("seed: [1\n", "is not YAML"),
+        ("seed: [1\n", "is not valid YAML"),
         ("- seed\n", "must be a mapping"),
         ("", "must be a mapping"),
         ("seed: {a: 1}\n", "'seed' must be a value"),
@@ -57,12 +57,12 @@ def test_flags_override_yaml_wherever_config_stands(tmp_path, place):
         ("lora_dim: 8\n", "not available yet"),
     ],
 )
-def test_bad_yaml_is_refused_with_its_fault(tmp_path, text, named):
+def test_the_fault_of_a_bad_yaml_file_is_named(tmp_path, text, named):
     with pytest.raises(UserError, match=named):
         read("sft", "--config", yaml_file(tmp_path, text))
 
 
-def test_a_configuration_file_that_is_missing_or_no_text(tmp_path):
+def test_a_yaml_file_that_is_missing_or_not_text_is_refused(tmp_path):
     missing = tmp_path / "nowhere.yaml"
     with pytest.raises(UserError, match=r"--config .*nowhere\.yaml"):
         read("sft", "--config", str(missing))
@@ -84,7 +84,7 @@ def test_a_configuration_file_that_is_missing_or_no_text(tmp_path):
         ("ppo", ["--enable_test_mode", "--test_stop_step", "3", "--kl_coef", "0", "--actor_dropout", "0.0"]),
     ],
 )  # fmt: skip
-def test_a_written_configuration_reads_back_alike(tmp_path, step, words):
+def test_a_saved_configuration_parses_to_equal_values(tmp_path, step, words):
     config = parse(step, [*NEEDED[step], *words, "--local_rank", "1"])
     path = write_config(config, tmp_path)
     again = parse(step, ["--config", str(path)])
@@ -94,13 +94,13 @@ def test_a_written_configuration_reads_back_alike(tmp_path, step, words):
     assert read_back == expected
 
 
-def test_a_written_configuration_is_plain_yaml(tmp_path):
+def test_a_saved_configuration_is_plain_yaml(tmp_path):
     path = write_config(parse("sft", NEEDED["sft"]), tmp_path)
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert (values["model_name_or_path"], values["seed"], values["dropout"]) == ("m", 1234, None)
 
 
-def test_configuration_needs_no_torch():
+def test_the_config_package_imports_no_torch():
     code = (
         "import sys, dschat_ppo.config.cli as cli, dschat_ppo.config.batch_plan;"
         "cli.parse('sft', ['--model_name_or_path', 'm', '--data_path', 'd', '--output_dir', 'o']);"

@@ -1,11 +1,13 @@
-"""What the limits of AdamW's flags are for: inside them no finite gradient makes a weight that is not finite."""
+"""Shared flags: ranges, and that inside the limits of AdamW's flags every update is bounded."""
 
 import math
 
 import pytest
 import torch
+from command_lines import read
 
-from dschat_ppo.config.schema import LARGEST_BETA, SMALLEST_EPSILON, SMALLEST_NORM, FitFlags, RunFlags
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.schema import LARGEST_BETA, SMALLEST_EPSILON, SMALLEST_NORM, RunFlags, SupervisedFlags
 from dschat_ppo.errors import UserError
 
 LARGE, SMALL, LEAST = 1e18, 1e-18, 1e-45  # the least number of fp32
@@ -20,7 +22,7 @@ GRADIENTS = {
 
 
 def largest_update(gradients: list[float], betas: tuple[float, float], epsilon: float) -> float:
-    """Of a weight by torch's own AdamW, in units of the learning rate (a power of two that rounds nothing)."""
+    """Largest update of a weight by torch's AdamW, in units of the learning rate."""
     weight, largest = torch.nn.Parameter(torch.zeros(1)), 0.0
     adam = torch.optim.AdamW([weight], lr=1.0, betas=betas, eps=epsilon, weight_decay=0.0, fused=True)
     for gradient in gradients:
@@ -36,7 +38,7 @@ def largest_update(gradients: list[float], betas: tuple[float, float], epsilon: 
 
 @pytest.mark.parametrize("gradients", GRADIENTS.values(), ids=GRADIENTS)
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.82), (0.0, 1e-6), (0.999, LARGEST_BETA), (0.9, LARGEST_BETA)])
-def test_an_update_is_bounded_inside_the_limits(gradients, betas):
+def test_updates_inside_the_limits_are_bounded(gradients, betas):
     RunFlags(output_dir="o", adam_beta1=betas[0], adam_beta2=betas[1], adam_epsilon=SMALLEST_EPSILON)
     beta1, beta2 = betas
     bound = (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2)) / (1 - beta1)  # 1 / (1 - b1): its correction
@@ -52,31 +54,102 @@ def test_an_update_is_bounded_inside_the_limits(gradients, betas):
         ((0.9, 0.5), SMALLEST_EPSILON, [1.0] + [1e-9] * 60, 1e5),
     ],
 )
-def test_beyond_the_limits_it_is_not(betas, epsilon, gradients, too_large):
+def test_updates_outside_the_limits_are_not_bounded(betas, epsilon, gradients, too_large):
     assert not largest_update(gradients, betas, epsilon) < too_large
     with pytest.raises(UserError, match=r"^--adam_(epsilon|beta2) must be "):
         RunFlags(output_dir="o", adam_beta1=betas[0], adam_beta2=betas[1], adam_epsilon=epsilon)
 
 
-def fit(**changes) -> FitFlags:
-    return FitFlags(model_name_or_path="m", **changes)
+def supervised_flags(**changes) -> SupervisedFlags:
+    return SupervisedFlags(model_name_or_path="m", **changes)
 
 
-def test_a_decay_shrinks_weights_and_no_more():
-    fit(learning_rate=0.5, weight_decay=1.99)
+def test_weight_decay_that_flips_or_grows_weights_is_refused():
+    supervised_flags(learning_rate=0.5, weight_decay=1.99)
     for rate, decay in ((0.5, 2.0), (1.0, 1.0), (1e-3, 1e300)):
         with pytest.raises(UserError, match=r"^--learning_rate x --weight_decay must be below 1, got "):
-            fit(learning_rate=rate, weight_decay=decay)
+            supervised_flags(learning_rate=rate, weight_decay=decay)
 
 
-def test_gradients_are_cut_to_something_or_not_at_all():
+def test_max_grad_norm_below_the_limit_is_refused():
     for norm in (0.0, SMALLEST_NORM, 1e300):
-        assert fit(max_grad_norm=norm).max_grad_norm == norm
+        assert supervised_flags(max_grad_norm=norm).max_grad_norm == norm
     with pytest.raises(UserError, match=r"^--max_grad_norm must be 0 \(off\) or at least 1e-06, got 1e-07"):
-        fit(max_grad_norm=1e-7)
+        supervised_flags(max_grad_norm=1e-7)
 
 
-def test_the_largest_learning_rate():
-    assert fit(learning_rate=1.0).learning_rate == 1.0
+def test_a_learning_rate_above_1_is_refused():
+    assert supervised_flags(learning_rate=1.0).learning_rate == 1.0
     with pytest.raises(UserError, match=r"^--learning_rate must be at most 1, got 1e\+30"):
-        fit(learning_rate=1e30)
+        supervised_flags(learning_rate=1e30)
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "value"),
+    [
+        ("sft", "per_device_train_batch_size", "0"),
+        ("sft", "per_device_eval_batch_size", "-1"),
+        ("sft", "gradient_accumulation_steps", "0"),
+        ("sft", "max_seq_len", "0"),
+        ("sft", "learning_rate", "0"),
+        ("sft", "learning_rate", "nan"),
+        ("sft", "learning_rate", "fast"),
+        ("sft", "learning_rate", "1.01"),
+        ("sft", "learning_rate", "1e6"),
+        ("sft", "weight_decay", "1e6"),
+        ("sft", "max_grad_norm", "1e-7"),
+        ("sft", "adam_beta1", "-0.1"),
+        ("sft", "adam_beta1", "0.99"),
+        ("sft", "adam_beta1", "0.9999999"),
+        ("sft", "adam_beta2", "0"),
+        ("sft", "adam_beta2", "0.8"),
+        ("sft", "adam_beta2", "1"),
+        ("sft", "adam_beta2", "0.9999999"),
+        ("sft", "adam_epsilon", "0"),
+        ("sft", "adam_epsilon", "1e-300"),
+        ("sft", "adam_epsilon", "1e-19"),
+        ("sft", "adam_epsilon", "2"),
+        ("sft", "num_train_epochs", "0"),
+        ("sft", "num_train_epochs", "1.5"),
+        ("sft", "weight_decay", "-0.1"),
+        ("sft", "num_warmup_steps", "-1"),
+        ("sft", "max_grad_norm", "-1"),
+        ("sft", "eval_interval", "-1"),
+        ("sft", "eval_iters", "-1"),
+        ("sft", "dropout", "1"),
+        ("sft", "eval_fraction", "1"),
+        ("sft", "eval_fraction", "-0.1"),
+        ("sft", "zero_stage", "4"),
+        ("sft", "dtype", "int8"),
+        ("sft", "lr_scheduler_type", "step"),
+        ("sft", "truncation", "right"),
+        ("sft", "seed", "-1"),
+        ("sft", "data_split", "2,4"),
+        ("sft", "data_split", "0,0,0"),
+        ("sft", "data_split", "1,-1,1"),
+        ("sft", "data_split", "a,b,c"),
+        ("sft", "data_split", "inf,1,1"),
+        ("sft", "data_split_seed", "-1"),
+        ("sft", "preprocessing_num_workers", "0"),
+        ("reward", "max_seq_len", "-5"),
+        ("sft", "preprocessing_num_workers", "1025"),
+        ("ppo", "adam_epsilon", "1e-300"),
+        ("reward", "adam_beta2", "0"),
+        ("reward", "learning_rate", "1e6"),
+    ],
+)
+def test_values_out_of_range_are_refused(step, name, value):
+    with pytest.raises(UserError, match=f"--{name}"):
+        read(step, f"--{name}", value)
+
+
+@pytest.mark.parametrize("step", ["sft", "reward"])
+def test_offload_needs_a_zero_stage(step):
+    with pytest.raises(UserError, match="--zero_stage"):
+        read(step, "--offload")
+
+
+def test_a_tilde_in_output_dir_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir=~/out"])
+    assert config.run.folder == "/home/ada/out"

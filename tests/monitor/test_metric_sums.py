@@ -30,14 +30,14 @@ def test_mean_is_weighted_by_tokens_not_by_micro_batches():
     assert abs(naive - all_kept().mean()) > 0.1
 
 
-def test_mean_without_a_mask_counts_everything():
+def test_a_mean_without_a_mask_is_over_all_values():
     sums = MetricSums()
     sums.add_mean("x", torch.tensor([1.0, 2.0]))
     sums.add_mean("x", torch.tensor([[6.0]]))
     assert sums.reduce() == {"x": 3.0}
 
 
-def test_sums_over_counts_given_by_hand():
+def test_sums_with_counts_by_hand():
     sums = MetricSums()
     sums.add_sum("loss", torch.tensor(6.0), torch.tensor(2))
     sums.add_sum("loss", torch.tensor(1.0), torch.tensor(5))
@@ -57,7 +57,7 @@ def test_maximum_of_negative_values_is_negative():
     assert sums.reduce() == {"x": -2.0}
 
 
-def test_values_outside_the_mask_may_be_anything():
+def test_values_outside_the_mask_are_ignored():
     sums = MetricSums()
     values, mask = torch.tensor([1.0, float("nan"), float("inf")]), torch.tensor([True, False, False])
     sums.add_mean("mean", values, mask)
@@ -65,7 +65,7 @@ def test_values_outside_the_mask_may_be_anything():
     assert sums.reduce() == {"mean": 1.0, "max": 1.0}
 
 
-def test_nothing_counted_gives_zero():
+def test_names_without_values_give_zero():
     sums = MetricSums()
     sums.add_mean("mean", torch.ones(3), torch.zeros(3, dtype=torch.bool))
     sums.add_max("max", torch.ones(3), torch.zeros(3, dtype=torch.bool))
@@ -73,7 +73,7 @@ def test_nothing_counted_gives_zero():
     assert MetricSums().reduce() == {}
 
 
-def test_values_with_gradient_are_counted_without_it():
+def test_metrics_have_no_gradient():
     sums = MetricSums()
     values = torch.ones(3, requires_grad=True)
     sums.add_mean("mean", values)
@@ -82,7 +82,7 @@ def test_values_with_gradient_are_counted_without_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_counts_are_exact_in_every_number_format(dtype):
+def test_counts_are_exact_in_low_precision(dtype):
     sums = MetricSums()
     sums.add_mean("x", torch.ones(2051, dtype=dtype))
     assert sums.reduce() == {"x": 1.0}
@@ -129,6 +129,19 @@ def test_explained_variance_by_hand(values, expected):
     assert explained_variance(torch.tensor(values), torch.tensor([1.0, 2.0, 3.0])) == pytest.approx(expected)
 
 
-def test_explained_variance_of_returns_that_do_not_vary():
+def test_explained_variance_of_constant_returns_is_zero():
     assert explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 3.0])) == 0.0
     assert explained_variance(torch.tensor([]), torch.tensor([])) == 0.0
+
+
+def test_restored_sums_of_two_ranks_equal_the_sums_of_all_values():
+    parts, whole = [MetricSums(), MetricSums()], MetricSums()
+    for part, values in zip(parts, ([1.0, 2.0], [6.0]), strict=True):
+        for sums in (part, whole):
+            sums.add_mean("mean", torch.tensor(values))
+            sums.add_max("max", torch.tensor(values))
+    restored = MetricSums.restored([part.state_dict() for part in parts], torch.device("cpu"))
+    assert restored.reduce() == whole.reduce() == {"mean": 3.0, "max": 6.0}
+    restored.merge(restored.emptied())
+    assert restored.reduce() == whole.reduce()
+    assert restored.only("max").reduce() == {"max": 6.0}

@@ -68,7 +68,7 @@ def metrics_by_loop(rows: Experience) -> dict[str, float]:
         "reward/model_mean": 0.5,
         "reward/rule_mean": 1.0,
         "reward/equal_groups_share": 0.0,
-        "policy/counted_share": 5 / 8,  # the last row of three tokens does not count
+        "policy/counted_share": 5 / 8,  # the last row, of three tokens, is not in the loss
         "policy/loss_weight_mean": np.mean(numbers("loss_weights")),
         "reward/total_mean": sum(numbers("rewards")) / 4,
         "kl/ref_k1": np.mean(difference),
@@ -94,7 +94,7 @@ def test_every_metric_matches_a_loop_over_uneven_rows():
     assert found == pytest.approx(metrics_by_loop(rows), rel=1e-5, abs=1e-6)
 
 
-def test_ids_in_padding_change_nothing():
+def test_ids_in_the_padding_are_ignored():
     rows = experience()
     noise = torch.randint(0, 9, rows.response_ids.shape, generator=torch.Generator().manual_seed(7))
     polluted = experience(response_ids=torch.where(rows.response_mask, rows.response_ids, noise))
@@ -114,7 +114,7 @@ def test_distinct_answers_by_hand():
     assert experience_metrics(same, KL_COEF, SOURCES)["answers/distinct_share"] == 0.5
 
 
-def test_empty_answers_alone_give_finite_numbers():
+def test_a_batch_of_empty_answers_has_finite_metrics():
     zeros = torch.zeros(4, 5)
     names = (
         "rollout_logprobs",
@@ -134,7 +134,7 @@ def test_empty_answers_alone_give_finite_numbers():
     assert metrics["answers/distinct_share"] == 0.25
 
 
-def test_a_run_without_critic_and_reference_lacks_their_metrics():
+def test_without_critic_and_reference_their_metrics_are_absent():
     rows = experience(values=None, ref_logprobs=None, kl=None, groups=torch.arange(4))
     found = experience_metrics(rows, 0.0, ("model",))
     whole = experience_metrics(experience(), KL_COEF, SOURCES)
@@ -146,6 +146,6 @@ def test_a_run_without_critic_and_reference_lacks_their_metrics():
 
 
 @pytest.mark.parametrize(("groups", "share"), [([1, 1, 2, 2], 0.5), ([1, 2, 1, 2], 0.0), ([4, 4, 4, 4], 0.0)])
-def test_groups_whose_scores_are_equal_are_counted(groups, share):
+def test_the_share_of_groups_with_equal_scores(groups, share):
     rows = experience(scores=torch.tensor([1.0, 1.0, 2.0, 3.0]), groups=torch.tensor(groups))
     assert experience_metrics(rows, KL_COEF, SOURCES)["reward/equal_groups_share"] == share

@@ -1,4 +1,4 @@
-"""What stands in `metrics.jsonl` and `result.json`, and what is said when it cannot stand there."""
+"""`metrics.jsonl` and `result.json`: content, durability, and errors when they cannot be written."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ from dschat_ppo.monitor.writers import MetricsWriter, write_result
 
 
 def no_constant(name):
-    raise AssertionError(f"{name} is no JSON")
+    raise AssertionError(f"{name} is not JSON")
 
 
 def fails(number):
@@ -28,7 +28,7 @@ def fails(number):
     return act
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path):
+def test_nan_and_infinity_are_written_as_null(tmp_path):
     before = time.time()
     with MetricsWriter(tmp_path, None) as writer:
         writer.write(1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
@@ -39,9 +39,9 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     assert before - 0.01 < first["time"] <= second["time"] < time.time() + 0.01
 
 
-def test_a_file_that_has_lost_lines_is_named_with_its_numbers(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(logger(), "warning", said.append)
+def test_a_metrics_file_with_lost_lines_is_reported(tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(logger(), "warning", warnings.append)
     with MetricsWriter(tmp_path, None) as writer:
         writer.write(1, {"loss": 2.0})
         offset = writer.saved_offset()
@@ -49,23 +49,23 @@ def test_a_file_that_has_lost_lines_is_named_with_its_numbers(tmp_path, monkeypa
     for resumed in ((offset, 2), (0, 2)):
         with MetricsWriter(tmp_path, None, resumed):
             pass
-    assert said == []
+    assert warnings == []
     (tmp_path / "metrics.jsonl").write_bytes(b'{}\n{"step": 1')
     with MetricsWriter(tmp_path, None, (offset, 2)):
         pass
-    assert len(said) == 1
-    assert f"{tmp_path}/metrics.jsonl: has 13 bytes, but {offset} when" in said[0]
+    assert len(warnings) == 1
+    assert f"{tmp_path}/metrics.jsonl: has 13 bytes, but {offset} when" in warnings[0]
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"{}\n"
 
 
-def test_a_length_that_cannot_be_synced_is_the_users_to_mend(tmp_path, monkeypatch):
+def test_a_failed_sync_is_a_storage_error(tmp_path, monkeypatch):
     with MetricsWriter(tmp_path, None) as writer:
         monkeypatch.setattr(os, "fsync", fails(errno.EDQUOT))
         with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written \(Disk quota exceeded\)"):
             writer.saved_offset()
 
 
-def test_result_is_json_and_leaves_nothing_partial(tmp_path):
+def test_the_result_is_json_without_partial_files(tmp_path):
     write_result(tmp_path, {"grad_norm_after": math.inf, "steps": 3})
     assert json.loads((tmp_path / "result.json").read_text(), parse_constant=no_constant) == {
         "grad_norm_after": None,
@@ -74,7 +74,7 @@ def test_result_is_json_and_leaves_nothing_partial(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
-def test_a_line_is_there_at_once_and_on_the_disk_when_its_place_is_asked_for(tmp_path, monkeypatch):
+def test_lines_are_written_at_once_and_synced_by_saved_offset(tmp_path, monkeypatch):
     place, synced = tmp_path / "metrics.jsonl", []
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
     monkeypatch.setattr(writers, "sync_entries", lambda folder: None)
@@ -96,7 +96,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_refuses_a_line_is_told(tmp_path):
+def test_a_failed_write_is_a_storage_error(tmp_path):
     def refuse(line):
         raise OSError(28, "No space left on device")
 
@@ -107,7 +107,7 @@ def test_a_disk_that_refuses_a_line_is_told(tmp_path):
 
 
 class Board:
-    """Stands for TensorBoard's writer."""
+    """Replaces TensorBoard's writer."""
 
     made: list["Board"] = []
 
@@ -122,7 +122,7 @@ class Board:
         self.closed = True
 
 
-def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path, monkeypatch):
+def test_tensorboard_purges_the_steps_that_run_again(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
     for resumed in (None, (0, 4)):
         with MetricsWriter(tmp_path, tmp_path / "board", resumed) as writer:
@@ -133,14 +133,14 @@ def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path, monkeypatch
         assert board.scalars == [("a", 1.0, 4), ("b", 2.0, 4)]
 
 
-def test_a_result_is_replaced_as_a_whole(tmp_path):
+def test_a_result_is_replaced_atomically(tmp_path):
     (tmp_path / "result.json").write_text("the old one")
     os.link(tmp_path / "result.json", tmp_path / "kept")
     write_result(tmp_path, {"a": 1})
     assert (tmp_path / "kept").read_text() == "the old one", "a new file took its place"
 
 
-def test_result_is_on_the_disk_before_it_has_its_name_and_its_name_after(tmp_path, monkeypatch):
+def test_the_result_is_synced_before_its_rename_and_the_folder_after(tmp_path, monkeypatch):
     calls, sync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(
         os, "fsync", lambda number: (calls.append(os.readlink(f"/proc/self/fd/{number}")), sync(number))
@@ -150,15 +150,15 @@ def test_result_is_on_the_disk_before_it_has_its_name_and_its_name_after(tmp_pat
     assert calls == [f"{tmp_path}/result.json.partial", "replace", str(tmp_path)]
 
 
-def test_a_result_that_cannot_be_written_is_told_to_all_ranks(tmp_path, monkeypatch):
+def test_a_failed_result_is_an_error_on_every_rank(tmp_path, monkeypatch):
     (tmp_path / "result.json").write_text("old")
-    told = []
-    monkeypatch.setattr(writers, "broadcast_object", lambda value: told.append(value) or value)
+    sent = []
+    monkeypatch.setattr(writers, "broadcast_object", lambda value: sent.append(value) or value)
     monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
     with pytest.raises(StorageError, match=r"result\.json: cannot be written \(No space left on device\); free space"):
         write_result(tmp_path, {"steps": 3})
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
     monkeypatch.setattr(writers, "is_main", lambda: False)
-    monkeypatch.setattr(writers, "broadcast_object", lambda value: told[0])
+    monkeypatch.setattr(writers, "broadcast_object", lambda value: sent[0])
     with pytest.raises(StorageError, match="No space left"):
         write_result(tmp_path, {"steps": 3})

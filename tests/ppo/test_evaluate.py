@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dschat_ppo.config.evaluation_flags import ValidationFlags
+from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.ppo.evaluate import Answered, Evaluation, final_answer, summary
 from dschat_ppo.rewards.reward_failure import RewardFunctionError
 from dschat_ppo.rollout.generator import GenerationConfig
@@ -77,7 +77,7 @@ def test_answers_are_json_whatever_they_score(tmp_path):
         answered(1, ["c", "d"], [1.0, math.inf], [1, 1], [True, True]),
     ]
     validation = Evaluation(
-        ValidationFlags(),
+        EvaluationFlags(),
         SimpleNamespace(how=GenerationConfig(SamplingParameters(1.0), StoppingCriteria(4, (1,)))),
         None,
         None,
@@ -100,7 +100,7 @@ def test_an_evaluation_that_a_function_failed_on_altogether_writes_nothing(tmp_p
 
     rollouts = SimpleNamespace(how=GenerationConfig(SamplingParameters(1.0), StoppingCriteria(4, (1,))))
     judge = SimpleNamespace(count_faults=count_faults)
-    validation = Evaluation(ValidationFlags(), rollouts, judge, None, tmp_path, None)
+    validation = Evaluation(EvaluationFlags(), rollouts, judge, None, tmp_path, None)
     monkeypatch.setattr(validation, "_answer_all", lambda: [answered(0, ["a"], [0.0], [1], [True])])
     with pytest.raises(RewardFunctionError):
         validation.run(0)
@@ -114,7 +114,7 @@ def test_a_score_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
     )
     judge = SimpleNamespace(count_faults=lambda: 0)
     kept = []
-    validation = Evaluation(ValidationFlags(), rollouts, judge, None, tmp_path, lambda: kept.append(validation.best))
+    validation = Evaluation(EvaluationFlags(), rollouts, judge, None, tmp_path, lambda: kept.append(validation.best))
     monkeypatch.setattr(
         validation, "_answer_all", lambda: [answered(0, ["a"], [next(scores)], [1], [True])]
     )  # fmt: skip

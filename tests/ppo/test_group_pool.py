@@ -2,7 +2,7 @@
 
 import torch
 
-from dschat_ppo.algorithms.group_advantages import groups_that_differ
+from dschat_ppo.algorithms.group_statistics import groups_that_differ
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.types import ScoredRollout
 

@@ -48,7 +48,7 @@ CASES = {
     "one answer has no group": ("ppo", "--advantage_estimator grpo", ["set --n_samples_per_prompt to 2 or more"]),
     "reward function that is not there": ("ppo", "--reward_function nowhere.py:score", ["there is no file nowhere.py"]),
     "no reward at all": ("ppo", "--use_reward_model False", ["give --reward_function or --remote_reward_url"]),
-    "warm-up without end": ("ppo", "--critic_warmup_rollouts 99", ["--critic_warmup_rollouts 99 is not below"]),
+    "warm-up without end": ("ppo", "--critic_warmup_rollouts 99", ["--critic_warmup_rollouts 99 must be below"]),
     "router loss of a dense model": ("ppo", "--router_loss_coef 0.1", ["--router_loss_coef", "no mixture of experts"]),
     "statistics that the reward model lacks": ("ppo", "--normalize_rewards model", ["reward_mean", "step 2"]),
     "true score that is no function": (
@@ -159,11 +159,11 @@ CASES = {
         ["--model_name_or_path", "heads", "multiple"],
     ),
     "model of ten trillion weights": ("sft", "--model_name_or_path {b}/huge", ["--model_name_or_path", "wrong shape"]),
-    "path longer than any": ("sft", "--data_path /{long}", ["--data_path /xxx", "longer than a file system takes"]),
+    "path longer than any": ("sft", "--data_path /{long}", ["--data_path /xxx", "too long for a file system"]),
     "path that is no UTF-8": ("ppo", "--output_dir {b}/\udcff", ["--output_dir", "udcff", "not UTF-8"]),
     "home of nobody": ("sft", "--data_path ~nobody_at_all/x", ["--data_path ~nobody_at_all/x", "no such file"]),
     "cache that is a device": ("sft", "--data_output_path /dev/null", ["--data_output_path /dev/null"]),
-    "settings without end": ("sft", "--config /dev/zero", ["--config /dev/zero", "longer than a file of settings"]),
+    "settings without end": ("sft", "--config /dev/zero", ["--config /dev/zero", "not a settings file"]),
     "settings of DeepSpeed nested too deeply": ("sft", "--deepspeed_config {b}/deep.json", ["deep.json", "recursion"]),
     "epochs without end": (
         "sft",

@@ -103,4 +103,4 @@ def test_training_pairs_come_to_be_told_apart(trained):
 def test_what_old_scripts_ask_for_is_answered_by_a_note(trained):
     log = (trained[0] / "log").read_text()
     for name in ("offload_reference_model", "print_loss"):
-        assert log.count(f"note: --{name} changes nothing here") == 1
+        assert log.count(f"note: --{name} has no effect") == 1

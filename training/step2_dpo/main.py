@@ -6,11 +6,11 @@ deepspeed training/step2_dpo/main.py --help
 import sys
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.steps import RewardConfig
+from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.runtime.launch import leave, run_step
 
 
-def train(config: RewardConfig) -> None:
+def train(config: PreferenceConfig) -> None:
     from dschat_ppo.supervised.train_preference import train_preferences  # here: --help need not wait for DeepSpeed
 
     train_preferences(config)

@@ -1,16 +1,19 @@
-"""Token rewards and GAE, by hand and against a loop over the definition."""
+"""Token rewards, returns-to-go and GAE: by hand, against loops over the definitions, and with gaps in the mask."""
 
 import numpy as np
 import pytest
 import torch
+from ragged import gapped_mask, normal, ragged_mask, returns_by_loop
 
-from dschat_ppo.algorithms.token_rewards import gae, token_rewards
+from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, returns_to_go, token_rewards
 
 LENGTHS = (6, 4, 1, 0, 3)
+MASK = ragged_mask(LENGTHS)
 
 
-def ragged_mask(lengths=LENGTHS, width=6) -> torch.Tensor:
-    return torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+def gae(rewards, values, mask, gamma, lam) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = torch.arange(len(rewards))
+    return ESTIMATORS["gae"](AdvantageInputs(rewards, values, mask, groups, None, gamma, lam))
 
 
 def gae_by_definition(rewards, values, lengths, gamma, lam):
@@ -30,35 +33,34 @@ def random_rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(len(LENGTHS), 6, generator=generator), torch.randn(len(LENGTHS), 6, generator=generator)
 
 
-def test_score_lands_on_the_last_real_token():
+def test_the_score_is_the_reward_of_the_last_token():
     mask = ragged_mask((3, 1), 3)
     rewards = token_rewards(torch.tensor([2.0, -1.0]), torch.zeros(2, 3), mask, kl_coef=0.1)
     assert rewards.tolist() == [[0.0, 0.0, 2.0], [-1.0, 0.0, 0.0]]
 
 
-def test_kl_is_charged_on_every_token_the_last_one_included():
+def test_every_token_pays_the_kl_penalty_including_the_last():
     kl = torch.tensor([[1.0, -2.0, 3.0]])
     rewards = token_rewards(torch.tensor([10.0]), kl, ragged_mask((3,), 3), kl_coef=0.5)
     assert rewards.tolist() == [[-0.5, 1.0, 8.5]]
 
 
-def test_a_row_that_fills_the_width_is_scored_at_its_last_column():
+def test_a_row_without_padding_gets_its_score_in_the_last_column():
     rewards = token_rewards(torch.tensor([4.0]), torch.zeros(1, 5), ragged_mask((5,), 5), kl_coef=0.1)
     assert rewards.tolist() == [[0.0, 0.0, 0.0, 0.0, 4.0]]
 
 
-def test_an_empty_row_gets_no_reward():
+def test_an_empty_row_has_no_reward():
     rewards = token_rewards(torch.tensor([4.0, 1.0]), torch.ones(2, 3), ragged_mask((0, 2), 3), kl_coef=1.0)
     assert rewards.tolist() == [[0.0, 0.0, 0.0], [-1.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("filling", [1e6, float("nan"), float("inf")])
-def test_kl_outside_the_mask_is_ignored(filling):
-    mask = ragged_mask()
-    kl = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
+def test_token_rewards_ignore_kl_outside_the_mask(filling):
+    kl = torch.randn(MASK.shape, generator=torch.Generator().manual_seed(2))
     scores = torch.arange(5.0)
-    polluted = torch.where(mask, kl, torch.tensor(filling))
-    assert torch.equal(token_rewards(scores, polluted, mask, 0.3), token_rewards(scores, kl, mask, 0.3))
+    polluted = torch.where(MASK, kl, torch.tensor(filling))
+    assert torch.equal(token_rewards(scores, polluted, MASK, 0.3), token_rewards(scores, kl, MASK, 0.3))
 
 
 def test_gae_by_hand():
@@ -81,16 +83,16 @@ def test_gae_does_not_bootstrap_after_the_last_token():
 @pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (1.0, 0.95), (0.97, 1.0), (0.9, 0.0), (0.0, 0.5), (1.0, 1.0)])
 def test_gae_matches_its_definition_over_ragged_rows(gamma, lam):
     rewards, values = random_rows(3)
-    advantages, returns = gae(rewards, values, ragged_mask(), gamma, lam)
+    advantages, returns = gae(rewards, values, MASK, gamma, lam)
     expected = gae_by_definition(rewards.double().numpy(), values.double().numpy(), LENGTHS, gamma, lam)
     np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-5, atol=1e-5)
-    inside = ragged_mask().numpy()
+    inside = MASK.numpy()
     np.testing.assert_allclose(returns.numpy(), np.where(inside, expected + values.numpy(), 0.0), rtol=1e-5, atol=1e-5)
 
 
-def test_gae_with_lambda_one_returns_the_discounted_sum_of_rewards():
+def test_gae_returns_with_lambda_one_are_the_discounted_sum_of_rewards():
     rewards, values = random_rows(4)
-    _, returns = gae(rewards, values, ragged_mask(), gamma=0.9, lam=1.0)
+    _, returns = gae(rewards, values, MASK, gamma=0.9, lam=1.0)
     for row, length in enumerate(LENGTHS):
         for t in range(length):
             discounted = sum(0.9 ** (s - t) * float(rewards[row, s]) for s in range(t, length))
@@ -98,11 +100,45 @@ def test_gae_with_lambda_one_returns_the_discounted_sum_of_rewards():
 
 
 @pytest.mark.parametrize("filling", [1e6, float("nan")])
-def test_padding_changes_neither_advantages_nor_returns(filling):
+def test_gae_ignores_values_in_the_padding(filling):
     rewards, values = random_rows(5)
-    mask = ragged_mask()
-    clean = gae(rewards, values, mask, 0.9, 0.8)
-    polluted = gae(*(torch.where(mask, x, torch.tensor(filling)) for x in (rewards, values)), mask, 0.9, 0.8)
+    clean = gae(rewards, values, MASK, 0.9, 0.8)
+    polluted = gae(*(torch.where(MASK, x, torch.tensor(filling)) for x in (rewards, values)), MASK, 0.9, 0.8)
     for before, after in zip(clean, polluted, strict=True):
         assert torch.equal(before, after)
-        assert after[~mask].abs().max().item() == 0.0
+        assert after[~MASK].abs().max().item() == 0.0
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.9, 1.0])
+def test_returns_to_go_match_a_loop_over_rows_with_gaps(gamma):
+    # Tokens 0, 1, 3, 5 of the first row: a gap neither ends the episode nor counts as a step.
+    mask, rewards = gapped_mask(), normal(3, 5, 6)
+    returns = returns_to_go(rewards.masked_fill(~mask, float("nan")), mask, gamma)
+    np.testing.assert_allclose(returns.numpy(), returns_by_loop(rewards.numpy(), mask.numpy(), gamma), atol=1e-12)
+    by_hand = rewards[0, 1] + gamma * rewards[0, 3] + gamma**2 * rewards[0, 5]
+    assert returns[0, 1].item() == pytest.approx(by_hand.item())
+
+
+def test_returns_to_go_equal_gae_advantages_without_values_at_lambda_one():
+    rewards, _ = random_rows(6)
+    expected, _ = gae(rewards, torch.zeros_like(rewards), MASK, 0.9, 1.0)
+    assert torch.equal(returns_to_go(rewards, MASK, 0.9), expected)
+
+
+def test_gae_skips_gaps():
+    mask, rewards, values = gapped_mask(), normal(3, 5, 6), normal(4, 5, 6)
+    advantages, returns = gae(rewards, values, mask, 0.9, 0.8)
+    for row in range(5):
+        keep = mask[row]
+        without_gaps = (x[row, keep].unsqueeze(0) for x in (rewards, values))
+        expected = gae(*without_gaps, torch.ones(1, int(keep.sum())).bool(), 0.9, 0.8)
+        torch.testing.assert_close(advantages[row, keep], expected[0][0])
+        torch.testing.assert_close(returns[row, keep], expected[1][0])
+    assert not advantages[~mask].any()
+    assert not returns[~mask].any()
+
+
+def test_the_score_of_a_row_with_gaps_is_on_its_last_true_token():
+    rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.zeros(5, 6), gapped_mask(), 0.1)
+    assert rewards.nonzero().tolist() == [[0, 5], [2, 2], [3, 5], [4, 3]]
+    assert rewards.sum(dim=1).tolist() == [1.0, 0.0, 3.0, 4.0, 5.0]

@@ -1,0 +1,36 @@
+"""Configurations of the steps: flags of several groups together, and where models come from."""
+
+import pytest
+from command_lines import NEEDED
+
+from dschat_ppo.config.cli import notes, parse
+
+
+@pytest.mark.parametrize(
+    ("named", "critic", "reward"),
+    [
+        ("--critic_model_name_or_path c", "critic", "critic"),
+        ("--reward_model_name_or_path r", "reward", "reward"),
+        ("--critic_model_name_or_path c --reward_model_name_or_path r", "critic", "reward"),
+        ("--use_reward_model False --reward_function exact_match", "actor", None),
+    ],
+)
+def test_folders_of_critic_and_reward_and_the_flags_that_name_them(named, critic, reward):
+    config = parse(
+        "ppo", ["--actor_model_name_or_path", "a", "--data_path", "d", "--output_dir", "out", *named.split()]
+    )
+    assert config.critic_flag == f"--{critic}_model_name_or_path"
+    assert config.critic_folder == critic[0]
+    if reward is not None:
+        assert config.reward_flag == f"--{reward}_model_name_or_path"
+        assert config.reward_folder == reward[0]
+
+
+def test_align_overflow_has_an_effect_only_with_a_critic_in_fp16():
+    for how, effective in (
+        ("--dtype fp16", True), ("--dtype bf16", False), ("--dtype fp16 --advantage_estimator remax", False),
+    ):  # fmt: skip
+        config = parse("ppo", [*NEEDED["ppo"], "--align_overflow", *how.split()])
+        assert config.aligns_overflow is effective
+        assert len(notes("ppo", config)) == (0 if effective else 1)
+    assert not parse("ppo", [*NEEDED["ppo"], "--dtype", "fp16"]).aligns_overflow
