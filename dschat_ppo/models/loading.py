@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dschat_ppo.common.atomic_files import blocks_of
+from dschat_ppo.common.atomic_files import read_blocks
 from dschat_ppo.common.dist import local_rank, main_rank_of_node_first
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
@@ -187,7 +187,7 @@ def _read_through(folder: str) -> None:
     """Once, so that the machine has the weights in memory. It is from a mapped file that they are copied later, in
     between collectives, where a disk that is slow cannot be told from a rank that hangs; here it can."""
     for file in weight_files(folder):
-        for _ in blocks_of(file):
+        for _ in read_blocks(file):
             pass
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, Checkpointer, load_saved
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger, say
+from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
@@ -168,7 +168,7 @@ class ExperienceCollector:
         for turn in range(dist.world_size()):
             if turn == dist.rank():
                 for prompt, answer, score in zip(prompts, answers, rows.scores.tolist(), strict=True):
-                    say(f"[rank {turn}, step {step}, score {score:.3f}] {prompt!r} -> {answer!r}")
+                    print_line(f"[rank {turn}, step {step}, score {score:.3f}] {prompt!r} -> {answer!r}")
             dist.barrier()
 
 

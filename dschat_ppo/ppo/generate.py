@@ -122,7 +122,7 @@ class Rollouts:
         path = (self.seed, step, number) if number else (self.seed, step)
         return self.answer(
             self.prompts, indices, how, dist.rank() * len(indices) * how.samples, *path,
-            cancelled=never if greedy else stop_requests.noticed,
+            cancelled=never if greedy else stop_requests.flag_is_set,
         )  # fmt: skip
 
     def answer(self, prompts: Dataset, indices: list[int], how: GenerationConfig, first: int, *path: int,

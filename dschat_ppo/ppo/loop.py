@@ -10,7 +10,13 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
-from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, Checkpointer, RankStates, load_saved, say_it_begins_anew
+from dschat_ppo.checkpoint.resumable import (
+    NO_CHECKPOINTS,
+    Checkpointer,
+    RankStates,
+    load_saved,
+    log_starts_from_scratch,
+)
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock, announce_step
@@ -335,5 +341,5 @@ class PPOTrainer:
         if own is not None and average.has_layout_of(own):
             average.load_state_dict(own)
         elif not average.load_parts(state["actor_average"] or {} for state in ranks.read_all()):
-            say_it_begins_anew("--enable_ema")
+            log_starts_from_scratch("--enable_ema")
             average.begin()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat_ppo.checkpoint.config_diff import FACTORS_OF, FLAGS, HARMLESS, Change, compare, refuse, report
+from dschat_ppo.checkpoint.config_diff import FACTORS_OF, FLAGS, HARMLESS, ConfigChange, compare, refuse, report
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
@@ -119,8 +119,8 @@ def test_the_rows_of_an_update_do_not_excuse_those_of_a_step_nor_the_other_way_r
 
 
 def test_a_flag_that_one_side_does_not_know_matters():
-    assert compare({"new_flag": None}, {}) == [Change("new_flag", "None", None, True)]
-    assert compare({}, {"new_flag": 3}) == [Change("new_flag", None, "3", True)]
+    assert compare({"new_flag": None}, {}) == [ConfigChange("new_flag", "None", None, True)]
+    assert compare({}, {"new_flag": 3}) == [ConfigChange("new_flag", None, "3", True)]
     assert [c.matters for c in compare({}, {"rollout_rows": 3})] == [False]
 
 
@@ -183,4 +183,4 @@ def test_another_number_of_ranks_matters_to_dynamic_sampling_alone(words, refuse
 
 def test_a_change_cannot_be_altered():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Change("a", "1", "2", True).matters = False
+        ConfigChange("a", "1", "2", True).matters = False

@@ -97,7 +97,7 @@ def test_a_folder_in_the_place_of_a_file_is_one_line_before_anything_is_changed(
         begin_run, "init_process_group", lambda folder: torch.device("cpu")
     )  # other tests share this process
     monkeypatch.setattr(begin_run.watchdog, "start", lambda seconds: None)
-    monkeypatch.setattr(begin_run, "keep_log", lambda folder: None)
+    monkeypatch.setattr(begin_run, "open_log", lambda folder: None)
     output = tmp_path / "out"
     if saved:
         run(output, 2)

@@ -10,13 +10,13 @@ import yaml
 
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manifest import Manifest, describe_file
-from dschat_ppo.checkpoint.resume import RunIdentity, choose
-from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.checkpoint.resume import RunIdentity, find_checkpoint
+from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.session.begin_run import _earlier_outputs, open_outputs
+from dschat_ppo.session.begin_run import _earlier_outputs, prepare_output_folder
 
 WORDS = ["--model_name_or_path", "m", "--zero_stage", "2"]
 ROWS = "a" * 64
@@ -49,20 +49,20 @@ def flip(path: Path) -> None:
 
 
 def test_nothing_saved_is_a_beginning(tmp_path):
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) is None
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path)) is None
 
 
 def test_the_newest_intact_one_is_taken_and_damage_is_said(tmp_path, capsys):
     first, second = save(tmp_path, 1), save(tmp_path, 2, 3)
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == second
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path)) == second
     assert capsys.readouterr().out == ""
     flip(second / "shared.pt")
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == first
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path)) == first
     assert "step_000002_update_0003: shared.pt: checksum differs" in capsys.readouterr().out
     assert second.with_name(f"{second.name}.set_aside").exists(), "else it would be the newest for ever"
     flip(first / "shared.pt")
     with pytest.raises(UserError, match="no intact checkpoint.*checksum differs.*--overwrite_output_dir"):
-        choose(tmp_path, SafetyFlags(), about(tmp_path))
+        find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["", "step_000009"])
@@ -70,48 +70,48 @@ def test_a_latest_that_names_nothing_is_no_beginning(tmp_path, content):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/latest").write_text(content)
     with pytest.raises(UserError, match="no intact checkpoint"):
-        choose(tmp_path, SafetyFlags(), about(tmp_path))
+        find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path))
 
 
 def test_overwriting_does_a_finished_run_once_more_and_goes_on_with_an_interrupted_one(tmp_path, capsys):
     saved = save(tmp_path, 1)
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) == saved
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) == saved
     (tmp_path / "result.json").write_text("{}")
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved, "or forced to be longer"
-    assert choose(tmp_path, SafetyFlags(resume=str(saved)), about(tmp_path), overwrite=True) == saved
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path)) == saved, "or forced to be longer"
+    assert find_checkpoint(tmp_path, SafetyFlags(resume=str(saved)), about(tmp_path), overwrite=True) == saved
     (tmp_path / "result.json").unlink()
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5"), overwrite=True) is None
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5"), overwrite=True) is None
     assert "as --overwrite_output_dir says" in (said := capsys.readouterr().out) and "+ --seed 5" in said
     with pytest.raises(UserError, match="--seed"):
-        choose(tmp_path, SafetyFlags(resume=str(saved)), about(tmp_path, "--seed", "5"), overwrite=True)
+        find_checkpoint(tmp_path, SafetyFlags(resume=str(saved)), about(tmp_path, "--seed", "5"), overwrite=True)
     flip(saved / "shared.pt")
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
 
 
 def test_never_does_not_look(tmp_path):
     flip(save(tmp_path, 1) / "shared.pt")
-    assert choose(tmp_path, SafetyFlags(resume="never"), about(tmp_path)) is None
+    assert find_checkpoint(tmp_path, SafetyFlags(resume="never"), about(tmp_path)) is None
 
 
 def test_a_named_one_sets_later_ones_aside(tmp_path):
     first, second, third = save(tmp_path, 1), save(tmp_path, 1, 2), save(tmp_path, 4)
-    assert choose(tmp_path, SafetyFlags(resume=str(second)), about(tmp_path)) == second
+    assert find_checkpoint(tmp_path, SafetyFlags(resume=str(second)), about(tmp_path)) == second
     assert first.exists() and not third.exists()
     assert third.with_name("step_000004.set_aside").exists()
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == second
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path)) == second
     save(tmp_path, 4)
-    assert choose(tmp_path, SafetyFlags(resume=str(second)), about(tmp_path)) == second
+    assert find_checkpoint(tmp_path, SafetyFlags(resume=str(second)), about(tmp_path)) == second
     assert not third.exists() and third.with_name("step_000004.set_aside1").exists(), "a second time too"
     aside = third.with_name("step_000004.set_aside")
     fourth = save(tmp_path, 5)
-    assert choose(tmp_path, SafetyFlags(resume=str(aside)), about(tmp_path)) == aside
+    assert find_checkpoint(tmp_path, SafetyFlags(resume=str(aside)), about(tmp_path)) == aside
     assert aside.exists() and not fourth.exists()
 
 
 def test_what_is_named_elsewhere_leaves_the_folder_to_who_clears_it(tmp_path):
     elsewhere, here = save(tmp_path / "a", 1), save(tmp_path / "b", 2)
-    assert choose(tmp_path / "b", SafetyFlags(resume=str(elsewhere)), about(tmp_path)) == elsewhere
+    assert find_checkpoint(tmp_path / "b", SafetyFlags(resume=str(elsewhere)), about(tmp_path)) == elsewhere
     assert here.exists()
 
 
@@ -120,18 +120,18 @@ def test_updates_of_another_size_cannot_go_on_inside_a_ppo_step(tmp_path):
     other = about(tmp_path)
     other = replace(other, config=other.config | {"rows_per_update": 4})
     with pytest.raises(UserError, match="step_000001_update_0002 was saved inside .* 8 rows each, not 4"):
-        choose(tmp_path, force, other)
-    assert choose(tmp_path, replace(force, resume=str(between)), other) == between
+        find_checkpoint(tmp_path, force, other)
+    assert find_checkpoint(tmp_path, replace(force, resume=str(between)), other) == between
     assert not inside.exists()
 
 
 def test_a_name_that_is_no_intact_checkpoint_is_refused(tmp_path):
     first = save(tmp_path, 1)
     with pytest.raises(UserError, match="--resume .*/none: there is no such folder"):
-        choose(tmp_path, SafetyFlags(resume=str(tmp_path / "none")), about(tmp_path))
+        find_checkpoint(tmp_path, SafetyFlags(resume=str(tmp_path / "none")), about(tmp_path))
     flip(first / "shared.pt")
     with pytest.raises(UserError, match="--resume .*checksum differs"):
-        choose(tmp_path, SafetyFlags(resume=str(first)), about(tmp_path))
+        find_checkpoint(tmp_path, SafetyFlags(resume=str(first)), about(tmp_path))
 
 
 def test_a_link_to_the_folder_names_the_same_checkpoint_and_a_copy_beside_them_another(tmp_path):
@@ -140,27 +140,29 @@ def test_a_link_to_the_folder_names_the_same_checkpoint_and_a_copy_beside_them_a
     saved, later = save(output, 1), save(output, 2)
     copy = saved.with_name("kept")
     shutil.copytree(saved, copy)
-    assert choose(output, SafetyFlags(resume=str(copy)), about(output)) == copy
+    assert find_checkpoint(output, SafetyFlags(resume=str(copy)), about(output)) == copy
     assert saved.exists() and not later.exists()
-    assert choose(output, SafetyFlags(), about(output)) == saved, "what is at the same place stays"
+    assert find_checkpoint(output, SafetyFlags(), about(output)) == saved, "what is at the same place stays"
     later = save(output, 2)
-    assert choose(output, SafetyFlags(resume=str(link / "checkpoints/step_000001")), about(output)).samefile(saved)
+    assert find_checkpoint(output, SafetyFlags(resume=str(link / "checkpoints/step_000001")), about(output)).samefile(
+        saved
+    )
     assert not later.exists()
 
 
 def test_what_means_something_else_is_refused_unless_forced(tmp_path, capsys):
     saved = save(tmp_path, 1)
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path)) == saved
     assert capsys.readouterr().out == ""
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path, "--zero_stage", "3")) == saved
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path, "--zero_stage", "3")) == saved
     assert "since step_000001 was saved:\n- --zero_stage 2\n+ --zero_stage 3\n" in capsys.readouterr().out
     with pytest.raises(UserError, match="step_000001 was saved under .*:\n- --seed 1234\n.*--seed 5\n"):
-        choose(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5"))
-    assert choose(tmp_path, SafetyFlags(resume_force=True), about(tmp_path, "--seed", "5")) == saved
+        find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5"))
+    assert find_checkpoint(tmp_path, SafetyFlags(resume_force=True), about(tmp_path, "--seed", "5")) == saved
     with pytest.raises(UserError, match=r"something else:\n- training rows .* a+\n\+ training rows .* b+\n- --seed"):
-        choose(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5", data="b" * 64))
+        find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path, "--seed", "5", data="b" * 64))
     with pytest.raises(UserError, match="of the step 'sft', not of 'ppo'"):
-        choose(tmp_path, SafetyFlags(), replace(about(tmp_path), kind="ppo"))
+        find_checkpoint(tmp_path, SafetyFlags(), replace(about(tmp_path), kind="ppo"))
 
 
 def earlier(output: Path, *more: str) -> tuple[str | None, str | None]:
@@ -256,9 +258,9 @@ def test_beginning_anew_takes_away_what_marks_an_earlier_run_and_going_on_does_n
         (tmp_path / mark).write_text("x")
     saved = save(tmp_path, 1)
     run = replace(config.run, tensorboard_path="tensorboard", overwrite_output_dir=True)
-    open_outputs(tmp_path, config, run, resumed=saved)
+    prepare_output_folder(tmp_path, config, run, resumed=saved)
     assert saved.exists() and all((tmp_path / mark).exists() for mark in marks)
-    open_outputs(tmp_path, config, run)
+    prepare_output_folder(tmp_path, config, run)
     assert not saved.exists() and not any((tmp_path / mark).exists() for mark in marks)
     assert all((tmp_path / other).exists() for other in others)
     assert (tmp_path / "config.yaml").exists()
@@ -277,7 +279,7 @@ def test_a_run_that_begins_is_not_finished_and_is_so_until_what_is_old_is_gone(t
 
     write_config(config, tmp_path)
     monkeypatch.setattr(shutil, "rmtree", rmtree)
-    open_outputs(tmp_path, config, config.run, saved if resumed else None)
+    prepare_output_folder(tmp_path, config, config.run, saved if resumed else None)
     assert removed == ([] if resumed else ["checkpoints"])
     assert not (tmp_path / "result.json").exists()
 
@@ -289,7 +291,7 @@ def test_a_checkpoint_that_was_being_replaced_is_put_back_before_anything_is_loo
     write_config(config_of(tmp_path), tmp_path)
     assert earlier(tmp_path) == (None, None)
     assert (tmp_path / "metrics.jsonl").exists()
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path)) == saved
 
 
 def test_folders_that_no_run_of_ours_made_are_left_alone(tmp_path):
@@ -298,9 +300,9 @@ def test_folders_that_no_run_of_ours_made_are_left_alone(tmp_path):
     for name in mine:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    open_outputs(tmp_path, config, config.run)
+    prepare_output_folder(tmp_path, config, config.run)
     assert all((tmp_path / name).exists() for name in mine)
-    open_outputs(tmp_path, config, config.run)
+    prepare_output_folder(tmp_path, config, config.run)
     assert (tmp_path / "critic/model.safetensors").exists(), "not without --overwrite_output_dir"
 
 
@@ -314,11 +316,11 @@ def test_a_result_that_is_not_whole_is_no_mark_of_a_finished_run(tmp_path, monke
     assert done is None and problem is not None and "\n" not in problem
     assert "result.json is damaged, and there is no checkpoint to finish that run from" in problem
     saved = save(tmp_path, 4)
-    assert earlier(tmp_path) == (None, None) and choose(tmp_path, SafetyFlags(), about(tmp_path)) == saved
+    assert earlier(tmp_path) == (None, None) and find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path)) == saved
     assert said == [f"{tmp_path}/result.json is damaged, so the run does not count as done"]
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) == saved, "it was interrupted"
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) == saved, "it was interrupted"
     (tmp_path / "result.json").write_text("{}")
-    assert choose(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
+    assert find_checkpoint(tmp_path, SafetyFlags(), about(tmp_path), overwrite=True) is None
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff", b"a: [", b"[1]", b"a: 2026-13-45", bytes(30)])

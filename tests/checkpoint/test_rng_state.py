@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.checkpoint.rng_state import random_state, restore_random_state
+from dschat_ppo.checkpoint.rng_state import random_state, restore_rng_state
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 
 DRAWS = {
@@ -36,7 +36,7 @@ def test_draws_after_restoring_are_those_after_capturing(tmp_path, source):
     expected = DRAWS[source]()
     stir(2)
     assert DRAWS[source]() != expected
-    restore_random_state(load_state(tmp_path / "rank_0.pt"))
+    restore_rng_state(load_state(tmp_path / "rank_0.pt"))
     assert DRAWS[source]() == expected
 
 
@@ -78,7 +78,7 @@ def test_streams_of_gpus_go_to_those_that_are_there(gpus, there, current, expect
     state = random_state()
     assert state["gpu"] == 1
     gpus["streams"], gpus["current"] = [torch.tensor([number]) for number in there], current
-    restore_random_state(state)
+    restore_rng_state(state)
     assert [int(stream) for stream in gpus["streams"]] == expected
 
 
@@ -87,7 +87,7 @@ def test_a_state_without_gpus_leaves_those_that_are_there(gpus):
     state = random_state()
     assert state["gpus"] == []
     gpus["streams"] = streams
-    restore_random_state(state)
+    restore_rng_state(state)
     assert [int(stream) for stream in gpus["streams"]] == [10, 11]
 
 
@@ -99,5 +99,5 @@ def test_draws_on_a_gpu(tmp_path):
     save_state(tmp_path / "rank_0.pt", random_state())
     expected = torch.rand(5, device="cuda").tolist()
     assert torch.rand(5, device="cuda").tolist() != expected
-    restore_random_state(load_state(tmp_path / "rank_0.pt"))
+    restore_rng_state(load_state(tmp_path / "rank_0.pt"))
     assert torch.rand(5, device="cuda").tolist() == expected

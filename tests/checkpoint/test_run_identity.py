@@ -13,15 +13,20 @@ from test_resume import about, save
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.manager import _say_other_versions
 from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.checkpoint.resume import choose
-from dschat_ppo.checkpoint.run_identity import RunInputs, input_fingerprints
+from dschat_ppo.checkpoint.resume import find_checkpoint
+from dschat_ppo.checkpoint.run_identity import (
+    BLOCK_BYTES,
+    BLOCKS,
+    RunInputs,
+    input_fingerprints,
+    model_fingerprint,
+    rows_fingerprint,
+)
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.fingerprint import BLOCK_BYTES, BLOCKS, model_fingerprint
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.train_ppo import inputs_of
 from dschat_ppo.rewards.functions import function_files
@@ -123,7 +128,7 @@ def test_a_session_is_described_by_what_its_run_reads_on_rank_0(rank, folder, mo
     session = open_session("sft", folder / "output", config, inputs(folder), {"rows_per_update": 8})
     found = input_fingerprints(inputs(folder)) if rank == 0 else {}
     assert session.about.config == flatten(config) | {"rows_per_update": 8} | found
-    assert session.about.data == ("" if rank else fingerprint(TRAIN))
+    assert session.about.data == ("" if rank else rows_fingerprint(TRAIN))
 
 
 def edit_reward(folder: Path) -> str:
@@ -144,12 +149,12 @@ def test_a_run_on_other_contents_is_refused_with_their_name_and_goes_on_by_force
     manifest = Manifest.read(saved)
     replace(manifest, config=manifest.config | before).write(saved)
     same, flags = about(output), SafetyFlags()
-    assert choose(output, flags, replace(same, config=same.config | before)) == saved
+    assert find_checkpoint(output, flags, replace(same, config=same.config | before)) == saved
     name = change(folder) if change else "texts"
     now = replace(same, config=same.config | input_fingerprints(inputs(folder, texts=3 if change else 2)))
     with pytest.raises(UserError, match=rf"- {name}.* [0-9a-f]{{16}}\n\+ {name}.* [0-9a-f]{{16}}\n"):
-        choose(output, flags, now)
-    assert choose(output, replace(flags, resume_force=True), now) == saved
+        find_checkpoint(output, flags, now)
+    assert find_checkpoint(output, replace(flags, resume_force=True), now) == saved
     assert CheckpointFolder(output).names() == ["step_000001"]
 
 

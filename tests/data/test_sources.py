@@ -5,12 +5,12 @@ import json
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 
-from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.errors import UserError
-from dschat_ppo.session.begin_run import begin, open_outputs, tensorboard_folder
+from dschat_ppo.session.begin_run import begin, prepare_output_folder, tensorboard_folder
 from dschat_ppo.tools import toy
 
 
@@ -72,7 +72,7 @@ def test_old_tensorboard_files_go_only_where_they_are_of_an_earlier_run(tmp_path
     if ours:
         (tmp_path / "out").mkdir(exist_ok=True)
         write_config(config, tmp_path / "out")
-    open_outputs(tmp_path / "out", config, config.run)
+    prepare_output_folder(tmp_path / "out", config, config.run)
     assert (board / "events.out.tfevents.1").exists() is not (inside and ours)
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from launch import ROOT, deepspeed_command, environment
 
-from dschat_ppo.runtime.first_failure import TO_GO_ON
+from dschat_ppo.runtime.first_failure import HOW_TO_RESUME
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -166,7 +166,7 @@ def test_a_user_error_of_another_rank_is_told_too(ended):
 def test_a_rank_that_is_killed(ended):
     run = ended["rank 1 is killed"]
     assert run.code in (5, LAUNCHER_KILLED)  # the code of the rank at which the launcher looks first
-    assert run.told() == [f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {TO_GO_ON}"]
+    assert run.told() == [f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {HOW_TO_RESUME}"]
     assert "Traceback" not in run.err and "Traceback" in run.log(0)
     assert run.left(0)["code"] == 5
     assert run.left(1) is None

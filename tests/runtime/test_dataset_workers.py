@@ -125,13 +125,13 @@ def watched(monkeypatch, ticks_of, polls: int, code: int = 2) -> tuple[list[tupl
         numbers = {7: clock.now} | (ticks_of(clock.now) if clock.now else {})
         return {pid: Process(1, 0, False, ticks) for pid, ticks in numbers.items()}
 
-    def give_up(text, given):
+    def end_process(text, given):
         assert given == code
         assert ("stopped (SIGTERM)" if code == 0 else "--preprocessing_num_workers") in text
         raise Lost
 
     killed = []
-    for name, value in {"time": clock, "children": children, "give_up": give_up}.items():
+    for name, value in {"time": clock, "children": children, "end_process": end_process}.items():
         monkeypatch.setattr(dataset_workers, name, value)
     monkeypatch.setattr(dataset_workers.os, "kill", lambda pid, number: killed.append((pid, number)))
     try:
@@ -154,13 +154,13 @@ def test_a_pool_in_which_nobody_computes_for_a_minute_is_lost(monkeypatch):
 
 
 def test_workers_are_killed_when_the_run_is_to_stop(monkeypatch):
-    monkeypatch.setattr(dataset_workers.stop_requests, "noticed", lambda: True)
+    monkeypatch.setattr(dataset_workers.stop_requests, "flag_is_set", lambda: True)
     kills = [(8, signal.SIGKILL), (9, signal.SIGKILL)]
     assert watched(monkeypatch, lambda second: {8: second, 9: second}, 2) == (2 * kills, None)
 
 
 def test_a_pool_that_a_stop_does_not_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(dataset_workers.stop_requests, "noticed", lambda: True)
+    monkeypatch.setattr(dataset_workers.stop_requests, "flag_is_set", lambda: True)
     monkeypatch.setattr(dataset_workers.stop_requests, "reason", lambda: "SIGTERM")
     assert watched(monkeypatch, lambda second: {}, 500, code=0) == ([], 12)
 

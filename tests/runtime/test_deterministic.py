@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from dschat_ppo.common.seeding import choose_algorithms
+from dschat_ppo.common.seeding import set_deterministic
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.rollout.sampling import NUCLEUS_GUESS, SamplingParameters, row_uniforms, sample
@@ -38,18 +38,18 @@ def put():
 
 
 def test_an_operation_without_a_deterministic_algorithm_raises():
-    choose_algorithms(True)
+    set_deterministic(True)
     with pytest.raises(RuntimeError, match="deterministic"):
         put()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert not torch.backends.cudnn.benchmark
-    choose_algorithms(False)
+    set_deterministic(False)
     assert put().tolist() == [0.0, 2.0, 0.0]
 
 
 def test_a_setting_of_cublas_that_is_there_is_kept(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    choose_algorithms(True)
+    set_deterministic(True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 

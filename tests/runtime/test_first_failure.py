@@ -14,8 +14,14 @@ import pytest
 
 from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UserError
 from dschat_ppo.runtime import first_failure
-from dschat_ppo.runtime.first_failure import FirstFailure, FirstFailureRecord, exit_code, open_board, other_end_is_gone
-from dschat_ppo.runtime.processes import command, look_up, processes_at
+from dschat_ppo.runtime.first_failure import (
+    FirstFailure,
+    FirstFailureRecord,
+    exit_code,
+    open_failure_record,
+    peer_disconnected,
+)
+from dschat_ppo.runtime.processes import command, find_process, processes_at
 
 GLOO = (
     "[../gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34502: {}. This is typically caused by a remote worker"
@@ -49,9 +55,9 @@ def test_exit_codes(problem, code):
 
 
 def test_signs_of_a_lost_rank():
-    assert other_end_is_gone(RuntimeError("NCCL error: remote process exited or there was a network error"))
-    assert not other_end_is_gone(RuntimeError("NCCL error: invalid usage"))
-    assert not other_end_is_gone(OSError("Broken pipe"))
+    assert peer_disconnected(RuntimeError("NCCL error: remote process exited or there was a network error"))
+    assert not peer_disconnected(RuntimeError("NCCL error: invalid usage"))
+    assert not peer_disconnected(OSError("Broken pipe"))
 
 
 @pytest.fixture
@@ -64,7 +70,7 @@ def ranks(monkeypatch, tmp_path):
 
     def become(number: int) -> FirstFailureRecord:
         monkeypatch.setenv("RANK", str(number))
-        return open_board()
+        return open_failure_record()
 
     return become
 
@@ -124,7 +130,7 @@ def test_what_a_loss_of_power_left_of_a_board_is_swept_away(ranks, content):
 def test_a_process_that_ends_without_leaving_is_lost(ranks):
     board = ranks(0)
     process = subprocess.Popen(["sleep", "60"])
-    (board.folder / "rank_1").write_text(f"{process.pid} {look_up(process.pid).started}")
+    (board.folder / "rank_1").write_text(f"{process.pid} {find_process(process.pid).started}")
     assert board.lost_ranks() == []
     assert board.is_present(1)
     process.kill()
@@ -141,7 +147,7 @@ def test_a_process_that_ends_without_leaving_is_lost(ranks):
 
 def test_a_number_that_another_process_has_now_is_no_life(ranks):
     board = ranks(0)
-    (board.folder / "rank_1").write_text(f"{os.getpid()} {look_up(os.getpid()).started + 1}")
+    (board.folder / "rank_1").write_text(f"{os.getpid()} {find_process(os.getpid()).started + 1}")
     assert board.lost_ranks() == [1]
     board.leave()
 
@@ -190,7 +196,7 @@ def test_a_folder_of_another_user_is_not_used(ranks):
 
 
 def test_folders_of_runs_that_were_killed_are_swept_away(ranks, tmp_path):
-    own = look_up(os.getpid())
+    own = find_process(os.getpid())
     name = f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_10.0.0.1_1"
     dead = tmp_path / f"{name}_{os.getpid()}_{own.started + 1}"
     alive = tmp_path / f"{name}_{os.getpid()}_{own.started}"
@@ -218,9 +224,9 @@ def test_what_is_known_of_a_process(tmp_path):
     shutil.copy(shutil.which("sleep"), program)
     process = subprocess.Popen([str(program), "60"], cwd=tmp_path)
     try:
-        found = look_up(process.pid)
+        found = find_process(process.pid)
         assert (found.parent, found.ended) == (os.getpid(), False)
-        assert found.started >= look_up(os.getpid()).started > 0
+        assert found.started >= find_process(os.getpid()).started > 0
         deadline = time.monotonic() + 10
         while command(process.pid) != [str(program), "60"] and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -229,7 +235,7 @@ def test_what_is_known_of_a_process(tmp_path):
     finally:
         process.kill()
         process.wait()
-    assert look_up(process.pid) is None
+    assert find_process(process.pid) is None
     assert command(process.pid) == []
 
 

@@ -14,11 +14,10 @@ from dschat_ppo.checkpoint import engine_state, state_file
 from dschat_ppo.checkpoint.engine_state import BackgroundWriter
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.reshard import WEIGHTS, Fragment, Shard, gather
+from dschat_ppo.checkpoint.run_identity import BLOCK_BYTES, BLOCKS, model_fingerprint, rows_fingerprint
 from dschat_ppo.common import atomic_files, heartbeat
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.models import loading, saving
-from dschat_ppo.models.fingerprint import BLOCK_BYTES, BLOCKS, model_fingerprint
 from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
 from dschat_ppo.session.begin_run import _remove_earlier
 
@@ -40,7 +39,7 @@ def noting(patience, act):
     """`act`, which notes whether the watchdog has patience with it."""
 
     def noted(*args, **kwargs):
-        patience.append(heartbeat.is_patient())
+        patience.append(heartbeat.watchdog_is_paused())
         return act(*args, **kwargs)
 
     return noted
@@ -48,14 +47,14 @@ def noting(patience, act):
 
 def test_a_beat_for_each_block_that_is_read(tmp_path, beats, small_blocks):
     (tmp_path / "file").write_bytes(bytes(range(35)))
-    assert b"".join(atomic_files.blocks_of(tmp_path / "file")) == bytes(range(35))
+    assert b"".join(atomic_files.read_blocks(tmp_path / "file")) == bytes(range(35))
     assert len(beats) == 4
     atomic_files.checksum(tmp_path / "file")
     assert len(beats) == 8
 
 
 def test_a_beat_for_each_part_of_what_is_compared(tmp_path, beats):
-    fingerprint(Dataset.from_dict({"ids": [[1]] * (2 * 4096 + 1)}))
+    rows_fingerprint(Dataset.from_dict({"ids": [[1]] * (2 * 4096 + 1)}))
     assert len(beats) == 3
     (tmp_path / "config.json").write_bytes(b"{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(BLOCKS * BLOCK_BYTES + 1))
@@ -78,7 +77,7 @@ def test_syncing_and_removing_are_waited_for(tmp_path, monkeypatch):
     (tmp_path / "old").mkdir()
     atomic_files.replace_folder(tmp_path / "old", tmp_path / "new")
     assert patience == [True] * 4  # file, folder, the folder above, what was there
-    assert not heartbeat.is_patient()
+    assert not heartbeat.watchdog_is_paused()
 
 
 def test_checkpoints_dumps_and_earlier_outputs_are_removed_with_patience(tmp_path, monkeypatch):
@@ -124,12 +123,12 @@ def test_weights_are_copied_from_their_file_with_patience():
         checkpoint_engine = None
 
         def load_module_state_dict(self, checkpoint, strict):
-            patience.append((heartbeat.is_patient(), checkpoint, strict))
+            patience.append((heartbeat.watchdog_is_paused(), checkpoint, strict))
 
     engine = Engine()
     with engine_state._files_of(engine, BackgroundWriter()):
         engine.load_module_state_dict({"a": 1}, strict=True)
-        assert not heartbeat.is_patient()  # the rest waits for other ranks
+        assert not heartbeat.watchdog_is_paused()  # the rest waits for other ranks
     engine.load_module_state_dict({"a": 1}, strict=False)
     assert patience == [(True, {"a": 1}, True), (False, {"a": 1}, False)]
 
@@ -149,7 +148,7 @@ def test_the_writer_is_waited_for_but_speaks_for_nobody(tmp_path, monkeypatch, b
     writer = BackgroundWriter()
     writer.save({"a": torch.ones(2)}, str(tmp_path / "a.pt"))
     begun.wait(10)
-    assert len(beats) == 1 and not heartbeat.is_patient()  # of the copy
+    assert len(beats) == 1 and not heartbeat.watchdog_is_paused()  # of the copy
     gate.set()
     while not writer.done():
         pass
@@ -161,7 +160,7 @@ def test_the_writer_is_waited_for_but_speaks_for_nobody(tmp_path, monkeypatch, b
     threading.Timer(0.2, gate.set).start()
     assert len(writer.wait()) == 2
     assert patience == [False, True]
-    assert not heartbeat.is_patient()
+    assert not heartbeat.watchdog_is_paused()
 
 
 def test_a_beat_for_each_piece_of_other_ranks_states(beats):
@@ -181,7 +180,7 @@ def test_weights_are_read_before_ranks_wait_for_each_other(
     config = None if stage is None else {"zero_optimization": {"stage": stage}}
     for _ in range(2):  # once
         with loading._loading(str(tmp_path), config):
-            assert heartbeat.is_patient() is watchdog_paused
+            assert heartbeat.watchdog_is_paused() is watchdog_paused
     assert len(beats) == blocks + (4 if watchdog_paused else 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
     loading._read_through.cache_clear()
@@ -191,6 +190,6 @@ def test_weights_are_read_before_ranks_wait_for_each_other(
 
 def test_models_are_saved_with_patience(tmp_path):
     patience = []
-    part = SimpleNamespace(save_pretrained=lambda *_, **__: patience.append(heartbeat.is_patient()))
+    part = SimpleNamespace(save_pretrained=lambda *_, **__: patience.append(heartbeat.watchdog_is_paused()))
     assert saving._write(part, {}, part, tmp_path / "model") is None
     assert patience == [True, True]

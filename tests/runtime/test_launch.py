@@ -7,20 +7,20 @@ import socket
 import pytest
 from torch.distributed import DistNetworkError
 
-from dschat_ppo.common.phases import PhaseClock, announce, announce_step, begin_anew, current_phase, where
+from dschat_ppo.common.phases import PhaseClock, announce, announce_step, current_phase, reset_phases, where
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError, reading
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.runtime.first_failure import TO_GO_ON
+from dschat_ppo.runtime.first_failure import HOW_TO_RESUME
 from dschat_ppo.runtime.launch import run_step
 from dschat_ppo.runtime.process_group import init_process_group
-from dschat_ppo.runtime.rank_log import end_log, keep_log
+from dschat_ppo.runtime.rank_log import close_log, open_log
 
 
 @pytest.fixture(autouse=True)
 def own_signals():
     yield
     stop_requests.restore()
-    begin_anew()
+    reset_phases()
 
 
 def test_success_returns_0():
@@ -38,12 +38,12 @@ def test_user_error_is_its_message_and_exit_code_2(capsys, message):
 
 def test_what_a_library_raised_stands_in_the_log_alone(capsys, tmp_path):
     def train(_config):
-        keep_log(tmp_path)
+        open_log(tmp_path)
         with reading("--data_path x: cannot be read"):
             int("no number")
 
     assert run_step(lambda argv: argv, train, []) == 2
-    end_log()
+    close_log()
     log = (tmp_path / "logs/rank_0.log").read_text()
     assert capsys.readouterr().err.count("\n") == 1
     assert "error: --data_path x: cannot be read: invalid literal" in log
@@ -103,7 +103,9 @@ def test_a_second_interrupt_is_the_users_will(capsys):
 
     assert run_step(lambda argv: argv, train, []) == 1
     said = capsys.readouterr().err
-    assert said == f"rank 0 was interrupted a second time (phase 'start', step 7): the run ends at once; {TO_GO_ON}\n"
+    assert (
+        said == f"rank 0 was interrupted a second time (phase 'start', step 7): the run ends at once; {HOW_TO_RESUME}\n"
+    )
 
 
 def test_without_steps_there_is_no_step_in_the_message(capsys):

@@ -158,7 +158,7 @@ def test_a_lock_between_its_last_two_moments_is_left_alone(tmp_path, quick, monk
 
 def test_a_lock_whose_owner_cannot_be_known_is_not_removed(tmp_path, quick, monkeypatch):
     (tmp_path / TORCH_LOCK).touch()
-    monkeypatch.setattr(op_builds, "look_up", lambda pid: None)  # as without /proc
+    monkeypatch.setattr(op_builds, "find_process", lambda pid: None)  # as without /proc
     with pytest.raises(UserError, match="whose owner cannot be looked up"):
         alone_in(tmp_path).__enter__()
     monkeypatch.undo()
@@ -170,7 +170,7 @@ def test_a_lock_whose_owner_cannot_be_known_is_not_removed(tmp_path, quick, monk
 
 
 def test_who_waits_can_be_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(stop_requests, "noticed", lambda: True)
+    monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     with (tmp_path / OWN_LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(StopRequested):

@@ -10,15 +10,15 @@ import pytest
 from dschat_ppo.common import phases
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.rank_log import end_log, keep_log, log_path, to_log
+from dschat_ppo.runtime.rank_log import close_log, log_path, open_log, write_to_log
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    phases.begin_anew()
+    phases.reset_phases()
     yield
-    end_log()
-    phases.begin_anew()
+    close_log()
+    phases.reset_phases()
 
 
 def lines_of(folder):
@@ -27,7 +27,7 @@ def lines_of(folder):
 
 def test_what_a_log_holds(tmp_path, capsys):
     assert log_path() is None
-    keep_log(tmp_path)
+    open_log(tmp_path)
     phases.announce("load models")
     logger().info("a note")
     logger().debug("too much")
@@ -35,7 +35,7 @@ def test_what_a_log_holds(tmp_path, capsys):
     logging.getLogger("some.library").warning("a library's warning")
     with pytest.warns(RuntimeWarning, match="odd numbers"):  # pytest's own way of showing is in the way
         warnings.warn("odd numbers", RuntimeWarning, stacklevel=1)
-    to_log("one\nTraceback")
+    write_to_log("one\nTraceback")
     logger().error("late")
     assert log_path() == tmp_path / "logs" / "rank_0.log"
     heading, *lines = lines_of(tmp_path)
@@ -59,11 +59,11 @@ def test_what_a_log_holds(tmp_path, capsys):
 def test_warnings_are_shown_and_kept(tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(warnings, "showwarning", lambda *words: shown.append(str(words[0])))
-    keep_log(tmp_path)
+    open_log(tmp_path)
     warnings.showwarning("odd numbers", RuntimeWarning, "model.py", 3)
     assert shown == ["odd numbers"]
     assert lines_of(tmp_path)[-1].endswith("WARNING [phase 'start'] RuntimeWarning: odd numbers (model.py:3)")
-    end_log()
+    close_log()
     warnings.showwarning("later", RuntimeWarning, "model.py", 3)
     assert shown == ["odd numbers", "later"]
     assert "later" not in lines_of(tmp_path)[-1]
@@ -72,10 +72,10 @@ def test_warnings_are_shown_and_kept(tmp_path, monkeypatch):
 def test_other_ranks_keep_what_they_do_not_print(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     logger().handlers.clear()
-    keep_log(tmp_path)
+    open_log(tmp_path)
     logger().info("a note")
     logger().error("a fault")
-    end_log()
+    close_log()
     logger().handlers.clear()
     assert capsys.readouterr().out == "a fault\n"
     text = (tmp_path / "logs" / "rank_1.log").read_text()
@@ -84,12 +84,12 @@ def test_other_ranks_keep_what_they_do_not_print(tmp_path, capsys, monkeypatch):
 
 
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
-    keep_log(tmp_path)
+    open_log(tmp_path)
     logger().info("first run")
-    end_log()
+    close_log()
     logger().info("between")
-    to_log("between")
-    keep_log(tmp_path)
+    write_to_log("between")
+    open_log(tmp_path)
     logger().info("second run")
     kinds = [re.sub(r"^-------- .*", "heading", line).rpartition("] ")[2] for line in lines_of(tmp_path)]
     assert kinds == ["heading", "first run", "heading", "second run"]
@@ -98,7 +98,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(UserError, match=r"--output_dir .*out: .*rank_0.log cannot be written \(Not a directory\)"):
-        keep_log(tmp_path / "out")
+        open_log(tmp_path / "out")
     assert log_path() is None
 
 
@@ -106,17 +106,17 @@ def test_a_disk_that_is_full_from_the_start(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
     with pytest.raises(UserError, match="No space left on device"):
-        keep_log(tmp_path)
+        open_log(tmp_path)
 
 
 def test_a_disk_that_fills_up_is_said_once(tmp_path, capsys):
-    keep_log(tmp_path)
+    open_log(tmp_path)
     (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, handler.descriptor)
     os.close(full)
     logger().info("a note")
-    to_log("another")
+    write_to_log("another")
     logger().info("a third")
     errors = capsys.readouterr().err
     assert errors.count("cannot be written (No space left on device); the run goes on without it") == 1
@@ -124,7 +124,7 @@ def test_a_disk_that_fills_up_is_said_once(tmp_path, capsys):
 
 
 def test_a_message_that_does_not_fit_its_arguments_ends_nothing(tmp_path, capsys):
-    keep_log(tmp_path)
+    open_log(tmp_path)
     (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
     handler.handle(logging.makeLogRecord({"msg": "%d rows", "args": ("two",)}))
     assert "TypeError" in capsys.readouterr().err
@@ -136,7 +136,7 @@ def test_what_a_library_shows_by_itself_is_not_shown_twice(tmp_path, capsys, mon
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     library = logging.getLogger("some_library")
     monkeypatch.setattr(library, "handlers", [logging.StreamHandler()])
-    keep_log(tmp_path)
+    open_log(tmp_path)
     logging.getLogger("some_library.part").warning("retrying")
     logging.getLogger("another_library").warning("odd")
     logging.getLogger("another_library").info("chatter")

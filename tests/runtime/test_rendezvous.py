@@ -12,8 +12,8 @@ import pytest
 from launch import ROOT, deepspeed_command, environment
 
 from dschat_ppo.runtime import processes as module
+from dschat_ppo.runtime.process_group import differences, launch_of_this_rank
 from dschat_ppo.runtime.processes import Process
-from dschat_ppo.runtime.rendezvous import differences, launch_of_this_rank
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def processes(monkeypatch):
             number: Process(parent, start, False, 0) for (number, start, _), parent in zip(found, above, strict=True)
         }
         monkeypatch.setattr(module.os, "getpid", lambda: found[0][0])
-        monkeypatch.setattr(module, "look_up", table.get)
+        monkeypatch.setattr(module, "find_process", table.get)
         monkeypatch.setattr(module, "command", {number: words for number, _, words in found}.__getitem__)
 
     for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "CROSS_RANK"):
@@ -70,7 +70,7 @@ def test_launches_differ_in_what_both_know():
 RANK = """
 import sys
 import torch.distributed as torch_dist
-from dschat_ppo.runtime import rendezvous
+from dschat_ppo.runtime import process_group
 from dschat_ppo.errors import UserError
 
 rendezvous._ANSWER_SECONDS = 3.0

@@ -13,7 +13,7 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, _optimizer
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.process_group import init_process_group
-from dschat_ppo.runtime.processes import look_up
+from dschat_ppo.runtime.processes import find_process
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_helpers_that_end_with_the_launchers_signal():
     """What `datasets` raises of its pool; `test_data_workers.py` kills a real one, which may hang."""
 
     def ends(problem: Exception, with_signal: bool) -> None:
-        with stop_requests.helpers_may_end("prepared the data"):
+        with stop_requests.subprocesses_may_stop("prepared the data"):
             if with_signal:
                 os.kill(os.getpid(), signal.SIGTERM)
             raise problem
@@ -120,7 +120,7 @@ def test_a_compilation_that_a_stop_has_ended_is_no_failure(monkeypatch, asked):
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_launcher_that_was_killed_before_the_rank_looked_is_missed(monkeypatch, works):
-    monkeypatch.setattr(stop_requests, "ancestor", lambda word: (5, look_up(os.getpid())) if works else None)
+    monkeypatch.setattr(stop_requests, "ancestor", lambda word: (5, find_process(os.getpid())) if works else None)
     stop_requests.install()
     assert stop_requests.reason() is None, "started by hand"
     monkeypatch.setenv("CROSS_RANK", "0")

@@ -12,7 +12,7 @@ import pytest
 
 from dschat_ppo.common import heartbeat, phases
 from dschat_ppo.runtime import stop_requests, watchdog
-from dschat_ppo.runtime.first_failure import TO_GO_ON, FirstFailureRecord
+from dschat_ppo.runtime.first_failure import HOW_TO_RESUME, FirstFailureRecord
 
 SCRIPT = """
 import ctypes, os, sys, threading, time
@@ -112,7 +112,7 @@ def test_another_rank_is_gone_and_this_one_does_not_notice(ended):
     code, errors, log = ended["gone"]
     assert code == 5
     assert "rank 0: another rank is gone (rank 1; phase 'start', step 3): the run ends" in errors
-    assert TO_GO_ON in errors and "in sleeps_long" not in errors
+    assert HOW_TO_RESUME in errors and "in sleeps_long" not in errors
     assert "in sleeps_long" in log
 
 
@@ -135,7 +135,7 @@ def soon(what) -> bool:
 def test_a_request_to_stop_reaches_the_other_ranks(watched, capsys):
     phases.announce_step(1)
     time.sleep(3 * watchdog.POLL_SECONDS)
-    assert not stop_requests.noticed() and not watched.asks_to_stop()
+    assert not stop_requests.flag_is_set() and not watched.asks_to_stop()
     os.kill(os.getpid(), signal.SIGTERM)
     assert soon(watched.asks_to_stop)
     assert stop_requests.reason() == "SIGTERM"
@@ -144,7 +144,7 @@ def test_a_request_to_stop_reaches_the_other_ranks(watched, capsys):
 
 
 def test_a_request_to_stop_before_training_saves_nothing(watched, capsys):
-    phases.begin_anew()
+    phases.reset_phases()
     os.kill(os.getpid(), signal.SIGTERM)
     assert soon(watched.asks_to_stop)
     time.sleep(3 * watchdog.POLL_SECONDS)
@@ -153,15 +153,15 @@ def test_a_request_to_stop_before_training_saves_nothing(watched, capsys):
 
 def test_a_request_of_another_rank_is_noticed(watched):
     watched.ask_to_stop()
-    assert soon(stop_requests.noticed)
+    assert soon(stop_requests.flag_is_set)
     assert stop_requests.reason() == "another rank is to stop" and stop_requests.requested()
     stop_requests.install()
-    assert not stop_requests.noticed(), "of the run before"
+    assert not stop_requests.flag_is_set(), "of the run before"
 
 
 def test_that_the_launcher_is_gone_is_noticed_between_boundaries(watched, monkeypatch):
     monkeypatch.setattr(stop_requests, "_launcher_is_gone", lambda: True)
-    assert soon(stop_requests.noticed)
+    assert soon(stop_requests.flag_is_set)
     assert stop_requests.reason() == "the launcher has ended" and soon(watched.asks_to_stop)
 
 
@@ -169,10 +169,10 @@ def test_patience_nests_and_ends():
     with heartbeat.watchdog_paused():
         with heartbeat.watchdog_paused():
             pass
-        assert heartbeat.is_patient()
+        assert heartbeat.watchdog_is_paused()
         time.sleep(0.02)
         assert heartbeat.idle_seconds() == 0
-    assert not heartbeat.is_patient()
+    assert not heartbeat.watchdog_is_paused()
     assert heartbeat.idle_seconds() < 0.02  # leaving is a sign of life
     time.sleep(0.02)
     assert heartbeat.idle_seconds() >= 0.02

@@ -14,9 +14,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 
 from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.folder import CheckpointFolder
-from dschat_ppo.checkpoint.metrics_copy import keep_aside, restore_metrics
 from dschat_ppo.checkpoint.resume import _set_aside_later_ones
-from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.checkpoint.run_files import keep_old_metrics, restore_metrics, write_config
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.cache import hub_rows
 from dschat_ppo.data.prepare import prepare
@@ -95,7 +94,7 @@ def test_checkpoints_that_are_set_aside_and_metrics_that_are_kept_or_written_aga
     assert CheckpointFolder(tmp_path).names() == ["step_000001"]
     assert "step_000002" not in power.names[root.stat().st_ino]
     written = (tmp_path / "metrics.jsonl").read_bytes()
-    keep_aside(tmp_path / "metrics.jsonl")
+    keep_old_metrics(tmp_path / "metrics.jsonl")
     names = power.names[tmp_path.stat().st_ino]
     assert "metrics.1.jsonl" in names and "metrics.jsonl" not in names
     restore_metrics(tmp_path, tmp_path / "checkpoints/step_000001")

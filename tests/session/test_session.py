@@ -10,10 +10,10 @@ from stub_runs import ROWS, Trainer, open_run, run, steps_of
 
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.checkpoint.resume import lies_in
+from dschat_ppo.checkpoint.resume import is_inside
 from dschat_ppo.checkpoint.rng_state import random_state
+from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.checkpoint.state_file import save_state
-from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.session import session
@@ -57,7 +57,7 @@ def test_what_is_saved_already_is_not_saved_again(tmp_path):
 def test_a_run_is_described_by_its_flags_what_they_amount_to_and_its_rows(tmp_path):
     run(tmp_path, 1)
     manifest = Manifest.read(tmp_path / "checkpoints/step_000001")
-    assert manifest.kind == "sft" and manifest.data == fingerprint(ROWS)
+    assert manifest.kind == "sft" and manifest.data == rows_fingerprint(ROWS)
     assert manifest.config["rows_per_update"] == 8 and manifest.config["seed"] == 1234
     assert (tmp_path / "config.yaml").exists()
 
@@ -159,9 +159,9 @@ def test_only_what_lies_in_the_folder_is_of_it(tmp_path):
     out = tmp_path / "out"
     (out / "checkpoints/step_000001").mkdir(parents=True)
     (tmp_path / "link").symlink_to(out)
-    assert lies_in(out / "checkpoints/step_000001", out)
-    assert lies_in(tmp_path / "link/checkpoints/step_000001", out)
-    assert not lies_in(tmp_path / "output/checkpoints/step_000001", out)
+    assert is_inside(out / "checkpoints/step_000001", out)
+    assert is_inside(tmp_path / "link/checkpoints/step_000001", out)
+    assert not is_inside(tmp_path / "output/checkpoints/step_000001", out)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -170,7 +170,7 @@ def test_who_is_stopped_before_training_changes_nothing(tmp_path, monkeypatch, b
     (tmp_path / "result.json").write_text("{}")
     opened, trainer = open_run(tmp_path), Trainer()
     kept = sorted(path.name for path in tmp_path.rglob("*"))
-    monkeypatch.setattr(stop_requests, "noticed", lambda: True)
+    monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     with pytest.raises(StopRequested, match="before training began; run the same command again"):
         if begun:
             opened.train(trainer, trainer.to(9))

@@ -82,7 +82,7 @@ FAULTS = {  # case: rank, what it does
 
 def train(words: list[str]) -> None:
     case, out = words[0], Path(words[1])
-    rank_log.keep_log(out)
+    rank_log.open_log(out)
     logger().info("begins")
     torch_dist.init_process_group("gloo")
     watchdog.start(LIMIT)

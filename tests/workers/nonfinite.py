@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dschat_ppo.checkpoint.manager import CheckpointManager
-from dschat_ppo.checkpoint.resume import RunIdentity, choose
+from dschat_ppo.checkpoint.resume import RunIdentity, find_checkpoint
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
@@ -282,7 +282,7 @@ def saved_case(assets: Path, out: Path) -> dict:
     found["checkpoint"] = outcome_of(keeper.finish)
     tokenizer = trainer.collector.judge.tokenizer
     found["models"] = outcome_of(lambda: save_models(trainer.engines, tokenizer, folder / "best.partial"))
-    found["chosen"] = str(choose(folder, trainer.config.safety, about, False))
+    found["chosen"] = str(find_checkpoint(folder, trainer.config.safety, about, False))
     return found
 
 
