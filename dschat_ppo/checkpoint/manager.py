@@ -56,9 +56,9 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
         subject: the trainer.
         seed: of the run.
     """
-    manifest, versions = Manifest.read(folder), _versions()
-    changed = [f"{name} {manifest.versions.get(name)} -> {now}" for name, now in versions.items()
-               if manifest.versions.get(name) != now]  # fmt: skip
+    manifest = Manifest.read(folder)
+    versions = [(name, manifest.versions.get(name), now) for name, now in _versions().items()]
+    changed = [f"{name} {before} -> {now}" for name, before, now in versions if before != now]
     if changed:
         logger().info(f"versions that changed since the checkpoint was saved: {', '.join(changed)}")
     for role, engine in subject.engines_to_save.items():

@@ -55,7 +55,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class Fragment:
-    """`length` elements, from `start` on, of the flattened parameter `name` lie in flat tensor `flat` from `offset` on."""
+    """`length` elements of flattened parameter `name`, from `start` on, lie in flat tensor `flat` from `offset` on."""
 
     name: str
     start: int

@@ -44,10 +44,8 @@ class _RankLog(logging.Handler):
         except OSError as problem:
             if not self.failed:
                 self.failed = True
-                line = (
-                    f"rank {rank()}: {self.path} cannot be written ({problem.strerror}); the run continues without it"
-                )
-                print(line, file=sys.stderr, flush=True)
+                line = f"{self.path} cannot be written ({problem.strerror}); the run continues without it"
+                print(f"rank {rank()}: {line}", file=sys.stderr, flush=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         record.where = where()

@@ -1,4 +1,4 @@
-"""Whatever happens to the checkpoints of a run, the one to go on from is intact, and there is one if there was."""
+"""After any sequence of saves, prunes and damage the newest intact checkpoint is found, if there is one."""
 
 import os
 import tempfile

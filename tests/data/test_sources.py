@@ -10,7 +10,8 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.errors import UserError
-from dschat_ppo.session.begin_run import begin, prepare_output_folder, tensorboard_folder
+from dschat_ppo.session.begin_run import begin_run, tensorboard_folder
+from dschat_ppo.session.output_folder import prepare_output_folder
 from dschat_ppo.tools import toy
 
 
@@ -92,4 +93,4 @@ def test_tensorboard_is_inside_the_output_folder_once(tmp_path, monkeypatch, giv
 def test_outputs_are_not_written_over_a_model_that_is_read(tmp_path, model):
     config = outputs(tmp_path / "out", "--overwrite_output_dir")
     with pytest.raises(UserError, match="written over a model"):
-        begin("sft", config, config.run, [str(tmp_path / model)])
+        begin_run("sft", config, config.run, [str(tmp_path / model)])

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch import ROOT, environment
+from power_loss_model import PowerLoss
 
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import op_builds, stop_requests
-from dschat_ppo.runtime.op_builds import OWN_LOCK, TORCH_LOCK, alone_in, folder_of_environment, guard_builds
+from dschat_ppo.runtime.op_builds import OWN_LOCK, TORCH_LOCK, _guarded, exclusive, folder_of_environment, guard_builds
 from dschat_ppo.runtime.processes import processes_at
 
 COMPILER = """#!/bin/sh
@@ -119,13 +121,13 @@ def test_no_wait_is_without_an_end(tmp_path, quick):
         held.flush()
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=rf"operator {tmp_path.name} waits for process 123, .* remove {tmp_path}"):
-            alone_in(tmp_path).__enter__()
+            exclusive(tmp_path).__enter__()
     compiler = subprocess.Popen(["sleep", "100"], cwd=tmp_path)
     with pytest.raises(UserError, match=f"waits for process {compiler.pid}, which compiles there"):
-        alone_in(tmp_path).__enter__()
+        exclusive(tmp_path).__enter__()
     compiler.kill()
     compiler.wait()
-    with alone_in(tmp_path):
+    with exclusive(tmp_path):
         assert (tmp_path / OWN_LOCK).read_text() == str(os.getpid())
 
 
@@ -133,11 +135,11 @@ def test_a_lock_that_somebody_has_open_is_left_alone(tmp_path, quick):
     lock = tmp_path / TORCH_LOCK
     holder = subprocess.Popen(["sleep", "100"], stdout=lock.open("w"))
     with pytest.raises(UserError, match=f"waits for process {holder.pid}"):
-        alone_in(tmp_path).__enter__()
+        exclusive(tmp_path).__enter__()
     assert lock.exists()
     holder.kill()
     holder.wait()
-    with alone_in(tmp_path):
+    with exclusive(tmp_path):
         assert not lock.exists()
 
 
@@ -152,20 +154,20 @@ def test_a_lock_between_its_last_two_moments_is_left_alone(tmp_path, quick, monk
         return set()
 
     monkeypatch.setattr(op_builds, "processes_at", released)
-    with alone_in(tmp_path):
+    with exclusive(tmp_path):
         assert len(looks) == 2
 
 
 def test_a_lock_whose_owner_cannot_be_known_is_not_removed(tmp_path, quick, monkeypatch):
     (tmp_path / TORCH_LOCK).touch()
     monkeypatch.setattr(op_builds, "find_process", lambda pid: None)  # as without /proc
-    with pytest.raises(UserError, match="whose owner cannot be looked up"):
-        alone_in(tmp_path).__enter__()
+    with pytest.raises(UserError, match="whose owner cannot be found"):
+        exclusive(tmp_path).__enter__()
     monkeypatch.undo()
     monkeypatch.setattr(op_builds, "LIMIT_SECONDS", 0.2)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)  # another user's
-    with pytest.raises(UserError, match="whose owner cannot be looked up"):
-        alone_in(tmp_path).__enter__()
+    with pytest.raises(UserError, match="whose owner cannot be found"):
+        exclusive(tmp_path).__enter__()
     assert (tmp_path / TORCH_LOCK).exists()
 
 
@@ -174,13 +176,13 @@ def test_who_waits_can_be_stopped(tmp_path, monkeypatch):
     with (tmp_path / OWN_LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(StopRequested):
-            alone_in(tmp_path).__enter__()
+            exclusive(tmp_path).__enter__()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=rf"{tmp_path}/file/toy: cannot be written \(.*TORCH_EXTENSIONS_DIR"):
-        alone_in(tmp_path / "file" / "toy").__enter__()
+        exclusive(tmp_path / "file" / "toy").__enter__()
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
@@ -188,7 +190,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with alone_in(tmp_path) as alone:
+    with exclusive(tmp_path) as alone:
         assert not alone and "its file system has no locks" in capsys.readouterr().out
 
 
@@ -219,3 +221,64 @@ def test_a_folder_that_the_user_names_is_kept(monkeypatch, given):
     guard_builds()
     assert OpBuilder.jit_load is guarded
     assert os.environ["TORCH_EXTENSIONS_DIR"] == (given or str(folder_of_environment()))
+
+
+@pytest.fixture
+def operator(tmp_path, monkeypatch):
+    """Loads an operator that is compiled where it is not there; gives how often it was compiled."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(op_builds, "POLL_SECONDS", 0.01)
+    folder, compiled = tmp_path / "toy", []
+
+    def jit_load(builder):
+        if not (folder / "toy.so").exists():
+            assert [path.name for path in folder.iterdir()] == [OWN_LOCK], "nothing of before is linked"
+            (folder / "toy.o").write_bytes(b"object" * 50)
+            (folder / "toy.so").write_bytes(b"library" * 50)
+            compiled.append(builder.name)
+        return (folder / "toy.so").read_bytes()
+
+    def load():
+        assert _guarded(jit_load)(SimpleNamespace(name="toy")) == b"library" * 50
+        return len(compiled)
+
+    load.folder = folder
+    return load
+
+
+def test_what_was_compiled_is_compiled_once_and_on_the_disk(operator, tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    assert [operator(), operator()] == [1, 1]
+    names = power.names[operator.folder.stat().st_ino]
+    for name in ("toy.o", "toy.so", "dschat_ppo.whole"):
+        assert power.content[names[name]] == (operator.folder / name).read_bytes()
+    assert power.too_early == []
+
+
+@pytest.mark.parametrize("content", [b"", b"libr", bytes(350), None])
+def test_a_library_that_lost_its_content_is_compiled_again(operator, content):
+    operator()
+    if content is None:
+        os.unlink(operator.folder / "dschat_ppo.whole")  # the power went before it was there
+    else:
+        (operator.folder / "toy.so").write_bytes(content)
+    assert [operator(), operator()] == [2, 2]
+
+
+def test_objects_of_a_compilation_that_was_cut_are_not_linked(operator):
+    operator.folder.mkdir()
+    (operator.folder / "toy.o").write_bytes(b"")
+    (operator.folder / "sub").mkdir()
+    assert operator() == 1
+
+
+def test_without_locks_what_another_process_compiles_is_left_alone(operator, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    operator.folder.mkdir()
+    (operator.folder / "toy.so").write_bytes(b"library" * 50)
+    (operator.folder / "toy.o").write_bytes(b"half")  # of a process that is still at work
+    assert operator() == 0
+    assert sorted(path.name for path in operator.folder.iterdir()) == [OWN_LOCK, "toy.o", "toy.so"]

@@ -3,7 +3,10 @@
 import logging
 import os
 import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +28,7 @@ def lines_of(folder):
     return (folder / "logs" / "rank_0.log").read_text().splitlines()
 
 
-def test_what_a_log_holds(tmp_path, capsys):
+def test_the_log_holds_log_lines_warnings_and_texts(tmp_path, capsys):
     assert log_path() is None
     open_log(tmp_path)
     phases.announce("load models")
@@ -56,7 +59,7 @@ def test_what_a_log_holds(tmp_path, capsys):
     assert "one" not in out
 
 
-def test_warnings_are_shown_and_kept(tmp_path, monkeypatch):
+def test_warnings_are_shown_and_logged(tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(warnings, "showwarning", lambda *words: shown.append(str(words[0])))
     open_log(tmp_path)
@@ -69,7 +72,7 @@ def test_warnings_are_shown_and_kept(tmp_path, monkeypatch):
     assert "later" not in lines_of(tmp_path)[-1]
 
 
-def test_other_ranks_keep_what_they_do_not_print(tmp_path, capsys, monkeypatch):
+def test_other_ranks_log_lines_that_they_do_not_print(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     logger().handlers.clear()
     open_log(tmp_path)
@@ -83,7 +86,7 @@ def test_other_ranks_keep_what_they_do_not_print(tmp_path, capsys, monkeypatch):
     assert "a fault" in text
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
+def test_a_resumed_run_appends_to_the_same_file(tmp_path):
     open_log(tmp_path)
     logger().info("first run")
     close_log()
@@ -109,7 +112,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path):
         open_log(tmp_path)
 
 
-def test_a_disk_that_fills_up_is_said_once(tmp_path, capsys):
+def test_a_disk_that_fills_up_is_reported_once(tmp_path, capsys):
     open_log(tmp_path)
     (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
     full = os.open("/dev/full", os.O_WRONLY)
@@ -119,11 +122,11 @@ def test_a_disk_that_fills_up_is_said_once(tmp_path, capsys):
     write_to_log("another")
     logger().info("a third")
     errors = capsys.readouterr().err
-    assert errors.count("cannot be written (No space left on device); the run goes on without it") == 1
+    assert errors.count("cannot be written (No space left on device); the run continues without it") == 1
     assert "Traceback" not in errors
 
 
-def test_a_message_that_does_not_fit_its_arguments_ends_nothing(tmp_path, capsys):
+def test_a_message_that_does_not_fit_its_arguments_does_not_end_the_run(tmp_path, capsys):
     open_log(tmp_path)
     (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
     handler.handle(logging.makeLogRecord({"msg": "%d rows", "args": ("two",)}))
@@ -132,7 +135,7 @@ def test_a_message_that_does_not_fit_its_arguments_ends_nothing(tmp_path, capsys
     assert lines_of(tmp_path)[-1].endswith("afterwards")
 
 
-def test_what_a_library_shows_by_itself_is_not_shown_twice(tmp_path, capsys, monkeypatch):
+def test_records_that_a_library_shows_are_not_shown_twice(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     library = logging.getLogger("some_library")
     monkeypatch.setattr(library, "handlers", [logging.StreamHandler()])
@@ -142,3 +145,22 @@ def test_what_a_library_shows_by_itself_is_not_shown_twice(tmp_path, capsys, mon
     logging.getLogger("another_library").info("chatter")
     assert sorted(capsys.readouterr().err.split()) == ["odd", "retrying"]
     assert [line.rpartition("] ")[2] for line in lines_of(tmp_path)[1:]] == ["retrying", "odd"]
+
+
+SEGFAULT = """
+import ctypes, sys
+from pathlib import Path
+from dschat_ppo.runtime.rank_log import open_log
+def crash():
+    ctypes.string_at(0)
+open_log(Path(sys.argv[1]))
+crash()
+"""
+
+
+def test_a_crash_writes_its_stack_to_the_log(tmp_path):
+    done = subprocess.run([sys.executable, "-c", SEGFAULT, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == -11
+    log = Path(tmp_path, "logs", "rank_0.log").read_text()
+    assert "Fatal Python error: Segmentation fault" in log
+    assert "in crash" in log

@@ -2,7 +2,7 @@
 
 resumes.py CASES_FILE OUT_FILE
 
-    cases: name -> [step, words, places at which to stop, whether to go on to the end]
+    cases: name -> [step, words, places at which to stop, whether to continue to the end]
     out: name -> [what each start said and how it ended, ...]
 """
 
@@ -40,8 +40,8 @@ class StopAt:
         return self.name == self.place if isinstance(self.place, str) else self.seen >= (self.place or math.inf)
 
 
-class NamedKeeper(CheckpointManager):
-    """Lets `StopAt` know at which boundary it is asked."""
+class NamedManager(CheckpointManager):
+    """Tells `StopAt` at which checkpoint it is called."""
 
     def save_if_due(self) -> None:
         stop_requests.requested.name = checkpoint_name(*self._subject.position)
@@ -64,7 +64,7 @@ def start(step: str, words: list[str], stop_at: int | str | None) -> dict:
 
 def main() -> None:
     be_quick()
-    session.CheckpointManager = NamedKeeper
+    session.CheckpointManager = NamedManager
     found = {}
     for name, (step, words, stops, to_the_end) in json.loads(Path(sys.argv[-2]).read_text()).items():
         print("---", name, flush=True)

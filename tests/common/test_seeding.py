@@ -1,4 +1,4 @@
-"""`--deterministic`: PyTorch's deterministic algorithms, from before a rank joins the others."""
+"""Seeds of random streams, and `--deterministic`: set before the ranks join."""
 
 import os
 
@@ -20,7 +20,7 @@ TRAIN = {
 
 
 class RanksJoinError(Exception):
-    """The place from which on a GPU may be in use."""
+    """Raised where the ranks join: from there on a GPU may be in use."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def as_before(monkeypatch):
 
 
 def put():
-    """An operation that has no deterministic algorithm, on a CPU neither."""
+    """An operation without a deterministic algorithm, even on a CPU."""
     return torch.zeros(3).put_(torch.tensor([1]), torch.tensor([2.0]))
 
 
@@ -47,7 +47,7 @@ def test_an_operation_without_a_deterministic_algorithm_raises():
     assert put().tolist() == [0.0, 2.0, 0.0]
 
 
-def test_a_setting_of_cublas_that_is_there_is_kept(monkeypatch):
+def test_an_existing_setting_of_cublas_is_kept(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_deterministic(True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
@@ -55,7 +55,7 @@ def test_a_setting_of_cublas_that_is_there_is_kept(monkeypatch):
 
 @pytest.mark.parametrize("step", TRAIN)
 @pytest.mark.parametrize("words", [["--deterministic"], []], ids=["deterministic", "default"])
-def test_each_step_chooses_before_its_rank_joins_the_others(step, words, monkeypatch, tmp_path):
+def test_each_step_sets_it_before_the_ranks_join(step, words, monkeypatch, tmp_path):
     def join(_folder):
         raise RanksJoinError(torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)
 
