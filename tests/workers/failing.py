@@ -37,7 +37,7 @@ def hold_the_lock() -> None:
 
 
 def take_time() -> None:
-    """Longer than the watchdog's limit and the net under it: with heartbeats, then with the watchdog paused. Rank 0 waits."""
+    """Takes longer than all limits: with heartbeats, then with the watchdog paused. Rank 0 waits."""
     for _ in range(int((LIMIT + 11.0) / 0.1)):
         heartbeat.heartbeat()
         time.sleep(0.1)
