@@ -72,7 +72,7 @@ def test_ranks_can_leave_at_the_same_time(ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "\0\0\0\0", "12", "one two"])
-def test_what_a_loss_of_power_left_of_a_board_is_swept_away(ranks, content):
+def test_a_record_damaged_by_a_power_loss_is_removed(ranks, content):
     """The content was lost, the name was not."""
     old = ranks(0).folder.with_name(f"{first_failure._OWN_FOLDERS}localhost_29500_1_1")
     old.mkdir()

@@ -1,4 +1,4 @@
-"""DeepSpeed's operators: a killed compilation, two processes at once, the folder of an environment."""
+"""DeepSpeed's operators: killed compilations, two processes at once, damaged files, the folder of an environment."""
 
 import errno
 import fcntl
@@ -72,7 +72,7 @@ def until_it_compiles(folder: Path, compilations: int = 1) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_compilation_keeps_nobody_waiting(operators, tmp_path):
+def test_a_killed_compilation_does_not_block_later_runs(operators, tmp_path):
     """A killed compilation leaves torch's lock; where its owner alone is killed, a compiler at work too."""
     lock = tmp_path / "operators/toy" / TORCH_LOCK
     first = operators(100)
@@ -115,7 +115,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(op_builds, "LIMIT_SECONDS", 0.2)
 
 
-def test_no_wait_is_without_an_end(tmp_path, quick):
+def test_every_wait_has_a_limit(tmp_path, quick):
     with (tmp_path / OWN_LOCK).open("w") as held:
         held.write("123")
         held.flush()
@@ -131,7 +131,7 @@ def test_no_wait_is_without_an_end(tmp_path, quick):
         assert (tmp_path / OWN_LOCK).read_text() == str(os.getpid())
 
 
-def test_a_lock_that_somebody_has_open_is_left_alone(tmp_path, quick):
+def test_a_lock_that_a_process_has_open_is_not_removed(tmp_path, quick):
     lock = tmp_path / TORCH_LOCK
     holder = subprocess.Popen(["sleep", "100"], stdout=lock.open("w"))
     with pytest.raises(UserError, match=f"waits for process {holder.pid}"):
@@ -143,7 +143,7 @@ def test_a_lock_that_somebody_has_open_is_left_alone(tmp_path, quick):
         assert not lock.exists()
 
 
-def test_a_lock_between_its_last_two_moments_is_left_alone(tmp_path, quick, monkeypatch):
+def test_a_lock_that_is_closed_but_not_yet_removed_is_waited_for(tmp_path, quick, monkeypatch):
     """torch closes it, then removes it, and fails if it is gone."""
     lock = tmp_path / TORCH_LOCK
     lock.touch()
@@ -171,7 +171,7 @@ def test_a_lock_whose_owner_cannot_be_known_is_not_removed(tmp_path, quick, monk
     assert (tmp_path / TORCH_LOCK).exists()
 
 
-def test_who_waits_can_be_stopped(tmp_path, monkeypatch):
+def test_a_waiting_rank_can_be_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     with (tmp_path / OWN_LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         exclusive(tmp_path / "file" / "toy").__enter__()
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_for_operators_is_reported(tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -194,7 +194,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         assert not alone and "its file system has no locks" in capsys.readouterr().out
 
 
-def test_every_environment_has_a_folder_of_its_own(tmp_path, monkeypatch):
+def test_every_environment_has_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     mine = folder_of_environment()
     assert mine.is_relative_to(tmp_path.resolve() / "torch_extensions")
@@ -208,7 +208,7 @@ def test_every_environment_has_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given", [None, "chosen"])
-def test_a_folder_that_the_user_names_is_kept(monkeypatch, given):
+def test_a_folder_given_by_the_user_is_used(monkeypatch, given):
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     loaded = []
@@ -232,7 +232,7 @@ def operator(tmp_path, monkeypatch):
 
     def jit_load(builder):
         if not (folder / "toy.so").exists():
-            assert [path.name for path in folder.iterdir()] == [OWN_LOCK], "nothing of before is linked"
+            assert [path.name for path in folder.iterdir()] == [OWN_LOCK], "no old object is linked"
             (folder / "toy.o").write_bytes(b"object" * 50)
             (folder / "toy.so").write_bytes(b"library" * 50)
             compiled.append(builder.name)
@@ -246,7 +246,7 @@ def operator(tmp_path, monkeypatch):
     return load
 
 
-def test_what_was_compiled_is_compiled_once_and_on_the_disk(operator, tmp_path, monkeypatch):
+def test_an_operator_is_compiled_once_and_synced_to_the_disk(operator, tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     assert [operator(), operator()] == [1, 1]
     names = power.names[operator.folder.stat().st_ino]
@@ -265,20 +265,20 @@ def test_a_library_that_lost_its_content_is_compiled_again(operator, content):
     assert [operator(), operator()] == [2, 2]
 
 
-def test_objects_of_a_compilation_that_was_cut_are_not_linked(operator):
+def test_objects_of_an_interrupted_compilation_are_not_linked(operator):
     operator.folder.mkdir()
     (operator.folder / "toy.o").write_bytes(b"")
     (operator.folder / "sub").mkdir()
     assert operator() == 1
 
 
-def test_without_locks_what_another_process_compiles_is_left_alone(operator, monkeypatch):
+def test_without_locks_the_files_of_another_process_are_kept(operator, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSYS, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", fail)
     operator.folder.mkdir()
     (operator.folder / "toy.so").write_bytes(b"library" * 50)
-    (operator.folder / "toy.o").write_bytes(b"half")  # of a process that is still at work
+    (operator.folder / "toy.o").write_bytes(b"half")  # of a process that still compiles
     assert operator() == 0
     assert sorted(path.name for path in operator.folder.iterdir()) == [OWN_LOCK, "toy.o", "toy.so"]

@@ -1,4 +1,4 @@
-"""Runs of the three steps that are stopped at chosen boundaries and run again, in the same ranks.
+"""Runs of the three steps that are stopped at chosen calls of the checkpointer and run again, in the same ranks.
 
 resumes.py CASES_FILE OUT_FILE
 
@@ -29,8 +29,7 @@ TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "pp
 
 
 class StopAt:
-    """Asks to stop at a place: the boundary (or the question between) of this number since the start, or the boundary
-    where the state is saved under this name."""
+    """Requests a stop at the call of `requested` of this number since the start, or at the checkpoint of this name."""
 
     def __init__(self, place: int | str | None):
         self.place, self.seen, self.name = place, 0, ""
@@ -59,7 +58,7 @@ def start(step: str, words: list[str], stop_at: int | str | None) -> dict:
     except StopRequested as reason:
         ended = str(reason)
     print(said.getvalue()[-1500:], ended, flush=True)
-    return {"said": said.getvalue(), "ended": ended, "boundaries": stop_requests.requested.seen}
+    return {"said": said.getvalue(), "ended": ended, "calls": stop_requests.requested.seen}
 
 
 def main() -> None:
