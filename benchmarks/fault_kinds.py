@@ -26,8 +26,8 @@ AWAY_SECONDS = 30
 
 @dataclass(frozen=True)
 class Fault:
-    """`inject`: the parameters of `faulty_main.py`; `outside`, if any: causes the fault from outside, given the process of
-    the command and the output folder; `mend`: repairs the output folder before the second start."""
+    """`inject`: the parameters of `faulty_main.py`; `outside`, if any: causes the fault from outside, given the process
+    of the command and the output folder; `mend`: repairs the output folder before the second start."""
 
     name: str
     inject: dict[str, Any] = field(default_factory=dict)
