@@ -34,9 +34,9 @@ class Outcome:
         return self.met and self.orphans == 0 and self.steps_lost == 0 and self.equal
 
 
-def left_over(word: str, patience: float = 40.0) -> int:
+def left_over(word: str, timeout: float = 40.0) -> int:
     """Processes that still have `word` in their command line after a while; they are killed."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
         found = [p for p in psutil.process_iter(["cmdline"]) if any(word in part for part in p.info["cmdline"] or [])]
         if not found or time.monotonic() > deadline:

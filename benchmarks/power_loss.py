@@ -212,7 +212,7 @@ def meet(bench: Starter, cuts: Cuts, whole: Path, number: int) -> Loss:
             done, before = finished(output), disk.content()
             disk.cut()
             end(process)
-            left_over(str(disk.place), patience=0)
+            left_over(str(disk.place), timeout=0)
             disk.unmount()
             disk.mount()
             after = disk.content()

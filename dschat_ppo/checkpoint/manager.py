@@ -44,7 +44,7 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt"
 
 
-def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
+def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
     """Restore the state in a checkpoint folder into a freshly built trainer. Collective.
 
     With the ranks, ZeRO stages and dtype of the checkpoint the run continues bit for bit (on a GPU: with
@@ -53,7 +53,7 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
 
     Args:
         folder: an intact checkpoint.
-        subject: the trainer.
+        trainer: receives the state.
         seed: of the run.
     """
     manifest = Manifest.read(folder)
@@ -61,7 +61,7 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
     changed = [f"{name} {before} -> {now}" for name, before, now in versions if before != now]
     if changed:
         logger().info(f"versions that changed since the checkpoint was saved: {', '.join(changed)}")
-    for role, engine in subject.engines_to_save.items():
+    for role, engine in trainer.engines_to_save.items():
         if not (folder / role).is_dir():
             logger().info(f"{role}: was not trained when the checkpoint was saved, so it starts from scratch")
             continue
@@ -74,7 +74,7 @@ def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
     own = load_state(folder / rank_file(dist.rank())) if manifest.world_size == dist.world_size() else None
     saved_ranks = range(manifest.world_size)
     ranks = RankStates(own, lambda: (load_state(folder / rank_file(rank)) for rank in saved_ranks))
-    subject.load_state(load_state(folder / SHARED), ranks)
+    trainer.load_state(load_state(folder / SHARED), ranks)
     if own is not None:
         restore_rng_state(own["random"])
     else:
@@ -111,7 +111,7 @@ class CheckpointManager:
 
     Args:
         output: `--output_dir`.
-        subject: the trainer.
+        trainer: its state is saved.
         flags: when to save.
         identity: of the run, for the manifest.
         metrics: writer of `metrics.jsonl`, whose length is part of the state.
@@ -120,11 +120,11 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, output: Path, subject: Resumable, flags: SafetyFlags, identity: RunIdentity, metrics: MetricsWriter,
+        self, output: Path, trainer: Resumable, flags: SafetyFlags, identity: RunIdentity, metrics: MetricsWriter,
         saved: tuple[int, int] | None = None, how_to_resume: str = "run the same command again to resume",
     ):  # fmt: skip
         self._folder = CheckpointFolder(output)
-        self._subject = subject
+        self._trainer = trainer
         self._flags = flags
         self._identity = identity
         self._metrics = metrics
@@ -143,7 +143,7 @@ class CheckpointManager:
             self._commit()
         if stop:
             self.finish()
-            path = self._folder.root / checkpoint_name(*self._subject.position)
+            path = self._folder.root / checkpoint_name(*self._trainer.position)
             raise StopRequested(f"stopped as asked, saved as {path}; {self._how_to_resume}")
         if due:
             self._save()
@@ -154,7 +154,7 @@ class CheckpointManager:
 
     def finish(self) -> None:
         """Save the current state, unless it is saved already, and wait until it is on the disk. Collective."""
-        if self._saved != self._subject.position:
+        if self._saved != self._trainer.position:
             self._save()
         if self._pending is not None:
             self._commit()
@@ -165,7 +165,7 @@ class CheckpointManager:
         return [bool(flag) for flag in flags.tolist()]
 
     def _is_due(self) -> bool:
-        step, update = self._subject.position
+        step, update = self._trainer.position
         every, minutes = self._flags.save_steps, self._flags.save_minutes
         by_count = every > 0 and update == 0 and step % every == 0 and self._saved != (step, update)
         return by_count or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
@@ -178,16 +178,16 @@ class CheckpointManager:
         """
         if self._pending is not None:
             self._commit()
-        started, subject = time.perf_counter(), self._subject
-        for role, engine in subject.engines_to_save.items():
+        started, trainer = time.perf_counter(), self._trainer
+        for role, engine in trainer.engines_to_save.items():
             require_finite_weights(role, engine)
-        step, update = subject.position
+        step, update = trainer.position
         name = checkpoint_name(step, update)
         self._on_main(lambda: self._make_folders(name))
         folder = self._partial(name)
-        for role, engine in subject.engines_to_save.items():
+        for role, engine in trainer.engines_to_save.items():
             save_engine(engine, folder / role, self._files)
-        own = {"random": capture_rng_state(), **subject.rank_state()}
+        own = {"random": capture_rng_state(), **trainer.rank_state()}
         self._files.save(own, str(folder / rank_file(dist.rank())))
         self._small_files = self._write_small_files(folder)
         self._pending = Manifest(
@@ -199,11 +199,11 @@ class CheckpointManager:
             versions=_versions(),
             data=self._identity.data,
             files={},
-            best=subject.is_best,
+            best=trainer.is_best,
             metrics_offset=self._metrics.saved_offset(),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
-        self._saved, self._saved_at = subject.position, time.monotonic()
+        self._saved, self._saved_at = trainer.position, time.monotonic()
         logger().info(f"checkpoint {name}: copied in {time.perf_counter() - started:.1f} s, being written")
 
     def _partial(self, name: str) -> Path:
@@ -211,7 +211,7 @@ class CheckpointManager:
 
     def _make_folders(self, name: str) -> None:
         folder = self._folder.partial(name)
-        for role in self._subject.engines_to_save:
+        for role in self._trainer.engines_to_save:
             (folder / role / "state").mkdir(parents=True)
 
     def _write_small_files(self, folder: Path) -> Written:
@@ -220,7 +220,7 @@ class CheckpointManager:
             return {}, None
         try:
             with self._folder.writing():
-                save_state(folder / SHARED, self._subject.shared_state())
+                save_state(folder / SHARED, self._trainer.shared_state())
                 self._metrics.copy_to(folder / METRICS)
                 return {name: describe_file(folder / name) for name in (SHARED, METRICS)}, None
         except StorageError as problem:

@@ -24,7 +24,7 @@ OPERATIONS = st.one_of(
 
 
 class History:
-    """A run's checkpoints beside what must be true of them, which is kept by name alone."""
+    """The checkpoints of a run, and the state that is expected of them, by name."""
 
     def __init__(self, output: Path):
         self.folder = CheckpointFolder(output)

@@ -194,7 +194,7 @@ except StopRequested as stop:
 @pytest.mark.slow
 @pytest.mark.parametrize("first_slow_row", [0, 20])
 def test_an_interrupt_ends_the_workers(first_slow_row):
-    """Both at work; or one waits for work and holds the pool's lock, without which the pool does not end."""
+    """Both are busy; or one waits for a task and holds the pool's lock, without which the pool does not end."""
     ended = subprocess.run(
         [sys.executable, "-c", STOPPED, str(first_slow_row)], capture_output=True, text=True, timeout=100,
         env={**os.environ}, check=False,
@@ -236,8 +236,8 @@ def test_a_map_without_a_fault_is_unchanged():
         with data_workers(2):
             made = rows.map(lambda row: {"y": row["x"] + 1}, num_proc=2, load_from_cache_file=False)
         assert made["y"] == list(range(1, 41))
-    with pytest.raises(RuntimeError, match="of its own"), data_workers(2):
-        raise RuntimeError("of its own")
+    with pytest.raises(RuntimeError, match="another error"), data_workers(2):
+        raise RuntimeError("another error")
     with pytest.raises(UserError, match="was killed"), data_workers(2):
         raise RuntimeError("One of the subprocesses has abruptly died during map operation.")
     with pytest.raises(RuntimeError, match="abruptly died"), data_workers(1):

@@ -33,7 +33,7 @@ exec c++ "$@"
 
 @pytest.fixture
 def operators(tmp_path):
-    """A folder of operators; `operators(seconds)` loads the toy operator in a process of its own."""
+    """A folder of operators; `operators(seconds)` loads the toy operator in a new process."""
     compiler = tmp_path / "compiler"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
@@ -56,7 +56,7 @@ def operators(tmp_path):
 
 
 def kill_compilers(folder: Path) -> None:
-    """ninja gives each a process group of its own."""
+    """ninja starts each in a new process group."""
     for pid in processes_at(folder / "operators/toy"):
         os.kill(pid, signal.SIGKILL)
 
@@ -73,7 +73,7 @@ def until_it_compiles(folder: Path, compilations: int = 1) -> None:
 
 @pytest.mark.slow
 def test_a_killed_compilation_does_not_block_later_runs(operators, tmp_path):
-    """A killed compilation leaves torch's lock; where its owner alone is killed, a compiler at work too."""
+    """A killed compilation leaves torch's lock; if only its owner is killed, it leaves a running compiler too."""
     lock = tmp_path / "operators/toy" / TORCH_LOCK
     first = operators(100)
     until_it_compiles(tmp_path)

@@ -207,7 +207,7 @@ def test_a_child_does_not_keep_the_lock(tmp_path):
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
     try:
         with pytest.raises(UserError):
-            RunLock.acquire(tmp_path)  # the children have let go of it, the run has not
+            RunLock.acquire(tmp_path)  # the children have released it, the run has not
         first.release()
         deadline = time.monotonic() + 20  # until the fork has come to its first line
         while True:

@@ -43,7 +43,7 @@ class NamedManager(CheckpointManager):
     """Tells `StopAt` at which checkpoint it is called."""
 
     def save_if_due(self) -> None:
-        stop_requests.requested.name = checkpoint_name(*self._subject.position)
+        stop_requests.requested.name = checkpoint_name(*self._trainer.position)
         super().save_if_due()
         stop_requests.requested.name = ""
 
