@@ -192,9 +192,7 @@ def test_a_slow_disk_is_no_hang_and_does_not_hide_one(ended):
         int(re.fullmatch(r"rank \d makes no progress since (\d+) s: phase 'update', step 5", line)[1])
         for line in run.told()
     ]
-    assert idle[0] in range(3, 2 * 3), (
-        "counted from the end of the write that it waits for, not of others"
-    )
+    assert idle[0] in range(3, 2 * 3), "counted from the end of the write that it waits for, not of others"
     assert idle[1] >= 9
     of_rank_0 = run.err[run.err.index("rank 0 makes") : run.err.index("rank 1 makes")]
     assert "in all_reduce" in of_rank_0
