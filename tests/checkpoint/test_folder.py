@@ -8,7 +8,7 @@ import pytest
 from checkpoints import fill
 
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
-from dschat_ppo.checkpoint.manifest import damage
+from dschat_ppo.checkpoint.manifest import Manifest, damage
 from dschat_ppo.errors import StorageError, UserError
 
 
