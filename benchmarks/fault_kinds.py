@@ -1,4 +1,4 @@
-"""The kinds of faults that `faults.py` injects, and what acts on a run from outside for them."""
+"""The kinds of faults that `faults.py` injects, and the functions that cause them from outside the run."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ AWAY_SECONDS = 30
 
 @dataclass(frozen=True)
 class Fault:
-    """`inject` is what `faulty_main.py` is told; `outside`, if any, acts on the running command from without and is
-    given its process and the output folder; `mend` makes the place good again before the second start."""
+    """`inject`: the parameters of `faulty_main.py`; `outside`, if any: causes the fault from outside, given the process
+    of the command and the output folder; `mend`: repairs the output folder before the second start."""
 
     name: str
     inject: dict[str, Any] = field(default_factory=dict)
     outside: Callable[[subprocess.Popen[str], Path], None] | None = None
     mend: Callable[[Path], None] | None = None
-    disk: str | None = None  # size of a file system of its own for the outputs
-    may_survive: bool = False  # the run may also come to its end
-    silent: bool = False  # the command gives 0 although the run did not come to its end (DeepSpeed's runner does)
+    disk: str | None = None  # size of a small file system for the outputs
+    may_survive: bool = False  # the run may also finish
+    silent: bool = False  # the command returns 0 although the run is not finished (DeepSpeed's runner does)
 
 
 class Service(BaseHTTPRequestHandler):
@@ -56,7 +56,7 @@ class Service(BaseHTTPRequestHandler):
 
 
 def mount(*words: str) -> None:
-    """`mount` with these words.
+    """`mount` with these arguments.
 
     Raises:
         subprocess.CalledProcessError: it is not permitted.
@@ -65,7 +65,7 @@ def mount(*words: str) -> None:
 
 
 def unmount(place: Path) -> None:
-    """Take a file system away, whoever still looks at it."""
+    """Unmount a file system, even if it is in use."""
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
@@ -81,13 +81,13 @@ def may_mount() -> bool:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Until it holds or the process has ended."""
+    """Wait until the condition holds or the process has ended."""
     while not condition() and process.poll() is None:
         time.sleep(0.05)
 
 
 def after_a_checkpoint(act: Callable[[subprocess.Popen[str], Path], None]) -> Callable[..., None]:
-    """Acts once the first checkpoint is there."""
+    """Call `act` once the first checkpoint exists."""
 
     def outside(process: subprocess.Popen[str], output: Path) -> None:
         wait_for((output / "checkpoints/latest").exists, process)
@@ -123,17 +123,17 @@ def kill_launcher_of_workers(process: subprocess.Popen[str], output: Path) -> No
 
 
 def leave_lock(process: subprocess.Popen[str], output: Path) -> None:
-    """What a killed compilation leaves of torch's lock, before the ranks load the operator."""
+    """Leave torch's lock as a killed compilation does, before the ranks load the operator."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or folder_of_environment(), "deepspeed_shm_comm")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TORCH_LOCK).touch()
 
 
 def start_rival(process: subprocess.Popen[str], output: Path) -> None:
-    """The same command for another output folder, on the same port; it is waited for.
+    """Run the same command for another output folder on the same port, and wait for it.
 
     Raises:
-        RuntimeError: it ended neither well nor by giving way.
+        RuntimeError: it ended neither well nor with a user error.
     """
     words = [word.replace(str(output), f"{output}_rival") for word in psutil.Process(process.pid).cmdline()]
     env = psutil.Process(process.pid).environ()
@@ -144,7 +144,7 @@ def start_rival(process: subprocess.Popen[str], output: Path) -> None:
 
 
 def kills(seed: int, count: int) -> list[Fault]:
-    """SIGKILL of either rank at places drawn from a seed."""
+    """SIGKILL of a rank at places drawn from a seed."""
     draw = random.Random(seed)
     most = {
         "loading": 1, "rollout": STEPS, "scoring": STEPS, "update": STEPS * UPDATES, "saving": 3 * STEPS,
@@ -163,7 +163,7 @@ def kills(seed: int, count: int) -> list[Fault]:
 
 
 def others() -> list[Fault]:
-    """Every other kind of fault."""
+    """All other kinds of faults."""
     remount = [
         Fault("disk full", disk="2m", mend=lambda output: mount("-o", "remount,size=64m", str(output))),
         Fault(

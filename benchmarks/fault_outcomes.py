@@ -1,4 +1,4 @@
-"""What a run lost to a fault: processes, saved steps, numbers; and the table of it."""
+"""What a fault cost a run: processes left over, saved steps lost, different numbers; and the table of all faults."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MEASURED = ("time", "seconds/", "peak_memory_gib/", "tokens_per_second/")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run with a fault ended, and how the second start did."""
+    """How a run with a fault ended, and how its second start did."""
 
     name: str
     code: int
-    met: bool  # the first start ended by the fault, or was allowed not to
+    met: bool  # the fault ended the first start, or did not have to
     orphans: int
     steps_lost: int
     equal: bool
@@ -34,9 +34,9 @@ class Outcome:
         return self.met and self.orphans == 0 and self.steps_lost == 0 and self.equal
 
 
-def left_over(word: str, patience: float = 40.0) -> int:
+def left_over(word: str, timeout: float = 40.0) -> int:
     """Processes that still have `word` in their command line after a while; they are killed."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
         found = [p for p in psutil.process_iter(["cmdline"]) if any(word in part for part in p.info["cmdline"] or [])]
         if not found or time.monotonic() > deadline:
@@ -48,12 +48,12 @@ def left_over(word: str, patience: float = 40.0) -> int:
 
 
 def finished(output: Path) -> bool:
-    """Whether a run there came to its end."""
+    """Whether the run in this output folder is finished."""
     return (output / "result.json").exists()
 
 
 def saved_steps(log: str) -> int:
-    """The last PPO step whose checkpoint was said to be saved; 0: none."""
+    """The last PPO step whose checkpoint was saved, from the log; 0: none."""
     steps = [
         line.split("step_")[1][:6] for line in log.splitlines() if "checkpoint step_" in line and ": saved" in line
     ]
@@ -61,8 +61,8 @@ def saved_steps(log: str) -> int:
 
 
 def resumed_at(log: str) -> int:
-    """The PPO step after which the second start went on; 0: it began anew."""
-    steps = [line.split("step_")[1][:6] for line in log.splitlines() if "going on from" in line]
+    """The PPO step after which the second start resumed, from the log; 0: it started from scratch."""
+    steps = [line.split("step_")[1][:6] for line in log.splitlines() if "resuming from" in line]
     return int(steps[-1]) if steps else 0
 
 

@@ -1,17 +1,16 @@
-"""What a run loses when something goes wrong: faults of every kind are injected, and the run is started again.
+"""Fault injection: a run meets faults of every kind, is started again, and must lose nothing.
 
     python benchmarks/faults.py [--power] [--quick] [--seed N] [--only WORD] [--work DIR] [--json FILE] [--docs FILE.md]
 
-A small run of step 3 (two ranks, ZeRO-3, a learned reward beside a reward service, a checkpoint after every PPO step)
-is made once without a fault. Then, for each fault, the same run meets it, is started again by the same command, and
-must end with the same metrics and the same weights to the last bit. Counted are also processes that are left over, and
-PPO steps that were saved but had to be made again. Twenty of the faults are SIGKILL at places drawn from `--seed`.
+A small run of step 3 (two ranks, ZeRO-3, a learned reward and a reward service, a checkpoint after every PPO step)
+runs once without a fault. Then, for each fault, the same run meets it, is started again by the same command, and
+must end with the same metrics and weights, bit for bit. Processes that are left over, and PPO steps that were saved but
+had to be repeated, are counted too. Twenty of the faults are SIGKILL at places drawn from `--seed`.
 
-`--power` lets runs of steps 1 and 3 lose power twenty times instead, see `power_loss.py`. It needs root.
+`--power` cuts the power of runs of steps 1 and 3 twenty times instead, see `power_loss.py`. It needs root.
 
-`--docs` puts the table between the marks of that file. The exit code is 1 if a fault was not survived. Full and
-read-only disks are small file systems that are mounted for it, which needs root; without it they are left out, and said
-so.
+`--docs` writes the table between the marks of that file. The exit code is 1 if a run did not survive a fault. Full and
+read-only disks are small file systems, which only root can mount; without root they are skipped with a message.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def make_models(folder: Path) -> None:
 
 
 class Bench:
-    """Starts runs in a work folder, each with its outputs in a folder of its own."""
+    """Starts runs in a work folder, each with its own output folder."""
 
     def __init__(self, work: Path):
         """Makes the models and starts the reward service."""
@@ -87,7 +86,7 @@ class Bench:
         self.whole = work / "whole"
 
     def run_whole(self) -> None:
-        """The run without a fault, which the others are compared with.
+        """Run without a fault; the other runs are compared with this one.
 
         Raises:
             SystemExit: it failed.
@@ -97,11 +96,11 @@ class Bench:
             sys.exit(f"the run without a fault failed with exit code {code}; see {self.log_of(self.whole)}")
 
     def log_of(self, output: Path) -> Path:
-        """Everything that the runs on this output folder printed."""
+        """The output of all runs of this output folder."""
         return self.work / f"{output.name}.log"
 
     def start(self, inject: dict[str, Any], output: Path, *more: str) -> subprocess.Popen[str]:
-        """Begin a run, with more flags if given; it is a process group of its own."""
+        """Start a run, with additional flags `more`, in a new process group."""
         data = ["--data_output_path", str(self.work / f"{output.name}_data")]
         words = [*self._step_3(output), *data, *more]
         return self._launch(words, {"FAULT": json.dumps(inject)}, self.log_of(output))
@@ -138,7 +137,7 @@ class Bench:
             )  # fmt: skip
 
     def meet(self, fault: Fault) -> Outcome:
-        """Run into the fault, start again, compare."""
+        """Run with the fault, start again, and compare."""
         started = time.perf_counter()
         output = self.work / fault.name.replace(" ", "_").replace(",", "")
         if fault.disk:
@@ -178,7 +177,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Meet every fault, or every loss of power; 1 if one was not survived."""
+    """Inject every fault, or every power loss; 1 if a run did not survive one."""
     chosen = arguments()
     work = chosen.work or Path(tempfile.mkdtemp(prefix="faults_"))
     work.mkdir(parents=True, exist_ok=True)
@@ -194,7 +193,7 @@ def main() -> int:
 
 
 def meet_faults(bench: Bench, chosen: argparse.Namespace) -> Found:
-    """Faults of every kind."""
+    """Inject faults of every kind."""
     faults = [*kills(chosen.seed, 5), *others()[:3]] if chosen.quick else [*kills(chosen.seed, 20), *others()]
     faults = [fault for fault in faults if chosen.only is None or chosen.only in fault.name]
     outcomes = []

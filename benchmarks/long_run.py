@@ -1,10 +1,10 @@
-"""Whether a long run stays as it is: memory, open files, shared memory and the time of a step.
+"""Whether memory, open files, shared memory or the time of a step grow in a long run.
 
     python benchmarks/long_run.py [--steps 300] [--work DIR] [--json FILE]
 
-The small run of `benchmarks/faults.py` (two ranks, ZeRO-3, a reward model beside a reward service, a checkpoint every
-ten PPO steps) with as many steps as asked for. Each rank is looked at from without after every step. Of the steps from
-20 on the first quarter is compared with the last. The exit code is 1 if memory grew by more than 3 %, the step by more
+The small run of `benchmarks/faults.py` (two ranks, ZeRO-3, a reward model and a reward service, a checkpoint every
+ten PPO steps) with the given number of steps. Each rank is observed from outside after every step. Of the steps from
+20 on, the first quarter is compared with the last. The exit code is 1 if memory grew by more than 3 %, the step by more
 than 20 % in CPU seconds, or if there are more open files or more shared memory than before.
 """
 
@@ -48,7 +48,7 @@ def ranks_of(output: Path) -> list[psutil.Process]:
 
 
 def look(ranks: list[psutil.Process], step: int) -> Sample:
-    """At one moment."""
+    """Measure now."""
     memory = sum(rank.memory_info().rss - rank.memory_info().shared for rank in ranks)
     shared = sum(path.stat().st_size for path in Path("/dev/shm").iterdir() if path.is_file())
     cpu = sum(sum(rank.cpu_times()[:2]) for rank in ranks)
@@ -56,7 +56,7 @@ def look(ranks: list[psutil.Process], step: int) -> Sample:
 
 
 def watch(bench: Bench, output: Path, steps: int) -> list[Sample]:
-    """Run, and look after each step.
+    """Run, and measure after each step.
 
     Raises:
         SystemExit: the run failed.
@@ -82,7 +82,7 @@ def watch(bench: Bench, output: Path, steps: int) -> list[Sample]:
 
 
 def compare(samples: list[Sample]) -> dict[str, float]:
-    """First quarter of the settled steps against the last."""
+    """Compare the first quarter of the settled steps with the last."""
     settled = [sample for sample in samples if sample.step >= SETTLED]
     quarter = max(2, len(settled) // 4)
     first, last = settled[:quarter], settled[-quarter:]
@@ -107,7 +107,7 @@ def compare(samples: list[Sample]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run and compare; 1 if something grew."""
+    """Run and compare; 1 if a figure grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="PPO steps, 40 or more")
     parser.add_argument("--work", type=Path, help="keep models, outputs and logs there")

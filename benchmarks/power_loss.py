@@ -1,7 +1,7 @@
-"""Power losses: the file system that holds all that a run writes loses, at one instant, what was not synced to it.
+"""Power losses: the file system of a run loses, at one instant, everything that is not synced.
 
 The disk is an ext4 image, mounted through a loop device. `FS_IOC_SHUTDOWN` without a flush of the journal stops it at
-once: what the page cache had not written is gone, as when the machine loses its power. Mounted again it replays its
+once: content that is only in the page cache is lost, as in a power loss. When it is mounted again it replays its
 journal. ext4's own repair of programs that forget to sync (`auto_da_alloc`) is off.
 """
 
@@ -29,7 +29,7 @@ MARKS = ("<!-- power -->", "<!-- /power -->")
 FS_IOC_SHUTDOWN, WITHOUT_A_FLUSH = 0x8004587D, 2
 IMAGE_BYTES = 2**29
 MODES = ("data=ordered", "data=writeback", "data=ordered,nodelalloc", "data=writeback,nodelalloc")
-EVENTS = {  # what appears on the disk, in this order; a cut comes some time after one of them
+EVENTS = {  # files that appear on the disk, in this order; a cut follows one of them after some time
     "the prepared data": "**/*.arrow",
     "config.yaml": "output/config.yaml",
     "metrics.jsonl": "output/metrics.jsonl",
@@ -42,17 +42,17 @@ LONGEST_DELAY = 2.5
 
 
 class Starter(Protocol):
-    """What starts the runs: `Bench`."""
+    """Starts the runs: `Bench`."""
 
     work: Path
 
     def start_step(self, step: int, output: Path, env: dict[str, str], log: Path) -> subprocess.Popen[str]:
-        """Begin a run of a step, with these settings of its environment, everything that it prints in `log`."""
+        """Start a run of a step with these environment variables; `log` receives its output."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """`delay` seconds after `event` is there."""
+    """`delay` seconds after the files of `event` exist."""
 
     event: str
     delay: float
@@ -76,7 +76,7 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Loss:
-    """What the cuts of a run did. `files`: those that lost bytes; `code`: of the last start."""
+    """The result of the cuts of a run. `files`: number of files that lost bytes; `code`: of the last start."""
 
     cuts: Cuts
     files: int
@@ -93,7 +93,7 @@ class Disk:
     """An ext4 file system in a file.
 
     Args:
-        image: the file; made anew.
+        image: the file; it is overwritten.
         place: where it is mounted.
         options: of `mount`.
     """
@@ -111,7 +111,7 @@ class Disk:
         subprocess.run(["mount", "-o", options, str(self.image), str(self.place)], check=True, capture_output=True)
 
     def unmount(self) -> None:
-        """Once nobody uses it any more."""
+        """Wait until no process uses it, then unmount."""
         for _ in range(100):
             if subprocess.run(["umount", str(self.place)], check=False, capture_output=True).returncode == 0:
                 return
@@ -119,7 +119,7 @@ class Disk:
         subprocess.run(["umount", str(self.place)], check=True)
 
     def cut(self) -> None:
-        """The power is gone: nothing more reaches the disk."""
+        """Cut the power: nothing more reaches the disk."""
         number = os.open(self.place, os.O_RDONLY)
         try:
             fcntl.ioctl(number, FS_IOC_SHUTDOWN, struct.pack("I", WITHOUT_A_FLUSH))
@@ -127,18 +127,18 @@ class Disk:
             os.close(number)
 
     def has_new(self, pattern: str, begun: float) -> bool:
-        """Whether something that fits the pattern was written since then."""
+        """Whether a file that matches the pattern was written since then."""
         with suppress(OSError):  # it is renamed just now
             return any(path.stat().st_mtime >= begun for path in self.place.glob(pattern))
         return False
 
     def content(self) -> dict[str, bytes]:
-        """What is in each file, by its path; here they are small."""
+        """Path -> content of each file; they are small."""
         found = {}
         for place, _, names in os.walk(self.place):
             for name in names:
                 path = Path(place) / name
-                with suppress(OSError):  # a run is at work here, and has sockets
+                with suppress(OSError):  # a run is active, and has sockets
                     found[str(path)] = path.read_bytes()
         return found
 
@@ -173,7 +173,7 @@ def draw(seed: int, count: int) -> list[Cuts]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """The machine is off: nothing of the run is left."""
+    """Kill every process of the run: the machine is off."""
     for one in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else []:
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
             one.send_signal(signal.SIGKILL)
@@ -190,16 +190,16 @@ def run_until(process: subprocess.Popen[str], moment: Moment, disk: Disk) -> Non
 
 
 def meet(bench: Starter, cuts: Cuts, whole: Path, number: int) -> Loss:
-    """Let the run lose power at each moment, start it by the same command to its end, compare.
+    """Cut the power of the run at each moment, run the same command to its end, and compare.
 
     Args:
-        bench: starts it.
-        cuts: when.
+        bench: starts the runs.
+        cuts: the moments.
         whole: outputs of the same step without a cut.
         number: of the run, for its files.
     """
     log = bench.work / f"power_{number:02d}.log"
-    # An image of its own for each run: a loop device that still knows the last one would be mounted in its place.
+    # A new image for each run: a loop device that still holds the last image would be mounted instead.
     disk = Disk(bench.work / f"image_{number:02d}", bench.work / "disk", f"{cuts.mode},commit={cuts.commit}")
     output, env = disk.place / "output", {"HF_HOME": str(disk.place / "hf"), "TMPDIR": str(disk.place / "tmp")}
     files = lost = 0
@@ -212,7 +212,7 @@ def meet(bench: Starter, cuts: Cuts, whole: Path, number: int) -> Loss:
             done, before = finished(output), disk.content()
             disk.cut()
             end(process)
-            left_over(str(disk.place), patience=0)
+            left_over(str(disk.place), timeout=0)
             disk.unmount()
             disk.mount()
             after = disk.content()
@@ -248,7 +248,7 @@ def table(losses: Sequence[Loss]) -> str:
 
 
 def summary(losses: Sequence[Loss]) -> dict[str, Any]:
-    """What `--json` holds."""
+    """The content of `--json`."""
     return {
         "injected": sum(len(loss.cuts.moments) for loss in losses),
         "survived": sum(len(loss.cuts.moments) for loss in losses if loss.survived),

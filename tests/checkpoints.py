@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manifest import Manifest, describe_file
+from dschat_ppo.checkpoint.run_identity import RunIdentity
+from dschat_ppo.config.cli import flatten, parse
 
 CONTENT = {"rank_0.pt": b"of rank 0", "rank_1.pt": b"of rank 1, longer", "actor/weights.pt": b"\x00" * 4096}
 
@@ -34,3 +37,36 @@ def fill(folder: Path, **changes: Any) -> Path:
         (folder / name).write_bytes(content)
     manifest_of(folder, **changes).write(folder)
     return folder
+
+
+ROWS = "a" * 64  # fingerprint of the training rows
+
+
+def config_of(output: Path, *more: str):
+    """A configuration of step 1."""
+    words = ["--model_name_or_path", "m", "--zero_stage", "2", "--data_path", "d", "--output_dir", str(output)]
+    return parse("sft", [*words, *more])
+
+
+def identity_of(output: Path, *more: str, data: str = ROWS) -> RunIdentity:
+    """The identity of a run under `config_of`."""
+    return RunIdentity("sft", flatten(config_of(output, *more)) | {"rows_per_update": 8}, data)
+
+
+def save_checkpoint(output: Path, step: int, update: int = 0) -> Path:
+    """A checkpoint of this run as the checkpoint manager saves it, with one file."""
+    folder, name = CheckpointFolder(output), checkpoint_name(step, update)
+    partial = folder.partial(name)
+    (partial / "shared.pt").write_bytes(bytes(range(200)))
+    files = {"shared.pt": describe_file(partial / "shared.pt")}
+    config = identity_of(output).config
+    Manifest("sft", step, update, 2, config, {"torch": "2"}, ROWS, files, False, 17, "2026").write(partial)
+    folder.commit(name)
+    return folder.root / name
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[50] ^= 1
+    path.write_bytes(bytes(content))

@@ -1,4 +1,4 @@
-"""What a disk still holds when the power goes: a model that hears of syncs and renames as they are made."""
+"""A model of a power loss: it records syncs and renames, and tells what the disk holds afterwards."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class PowerLoss:
-    """A file's content is safe once it is synced, a name once its folder is; a name may also be there earlier.
+    """The content of a file is safe once it is synced, a name once its folder is synced, or earlier.
 
     `too_early`: names that a file was given before its content was safe, so that it can be empty or cut under them.
     """
@@ -27,7 +27,7 @@ class PowerLoss:
 
         def named(act):
             def give_name(old, new, **more):
-                for file in [] if ".partial/" in str(new) else files_of(Path(old)):  # what lies there never counts
+                for file in [] if ".partial/" in str(new) else files_of(Path(old)):  # files there never count
                     if self.content.get(file.stat().st_ino) != file.read_bytes():
                         self.too_early.append(str(new))
                 act(old, new, **more)
@@ -39,7 +39,7 @@ class PowerLoss:
         monkeypatch.setattr(os, "replace", named(replace))
 
     def left(self, folder: Path) -> dict[str, bytes]:
-        """What is left below a folder that was there before: path -> content."""
+        """The content of a folder after the power loss: path -> content."""
         return dict(self._below(folder, folder.stat().st_ino, Path()))
 
     def _below(self, folder: Path, inode: int, place: Path) -> Iterator[tuple[str, bytes]]:

@@ -1,1 +1,1 @@
-"""Saving the state of a run, and going on from it."""
+"""Save the state of a run, and resume from it."""

@@ -1,4 +1,4 @@
-"""What changed between the configuration of a checkpoint and that of the run that goes on from it."""
+"""The diff between the configuration of a checkpoint and that of the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.errors import UserError
 
-# Whoever is not in these tables matters: a flag that is added later stops a resumed run until somebody decides.
+# A flag that is in none of these tables matters: a new flag stops a resumed run until its author adds it to a table.
 WHERE_AND_WHEN = frozenset({
     "output_dir", "overwrite_output_dir", "local_rank", "config",
     "save_steps", "save_minutes", "save_total_limit", "save_best", "resume", "resume_force",
@@ -22,8 +22,8 @@ WHERE_AND_WHEN = frozenset({
     "remote_reward_timeout", "remote_reward_retries", "remote_reward_batch_size",
 })  # fmt: skip
 
-# The same numbers, but for rounding: how the work is laid out on the machine. (`--per_device_eval_batch_size` also
-# decides where an evaluation bounded by `--eval_iters` ends, but nothing of what is trained.)
+# The result is the same up to rounding: these flags choose how the work is laid out on the machine.
+# (`--per_device_eval_batch_size` also decides where an evaluation bounded by `--eval_iters` ends, but no training.)
 HOW_IT_IS_COMPUTED = frozenset({
     "zero_stage", "actor_zero_stage", "critic_zero_stage",
     "offload", "offload_reference_model", "offload_reward_model",
@@ -31,10 +31,10 @@ HOW_IT_IS_COMPUTED = frozenset({
     "micro_batch_tokens", "per_device_eval_batch_size", "eval_batch_size",
     "rollout_rows", "rollout_engine", "rollout_graphs", "prepack_weights", "unpin_actor_parameters",
     "sleep_in_rollout", "deterministic",
-    "resize_vocabulary",  # without it a model that needs it is refused; for others it does nothing
+    "resize_vocabulary",  # a model that needs it is refused without it; for others it has no effect
 })  # fmt: skip
 
-# Kept for old scripts: they change nothing at all.
+# Accepted for old scripts, without any effect.
 WITHOUT_EFFECT = frozenset({
     "deepspeed", "compute_fp32_loss", "add_eot_token", "eot_token", "num_padding_at_beginning",
     "enable_hybrid_engine", "release_inference_cache",
@@ -42,9 +42,9 @@ WITHOUT_EFFECT = frozenset({
 
 HARMLESS = WHERE_AND_WHEN | HOW_IT_IS_COMPUTED | WITHOUT_EFFECT
 
-# Factors of a number that is compared itself, where both configurations hold it: with twice the ranks, half the rows
-# of each give the same step. Whoever makes the configuration of a checkpoint puts these numbers in, from the plan.
-FACTORS_OF = {
+# Flag -> derived batch size of which it is a factor. If both configurations hold the derived batch size, it is compared
+# instead of the flag: with twice the ranks, half the rows on each give the same step.
+PRODUCTS = {
     "per_device_train_batch_size": "rows_per_update",
     "per_device_training_batch_size": "rows_per_update",
     "gradient_accumulation_steps": "rows_per_update",
@@ -60,10 +60,15 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Change:
-    """A setting that differs. `name`: of a flag, or of a number that the flags amount to; `before` and `after`: as
-    words of a diff, None where that side does not know the setting; `matters`: whether the run would compute something
-    else, or in another order."""
+class ConfigChange:
+    """A setting that differs.
+
+    Attributes:
+        name: of a flag, of a derived batch size, or of an input.
+        before: the value in the checkpoint, as text for a diff; None if the checkpoint does not have the setting.
+        after: the value now, in the same form.
+        matters: whether the run would compute something else, or in another order.
+    """
 
     name: str
     before: str | None
@@ -71,17 +76,17 @@ class Change:
     matters: bool
 
 
-def compare(saved: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """What differs between the configuration of a checkpoint and that of this run.
+def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigChange]:
+    """The differences between the configuration of a checkpoint and that of this run.
 
     Args:
         saved: `Manifest.config`.
-        now: the same of this run: `config.cli.flatten(config)`, with `rows_per_update` (rows of an optimizer step over
-            all ranks), in step 3 `rows_per_step` (prompts of a PPO step over all ranks) and, where their number decides
-            more than rounding, `ranks`, and with digests of what the flags name (`checkpoint/run_identity.py`).
+        now: `RunIdentity.config` of this run: flags, fingerprints of the inputs, and the derived batch sizes
+            `rows_per_update` (rows of an optimizer step over all ranks), in step 3 `rows_per_step` (prompts of a PPO
+            step over all ranks) and, where it affects more than rounding, `ranks`.
 
     Returns:
-        The changes, those that matter first, each part in the order of `now`.
+        The changes: first those that matter, then the others, each in the order of `now`.
     """
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
     names = [*now, *(name for name in saved if name not in now)]
@@ -89,12 +94,14 @@ def compare(saved: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     for name in names:
         before, after = saved.get(name, _ABSENT), now.get(name, _ABSENT)
         if before != after:
-            changes.append(Change(name, _words(before), _words(after), _matters(name, saved, now)))
+            product = PRODUCTS.get(name)
+            matters = name not in HARMLESS and not (product in saved and product in now)
+            changes.append(ConfigChange(name, _as_text(before), _as_text(after), matters))
     return sorted(changes, key=lambda change: not change.matters)
 
 
-def report(changes: Sequence[Change]) -> str:
-    """A diff: for each change a line `- --flag before` and a line `+ --flag after`."""
+def format_diff(changes: Sequence[ConfigChange]) -> str:
+    """The changes as a diff: for each one a line `- --flag before` and a line `+ --flag after`."""
     lines = []
     for change in changes:
         name = f"--{change.name}" if change.name in FLAGS else change.name
@@ -102,34 +109,30 @@ def report(changes: Sequence[Change]) -> str:
     return "\n".join(lines)
 
 
-def refuse(folder: Path, changes: Sequence[Change], force: bool) -> None:
-    """Let no run go on under a configuration that means something else.
+def refuse_changes(folder: Path, changes: Sequence[ConfigChange], force: bool) -> None:
+    """Refuse to resume under a configuration that computes something else.
 
     Args:
         folder: of the checkpoint.
-        changes: of `compare`.
+        changes: from `compare_configs`.
         force: `--resume_force`.
 
     Raises:
-        UserError: something that matters changed, and `force` is False; with the diff of that and of its factors.
+        UserError: a change matters, and `force` is False. The message shows these changes, and flags that are factors
+            of a changed batch size.
     """
     matter = {change.name for change in changes if change.matters}
     if matter and not force:
-        shown = [change for change in changes if change.matters or FACTORS_OF.get(change.name) in matter]
+        shown = [change for change in changes if change.matters or PRODUCTS.get(change.name) in matter]
         raise UserError(
-            f"{folder} was saved under settings that compute something else:\n{report(shown)}\nGive the former "
-            "settings to go on, or --resume_force to go on under the new ones, or begin anew with "
+            f"{folder} was saved under settings that compute something else:\n{format_diff(shown)}\nUse the saved "
+            "settings to resume, or --resume_force to resume under the new ones, or start from scratch with "
             "--overwrite_output_dir or another --output_dir"
         )
 
 
-def _matters(name: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:
-    product = FACTORS_OF.get(name)
-    return name not in HARMLESS and not (product in saved and product in now)
-
-
-def _words(value: Any) -> str | None:
-    """A value as one would type it; a list in JSON, so that its parts can be told apart."""
+def _as_text(value: Any) -> str | None:
+    """A value as one would type it; a list in JSON, so that its items are separated."""
     if value is _ABSENT:
         return None
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list) or value == "" else str(value)

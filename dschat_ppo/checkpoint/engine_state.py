@@ -1,8 +1,8 @@
-"""The states of a DeepSpeed engine: to files, written in the background, and back into an engine of the same layout.
+"""Save the states of a DeepSpeed engine to files in the background, and load them into an engine of the same layout.
 
-The files are DeepSpeed's own (`engine.save_checkpoint`), below `FOLDER/state/`. Three things differ from what DeepSpeed
-does by itself: tensors are copied to host memory and written while training goes on; each file is hashed on its way to
-the disk; and nothing is ever unpickled but tensors, plain values and the few classes of `_CLASSES`.
+The files are DeepSpeed's own (`engine.save_checkpoint`), in `FOLDER/state/`. Three things differ from DeepSpeed's way
+to write them: tensors are copied to host memory and written while training continues; each file is hashed while it is
+written; and only tensors, plain values and the few classes of `_CLASSES` are ever unpickled.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size, ZeroStageE
 
 
 class BackgroundWriter(CheckpointEngine):
-    """DeepSpeed's interface for files of an engine: `save` copies and returns, a thread writes, `wait` tells.
+    """DeepSpeed's interface for files of an engine: `save` copies and returns, a thread writes, `wait` waits for it.
 
-    One writer serves any number of engines. The host holds a copy of each state until it is written. Errors of the
-    disk never leave `save` or `makedirs`, where the other ranks would wait at DeepSpeed's barriers for this one;
-    `wait` raises them.
+    One writer serves any number of engines. The host holds a copy of each state until it is written. `save` and
+    `makedirs` raise no errors of the disk, because the other ranks would then wait for this one at DeepSpeed's
+    barriers; `wait` raises them.
     """
 
     def __init__(self) -> None:
@@ -58,44 +58,45 @@ class BackgroundWriter(CheckpointEngine):
         """Nothing to prepare."""
 
     def commit(self, info: Any) -> bool:
-        """Nothing to do: a checkpoint is whole when its manifest is written, after `wait`."""
+        """Nothing to do: a checkpoint is complete when its manifest is written, after `wait`."""
         return True
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder; a failure is kept for `wait`."""
+        """Make a folder; `wait` raises a failure."""
         try:
             os.makedirs(path, exist_ok=exist_ok)
         except OSError as problem:
             self._problem = self._problem or problem
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Copy the state as it is now and have it written to `path`.
+        """Copy the state as it is now, and let the thread write it to `path`.
 
         Raises:
-            TypeError: it holds something that `load_file` would refuse.
+            TypeError: it contains a value that `load_file` would refuse.
         """
         self._written[Path(path)] = self._thread.submit(_write, host_copy(state_dict), Path(path))
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
-        """The state in `path`, on the host. Weights are mapped from the file; what optimizers keep is copied."""
-        with watchdog_paused():  # the disk alone is waited for
+        """The state in `path`, on the host. Weights are mapped from the file; optimizer states are copied."""
+        with watchdog_paused():  # this waits only for the disk
             state = load_file(path)
             return {key: value if key == "module" else host_copy(value) for key, value in state.items()}
 
     def done(self) -> bool:
-        """True if nothing is left to write, so that `wait` returns (or raises) at once."""
+        """Whether everything is written, so that `wait` returns (or raises) at once."""
         return all(future.done() for future in self._written.values())
 
     def wait(self) -> dict[Path, tuple[int, str]]:
         """Wait until everything that was saved since the last call is on the disk, however long the disk takes.
 
-        The thread that writes gives no sign of life: while training goes on beside it, it must not speak for it.
+        The writing thread sends no heartbeat: training runs at the same time, and a heartbeat of this thread would hide
+        that training hangs.
 
         Returns:
             For each file of this rank its length in bytes and the SHA-256 of its content, as 64 hex digits.
 
         Raises:
-            OSError: something could not be written. The writer can be used again.
+            OSError: a file could not be written. The writer can be used again.
         """
         written, problem = self._written, self._problem
         self._written, self._problem = {}, None
@@ -107,9 +108,9 @@ class BackgroundWriter(CheckpointEngine):
 
 
 class _HashedFile:
-    """What `torch.save` writes to: counts and hashes the bytes, and remembers the disk's own error.
+    """A file for `torch.save`: counts and hashes the bytes, and remembers the error of the disk.
 
-    When a write fails, torch's archive writer goes on to fail with a RuntimeError of its own, which hides the reason.
+    When a write fails, torch's archive writer raises a RuntimeError, which hides the reason.
     """
 
     def __init__(self, file: IO[bytes]):
@@ -150,13 +151,13 @@ def _write(state: dict[str, Any], path: Path) -> tuple[int, str]:
 
 
 def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "state") -> Any:
-    """A copy of nested containers in which every tensor is a contiguous one of its own in host memory.
+    """A copy of nested containers in which every tensor is a contiguous copy in host memory.
 
-    A view becomes a tensor of just its elements, so that a file does not hold the buffer behind it. Two names of one
-    tensor (tied weights) stay one, as `torch.save` then writes it once.
+    A view becomes a tensor of only its elements, so that a file does not contain the buffer behind it. Two names of one
+    tensor (tied weights) share one copy, so that `torch.save` writes it once.
 
     Raises:
-        TypeError: a value of another class than `load_file` reads; the message says where.
+        TypeError: a value has a class that `load_file` refuses; the message says where.
     """
     seen = {} if seen is None else seen
     if isinstance(value, Tensor):
@@ -177,10 +178,10 @@ def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "s
 
 
 def load_file(path: str | Path) -> dict[str, Any]:
-    """What `BackgroundWriter` wrote. Tensors are mapped from the file: copy those that must outlive it.
+    """Load a file of `BackgroundWriter`. Tensors are mapped from the file: copy those that must outlive it.
 
     Raises:
-        UserError: the file is no archive of torch, or holds an object of a class that no engine saves. Nothing of it
+        UserError: the file is no archive of torch, or contains an object of a class that no engine saves. No code in it
             has been executed.
     """
     try:
@@ -192,7 +193,7 @@ def load_file(path: str | Path) -> dict[str, Any]:
 
 
 def flat_masters(engine: Any) -> list[Tensor]:
-    """This rank's fp32 weights, as the optimizer's own tensors: one flat part for each group; at stage 0 parameters."""
+    """This rank's fp32 weights, as tensors of the optimizer: one flat part per group; at stage 0 the parameters."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(engine.optimizer, name):  # ZeRO 3; ZeRO 1 and 2; ZeRO 1 in bf16
             return list(getattr(engine.optimizer, name))
@@ -212,10 +213,10 @@ def layout(engine: Any) -> dict[str, Any]:
 
 
 def model_states(folder: Path) -> dict[str, Any]:
-    """The file of rank 0 that holds counters, schedule and (but at stage 3) weights.
+    """The file of rank 0 with counters, schedule and (except at stage 3) weights.
 
     Raises:
-        UserError: there is none in `folder`, or it cannot be opened.
+        UserError: `folder` has no such file, or it cannot be opened.
     """
     found = sorted((folder / TAG).glob("*mp_rank_00_model_states.pt"))
     if not found:
@@ -224,15 +225,15 @@ def model_states(folder: Path) -> dict[str, Any]:
 
 
 def has_layout_of(engine: Any, folder: Path) -> bool:
-    """True if the states in `folder` were saved by an engine of this world size, ZeRO stage, dtype and optimizer."""
+    """Whether an engine of this world size, ZeRO stage, dtype and optimizer saved the states in `folder`."""
     return model_states(folder).get(LAYOUT) == layout(engine)
 
 
 def save_engine(engine: Any, folder: Path, writer: BackgroundWriter) -> None:
     """Save weights, optimizer, schedule, loss scale and counters below `folder`. Collective.
 
-    The states are those of this moment; the files are complete after `writer.wait()`. To be called between optimizer
-    steps. An error of the disk is raised by `wait` alone, on the ranks that met it: agree on it.
+    Call it between optimizer steps. The files hold the states of this moment; they are complete after `writer.wait()`.
+    `wait` raises errors of the disk only on the ranks where they occur: synchronise them.
     """
     names = [] if engine.zero_optimization() else [engine.param_names[weight] for weight in flat_masters(engine)]
     extra = {LAYOUT: layout(engine), PARAMETER_NAMES: names}
@@ -241,12 +242,10 @@ def save_engine(engine: Any, folder: Path, writer: BackgroundWriter) -> None:
 
 
 def load_engine(engine: Any, folder: Path) -> None:
-    """Put the states in `folder` into a freshly built engine of the same layout. Collective.
-
-    The states are those that were saved, to the last bit.
+    """Load the states in `folder`, bit for bit, into a freshly built engine of the same layout. Collective.
 
     Raises:
-        UserError: another layout (see `universal.load_engine_resharded`), or a file that is missing or not safe.
+        UserError: the layout differs (see `reshard.load_engine_resharded`), or a file is missing or not safe.
     """
     saved, own = model_states(folder).get(LAYOUT, {}), layout(engine)
     differing = [f"{name} {saved.get(name)} there and {own[name]} here" for name in own if saved.get(name) != own[name]]
@@ -260,10 +259,11 @@ def load_engine(engine: Any, folder: Path) -> None:
 
 
 def replay_bias_correction(engine: Any) -> None:
-    """Bring the powers of beta that DeepSpeedCPUAdam keeps to those after as many steps as its states say.
+    """Restore the powers of beta inside DeepSpeedCPUAdam for the step count in its states.
 
-    Its C++ side multiplies float32 powers from step to step, and they are in no file; a fresh one would begin with
-    `pow(beta, step)`, which rounds otherwise. So the steps are made again, on one number. Other optimizers have none.
+    Its C++ code multiplies float32 powers from step to step, and no file contains them. A new optimizer would start
+    with `pow(beta, step)`, which rounds differently. So the steps are repeated here, on a single number. Other
+    optimizers have no such state.
     """
     adam = engine.basic_optimizer
     if not isinstance(adam, DeepSpeedCPUAdam):
@@ -278,22 +278,22 @@ def replay_bias_correction(engine: Any) -> None:
 
 @contextmanager
 def _files_of(engine: Any, files: BackgroundWriter) -> Iterator[None]:
-    """Let `files` write and read for the engine, and keep DeepSpeed from copying its recovery scripts.
+    """Let `files` write and read for the engine, and prevent DeepSpeed from copying its recovery scripts.
 
-    That copying raises on rank 0 alone when the disk is full, and the other ranks would wait for it for ever. Weights
-    are read from a mapped file as each rank copies them, so that copying has the patience that `load` has.
+    On a full disk that copying raises only on rank 0, and the other ranks would wait forever. Copying the weights reads
+    them from a mapped file, so the watchdog is paused for it, as in `load`.
     """
-    own, copy_weights = engine.checkpoint_engine, engine.load_module_state_dict
+    original, copy_weights = engine.checkpoint_engine, engine.load_module_state_dict
 
-    def copy_patiently(*args: Any, **kwargs: Any) -> None:
+    def copy_with_watchdog_paused(*args: Any, **kwargs: Any) -> None:
         with watchdog_paused():
             copy_weights(*args, **kwargs)
 
     engine.checkpoint_engine = files
     engine._copy_recovery_script = lambda save_path: None
-    engine.load_module_state_dict = copy_patiently
+    engine.load_module_state_dict = copy_with_watchdog_paused
     try:
         yield
     finally:
-        engine.checkpoint_engine = own
+        engine.checkpoint_engine = original
         del engine._copy_recovery_script, engine.load_module_state_dict

@@ -1,6 +1,6 @@
-"""The checkpoints of a run: a folder each, which appears under its name when it is whole, and how old ones go.
+"""The folder of a run's checkpoints: each gets its name when it is complete; old ones are removed.
 
-All of this is for one process (rank 0) of the run that holds the lock of the output folder.
+Only rank 0 of the run that holds the lock of the output folder uses this.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ import os
 import re
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from dschat_ppo.checkpoint.manifest import Manifest, damage, read_manifest
-from dschat_ppo.checkpoint.state_file import write_text
-from dschat_ppo.common.atomic_files import PARTIAL, remove_folder, sync_entries, sync_folder
+from dschat_ppo.common.atomic_files import PARTIAL, remove_folder, sync_entries, sync_folder, write_text
+from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError
 
-REMOVED = ".removed"  # on its way out
-REPLACED = ".replaced"  # whole, until the new one of its name is in place
+REMOVED = ".removed"  # is being removed
+REPLACED = ".replaced"  # intact, until the new one of its name is in place
+QUARANTINED = ".set_aside"
 LATEST = "latest"
 _NAME = re.compile(r"step_(\d+)(?:_update_(\d+))?")
 
 
 def checkpoint_name(step: int, update: int = 0) -> str:
-    """Name of the checkpoint after `step` whole steps, and `update` updates of the next one."""
+    """Name of the checkpoint after `step` complete steps and `update` updates of the next one."""
     return f"step_{step:06d}" + (f"_update_{update:04d}" if update else "")
 
 
@@ -38,7 +40,7 @@ class CheckpointFolder:
         self.root = output / "checkpoints"
 
     def names(self, since: tuple[int, int] = (0, 0)) -> list[str]:
-        """Names of the checkpoints that are there, damaged or not, oldest first; from a position (step, update) on."""
+        """Names of the checkpoints, damaged or not, oldest first, from a position (step, update) on."""
         found = []
         for path in self.root.iterdir() if self.root.is_dir() else []:
             number = _NAME.fullmatch(path.name)
@@ -47,12 +49,12 @@ class CheckpointFolder:
         return [name for position, name in sorted(found) if position >= since]
 
     def clear_partials(self) -> None:
-        """Take away what a crash left half done. Once at the start, with the lock held.
+        """Remove what a crash left incomplete. Once at the start, with the lock held.
 
-        A checkpoint that was being replaced by one of the same name is put back if the new one is not there.
+        A checkpoint that was being replaced by one of the same name gets its name back if the new one is not there.
 
         Raises:
-            OSError: something cannot be removed.
+            OSError: a file cannot be removed.
         """
         for path in list(self.root.iterdir()) if self.root.is_dir() else []:
             if path.name.endswith(REPLACED):
@@ -64,7 +66,7 @@ class CheckpointFolder:
                 _remove(path)
 
     def partial(self, name: str) -> Path:
-        """A new, empty folder for the files of checkpoint `name`, until `commit`.
+        """Make a new, empty folder for the files of checkpoint `name`, until `commit`.
 
         Raises:
             OSError: it cannot be made.
@@ -76,13 +78,13 @@ class CheckpointFolder:
         return path
 
     def commit(self, name: str) -> None:
-        """Give the finished files their name, once they and their manifest are on the disk; `latest` moves last.
+        """Give the complete folder its name, once its files and manifest are on the disk. `latest` is written last.
 
-        A checkpoint of that name that is there already (damaged, say) is replaced.
+        An older checkpoint of that name (a damaged one, for example) is replaced.
 
         Raises:
-            RuntimeError: files are missing or cut; it is not committed.
-            OSError: the disk refuses.
+            RuntimeError: files are missing or truncated; it is not committed.
+            OSError: the disk reports an error.
         """
         partial, place = self.root / f"{name}{PARTIAL}", self.root / name
         fault = damage(partial, checksums=False)
@@ -100,7 +102,7 @@ class CheckpointFolder:
         write_text(self.root / LATEST, name)
 
     def best(self) -> str | None:
-        """The checkpoint of the best evaluation: the newest whose manifest says that it was the best so far."""
+        """The checkpoint of the best evaluation: the newest one whose manifest has `best`."""
         for name in reversed(self.names()):
             manifest = read_manifest(self.root / name)
             if isinstance(manifest, Manifest) and manifest.best:
@@ -108,17 +110,17 @@ class CheckpointFolder:
         return None
 
     def newest_intact(self, checksums: bool = True) -> tuple[str | None, list[str]]:
-        """The checkpoint to go on from.
+        """The checkpoint to resume from.
 
         Args:
-            checksums: False trusts manifests and sizes.
+            checksums: False checks only manifests and sizes.
 
         Returns:
-            (name of the newest intact checkpoint, or None; what was found wrong on the way, a line each). No line and
-            no name: no checkpoint was ever saved here.
+            (name of the newest intact checkpoint, or None; a line for each fault that was found). No name and no
+            lines: no checkpoint was ever saved here.
         """
         names = self.names()
-        complaints = self._complaints_of_latest(names)
+        complaints = self._faults_of_latest(names)
         for name in reversed(names):
             fault = damage(self.root / name, checksums)
             if fault is None:
@@ -127,24 +129,24 @@ class CheckpointFolder:
         return None, complaints
 
     def prune(self, limit: int, protect: Set[str] = frozenset()) -> list[str]:
-        """Remove the oldest checkpoints, so that the newest `limit` whole ones stay, by manifests and sizes.
+        """Remove the oldest checkpoints, so that the newest `limit` intact ones stay, judged by manifests and sizes.
 
-        Nothing is removed while the newest checkpoint is damaged, or fewer than `limit` are whole; `best`, and
-        those of `protect`, stay in any case.
+        Nothing is removed while the newest checkpoint is damaged, or fewer than `limit` are intact. `best`, and
+        those of `protect`, always stay.
 
         Args:
             limit: 1 or more.
-            protect: names.
+            protect: names of further checkpoints to keep.
 
         Returns:
-            Names of those removed.
+            Names of the removed checkpoints.
 
         Raises:
             ValueError: `limit` is below 1.
             OSError: one cannot be removed.
         """
         if limit < 1:
-            raise ValueError(f"at least one checkpoint stays, so a limit of {limit} is none")
+            raise ValueError(f"at least one checkpoint must stay, so the limit cannot be {limit}")
         names = self.names()
         whole = [name for name in names if damage(self.root / name, checksums=False) is None]
         if len(whole) < limit or whole[-1] != names[-1]:
@@ -153,33 +155,46 @@ class CheckpointFolder:
         doomed = [name for name in names[: names.index(whole[-limit])] if name not in kept]
         for name in doomed:
             removed = self.root / f"{name}{REMOVED}"
-            os.rename(self.root / name, removed)  # half a checkpoint never stands under its name
+            os.rename(self.root / name, removed)  # no incomplete checkpoint ever has its name
             _remove(removed)
         return doomed
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """A failure to write inside becomes the user's to mend.
+    def quarantine_after(self, checkpoint: Path) -> None:
+        """Rename the checkpoints that are later than this one, so that no run resumes from them.
 
         Raises:
-            StorageError: for an `OSError` from inside.
+            UserError: the manifest of `checkpoint` cannot be read.
+            OSError: one cannot be renamed.
+        """
+        manifest = Manifest.read(checkpoint)
+        for name in self.names(since=(manifest.step, manifest.update + 1)):
+            places = (self.root / f"{name}{QUARANTINED}{number or ''}" for number in count())
+            place = next(place for place in places if not place.exists())
+            (self.root / name).rename(place)
+            logger().warning(f"{self.root / name} is later than {checkpoint.name}: quarantined as {place.name}")
+        sync_entries(self.root)  # after a power loss the old names must not be there again
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Convert a failure to write in the block into an error for the user.
+
+        Raises:
+            StorageError: for an `OSError` in the block.
         """
         try:
             yield
         except OSError as problem:
+            try:
+                newest, _ = self.newest_intact(checksums=False)
+            except OSError:  # a folder that cannot be written may be unreadable too
+                newest = None
+            intact = f"the newest intact checkpoint is {newest}" if newest else "no intact checkpoint is there"
             raise StorageError(
-                f"checkpoint {self.root}: cannot be written ({problem.strerror or problem}); {self._to_go_on_from()}; "
-                "mend that, then run the same command again"
+                f"checkpoint {self.root}: cannot be written ({problem.strerror or problem}); {intact}; correct this, "
+                "then run the same command again"
             ) from problem
 
-    def _to_go_on_from(self) -> str:
-        try:
-            newest, _ = self.newest_intact(checksums=False)
-        except OSError:  # what cannot be written may be unreadable too
-            newest = None
-        return f"the newest intact checkpoint is {newest}" if newest else "no intact checkpoint is there"
-
-    def _complaints_of_latest(self, names: list[str]) -> list[str]:
+    def _faults_of_latest(self, names: list[str]) -> list[str]:
         path = self.root / LATEST
         try:
             latest = path.read_bytes().decode("utf-8", errors="replace").strip() if path.exists() else None

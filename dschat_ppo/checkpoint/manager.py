@@ -1,4 +1,4 @@
-"""Saves the state of a run when it is time, and puts it back."""
+"""The checkpoint manager: saves the state of a run when a checkpoint is due. Also restores it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manifest import FileEntry, Manifest, describe_file
 from dschat_ppo.checkpoint.reshard import load_engine_resharded
 from dschat_ppo.checkpoint.resumable import RankStates, Resumable
-from dschat_ppo.checkpoint.resume import RunIdentity
-from dschat_ppo.checkpoint.rng_state import random_state, restore_random_state
+from dschat_ppo.checkpoint.rng_state import capture_rng_state, restore_rng_state
+from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL
@@ -36,7 +36,7 @@ SHARED = "shared.pt"
 PACKAGES = ("torch", "deepspeed", "transformers")
 
 
-Written = tuple[dict[str, FileEntry], str | None]  # files by their path in the checkpoint, or why there are none
+Written = tuple[dict[str, FileEntry], str | None]  # files by path in the checkpoint, and why they could not be written
 
 
 def rank_file(rank: int) -> str:
@@ -44,58 +44,53 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt"
 
 
-def restore(folder: Path, subject: Resumable, seed: int) -> Manifest:
-    """Put the state in a checkpoint folder into a freshly built trainer. Collective.
+def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
+    """Restore the state in a checkpoint folder into a freshly built trainer. Collective.
 
-    On the ranks, ZeRO stages and dtype that it was saved with the run goes on to the last bit (on a GPU: with
-    `--deterministic`); on others it goes on in the same order of data, with numbers that differ by rounding and other
-    dropout.
+    With the ranks, ZeRO stages and dtype of the checkpoint the run continues bit for bit (on a GPU: with
+    `--deterministic`). With others it continues in the same order of data, with numbers that differ by rounding and
+    with other dropout.
 
     Args:
         folder: an intact checkpoint.
-        subject: the trainer.
+        trainer: receives the state.
         seed: of the run.
     """
     manifest = Manifest.read(folder)
-    _say_other_versions(manifest.versions, _versions())
-    for role, engine in subject.engines_to_save.items():
+    versions = [(name, manifest.versions.get(name), now) for name, now in _versions().items()]
+    changed = [f"{name} {before} -> {now}" for name, before, now in versions if before != now]
+    if changed:
+        logger().info(f"versions that changed since the checkpoint was saved: {', '.join(changed)}")
+    for role, engine in trainer.engines_to_save.items():
         if not (folder / role).is_dir():
-            logger().info(f"{role}: was not trained when the checkpoint was saved, so it begins anew")
+            logger().info(f"{role}: was not trained when the checkpoint was saved, so it starts from scratch")
             continue
-        with _flags_of_optimizer(engine):
+        with _optimizer_flags_kept(engine):
             if has_layout_of(engine, folder / role):
                 load_engine(engine, folder / role)
             else:
-                logger().info(
-                    f"{role}: saved by {manifest.world_size} ranks, with another layout of its states; divided anew"
-                )
+                logger().info(f"{role}: saved by {manifest.world_size} ranks, with another layout; resharded")
                 load_engine_resharded(engine, folder / role)
     own = load_state(folder / rank_file(dist.rank())) if manifest.world_size == dist.world_size() else None
-    everybody = range(manifest.world_size)
-    ranks = RankStates(own, lambda: (load_state(folder / rank_file(rank)) for rank in everybody))
-    subject.load_state(load_state(folder / SHARED), ranks)
+    saved_ranks = range(manifest.world_size)
+    ranks = RankStates(own, lambda: (load_state(folder / rank_file(rank)) for rank in saved_ranks))
+    trainer.load_state(load_state(folder / SHARED), ranks)
     if own is not None:
-        restore_random_state(own["random"])
+        restore_rng_state(own["random"])
     else:
         seed_this_rank(seed + manifest.step)
     return manifest
 
 
 def _versions() -> dict[str, str]:
-    """Package -> version, of what a run computes with."""
+    """Package -> version, of the packages that compute."""
     return {"dschat_ppo": dschat_ppo.__version__, **{name: version(name) for name in PACKAGES}}
 
 
-def _say_other_versions(saved: dict[str, str], now: dict[str, str]) -> None:
-    changed = [f"{name} {saved.get(name)} -> {here}" for name, here in now.items() if saved.get(name) != here]
-    if changed:
-        logger().info(f"versions that changed since the checkpoint was saved: {', '.join(changed)}")
-
-
 @contextmanager
-def _flags_of_optimizer(engine: Any) -> Iterator[None]:
-    """Learning rate and its schedule, betas, epsilon and weight decay stay those that the engine was built with, where
-    the states that are loaded inside hold others (`--resume_force`)."""
+def _optimizer_flags_kept(engine: Any) -> Iterator[None]:
+    """Keep the learning rate, its schedule, betas, epsilon and weight decay with which the engine was built, where the
+    states that the block loads hold others (`--resume_force`)."""
     scheduler, names = engine.lr_scheduler, ("betas", "eps", "weight_decay")
     rates = list(scheduler.base_lrs)
     settings = [{name: group[name] for name in names} for group in engine.optimizer.param_groups]
@@ -109,47 +104,47 @@ def _flags_of_optimizer(engine: Any) -> Iterator[None]:
 
 
 class CheckpointManager:
-    """A `Checkpointer` that saves checkpoints while training goes on.
+    """A `Checkpointer` that saves checkpoints while training continues.
 
-    The files of a checkpoint are written in the background; at a later boundary, when every rank has written its own,
-    it gets its name and `latest` moves.
+    The files of a checkpoint are written in the background. At a later call of `save_if_due`, when every rank has
+    written its files, the checkpoint is committed: it gets its name, and `latest` names it.
 
     Args:
         output: `--output_dir`.
-        subject: the trainer.
+        trainer: its state is saved.
         flags: when to save.
-        about: what goes into the manifest.
-        writer: of the metrics, whose length belongs to the state.
-        saved: position of the checkpoint in this folder that the run goes on from, or None.
-        to_go_on: what the user does after a stop.
+        identity: of the run, for the manifest.
+        metrics: writer of `metrics.jsonl`, whose length is part of the state.
+        saved: position of the checkpoint in this folder from which the run resumes, or None.
+        how_to_resume: for the message of a stop.
     """
 
     def __init__(
-        self, output: Path, subject: Resumable, flags: SafetyFlags, about: RunIdentity, writer: MetricsWriter,
-        saved: tuple[int, int] | None = None, to_go_on: str = "run the same command again to go on",
+        self, output: Path, trainer: Resumable, flags: SafetyFlags, identity: RunIdentity, metrics: MetricsWriter,
+        saved: tuple[int, int] | None = None, how_to_resume: str = "run the same command again to resume",
     ):  # fmt: skip
         self._folder = CheckpointFolder(output)
-        self._subject = subject
+        self._trainer = trainer
         self._flags = flags
-        self._about = about
-        self._metrics = writer
-        self._to_go_on = to_go_on
+        self._identity = identity
+        self._metrics = metrics
+        self._how_to_resume = how_to_resume
         self._files = BackgroundWriter()
-        self._pending: Manifest | None = None  # written in the background, not committed
-        self._shared_file: Written = {}, None
+        self._pending: Manifest | None = None  # of a checkpoint that is written in the background, not committed
+        self._small_files: Written = {}, None
         self._saved = saved
         self._saved_at = time.monotonic()
 
     def save_if_due(self) -> None:
         """See `Checkpointer`."""
-        mine = [stop_requests.requested(), dist.is_main() and self._is_time(), not self._files.done()]
+        mine = [stop_requests.requested(), dist.is_main() and self._is_due(), not self._files.done()]
         stop, due, writing = self._any(mine)
         if self._pending is not None and not writing:
             self._commit()
         if stop:
             self.finish()
-            place = self._folder.root / checkpoint_name(*self._subject.position)
-            raise StopRequested(f"stopped as asked, saved as {place}; {self._to_go_on}")
+            path = self._folder.root / checkpoint_name(*self._trainer.position)
+            raise StopRequested(f"stopped as asked, saved as {path}; {self._how_to_resume}")
         if due:
             self._save()
 
@@ -158,97 +153,95 @@ class CheckpointManager:
         return self._any([stop_requests.requested()])[0]
 
     def finish(self) -> None:
-        """Save the state as it is now, unless it is saved already, and wait until it is on the disk. Collective."""
-        if self._saved != self._subject.position:
+        """Save the current state, unless it is saved already, and wait until it is on the disk. Collective."""
+        if self._saved != self._trainer.position:
             self._save()
         if self._pending is not None:
             self._commit()
 
     def _any(self, mine: list[bool]) -> list[bool]:
+        """For each flag, whether it is set on any rank."""
         flags = dist.all_reduce(torch.tensor(mine, dtype=torch.int32, device=dist.device()), "max")
         return [bool(flag) for flag in flags.tolist()]
 
-    def _is_time(self) -> bool:
-        step, update = self._subject.position
+    def _is_due(self) -> bool:
+        step, update = self._trainer.position
         every, minutes = self._flags.save_steps, self._flags.save_minutes
         by_count = every > 0 and update == 0 and step % every == 0 and self._saved != (step, update)
         return by_count or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
 
     def _save(self) -> None:
-        """Copy the state and begin to write it; what is still being written is waited for first.
+        """Copy the state and start to write it, after the checkpoint before is committed. Collective.
 
         Raises:
-            NonFiniteError: a weight is not finite; the checkpoints before stay the newest.
+            NonFiniteError: a weight is not finite; the checkpoint before remains the newest.
         """
         if self._pending is not None:
             self._commit()
-        started, subject = time.perf_counter(), self._subject
-        for role, engine in subject.engines_to_save.items():
+        started, trainer = time.perf_counter(), self._trainer
+        for role, engine in trainer.engines_to_save.items():
             require_finite_weights(role, engine)
-        name = checkpoint_name(*subject.position)
+        step, update = trainer.position
+        name = checkpoint_name(step, update)
         self._on_main(lambda: self._make_folders(name))
         folder = self._partial(name)
-        for role, engine in subject.engines_to_save.items():
+        for role, engine in trainer.engines_to_save.items():
             save_engine(engine, folder / role, self._files)
-        own = {"random": random_state(), **subject.rank_state()}
+        own = {"random": capture_rng_state(), **trainer.rank_state()}
         self._files.save(own, str(folder / rank_file(dist.rank())))
-        self._shared_file = self._save_shared(folder)
-        self._pending = self._manifest()
-        self._saved, self._saved_at = subject.position, time.monotonic()
+        self._small_files = self._write_small_files(folder)
+        self._pending = Manifest(
+            kind=self._identity.kind,
+            step=step,
+            update=update,
+            world_size=dist.world_size(),
+            config=self._identity.config,
+            versions=_versions(),
+            data=self._identity.data,
+            files={},
+            best=trainer.is_best,
+            metrics_offset=self._metrics.saved_offset(),
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        self._saved, self._saved_at = trainer.position, time.monotonic()
         logger().info(f"checkpoint {name}: copied in {time.perf_counter() - started:.1f} s, being written")
-
-    def _save_shared(self, folder: Path) -> Written:
-        """What all ranks have in common and a copy of the metrics, by rank 0 and at once: they are small."""
-        if not dist.is_main():
-            return {}, None
-        try:
-            with self._folder.writing():
-                save_state(folder / SHARED, self._subject.shared_state())
-                self._metrics.copy_to(folder / METRICS)
-                return {name: describe_file(folder / name) for name in (SHARED, METRICS)}, None
-        except StorageError as problem:
-            return {}, str(problem)
 
     def _partial(self, name: str) -> Path:
         return self._folder.root / f"{name}{PARTIAL}"
 
     def _make_folders(self, name: str) -> None:
         folder = self._folder.partial(name)
-        for role in self._subject.engines_to_save:
+        for role in self._trainer.engines_to_save:
             (folder / role / "state").mkdir(parents=True)
 
-    def _manifest(self) -> Manifest:
-        step, update = self._subject.position
-        return Manifest(
-            kind=self._about.kind,
-            step=step,
-            update=update,
-            world_size=dist.world_size(),
-            config=self._about.config,
-            versions=_versions(),
-            data=self._about.data,
-            files={},
-            best=self._subject.is_best,
-            metrics_offset=self._metrics.saved_offset(),
-            saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
+    def _write_small_files(self, folder: Path) -> Written:
+        """On rank 0, the state that all ranks share and a copy of the metrics: small, so written in the foreground."""
+        if not dist.is_main():
+            return {}, None
+        try:
+            with self._folder.writing():
+                save_state(folder / SHARED, self._trainer.shared_state())
+                self._metrics.copy_to(folder / METRICS)
+                return {name: describe_file(folder / name) for name in (SHARED, METRICS)}, None
+        except StorageError as problem:
+            return {}, str(problem)
 
     def _commit(self) -> None:
-        """Wait for the files of all ranks, and let the checkpoint appear under its name. Collective."""
+        """Wait for the files of all ranks, and give the checkpoint its name. Collective."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         name = checkpoint_name(pending.step, pending.update)
-        found = [part for rank in dist.gather_objects([self._shared_file, self._files_of_rank(name)]) for part in rank]
+        found = [part for rank in dist.gather_objects([self._small_files, self._wait_for_files(name)]) for part in rank]
         for _, problem in found:
             if problem is not None:
                 raise StorageError(problem)
-        everything = {path: entry for part, _ in found for path, entry in part.items()}
-        self._on_main(lambda: self._commit_on_main(name, pending, everything))
-        size = sum(entry["bytes"] for entry in everything.values())
+        files = {path: entry for part, _ in found for path, entry in part.items()}
+        self._on_main(lambda: self._publish(name, replace(pending, files=files)))
+        size = sum(entry["bytes"] for entry in files.values())
         logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
 
-    def _files_of_rank(self, name: str) -> Written:
-        """What this rank has written in the background, once it is on the disk."""
+    def _wait_for_files(self, name: str) -> Written:
+        """The files that this rank has written in the background, once they are on the disk."""
         files: dict[str, FileEntry] = {}
         try:
             with self._folder.writing():
@@ -258,19 +251,19 @@ class CheckpointManager:
             return {}, str(problem)
         return files, None
 
-    def _commit_on_main(self, name: str, pending: Manifest, files: dict[str, FileEntry]) -> None:
-        replace(pending, files=files).write(self._partial(name))
+    def _publish(self, name: str, manifest: Manifest) -> None:
+        manifest.write(self._partial(name))
         self._folder.commit(name)
         for removed in self._folder.prune(self._flags.save_total_limit, protect={name}):
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
 
-    def _on_main(self, act: Callable[[], None]) -> None:
-        """Do something to the disk on rank 0; if it cannot be done, all ranks raise `StorageError`."""
+    def _on_main(self, write: Callable[[], None]) -> None:
+        """Write to the disk on rank 0. If that fails, all ranks raise `StorageError`."""
         problem = None
         if dist.is_main():
             try:
                 with self._folder.writing():
-                    act()
+                    write()
             except StorageError as raised:
                 problem = str(raised)
         problem = dist.broadcast_object(problem)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself in `manifest.json`, written last of its files, and whether they are as it says."""
+"""`manifest.json`: the description of a checkpoint, written as the last of its files, and the check for damage."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from dschat_ppo.checkpoint.state_file import write_text
-from dschat_ppo.common.atomic_files import checksum
+from dschat_ppo.common.atomic_files import checksum, write_text
 from dschat_ppo.errors import UserError
 
-FORMAT = 1  # raise it when a checkpoint of today could not be read by the code of before
+FORMAT = 1  # raise it when older code cannot read new checkpoints
 FILE_NAME = "manifest.json"
 _OWN_CHECKSUM = "sha256"
 _RANK = re.compile(r"(?:^|/|zero_pp_)rank_(\d+)")  # rank_1.pt, and DeepSpeed's zero_pp_rank_1_mp_rank_00_*.pt
@@ -28,13 +27,21 @@ class FileEntry(TypedDict):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint.
+    """The description of a checkpoint.
 
-    `kind`: the step; `step`: optimizer steps done (PPO steps in step 3), `update`: updates done of the PPO step after
-    it; `world_size`: number of ranks; `config`: flag -> value, and what the flags amount to (see `changes`);
-    `versions`: package -> version; `data`: fingerprint of the token rows; `files`: path inside the folder -> size and
-    checksum; `best`: whether it is that of the best evaluation so far; `metrics_offset`: bytes of `metrics.jsonl` that
-    belong to it; `saved_at`: ISO 8601; `format`: of the checkpoint.
+    Attributes:
+        kind: the step.
+        step: optimizer steps done (PPO steps in step 3).
+        update: updates done of the PPO step after it.
+        world_size: number of ranks.
+        config: `RunIdentity.config`: flags, derived batch sizes and fingerprints of the inputs.
+        versions: package -> version.
+        data: fingerprint of the training rows.
+        files: path inside the folder -> size and checksum.
+        best: whether the evaluation at this checkpoint is the best so far.
+        metrics_offset: length of `metrics.jsonl` in bytes at this checkpoint.
+        saved_at: ISO 8601.
+        format: version of the format.
     """
 
     kind: Literal["sft", "reward", "ppo"]
@@ -51,7 +58,7 @@ class Manifest:
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        """Write `folder/manifest.json` durably; the last of a checkpoint's files.
+        """Write `folder/manifest.json` durably. It is the last file of a checkpoint.
 
         Raises:
             OSError: it cannot be written.
@@ -65,7 +72,7 @@ class Manifest:
         """The manifest of a checkpoint folder.
 
         Raises:
-            UserError: there is none, or it cannot be used; the message names folder and fault.
+            UserError: there is none, or it cannot be used; the message names the folder and the fault.
         """
         found = read_manifest(folder)
         if isinstance(found, str):
@@ -74,25 +81,24 @@ class Manifest:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Size and checksum of a file as they go into `Manifest.files`."""
+    """The entry of a file in `Manifest.files`."""
     return {"bytes": path.stat().st_size, "sha256": checksum(path)}
 
 
 def damage(folder: Path, checksums: bool = True) -> str | None:
-    """The first fault found in a checkpoint folder; None: it is intact.
+    """The first fault of a checkpoint folder; None: it is intact.
 
-    All sizes are looked at before the first checksum, which takes reading everything. The manifest's own checksum is
-    looked at in any case.
+    All sizes are checked before the first checksum, because checksums read everything. The manifest's own checksum is
+    always checked.
 
     Args:
         folder: of the checkpoint.
-        checksums: False looks at the manifest and the sizes alone.
+        checksums: False checks only the manifest and the sizes.
     """
     manifest = read_manifest(folder)
     if isinstance(manifest, str):
         return manifest
-    look = (_wrong_size, _wrong_content) if checksums else (_wrong_size,)
-    for fault_of in look:
+    for fault_of in (_size_fault, _content_fault) if checksums else (_size_fault,):
         for name, entry in manifest.files.items():
             try:
                 fault = fault_of(folder / name, entry)
@@ -105,14 +111,14 @@ def damage(folder: Path, checksums: bool = True) -> str | None:
     return None
 
 
-def _wrong_size(path: Path, entry: FileEntry) -> str | None:
-    there, due = path.stat().st_size, entry["bytes"]
-    if there < due:
-        return f" is truncated: {there} of {due} bytes"
-    return f" has {there} bytes instead of {due}" if there > due else None
+def _size_fault(path: Path, entry: FileEntry) -> str | None:
+    size, expected = path.stat().st_size, entry["bytes"]
+    if size < expected:
+        return f" is truncated: {size} of {expected} bytes"
+    return f" has {size} bytes instead of {expected}" if size > expected else None
 
 
-def _wrong_content(path: Path, entry: FileEntry) -> str | None:
+def _content_fault(path: Path, entry: FileEntry) -> str | None:
     return ": checksum differs: the file changed on disk" if checksum(path) != entry["sha256"] else None
 
 
@@ -122,13 +128,13 @@ def _whose(name: str) -> str:
 
 
 def _seal(content: dict[str, Any]) -> str:
-    """Checksum of the manifest itself, independent of how its JSON is laid out."""
+    """Checksum of the manifest itself, independent of the layout of its JSON."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest | str:
-    """The manifest of a checkpoint folder, or what is wrong with it."""
+    """The manifest of a checkpoint folder, or its fault."""
     try:
         content = json.loads((folder / FILE_NAME).read_bytes())
     except FileNotFoundError:
@@ -139,15 +145,14 @@ def read_manifest(folder: Path) -> Manifest | str:
         return f"{FILE_NAME} is damaged: it is not JSON"
     if not isinstance(content, dict):
         return f"{FILE_NAME} is damaged: it holds no settings"
-    return _checked(content)
-
-
-def _checked(content: dict[str, Any]) -> Manifest | str:
     made = content.get("format")
     if type(made) is not int or made < 1:
         return f"{FILE_NAME} is damaged: it does not say its format"
     if made > FORMAT:
-        return f"is of format {made}, made by a newer version{_maker(content)}; this one knows formats up to {FORMAT}"
+        versions = content.get("versions")
+        maker = versions.get("dschat_ppo") if isinstance(versions, dict) else None
+        by = f" (dschat_ppo {maker})" if maker else ""
+        return f"is of format {made}, made by a newer version{by}; this one knows formats up to {FORMAT}"
     missing = [field.name for field in fields(Manifest) if field.name not in content]
     if missing:
         return f"{FILE_NAME} is damaged: it lacks {', '.join(missing)}"
@@ -155,9 +160,3 @@ def _checked(content: dict[str, Any]) -> Manifest | str:
     if seal != _seal(content):
         return f"{FILE_NAME}: checksum differs: the file changed on disk"
     return Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
-
-
-def _maker(content: dict[str, Any]) -> str:
-    versions = content.get("versions")
-    made = versions.get("dschat_ppo") if isinstance(versions, dict) else None
-    return f" (dschat_ppo {made})" if made else ""

@@ -1,17 +1,17 @@
-"""The states of an engine into an engine of any other world size, ZeRO stage or dtype.
+"""Reshard the states of an engine: load them into an engine of any other world size, ZeRO stage or dtype.
 
-Whatever the stage, a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments in
-the same order. A `Fragment` says which elements of which parameter lie where. With the fragments of all ranks that
-saved and those of the engine that loads, every piece is copied straight from the mapped files to where it belongs: no
-second set of files, no more memory than this rank's own part, and nothing unpickled but what `load_file` allows.
+At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments in the
+same order. A `Fragment` describes which elements of which parameter lie where. From the fragments of all ranks that
+saved and those of the engine that loads, every piece is copied directly from the mapped files to its place: without a
+second set of files, without more memory than this rank's part, and without unpickling more than `load_file` allows.
 
-DeepSpeed's own way is a universal checkpoint: `ds_to_universal` converts, `load_universal` loads. It was tried (0.19.8;
-2 ranks to 1) and does not do: a folder that stage 2 saved cannot be loaded by stage 3, nor the other way round, because
-each looks for the other's files; stage 3 takes the settings of the first parameter group for all groups, so biases and
-norms begin to decay, and the third loss differs by 1 %; stage 0 has no files that can be converted; everything is
-unpickled with `weights_only=False` and written twice more. `safe_set_full_optimizer_state` does not do either: at
-stages 1 and 2 it knows no moments but those of the first parameter group, and of none before a step was made. The
-files of stages 1 to 3 can still be converted by `ds_to_universal` for use elsewhere; the tests compare with it.
+DeepSpeed's universal checkpoints (`ds_to_universal` converts, `load_universal` loads) were tried (0.19.8; 2 ranks to 1)
+and are not sufficient: stage 3 cannot load a folder that stage 2 saved, nor the reverse, because each looks for the
+other's files; stage 3 takes the settings of the first parameter group for all groups, so biases and norms begin to
+decay, and the third loss differs by 1 %; stage 0 has no files that can be converted; everything is unpickled with
+`weights_only=False` and written twice more. `safe_set_full_optimizer_state` is not sufficient either: at stages 1 and 2
+it handles only the moments of the first parameter group, and none before the first step. `ds_to_universal` can still
+convert the files of stages 1 to 3 for other uses; the tests compare with it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class Fragment:
-    """`length` elements from `start` on of flattened parameter `name` lie from `offset` on in flat tensor `flat`."""
+    """`length` elements of flattened parameter `name`, from `start` on, lie in flat tensor `flat` from `offset` on."""
 
     name: str
     start: int
@@ -66,10 +66,14 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of saved states.
+    """The saved states of one rank.
 
-    `flats[i]` maps "fp32" (weights) and, once a step was made, "exp_avg" and "exp_avg_sq" to 1-D fp32 tensors of one
-    order. `steps` is AdamW's count. `loss_scale` is what DeepSpeed saves of it; {} at stage 0.
+    Attributes:
+        fragments: which elements the flat tensors hold.
+        flats: for each flat tensor "fp32" (weights) and, after the first step, "exp_avg" and "exp_avg_sq" -> 1-D fp32
+            tensors in the same order.
+        steps: AdamW's step count.
+        loss_scale: DeepSpeed's state of the loss scale; {} at stage 0.
     """
 
     fragments: list[Fragment]
@@ -79,14 +83,14 @@ class Shard:
 
 
 def load_engine_resharded(engine: Any, folder: Path) -> None:
-    """Put the states in `folder`, saved with any layout, into a freshly built engine of the same model. Collective.
+    """Load the states in `folder`, saved with any layout, into a freshly built engine of the same model. Collective.
 
-    Weights (the fp32 masters where there are some), moments, step count, learning rate, schedule and counters are
-    those that were saved, to the last bit; what training makes of them differs by rounding. The loss scale is taken
-    over if the dtype is the same. Betas, epsilon and weight decay are the engine's. Frozen parameters stay as built.
+    Weights (the fp32 masters, if any), moments, step count, learning rate, schedule and counters are restored bit for
+    bit; further training differs by rounding. The loss scale is restored if the dtype is the same. Betas, epsilon and
+    weight decay remain those of the engine. Frozen parameters stay as built.
 
     Raises:
-        UserError: the states are those of another model, incomplete, or in a file that is not safe to open.
+        UserError: the states belong to another model, are incomplete, or lie in a file that is not safe to open.
     """
     common = model_states(folder)
     shards = read_shards(folder, common)
@@ -105,30 +109,25 @@ def load_engine_resharded(engine: Any, folder: Path) -> None:
 
 
 def read_shards(folder: Path, common: Mapping[str, Any]) -> list[Shard]:
-    """The parts of all ranks that saved, in rank order. `common` is `model_states(folder)`.
+    """The states of all ranks that saved, in rank order. `common` is `model_states(folder)`.
 
     Raises:
         UserError: a rank's file is missing or not safe to open.
     """
-    if common["optimizer"] is not None:
-        return [_whole_shard(common)]
+    if common["optimizer"] is not None:  # stage 0 in fp32: every rank holds everything, in a plain torch optimizer
+        names, states = common[PARAMETER_NAMES], common["optimizer"]["state"]
+        weights = [common["module"][name].flatten() for name in names]
+        fragments = [Fragment(name, 0, weights[flat].numel(), flat, 0) for flat, name in enumerate(names)]
+        return [_shard(fragments, weights, states, {})]
     ranks = common["dp_world_size"]
-    begun: dict[str, int] = defaultdict(int)
-    return [_read_shard(folder, rank, ranks, common["param_shapes"], begun) for rank in range(ranks)]
-
-
-def _whole_shard(common: Mapping[str, Any]) -> Shard:
-    """Stage 0 in fp32: every rank holds everything, in a plain torch optimizer."""
-    names, states = common[PARAMETER_NAMES], common["optimizer"]["state"]
-    weights = [common["module"][name].flatten() for name in names]
-    fragments = [Fragment(name, 0, weights[flat].numel(), flat, 0) for flat, name in enumerate(names)]
-    return _shard(fragments, weights, states, {})
+    held: dict[str, int] = defaultdict(int)
+    return [_read_shard(folder, rank, ranks, common["param_shapes"], held) for rank in range(ranks)]
 
 
 def _read_shard(
-    folder: Path, rank: int, ranks: int, shapes: Sequence[Mapping[str, torch.Size]], begun: dict[str, int]
+    folder: Path, rank: int, ranks: int, shapes: Sequence[Mapping[str, torch.Size]], held: dict[str, int]
 ) -> Shard:
-    """ZeRO: the file of one rank. `begun` says how much of each parameter lower ranks hold (stages 1 and 2)."""
+    """ZeRO: the file of one rank. `held`: parameter -> number of elements that lower ranks hold (stages 1 and 2)."""
     name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
     found = [path for path in (folder / TAG / name, folder / TAG / f"bf16_{name}") if path.is_file()]
     if not found:
@@ -141,8 +140,8 @@ def _read_shard(
     fragments = []
     for flat, addresses in enumerate(state[PARAM_SLICE_MAPPINGS]):
         for name, address in addresses.items():
-            fragments.append(Fragment(name, begun[name], address.numel, flat, address.start))
-            begun[name] += address.numel
+            fragments.append(Fragment(name, held[name], address.numel, flat, address.start))
+            held[name] += address.numel
     base = state[BASE_OPTIMIZER_STATE]["state"]
     return _shard(fragments, state[SINGLE_PARTITION_OF_FP32_GROUPS], base, loss_scale)
 
@@ -150,7 +149,7 @@ def _read_shard(
 def _shard(
     fragments: list[Fragment], weights: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]], loss_scale: dict
 ) -> Shard:
-    """`states[i]` is what the optimizer knows of `weights[i]`; nothing before the first step."""
+    """`states[i]` is the optimizer state of `weights[i]`; empty before the first step."""
     flats = []
     for number, weight in enumerate(weights):
         moments = {key: value.flatten() for key, value in states.get(number, {}).items() if key in MOMENTS}
@@ -160,10 +159,10 @@ def _shard(
 
 
 def partitioned_fragments(shapes: Sequence[Mapping[str, torch.Size]], rank: int, ranks: int) -> list[Fragment]:
-    """ZeRO-3: each parameter is padded and cut into as many equal parts as there are ranks.
+    """ZeRO-3: each parameter is padded and divided into equal parts, one for each rank.
 
     Args:
-        shapes: for each flat tensor the names and shapes of its parameters, in order.
+        shapes: for each flat tensor: parameter -> shape, in order.
     """
     fragments = []
     for flat, group in enumerate(shapes):
@@ -178,7 +177,7 @@ def partitioned_fragments(shapes: Sequence[Mapping[str, torch.Size]], rank: int,
 
 
 def _fragments_of(engine: Any) -> list[Fragment]:
-    """What this rank of the engine holds where."""
+    """The fragments of this rank of the engine."""
     if engine.zero_optimization_partition_weights():
         return partitioned_fragments(engine._get_zero_param_shapes(), dist.rank(), dist.world_size())
     if not engine.zero_optimization():
@@ -186,7 +185,7 @@ def _fragments_of(engine: Any) -> list[Fragment]:
         return [Fragment(engine.param_names[weight], 0, weight.numel(), i, 0) for i, weight in enumerate(weights)]
     fragments = []
     for weight, name in engine.param_names.items():
-        held = getattr(weight, "_hp_mapping", None)  # None: other ranks hold all of it, or it is frozen
+        held = getattr(weight, "_hp_mapping", None)  # None: other ranks hold it, or it is frozen
         if held is not None:
             here, there = held.lp_fragment_address, held.hp_fragment_address
             fragments.append(Fragment(name, here.start, here.numel, held.param_group_index, there.start))
@@ -213,46 +212,42 @@ def _require_same_parameters(folder: Path, shards: Sequence[Shard], engine: Any)
 
 
 def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Flat tensors in which the `wanted` fragments hold what the shards say of those elements, and all else is 0.
+    """Flat tensors with the elements of the `wanted` fragments, copied from the shards; other elements are 0.
 
     Args:
+        shards: of all ranks that saved.
+        wanted: the fragments of this rank.
         lengths: of each flat tensor, in elements.
 
     Returns:
-        For each flat tensor a dict as in `Shard.flats`, fp32 on the host; moments only if a step was made.
+        For each flat tensor a dict as in `Shard.flats`, fp32 on the host; moments only after the first step.
     """
-    held = defaultdict(list)
+    saved = defaultdict(list)
     for shard in shards:
         for fragment in shard.fragments:
-            held[fragment.name].append((fragment, shard.flats[fragment.flat]))
+            saved[fragment.name].append((fragment, shard.flats[fragment.flat]))
     keys = (WEIGHTS, *MOMENTS) if any(shard.steps for shard in shards) else (WEIGHTS,)
     flats = [{key: torch.zeros(length) for key in keys} for length in lengths]
     for target in wanted:
-        for source, states in held[target.name]:
-            _copy_overlap(target, flats[target.flat], source, states)
+        for source, states in saved[target.name]:
+            start = max(target.start, source.start)
+            length = min(target.start + target.length, source.start + source.length) - start
+            if length > 0:
+                for key, values in states.items():
+                    piece = values.narrow(0, source.offset + start - source.start, length)
+                    flats[target.flat][key].narrow(0, target.offset + start - target.start, length).copy_(piece)
             heartbeat()  # the states of the other ranks are read from their files here
     return flats
 
 
-def _copy_overlap(target: Fragment, into: Mapping[str, Tensor], source: Fragment, states: Mapping[str, Tensor]) -> None:
-    """Copy the elements that two fragments of one parameter have in common."""
-    start = max(target.start, source.start)
-    length = min(target.start + target.length, source.start + source.length) - start
-    if length <= 0:
-        return
-    for key, values in states.items():
-        piece = values.narrow(0, source.offset + start - source.start, length)
-        into[key].narrow(0, target.offset + start - target.start, length).copy_(piece)
-
-
 def _install(engine: Any, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:
-    """Hand the flat tensors to the engine in the shape of its own state dict."""
+    """Load the flat tensors into the engine, in the form of its state dict."""
     masters = flat_masters(engine)
     moments: dict[int, dict[str, Any]] = {}
     if steps:
         for number, (master, flat) in enumerate(zip(masters, flats, strict=True)):
             moments[number] = {key: flat[key].view_as(master) for key in MOMENTS}
-            moments[number]["step"] = steps  # torch's AdamW makes a tensor of it
+            moments[number]["step"] = steps  # torch's AdamW converts it to a tensor
     state = engine.optimizer.state_dict() | loss_scale
     if not engine.zero_optimization():
         for weight, flat in zip(masters, flats, strict=True):

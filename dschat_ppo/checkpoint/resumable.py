@@ -1,4 +1,4 @@
-"""What can be saved and gone on from, and when it may be."""
+"""The interfaces between a trainer and its checkpoints: which state is saved, and when."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from dschat_ppo.common.logging import logger
 
 @dataclass(frozen=True)
 class RankStates:
-    """What `rank_state` gave on each rank of the saved run; files that may be large.
+    """The `rank_state` of each rank of the saved run; the files may be large.
 
-    `own` is this rank's, or None where the run was saved on another number of ranks. `read_all` reads those of all its
-    ranks, from rank 0 on, one at a time: for whoever has to divide anew what was divided among them.
+    Attributes:
+        own: the state of this rank; None if the run was saved on another number of ranks.
+        read_all: reads the states of all ranks that saved, from rank 0 on, one at a time, so that the ranks of now can
+            divide them again.
     """
 
     own: dict[str, Any] | None
     read_all: Callable[[], Iterator[dict[str, Any]]]
 
 
-def load_saved(what: str, state: Any, load: Callable[[Any], object]) -> None:
-    """Let a part of a trainer that is on now go on from its saved state.
+def load_saved(flag: str, state: Any, load: Callable[[Any], object]) -> None:
+    """Restore a part of a trainer that is on now from its saved state.
 
-    It has none where it was off when the checkpoint was saved (`--resume_force`); then it stays as it was built, and
-    that is said.
+    If it was off when the checkpoint was saved (`--resume_force`), there is no state: it stays as it was built, and a
+    line is logged.
 
     Args:
-        what: the flag that turns it on.
-        state: None or empty where there is none.
-        load: takes the state.
+        flag: the flag that turns it on.
+        state: None or empty if there is none.
+        load: called with the state.
     """
     if state:
         load(state)
     else:
-        say_it_begins_anew(what)
+        log_starts_from_scratch(flag)
 
 
-def say_it_begins_anew(what: str) -> None:
-    """Log that the checkpoint knows nothing of what this flag turns on."""
-    logger().info(f"{what}: was off when the checkpoint was saved, so it begins anew")
+def log_starts_from_scratch(flag: str) -> None:
+    """Log that the checkpoint holds no state of the part that this flag turns on."""
+    logger().info(f"{flag}: was off when the checkpoint was saved, so it starts from scratch")
 
 
 class Resumable(Protocol):
@@ -52,45 +54,45 @@ class Resumable(Protocol):
 
     @property
     def position(self) -> tuple[int, int]:
-        """Steps done, and updates done of the step in flight (0 between two steps)."""
+        """(steps done, updates done of the step in progress: 0 between two steps)."""
 
     @property
     def is_best(self) -> bool:
         """Whether the last evaluation, at this position, is the best so far."""
 
     def shared_state(self) -> dict[str, Any]:
-        """What all ranks have in common, as nested dicts and lists of tensors, texts and numbers."""
+        """The state that is equal on all ranks, as nested dicts and lists of tensors, texts and numbers."""
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank alone has."""
+        """The state of this rank, in the same form."""
 
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
-        """Go on from what the ranks of the saved run gave: `shared_state` of rank 0, `rank_state` of each."""
+        """Restore the state: `shared_state` of rank 0 of the saved run, and `rank_state` of its ranks."""
 
 
 class Checkpointer(Protocol):
     """What a trainer calls where its state can be saved. Collective."""
 
     def save_if_due(self) -> None:
-        """Save if it is time; stop the run if it is asked to.
+        """Save a checkpoint if one is due; end the run if a stop was requested.
 
         Raises:
             StopRequested: the state is saved and the run is to end.
         """
 
     def stop_requested(self) -> bool:
-        """Whether any rank was asked to stop."""
+        """Whether any rank received a stop request."""
 
 
-class _NoBoundary:
-    """Nothing is saved, nothing stops."""
+class _NoCheckpoints:
+    """Saves nothing and never stops."""
 
     def save_if_due(self) -> None:
-        """Go on."""
+        """Does nothing."""
 
     def stop_requested(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
 
-NO_CHECKPOINTS: Checkpointer = _NoBoundary()
+NO_CHECKPOINTS: Checkpointer = _NoCheckpoints()

@@ -1,4 +1,4 @@
-"""The state of every random stream of this process, for a checkpoint."""
+"""The RNG state of this process: every global random stream, for a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 
-def random_state() -> dict[str, Any]:
-    """Where the global streams of Python, numpy and torch (the CPU and every GPU) stand, as `save_state` takes it."""
+def capture_rng_state() -> dict[str, Any]:
+    """The state of the global streams of Python, numpy and torch (CPU and GPUs), in the form of `save_state`."""
     version, words, python_normal = random.getstate()
     legacy: dict[str, Any] = np.random.get_state(legacy=False)
     return {
@@ -28,11 +28,11 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the global streams to where `random_state` found them.
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Set the global streams to the state of `capture_rng_state`.
 
-    On a machine with another number of GPUs only this rank's own gets its stream back. Where one state has GPUs and
-    the other has none, their streams stay as they are.
+    On a machine with another number of GPUs only this rank's own GPU gets its stream back. If only the state or only
+    the machine has GPUs, the streams of GPUs stay unchanged.
     """
     python, legacy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))

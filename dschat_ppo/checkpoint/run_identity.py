@@ -1,27 +1,59 @@
-"""What a run reads that its flags only name, so that a resumed run can tell whether it is still the same."""
+"""The identity of a run: its flags, its derived batch sizes, and fingerprints of the data, models and files it reads.
+
+A run resumes only from a checkpoint of the same identity; `config_diff.py` decides which differences are allowed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
+import pyarrow
 from datasets import Dataset
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import checksum
-from dschat_ppo.data.fingerprint import fingerprint
-from dschat_ppo.models.model_files import model_fingerprint
+from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.config.cli import flatten
 
 EVAL_ROWS, TEXT_BLOCKS = "evaluation rows (SHA-256)", "blocks of plain text (SHA-256)"
-SHOWN = 16  # hex digits, enough to tell contents apart that changed by themselves
+_SHORT = 16  # hex digits, enough to detect an accidental change
+
+SAMPLES, SAMPLE_BYTES = 64, 2**16  # read of each large file of weights
+_WEIGHTS = ("*.safetensors", "*.bin")
+_READ_WHOLE = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model",
+    "*.jinja",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a run computes.
+
+    Attributes:
+        kind: the step.
+        config: flag -> value, derived batch sizes, and the fingerprints of `input_fingerprints`.
+        data: fingerprint of the training rows.
+    """
+
+    kind: Literal["sft", "reward", "ppo"]
+    config: dict[str, Any]
+    data: str
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads.
+    """What a run reads. The keys and flags name an input in a diff; None: the run has no such input.
 
-    `train`: token rows of training. The others by the name that a diff gives them, None where there is nothing:
-    `rows`, further token rows; `models`, (flag, local folder) each; `files`, (flag, path) each.
+    Attributes:
+        train: token rows of training.
+        rows: name -> further token rows.
+        models: (flag, local folder) of each model.
+        files: (flag, path) of each file.
     """
 
     train: Dataset
@@ -30,15 +62,75 @@ class RunInputs:
     files: Sequence[tuple[str, str | None]] = ()
 
 
-def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
-    """Name -> beginning of a SHA-256 for everything but the training rows, which a manifest holds by themselves.
+def identify_run(
+    kind: Literal["sft", "reward", "ppo"], config: Any, inputs: RunInputs, derived: Mapping[str, int]
+) -> RunIdentity:
+    """The identity of a run. Only rank 0 reads the inputs: on other ranks the fingerprints are missing.
 
-    Rows of evaluation are among them though nothing is trained on them: the best model is the best by their score.
+    Args:
+        kind: the step.
+        config: the configuration of the step.
+        inputs: what the run reads.
+        derived: derived batch sizes, see `config_diff.PRODUCTS`.
+
+    Raises:
+        OSError: an input cannot be read.
+    """
+    settings = flatten(config) | dict(derived)
+    if not dist.is_main():
+        return RunIdentity(kind, settings, "")
+    return RunIdentity(kind, settings | input_fingerprints(inputs), rows_fingerprint(inputs.train))
+
+
+def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
+    """Name -> first hex digits of the SHA-256 of each input, except the training rows.
+
+    Evaluation rows are included although no step trains on them: they decide which model is the best.
 
     Raises:
         OSError: a file cannot be read.
     """
-    found = {name: fingerprint(rows) for name, rows in inputs.rows.items() if rows is not None}
+    found = {name: rows_fingerprint(rows) for name, rows in inputs.rows.items() if rows is not None}
     found |= {f"contents of {flag}": model_fingerprint(folder) for flag, folder in inputs.models if folder is not None}
     found |= {f"contents of {flag}": checksum(Path(path)) for flag, path in inputs.files if path is not None}
-    return {name: digest[:SHOWN] for name, digest in found.items()}
+    return {name: digest[:_SHORT] for name, digest in found.items()}
+
+
+def rows_fingerprint(rows: Dataset) -> str:
+    """SHA-256 of the content of all rows in order, as 64 hex digits, independent of how they are stored."""
+    digest = hashlib.sha256()
+    for part in rows.with_format("arrow").iter(batch_size=4096):
+        table = part.replace_schema_metadata(None).combine_chunks()
+        stream = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+            writer.write_table(table)
+        digest.update(stream.getvalue())
+        heartbeat()  # only rank 0 does this, for any number of rows
+    return digest.hexdigest()
+
+
+def model_fingerprint(folder: str | Path) -> str:
+    """SHA-256 of a model folder, as 64 hex digits: of its configuration and tokenizer, and of samples of its weights.
+
+    For each file of weights it covers the name, the size and `SAMPLES` blocks of `SAMPLE_BYTES`, spread evenly from the
+    first byte to the last. Smaller files are read whole. Training changes nearly every weight, so any block detects
+    another model. A change of a few weights in a large file may lie between two blocks.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for patterns in (_READ_WHOLE, _WEIGHTS):
+        for path in sorted({path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}):
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            if patterns is _READ_WHOLE or size <= SAMPLES * SAMPLE_BYTES:
+                digest.update(path.read_bytes())
+                heartbeat()
+                continue
+            with path.open("rb", buffering=0) as file:
+                for number in range(SAMPLES):
+                    file.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
+                    heartbeat()
+    return digest.hexdigest()

@@ -1,1 +1,1 @@
-"""Ranks, collectives, seeds, log lines, phases: what every layer above may use."""
+"""Ranks, collectives, seeds, log lines, phases: for every layer above."""

@@ -1,7 +1,7 @@
-"""Files and folders that are whole or not there, whenever the machine stops.
+"""Write and replace files and folders so that after a crash or a power loss each is complete or absent.
 
 A disk may be slow. Each block that is read or written sends a heartbeat, and the watchdog is paused while the kernel
-flushes its buffers, which is one call however much there is. Nothing here waits for another rank.
+flushes its buffers, which is a single call for any amount of data. Nothing here waits for another rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PARTIAL = ".partial"
 _BLOCK_BYTES = 2**22
 
 
-def blocks_of(path: Path) -> Iterator[bytes]:
+def read_blocks(path: Path) -> Iterator[bytes]:
     """The content of a file, block by block."""
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
@@ -30,16 +30,16 @@ def blocks_of(path: Path) -> Iterator[bytes]:
 def checksum(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
-    for block in blocks_of(path):
+    for block in read_blocks(path):
         digest.update(block)
     return digest.hexdigest()
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Write a file beside its place, sync it to the disk, and rename it into its place.
+    """Write a file under the name `*.partial`, sync it to the disk, and rename it.
 
     Raises:
-        OSError: it cannot be written; the old content is still there.
+        OSError: it cannot be written; the old content remains.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -51,20 +51,29 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
             sync_file(file.fileno())
         os.replace(partial, path)
     except OSError:
-        with suppress(OSError):  # the first failure is the one to tell
+        with suppress(OSError):  # report the first failure
             partial.unlink()
         raise
     sync_entries(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, see `write_file`.
+
+    Raises:
+        OSError: it cannot be written; the old content remains.
+    """
+    write_file(path, text.encode("utf-8"))
+
+
 def sync_file(number: int) -> None:
-    """Have the content of an open file, given by its descriptor, on the disk before this returns."""
+    """Flush the content of an open file, given by its descriptor, to the disk."""
     with watchdog_paused():
         os.fsync(number)
 
 
 def sync_folder(folder: Path) -> None:
-    """Have every file and folder below `folder`, and itself, on the disk before this returns."""
+    """Flush `folder` and every file and folder below it to the disk."""
     for place, _, names in os.walk(folder):
         for name in names:
             _sync(Path(place) / name)
@@ -72,12 +81,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_entries(folder: Path) -> None:
-    """Have the names in `folder` (new, renamed, removed) on the disk before this returns."""
+    """Flush the names in `folder` (new, renamed, removed) to the disk."""
     _sync(folder)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it that are missing, and have their names on the disk before this returns."""
+    """Make a folder and its missing parents, and flush their names to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -85,14 +94,14 @@ def make_folder(path: Path) -> None:
 
 
 def empty_folder(path: Path) -> Path:
-    """`path` as a new folder; what was there is removed."""
+    """Make `path` a new, empty folder; old content is removed."""
     remove_folder(path)
     make_folder(path)
     return path
 
 
 def move_files_up(partial: Path) -> None:
-    """Let the finished files in `partial` take their places in the folder above it, each at once, weights last."""
+    """Move the finished files in `partial` into its parent folder, each atomically, weights last."""
     sync_folder(partial)
     for file in sorted(partial.iterdir(), key=lambda file: file.suffix == ".safetensors"):
         os.replace(file, partial.parent / file.name)
@@ -101,7 +110,7 @@ def move_files_up(partial: Path) -> None:
 
 
 def replace_folder(folder: Path, finished: Path) -> None:
-    """Let `finished` take the place of `folder`, which stands beside it as `*.old` until then."""
+    """Replace `folder` by `finished`. Until that is done, the old folder exists as `*.old`."""
     sync_folder(finished)
     old = folder.with_name(f"{folder.name}.old")
     remove_folder(old)
@@ -113,7 +122,7 @@ def replace_folder(folder: Path, finished: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Take a folder away with all that is in it, if it is there."""
+    """Remove a folder and its content, if it exists."""
     if folder.exists():
         with watchdog_paused():
             shutil.rmtree(folder)

@@ -15,17 +15,17 @@ from dschat_ppo.common.heartbeat import watchdog_paused
 
 
 def world_size() -> int:
-    """Number of ranks: known before `init` too, from the launcher's environment."""
+    """Number of ranks, from the launcher's environment: known before the process group exists."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """This process among all ranks."""
+    """The number of this process among all ranks."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """This process among the ranks of its machine."""
+    """The number of this process among the ranks of its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -35,19 +35,19 @@ def local_world_size() -> int:
 
 
 def is_main() -> bool:
-    """True on rank 0, the one that writes and prints."""
+    """True on rank 0, which writes files and prints."""
     return rank() == 0
 
 
 def device() -> torch.device:
-    """This rank's device, once `init` has run."""
+    """This rank's device, after `init_process_group`."""
     from deepspeed.accelerator import get_accelerator
 
     return torch.device(get_accelerator().current_device_name())
 
 
 def shutdown() -> None:
-    """Leave the process group, if one was joined."""
+    """Leave the process group, if this process has joined one."""
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
 
@@ -94,16 +94,16 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def first_problem(problem: str | None) -> str | None:
-    """What the first rank that has a problem says of it, on every rank; None if no rank has one. Collective."""
+    """The problem of the first rank that has one, on every rank; None if no rank has one. Collective."""
     return next((found for found in gather_objects(problem) if found), None)
 
 
 @contextmanager
 def main_rank_of_node_first() -> Iterator[None]:
-    """The block runs on each machine's first rank, then on its others, which find its files.
+    """Run the block on the first rank of each machine, then on its other ranks, which find the files of the first.
 
-    If the first rank fails, the others still run the block, so that all fail alike and none waits for ever. The
-    watchdog has patience with all of it; `runtime.process_group.TIMEOUT` is the limit.
+    If the first rank fails, the others still run the block, so that all fail in the same way and none waits forever.
+    The watchdog is paused for all of it; `runtime.process_group.TIMEOUT` is the limit.
     """
     with watchdog_paused():
         if local_rank() != 0:

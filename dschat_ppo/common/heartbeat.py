@@ -1,4 +1,4 @@
-"""Signs of life of this process. What it does with them is the watchdog's business (`runtime/watchdog.py`)."""
+"""The heartbeat: the process reports progress. The watchdog acts when it stops (`runtime/watchdog.py`)."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from dataclasses import dataclass
 
 
 @dataclass
-class _Signs:
-    """`last` in seconds of the monotonic clock; `watchdog_paused`: how many such blocks are open."""
+class _State:
+    """`last`: of the last heartbeat, in seconds of the monotonic clock; `pauses`: number of open `watchdog_paused`."""
 
     last: float
-    watchdog_paused: int = 0
-    on_heartbeat: Callable[[float], None] | None = None
+    pauses: int = 0
+    listener: Callable[[float], None] | None = None
 
 
-_SIGNS = _Signs(time.monotonic())
+_STATE = _State(time.monotonic())
 
 
 def heartbeat() -> None:
-    """This process makes progress: called in every loop whose rounds take less than the watchdog's limit. Cheap."""
-    _SIGNS.last = time.monotonic()
-    if _SIGNS.on_heartbeat is not None:
-        _SIGNS.on_heartbeat(_SIGNS.last)
+    """Report progress: call it in every loop whose iterations take less than the watchdog's limit. Cheap."""
+    _STATE.last = time.monotonic()
+    if _STATE.listener is not None:
+        _STATE.listener(_STATE.last)
 
 
 @contextmanager
 def watchdog_paused() -> Iterator[None]:
-    """The block may take as long as it likes: other ranks prepare the data, or this one does."""
-    _SIGNS.watchdog_paused += 1
+    """The block may take any time, without a heartbeat: other ranks prepare the data, or this one does."""
+    _STATE.pauses += 1
     heartbeat()
     try:
         yield
     finally:
-        _SIGNS.watchdog_paused -= 1
+        _STATE.pauses -= 1
         heartbeat()
 
 
 def idle_seconds() -> float:
-    """Seconds since the last sign of life; 0 inside `watchdog_paused`."""
-    return 0.0 if _SIGNS.watchdog_paused else time.monotonic() - _SIGNS.last
+    """Seconds since the last heartbeat; 0 inside `watchdog_paused`."""
+    return 0.0 if _STATE.pauses else time.monotonic() - _STATE.last
 
 
-def is_patient() -> bool:
+def watchdog_is_paused() -> bool:
     """Whether a block of `watchdog_paused` is open."""
-    return _SIGNS.watchdog_paused > 0
+    return _STATE.pauses > 0
 
 
 def on_heartbeat(listener: Callable[[float], None] | None) -> None:
-    """Call `listener` with the time of each beat; None: nobody."""
-    _SIGNS.on_heartbeat = listener
+    """Call `listener` with the time of each heartbeat, in place of the listener before; None removes it."""
+    _STATE.listener = listener

@@ -1,4 +1,4 @@
-"""Log lines for a person: rank 0 speaks, and never tears a progress bar."""
+"""Log lines and progress bars: rank 0 prints, and no line breaks a progress bar."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _VERBOSE = os.environ.get("DSCHAT_PPO_VERBOSE") == "1"
 
 class _BarSafeHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record))
+        print_line(self.format(record))
 
 
-def say(line: str) -> None:
-    """Print a line; on a terminal above the progress bar, in a log file without drawing the bar again."""
+def print_line(line: str) -> None:
+    """Print a line: on a terminal above the progress bar, in a log file without redrawing the bar."""
     if sys.stderr.isatty():
         tqdm.write(line)
     else:
@@ -31,7 +31,8 @@ def say(line: str) -> None:
 
 
 def logger() -> logging.Logger:
-    """The project's logger. Rank 0 prints from INFO on, the other ranks from ERROR on; all keep all (`rank_log.py`)."""
+    """The project's logger. Rank 0 prints from INFO on, the other ranks from ERROR on. The log files of all ranks
+    receive everything from INFO on (`runtime/rank_log.py`)."""
     log = logging.getLogger("dschat_ppo")
     if not any(isinstance(handler, _BarSafeHandler) for handler in log.handlers):
         handler = _BarSafeHandler(logging.INFO if is_main() else logging.ERROR)
@@ -43,10 +44,7 @@ def logger() -> logging.Logger:
 
 
 def quiet_libraries() -> None:
-    """Let warnings of the libraries through, but not their chatter.
-
-    `DSCHAT_PPO_VERBOSE=1` leaves the libraries as they are.
-    """
+    """Suppress progress bars and informational messages of the libraries, unless `DSCHAT_PPO_VERBOSE=1`."""
     if _VERBOSE:
         return
     import datasets
@@ -63,7 +61,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def quiet_prints() -> Iterator[None]:
-    """Swallow what libraries print inside (DeepSpeed reports memory on every rank), unless verbosity is asked for."""
+    """Discard what libraries print in the block (DeepSpeed prints on every rank), unless `DSCHAT_PPO_VERBOSE=1`."""
     if _VERBOSE:
         yield
         return
@@ -72,7 +70,7 @@ def quiet_prints() -> Iterator[None]:
 
 
 def progress_bar(title: str, total: int, done: int = 0) -> Any:
-    """A bar on rank 0 that begins at `done`: redrawn every second on a terminal, every half minute in a log file."""
+    """A progress bar on rank 0, starting at `done`: redrawn every second on a terminal, every 30 s in a log file."""
     shown: dict[str, Any] = {"total": total, "initial": done, "desc": title, "disable": not is_main()}
     if sys.stderr.isatty():
         return tqdm(**shown, mininterval=1.0)

@@ -1,4 +1,4 @@
-"""What the process is doing now (for error messages) and what each phase cost (for metrics)."""
+"""The current phase and step of this process (for messages), and the cost of each phase (for metrics)."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ _CURRENT = ["start"]
 _STEP: list[int] = []
 
 
-def begin_anew() -> None:
-    """As in a fresh process: phase "start", no step."""
+def reset_phases() -> None:
+    """Return to the state of a new process: phase "start", no step."""
     _CURRENT[:] = ["start"]
     _STEP.clear()
 
 
 def current_phase() -> str:
-    """Name of the innermost phase that this process is in."""
+    """The name of the innermost phase."""
     return _CURRENT[-1]
 
 
 def announce(name: str) -> None:
-    """Name what the process does from here on, outside timed phases."""
+    """Set the name of the phase outside the timed phases."""
     _CURRENT[0] = name
     heartbeat()
 
 
 def announce_step(number: int) -> None:
-    """The step of training that begins; it stays the current one until the next is announced."""
+    """Set the number of the current training step."""
     _STEP[:] = [number]
     heartbeat()
 
 
-def training_has_begun() -> bool:
-    """Whether a step was announced."""
+def training_has_started() -> bool:
+    """Whether `announce_step` was called."""
     return bool(_STEP)
 
 
 def where(joint: str = ",") -> str:
-    """Phase and, once steps are announced, step: "phase 'train', step 12"."""
+    """The phase and, during training, the step: "phase 'train', step 12"."""
     return f"phase '{current_phase()}'" + "".join(f"{joint} step {number}" for number in _STEP)
 
 
 @dataclass
 class PhaseClock:
-    """Seconds, tokens and peak memory of named phases since the last `take`."""
+    """Measures seconds, tokens and peak memory of named phases since the last `take`."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class PhaseClock:
         self.tokens[name] = self.tokens.get(name, 0.0) + tokens
 
     def take(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """(seconds, tokens, peak memory in GiB) by phase, and start anew."""
+        """Return (seconds, tokens, peak memory in GiB), each by phase, and reset them."""
         taken = (self.seconds, self.tokens, self.peak_gib)
         self.seconds, self.tokens, self.peak_gib = {}, {}, {}
         return taken
@@ -91,12 +91,12 @@ def _reset_peak() -> None:
         return
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:  # not Linux, or not permitted: the peak is then that of the whole process
+    except OSError:  # not Linux, or not permitted: then the peak since the start of the process counts
         return
 
 
 def _peak_bytes() -> float:
-    """Most memory since the last reset: of the device, or of the process where there is no GPU."""
+    """Peak memory since the last reset: of the GPU, or of the process if there is none."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     status = Path("/proc/self/status")

@@ -1,4 +1,4 @@
-"""Random streams: one seed for all ranks where they must agree, one stream per rank where they must differ."""
+"""Random streams: one seed for all ranks where draws must agree, one stream per rank where they must differ."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from dschat_ppo.common.dist import rank
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch (all devices) alike on every rank, so that new weights agree."""
+    """Seed Python, numpy and torch (all devices), equally on every rank, so that new weights agree."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
-def choose_algorithms(deterministic: bool) -> None:
-    """Whether PyTorch may use algorithms whose results differ from one execution to the next (additions in the order in
-    which a GPU's threads happen to finish). If not, an operation that has no other raises `RuntimeError`.
+def set_deterministic(deterministic: bool) -> None:
+    """Choose whether PyTorch uses deterministic algorithms only.
+
+    Others may give different results at each execution, for example because the threads of a GPU add in the order in
+    which they finish. With `deterministic`, an operation without a deterministic algorithm raises `RuntimeError`.
 
     Call it before anything runs on a GPU: cuBLAS reads its setting when it starts.
     """
@@ -31,17 +33,17 @@ def choose_algorithms(deterministic: bool) -> None:
 
 
 def seed_this_rank(seed: int) -> None:
-    """Give torch's default stream (dropout) a seed of this rank's own, once the weights are made."""
+    """Seed torch's default stream (dropout) differently on each rank, once the weights are made."""
     torch.manual_seed(_mixed(seed, rank()))
 
 
 def shared_generator(seed: int, *path: int) -> torch.Generator:
-    """A CPU stream that is the same on every rank; `path` (epoch, step, ...) separates its uses."""
+    """A CPU generator that is equal on every rank; `path` (epoch, step, ...) separates its uses."""
     return torch.Generator().manual_seed(_mixed(seed, *path))
 
 
 def _mixed(*numbers: int) -> int:
-    """A seed of 63 bits, made of all the numbers."""
+    """A seed of 63 bits from all the numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, dtype=np.uint64)[0] >> np.uint64(1))
 
 
@@ -56,9 +58,9 @@ SPLITMIX_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def row_seeds(first: int, count: int, *path: int) -> torch.Tensor:
-    """Seeds of answers `first .. first + count - 1`, (count,) int64; `path` (run seed, step, ...) separates their uses.
+    """Seeds of the responses `first .. first + count - 1`, (count,) int64; `path` (run seed, step, ...) separates uses.
 
-    A seed depends on the answer's number alone, not on the rank that generates it.
+    A seed depends only on the number of the response, not on the rank that generates it.
     """
     base = np.random.SeedSequence([len(path), *path]).generate_state(1, dtype=np.uint64)
     numbers = np.arange(first + 1, first + count + 1, dtype=np.uint64)

@@ -33,7 +33,7 @@ from dschat_ppo.common.atomic_files import (
 )
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.stop_requests import end_if_asked
+from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 POLL_SECONDS = 0.5
 _FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of the rows
@@ -102,7 +102,7 @@ def _alone(folder: Path) -> Iterator[None]:
             if not said:
                 logger().info(f"data: another process prepares {folder}; waiting for it")
             said = True
-            end_if_asked("waited for prepared data")
+            raise_if_stop_requested("waited for prepared data")
         except OSError as problem:
             raise UserError(
                 f"{folder.parent}: cannot be written ({problem.strerror}), and prepared data are kept there; name "

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.runtime.processes import signal_at_parents_end
+from dschat_ppo.runtime.processes import signal_when_parent_ends
 
 POLL_SECONDS = 0.5
 EMPTY = "the data set is empty"
@@ -37,7 +37,7 @@ def find_fault(builder: str, settings: dict[str, Any]) -> str | None:
 
     Raises:
         StopRequested: the run is asked to stop.
-        EOFError: the process has ended because the run is asked to stop; see `stopping.helpers_may_end`.
+        EOFError: the process has ended because the run is asked to stop; see `stopping.subprocesses_may_stop`.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -46,7 +46,7 @@ def find_fault(builder: str, settings: dict[str, Any]) -> str | None:
     theirs.close()
     try:
         while not ours.poll(POLL_SECONDS):
-            stop_requests.end_if_asked("prepared the data")
+            stop_requests.raise_if_stop_requested("prepared the data")
         return ours.recv()
     except EOFError:  # it ended without a word
         process.join()
@@ -62,7 +62,7 @@ def find_fault(builder: str, settings: dict[str, Any]) -> str | None:
 
 def _try(answer: Connection, parent: int, builder: str, settings: dict[str, Any]) -> None:
     """In the forked process: convert, and answer."""
-    signal_at_parents_end(signal.SIGKILL)
+    signal_when_parent_ends(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was asked
         return
     faulthandler.disable()  # of a crash the parent says in one line what it means

@@ -25,7 +25,7 @@ from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
 from dschat_ppo.data.templates import encode_answer, encode_prompt, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
-from dschat_ppo.runtime.stop_requests import end_if_asked, helpers_may_end
+from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 
 _FORMAT = "3"  # raise it when the same rows become other tokens, so that no cache of before is used
 _DOING = "prepared the data"
@@ -83,7 +83,7 @@ def _tokenise(
     limit: int,
     policy: str,
 ) -> dict[str, Any]:
-    end_if_asked(_DOING)  # this may take hours
+    raise_if_stop_requested(_DOING)  # this may take hours
     where = row[ORIGIN]
     parsed = read_row(row, layout, use, where)
     try:
@@ -189,7 +189,7 @@ def prepare(
             `eval_paths` is empty; None for no evaluation at all.
     """
     train_parts, eval_parts = [], []
-    with main_rank_of_node_first(), helpers_may_end(_DOING):
+    with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
         wanted = [(spec, "--data_path") for spec in flags.data_path]
         wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
         for spec, flag in wanted:

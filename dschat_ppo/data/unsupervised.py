@@ -15,7 +15,7 @@ from dschat_ppo.data.cache import cached_rows, token_key
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
-from dschat_ppo.runtime.stop_requests import end_if_asked, helpers_may_end
+from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 
 FLAG = "--unsupervised_dataset_name"
 _DOING = "prepared plain text"
@@ -40,7 +40,7 @@ def text_blocks(
     Raises:
         UserError: no such data set, or no column `text`.
     """
-    with main_rank_of_node_first(), helpers_may_end(_DOING):
+    with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
         rows = load_source(spec, FLAG, flags.data_output_path, config_name).train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(rows.column_names)
@@ -67,7 +67,7 @@ def text_blocks(
 
 
 def _cut(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, list[Any]]:
-    end_if_asked(_DOING)  # this may take hours
+    raise_if_stop_requested(_DOING)  # this may take hours
     joined: list[int] = []
     for ids in tokenizer([text or "" for text in batch["text"]], add_special_tokens=False)["input_ids"]:
         joined += [*ids, tokenizer.eos_token_id]

@@ -32,7 +32,7 @@ from dschat_ppo.engine.skip_update import (
     refuse,
     set_random_state,
 )
-from dschat_ppo.runtime.stop_requests import helpers_may_end
+from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -67,7 +67,7 @@ def _optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) ->
     if offloaded:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        with helpers_may_end("compiled an operator"):
+        with subprocesses_may_stop("compiled an operator"):
             return DeepSpeedCPUAdam(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
 

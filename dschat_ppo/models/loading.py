@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dschat_ppo.common.atomic_files import blocks_of
+from dschat_ppo.common.atomic_files import read_blocks
 from dschat_ppo.common.dist import local_rank, main_rank_of_node_first
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
@@ -195,7 +195,7 @@ def _read_through(folder: str) -> None:
     Later they are copied from a mapped file between collectives, where a slow disk looks like a rank that hangs.
     """
     for file in weight_files(folder):
-        for _ in blocks_of(file):
+        for _ in read_blocks(file):
             pass
 
 

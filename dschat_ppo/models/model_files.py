@@ -1,8 +1,7 @@
-"""The files of a model folder, read without building the model: `config.json`, shapes of weights, a fingerprint."""
+"""The files of a model folder, read without building the model: `config.json` and shapes of weights."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -12,21 +11,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.errors import UserError, reading
-
-BLOCKS, BLOCK_BYTES = 64, 2**16
 
 # Names of settings, and their largest values: parts that are built one by one, and sizes of tensors built on the CPU.
 _LARGEST = {
     re.compile(r"(layers?|labels)$"): 10_000,  # `num_hidden_layers`, `n_layer`, `num_labels`, ...
     re.compile(r"(size|dim|heads|embd|d_model|positions|position_embeddings)$"): 50_000_000,
 }
-_WEIGHTS = ("*.safetensors", "*.bin")
-_READ_WHOLE = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model",
-    "*.jinja",
-)  # fmt: skip
 
 
 def check_settings(folder: str, refused: str) -> None:
@@ -96,30 +87,3 @@ def is_old_buffer(name: str, shape: Sequence[int]) -> bool:
     if re.search(r"(^|\.)(attn|attention)\.masked_bias$", name):
         return len(shape) == 0
     return re.search(r"(^|\.)rotary_emb\.inv_freq$", name) is not None and len(shape) == 1
-
-
-def model_fingerprint(folder: str | Path) -> str:
-    """SHA-256 of a model folder, 64 hex digits: its settings, its tokenizer and a sample of its weights.
-
-    The sample of a weight file is its name, its size and `BLOCKS` blocks of `BLOCK_BYTES`, spread evenly from the first
-    byte to the last; smaller files are read whole. Training changes nearly every weight, so another model differs in
-    any block. A change of a few weights in a large file may lie between two blocks.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    digest = hashlib.sha256()
-    for patterns, sampled in ((_READ_WHOLE, False), (_WEIGHTS, True)):
-        for path in sorted({path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}):
-            size = path.stat().st_size
-            digest.update(f"{path.name}\0{size}\0".encode())
-            with path.open("rb", buffering=0) as file:
-                if not sampled or size <= BLOCKS * BLOCK_BYTES:
-                    digest.update(file.read())
-                    heartbeat()
-                    continue
-                for number in range(BLOCKS):
-                    file.seek(number * (size - BLOCK_BYTES) // (BLOCKS - 1))
-                    digest.update(file.read(BLOCK_BYTES))
-                    heartbeat()
-    return digest.hexdigest()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dschat_ppo.checkpoint.resumable import Checkpointer, load_saved
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger, say
+from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
@@ -189,7 +189,7 @@ class ExperienceCollection:
         for turn in range(dist.world_size()):
             if turn == dist.rank():
                 for prompt, answer, score in zip(prompts, answers, scores.tolist(), strict=True):
-                    say(f"[rank {turn}, step {step}, score {score:.3f}] {prompt!r} -> {answer!r}")
+                    print_line(f"[rank {turn}, step {step}, score {score:.3f}] {prompt!r} -> {answer!r}")
             dist.barrier()
 
     def state_dict(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class RolloutGenerator:
         path = (self.seed, step, round_number) if round_number else (self.seed, step)
         return self.answer(
             self.prompts, indices, config, dist.rank() * len(indices) * config.samples, *path,
-            cancelled=never if greedy else stop_requests.noticed,
+            cancelled=never if greedy else stop_requests.flag_is_set,
         )  # fmt: skip
 
     def answer(self, prompts: Dataset, indices: list[int], config: GenerationConfig, first: int, *path: int,

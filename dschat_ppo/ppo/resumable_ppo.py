@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dschat_ppo.checkpoint.resumable import RankStates, load_saved, say_it_begins_anew
+from dschat_ppo.checkpoint.resumable import RankStates, load_saved, log_starts_from_scratch
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
@@ -123,5 +123,5 @@ class ResumablePPO:
         if own is not None and average.has_layout_of(own):
             average.load_state_dict(own)
         elif not average.load_parts(state["actor_average"] or {} for state in ranks.read_all()):
-            say_it_begins_anew("--enable_ema")
+            log_starts_from_scratch("--enable_ema")
             average.begin()

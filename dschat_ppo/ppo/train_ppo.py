@@ -44,7 +44,7 @@ from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.rewards.reward_request import RewardSource
 from dschat_ppo.rewards.reward_sources import build_sources, check_sources
 from dschat_ppo.rewards.standardised import STATISTICS, StandardisedReward, saved_statistics
-from dschat_ppo.session.begin_run import begin, show_plan
+from dschat_ppo.session.begin_run import begin_run, show_plan
 from dschat_ppo.session.session import open_session
 
 
@@ -52,7 +52,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
     ppo = config.ppo
     models = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder} - {None}
-    device, output = begin("ppo", config, config.run, [str(name) for name in models])
+    device, output = begin_run("ppo", config, config.run, [str(name) for name in models])
     read_overlay(config.run.deepspeed_config)
     check_sources(config.rewards)
     if config.validation.eval_reward_function:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import say
+from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.rewards.pool import CallError, Signature, Target, WorkerPool
 from dschat_ppo.rewards.reward_failure import Calls
@@ -200,7 +200,7 @@ class FunctionReward:
             self._warn(f"no row has a column {_either(new)}: its argument is None")
 
     def _warn(self, text: str) -> None:
-        say(f"warning: rank {dist.rank()}: reward function {self.name}: {text}")
+        print_line(f"warning: rank {dist.rank()}: reward function {self.name}: {text}")
 
     def take_calls(self) -> Calls:
         """What became of this rank's rows since the last time that this was asked."""

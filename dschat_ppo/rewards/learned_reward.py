@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.logging import say
+from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.templates import Messages, encode_answer, encode_prompt, is_messages
 from dschat_ppo.errors import UserError
@@ -99,7 +99,7 @@ class ForeignModelReward:
         cut = [row[-self.max_length :] for row in rows]
         too_long = sum(len(row) > self.max_length for row in rows)
         if too_long:
-            say(
+            print_line(
                 f"warning: rank {dist.rank()}: {too_long} of {len(rows)} rows are longer than the reward model's "
                 f"{self.max_length} tokens (--reward_model_max_length); their start was cut off"
             )

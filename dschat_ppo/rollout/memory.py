@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dschat_ppo.common.dist import is_main, local_world_size, rank
-from dschat_ppo.common.logging import say
+from dschat_ppo.common.logging import print_line
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,6 @@ def warn_of_memory(before: int, after: int) -> None:
     line = f"rollout: rank {rank()} is out of memory with {before} rows; continuing with {after}"
     _log.warning(line)
     if not is_main():
-        say(line)
+        print_line(line)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The processes that prepare data, and what happens when one of them, or the one that started them, is killed."""
+"""Worker processes that prepare data: detect that one was killed, and end them with the process that started them."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from functools import cache
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.runtime.first_failure import DONE, USER_ERROR
+from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
 from dschat_ppo.runtime.processes import children
-from dschat_ppo.runtime.watchdog import give_up
+from dschat_ppo.runtime.watchdog import end_process
 
 POLL_SECONDS = 0.5
 IDLE_SECONDS = 60.0
 STOP_SECONDS = 10.0  # for the pool to end when its workers are killed
-_HINT = (
-    "a process that prepares data was killed, most often for want of memory: lower --preprocessing_num_workers and run "
-    "the same command again"
+_WORKER_KILLED = (
+    "a process that prepares data was killed, most often because memory ran out: lower --preprocessing_num_workers and "
+    "run the same command again"
 )
 
 
 @dataclass
-class _Forks:
-    """A pipe whose write end only the process that opened it holds; None: outside `data_workers`, or not this one."""
+class _Pipe:
+    """A pipe whose write end only the process that opened it holds; None outside `data_workers`."""
 
     reader: int | None = None
     writer: int | None = None
 
 
-_FORKS = _Forks()
+_PIPE = _Pipe()
 
 
 @contextmanager
 def data_workers(count: int | None) -> Iterator[None]:
-    """For one `Dataset.map` over `count` processes, of which one may be killed.
+    """For one `Dataset.map` over `count` processes, any of which may be killed.
 
-    `datasets` notices when a worker of its pool was replaced. But a worker that is killed while it waits for work holds
-    the pool's lock, for which then all others and the end of the pool wait for ever; so a thread looks too, and ends
-    the process.
+    `datasets` notices when its pool replaced a worker. But a worker that is killed while it waits for a task holds the
+    lock of the pool: then all other workers, and the end of the pool, wait forever. A thread detects that and ends the
+    process.
 
     Workers, and the manager of their queue, end with the process, even if it is killed.
 
@@ -54,70 +54,72 @@ def data_workers(count: int | None) -> Iterator[None]:
     if count is None or count < 2:
         yield
         return
-    over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(over,), daemon=True)
-    watch.start()
-    _look_at_forks()
-    _FORKS.reader, _FORKS.writer = os.pipe()
+    done = threading.Event()
+    thread = threading.Thread(target=_watch_workers, args=(done,), daemon=True)
+    thread.start()
+    _register_fork_handler()
+    _PIPE.reader, _PIPE.writer = os.pipe()
     try:
         yield
     except RuntimeError as problem:
         if "abruptly died" not in str(problem):
             raise
-        raise UserError(_HINT) from problem
+        raise UserError(_WORKER_KILLED) from problem
     finally:
-        os.close(_FORKS.reader)
-        os.close(_FORKS.writer)
-        _FORKS.reader = _FORKS.writer = None
-        over.set()
-        watch.join()
+        os.close(_PIPE.reader)
+        os.close(_PIPE.writer)
+        _PIPE.reader = _PIPE.writer = None
+        done.set()
+        thread.join()
 
 
 @cache
-def _look_at_forks() -> None:
+def _register_fork_handler() -> None:
     """Once in a process, since it cannot be undone."""
     os.register_at_fork(after_in_child=_end_with_parent)
 
 
 def _end_with_parent() -> None:
-    """For a forked process. The kernel's signal at a parent's end would come when the thread that forked ends, and the
-    thread of the pool that replaces workers ends before the pool."""
-    if _FORKS.writer is not None:
-        os.close(_FORKS.writer)
-        _FORKS.writer = None
-    if _FORKS.reader is not None:
-        threading.Thread(target=_wait_for_the_end, args=(_FORKS.reader,), daemon=True).start()
+    """For a forked process: kill it when the process that opened the pipe has ended.
+
+    The kernel's parent-death signal does not serve: it comes when the thread that forked ends, and the thread of the
+    pool that replaces workers ends before the pool.
+    """
+    if _PIPE.writer is not None:
+        os.close(_PIPE.writer)
+        _PIPE.writer = None
+    if _PIPE.reader is not None:
+        threading.Thread(target=_kill_when_pipe_closes, args=(_PIPE.reader,), daemon=True).start()
 
 
-def _wait_for_the_end(reader: int) -> None:
-    """Without computing, which `_watch` would take for work."""
-    os.read(reader, 1)  # nobody writes: it returns when the other end is closed
+def _kill_when_pipe_closes(reader: int) -> None:
+    """Takes no CPU time, which `_watch_workers` would take for progress."""
+    os.read(reader, 1)  # no process writes: it returns when the write end is closed
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _watch(over: threading.Event) -> None:
-    """Workers, while there are any, compute all the time; where none of them does any more the pool is lost.
+def _watch_workers(done: threading.Event) -> None:
+    """End the process when the pool is lost: workers exist, and none has used the CPU for `IDLE_SECONDS`.
 
-    Once the run is asked to stop they are killed, and so are those that the pool puts in their place: the launcher's
-    signal ends them alone, which the pool may not notice, and a Ctrl-C without a launcher does not. The pool's end may
-    then wait for ever too, for the lock of a worker that was killed; there is nothing to save, and the process ends.
+    Once the run is to stop, kill the workers, and those with which the pool replaces them: the launcher's signal ends
+    only the first ones, which the pool may not notice, and a Ctrl-C without a launcher ends none. The end of the pool
+    may then wait forever too, for the lock of a killed worker. There is nothing to save, so the process ends.
     """
-    before, ticks, since, asked = set(children()), -1, time.monotonic(), math.inf
-    while not over.wait(POLL_SECONDS):
+    before, ticks, since, stop_since = set(children()), -1, time.monotonic(), math.inf
+    while not done.wait(POLL_SECONDS):
         workers = {pid: process for pid, process in children().items() if pid not in before}
         now = sum(process.ticks for process in workers.values())
         if now != ticks or not workers:
             ticks, since = now, time.monotonic()
-        idle = time.monotonic() - since > IDLE_SECONDS
-        if stop_requests.noticed():
-            asked = min(asked, time.monotonic())
-        if idle or asked < math.inf:
-            for pid in workers:  # they would wait for ever too
+        is_lost = time.monotonic() - since > IDLE_SECONDS
+        if stop_requests.flag_is_set():
+            stop_since = min(stop_since, time.monotonic())
+        if is_lost or stop_since < math.inf:
+            for pid in workers:  # else they would outlive the process
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        if time.monotonic() - asked > STOP_SECONDS:
-            give_up(
-                f"stopped ({stop_requests.reason()}) while it prepared the data; run the same command again\n", DONE
-            )
-        if idle:
-            give_up(f"error: {_HINT}\n", USER_ERROR)
+        if time.monotonic() - stop_since > STOP_SECONDS:
+            message = f"stopped ({stop_requests.reason()}) while it prepared the data; run the same command again\n"
+            end_process(message, DONE)
+        if is_lost:
+            end_process(f"error: {_WORKER_KILLED}\n", USER_ERROR)

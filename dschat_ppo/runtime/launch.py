@@ -1,4 +1,4 @@
-"""From `main.py` to a step: exit codes, and who speaks when something is wrong."""
+"""Run a step from `main.py`: parse, train, report how it ended, and return the exit code."""
 
 from __future__ import annotations
 
@@ -15,104 +15,96 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.runtime import stop_requests, watchdog
-from dschat_ppo.runtime.first_failure import (
-    DONE,
-    RANK_LOST,
-    TO_GO_ON,
-    FirstFailureRecord,
-    exit_code,
-    open_board,
-    other_end_is_gone,
-)
-from dschat_ppo.runtime.rank_log import log_path, to_log
+from dschat_ppo.runtime.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST, exit_code, peer_disconnected
+from dschat_ppo.runtime.first_failure import FirstFailureRecord, open_failure_record
+from dschat_ppo.runtime.rank_log import log_path, write_to_log
 
-_SPEAKER_HEAD_START_SECONDS = 20
+_RANK_0_HEAD_START_SECONDS = 20
 
 
 def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]) -> int:
-    """Parse `argv`, train, and return the exit code (`runtime/first_failure.py`).
+    """Parse `argv`, train, and return the exit code (`runtime/exit_codes.py`).
 
-    However the run ends, the user gets one message. Of `UserError` and `NonFiniteError` it is what the exception says,
-    by rank 0; of any other exception the first rank that fails tells rank, phase, step and traceback. Ranks that fail
-    after another one keep silent and write their traceback to their log only; they end with the same exit code.
+    However the run ends, the user gets one message. For `UserError` and `NonFiniteError` rank 0 prints the message of
+    the exception. For any other exception the first rank that fails prints its rank, phase, step and traceback. Ranks
+    that fail later print nothing, write their traceback to their log file, and end with the same exit code.
     """
-    phases.begin_anew()
+    phases.reset_phases()
     faulthandler.enable(2)
     stop_requests.install()
-    board = open_board()
-    if board.folder is not None:
-        watchdog.watch(board)
+    record = open_failure_record()
+    if record.folder is not None:
+        watchdog.watch_ranks(record)
     try:
         train(parse(argv))
         dist.shutdown()
         return DONE
     except StopRequested as stop:
-        return _stop(board, stop)
+        record.record(DONE)
+        logger().info(str(stop))
+        dist.shutdown()
+        return DONE
     except (UserError, NonFiniteError) as problem:
-        return _tell_user(board, problem)
-    except (Exception, KeyboardInterrupt) as problem:  # noqa: BLE001  there is nothing above it
-        return _fail(board, problem)
+        return _report_user_error(record, problem)
+    except (Exception, KeyboardInterrupt) as problem:  # noqa: BLE001  the top level: no caller handles it
+        return _report_failure(record, problem)
     finally:
         watchdog.stop()
-        board.leave()
+        record.leave()
 
 
-def _stop(board: FirstFailureRecord, stop: StopRequested) -> int:
-    board.claim(DONE)
-    logger().info(str(stop))
-    dist.shutdown()
-    return DONE
-
-
-def _tell_user(board: FirstFailureRecord, problem: UserError | NonFiniteError) -> int:
-    """Its message alone. The other ranks give rank 0 some time, because it most often has the same to say."""
-    deadline = time.monotonic() + _SPEAKER_HEAD_START_SECONDS
-    while not dist.is_main() and board.claimed() is None and time.monotonic() < deadline:
-        if stop_requests.requested() and not board.is_present(0):
-            return exit_code(problem)  # rank 0 has spoken and is gone, and the launcher ends the others
+def _report_user_error(record: FirstFailureRecord, problem: UserError | NonFiniteError) -> int:
+    """Print its message. The other ranks give rank 0 some time first, because it usually has the same error."""
+    deadline = time.monotonic() + _RANK_0_HEAD_START_SECONDS
+    while not dist.is_main() and record.read() is None and time.monotonic() < deadline:
+        if stop_requests.requested() and not record.is_running(0):
+            return exit_code(problem)  # rank 0 has reported and ended, and the launcher ends the other ranks
         heartbeat()
         time.sleep(0.05)
-    claim = board.claim(exit_code(problem))
+    first = record.record(exit_code(problem))
     causes = f"\n{''.join(traceback.format_exception(problem)).rstrip()}" if problem.__cause__ else ""
-    to_log(f"error: {problem}{causes}")
-    if claim.rank == dist.rank() or claim.code == DONE:
-        _speak(f"error: {problem}" if dist.is_main() else f"error on rank {dist.rank()}: {problem}")
-    return claim.code or exit_code(problem)
+    write_to_log(f"error: {problem}{causes}")
+    if first.rank == dist.rank() or first.code == DONE:
+        _print_error(f"error: {problem}" if dist.is_main() else f"error on rank {dist.rank()}: {problem}")
+    return first.code or exit_code(problem)
 
 
-def _fail(board: FirstFailureRecord, problem: BaseException) -> int:
-    """Message and traceback, of the first rank that fails; what is no fault of this rank's code needs no traceback."""
-    others_fault = other_end_is_gone(problem) or bool(board.lost_ranks())
-    code = RANK_LOST if others_fault else exit_code(problem)
-    claim = board.claim(code)
-    story = "".join(traceback.format_exception(problem)).rstrip()
-    told = claim.rank != dist.rank() or claim.hung
-    if told and (claim.code != DONE or others_fault):
-        to_log(f"ends after rank {claim.rank}:\n{story}")
-        return claim.code
-    said = f"rank {dist.rank()} failed in {phases.where(' at')}:\n{story}"
-    if others_fault:
-        said = f"rank {dist.rank()}: another rank is gone ({phases.where()}): the run ends; {TO_GO_ON}"
+def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
+    """Print message and traceback if this rank fails first. The loss of another rank needs no traceback."""
+    rank_lost = peer_disconnected(problem) or bool(record.lost_ranks())
+    code = RANK_LOST if rank_lost else exit_code(problem)
+    first = record.record(code)
+    trace = "".join(traceback.format_exception(problem)).rstrip()
+    is_reported = first.rank != dist.rank() or first.hung
+    if is_reported and (first.code != DONE or rank_lost):
+        write_to_log(f"ends after rank {first.rank}:\n{trace}")
+        return first.code
+    message = f"rank {dist.rank()} failed in {phases.where(' at')}:\n{trace}"
+    if rank_lost:
+        message = f"rank {dist.rank()}: another rank is gone ({phases.where()}): the run ends; {HOW_TO_RESUME}"
     elif isinstance(problem, KeyboardInterrupt):
-        said = f"rank {dist.rank()} was interrupted a second time ({phases.where()}): the run ends at once; {TO_GO_ON}"
+        message = (
+            f"rank {dist.rank()} was interrupted a second time ({phases.where()}): the run ends at once; "
+            f"{HOW_TO_RESUME}"
+        )
     logs = log_path()
-    to_log(said if said.endswith(story) else f"{said}\n{story}")
-    _speak(said + (f"\n(the logs of all ranks are in {logs.parent})" if logs else ""))
+    write_to_log(message if message.endswith(trace) else f"{message}\n{trace}")
+    _print_error(message + (f"\n(the logs of all ranks are in {logs.parent})" if logs else ""))
     return code
 
 
-def _speak(text: str) -> None:
-    """In one write, so that no other rank's lines come between."""
+def _print_error(text: str) -> None:
+    """Write to stderr in one call, so that lines of other ranks do not come between."""
     print(end="", flush=True)
     sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text + "\n")  # the cursor may be behind a progress bar
     sys.stderr.flush()
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code` at once, after everything is written.
+    """End the process with exit code `code` at once, after stdout and stderr are flushed.
 
-    DeepSpeed engines hold process groups beyond `destroy_process_group`, and gloo's threads, destroyed while the
-    interpreter is torn down, now and then abort a process that has finished its work. So it is not torn down.
+    The interpreter is not torn down: DeepSpeed engines hold process groups beyond `destroy_process_group`, and gloo's
+    threads, destroyed during the teardown, sometimes abort a process that has finished its work.
     """
     sys.stdout.flush()
     sys.stderr.flush()

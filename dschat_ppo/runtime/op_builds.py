@@ -1,7 +1,9 @@
-"""Operators that DeepSpeed compiles at first use: one folder for each environment, one compilation at a time.
+"""Operators that DeepSpeed compiles at first use: one folder for each environment, one compilation at a time, and a
+check of the compiled files.
 
-torch guards a compilation by a file that only its owner removes. If the owner is killed, every later run waits for
-ever.
+torch locks a compilation by a file that only its owner removes. If the owner is killed, every later run waits forever.
+And ninja trusts names and times: after a power loss an object or a library can be empty, truncated or full of zeros and
+still be newer than its source, and would be linked and loaded in every later run.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import platform
 import sys
@@ -20,24 +23,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dschat_ppo.common.atomic_files import checksum, remove_folder, sync_folder, write_file
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.op_files import discard_damaged, mark_whole
-from dschat_ppo.runtime.processes import look_up, processes_at
-from dschat_ppo.runtime.stop_requests import end_if_asked
+from dschat_ppo.runtime.processes import find_process, processes_at
+from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 OWN_LOCK, TORCH_LOCK = "dschat_ppo.lock", "lock"
+LIBRARIES = "dschat_ppo.whole"  # name and SHA-256 of each library, written when all files are on the disk
 LIMIT_SECONDS = 3600.0  # a compilation takes minutes
 POLL_SECONDS = 0.5
-_SAY_AFTER_SECONDS = 5.0
+_LOG_AFTER_SECONDS = 5.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def guard_builds() -> None:
-    """Compile operators in this environment's folder, by one process at a time.
+    """Let DeepSpeed compile operators in this environment's folder, in one process at a time.
 
-    Every rank calls this before it loads an operator. A `TORCH_EXTENSIONS_DIR` of the user names the folder instead.
+    Every rank calls this before it loads an operator. `TORCH_EXTENSIONS_DIR`, if the user sets it, is the folder.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -47,7 +51,7 @@ def guard_builds() -> None:
 
 
 def folder_of_environment() -> Path:
-    """The folder for operators of this Python with these libraries; other environments would compile them again."""
+    """The folder for operators of this Python with these libraries, so that no other environment recompiles them."""
     import deepspeed
     import torch
     from torch.utils.cpp_extension import get_default_build_root
@@ -58,32 +62,34 @@ def folder_of_environment() -> Path:
 
 
 def _guarded(jit_load: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed's function that compiles and loads an operator, with lock, check and message around it."""
+
     @functools.wraps(jit_load)
     def load(builder: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], builder.name)
-        with watchdog_paused(), alone_in(folder) as alone, _announced(folder):
-            if alone and discard_damaged(folder, frozenset({OWN_LOCK})):
-                _say(f"{folder} is not as a compilation left it, or is of an earlier version: it is compiled again")
+        with watchdog_paused(), exclusive(folder) as locked, _announced(folder):
+            if locked and _remove_if_damaged(folder):
+                _print(f"{folder} is damaged, or was compiled by an earlier version: it is compiled again")
             loaded = jit_load(builder, *args, **kwargs)
-            if alone:
-                mark_whole(folder)
+            if locked:
+                _record_libraries(folder)
             return loaded
 
     return load
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[bool]:
-    """Hold the lock of an operator's folder: no process compiles there, and torch's lock is not there.
+def exclusive(folder: Path) -> Iterator[bool]:
+    """Hold the lock of an operator's folder: no other process compiles there, and torch's lock does not exist.
 
     The kernel releases the lock when its holder ends, however it ends. This waits for a compiler that a killed process
     has left running, and removes torch's lock once no process has it open.
 
-    Gives whether the lock is held. Where the file system has no locks it is not, a warning says so, and another
+    Yields whether the lock is held. It is not where the file system has no locks: then a warning is logged, and another
     process may compile there at any time.
 
     Raises:
-        UserError: the folder cannot be written, or somebody is in the way for `LIMIT_SECONDS`.
+        UserError: the folder cannot be written, or another process holds it for `LIMIT_SECONDS`.
         StopRequested: the run is to stop.
     """
     try:
@@ -95,31 +101,32 @@ def alone_in(folder: Path) -> Iterator[bool]:
             "TORCH_EXTENSIONS_DIR to another folder"
         ) from None
     with lock:
-        if locked := _knows_locks(lock, folder):
-            _wait(folder, lambda: _holder(lock))
+        if locked := _try_lock(lock, folder):
+            _wait(folder, lambda: _lock_holder(lock))
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
-        _wait(folder, lambda: _left_behind(folder))
+        _wait(folder, lambda: _unlocked_compiler(folder))
         yield locked
 
 
 def _wait(folder: Path, obstacle: Callable[[], str | None]) -> None:
-    """Until there is no obstacle; a line says what it is."""
-    began, said = time.monotonic(), False
+    """Wait until there is no obstacle, and log what it is."""
+    start, is_logged = time.monotonic(), False
     while (found := obstacle()) is not None:
-        waited = time.monotonic() - began
-        what = f"DeepSpeed's operator {folder.name} waits for {found}"
+        waited = time.monotonic() - start
+        message = f"DeepSpeed's operator {folder.name} waits for {found}"
         if waited > LIMIT_SECONDS:
-            raise UserError(f"{what}; {LIMIT_SECONDS / 60:g} minutes are over: end that process, or remove {folder}")
-        if waited > _SAY_AFTER_SECONDS and not said:
-            logger().info(what)
-            said = True
-        end_if_asked("waited for an operator")
+            raise UserError(f"{message}; {LIMIT_SECONDS / 60:g} minutes are over: end that process, or remove {folder}")
+        if waited > _LOG_AFTER_SECONDS and not is_logged:
+            logger().info(message)
+            is_logged = True
+        raise_if_stop_requested("waited for an operator")
         time.sleep(POLL_SECONDS)
 
 
-def _knows_locks(lock: Any, folder: Path) -> bool:
+def _try_lock(lock: Any, folder: Path) -> bool:
+    """Take the lock if it is free. Returns whether the file system has locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -132,8 +139,8 @@ def _knows_locks(lock: Any, folder: Path) -> bool:
     return True
 
 
-def _holder(lock: Any) -> str | None:
-    """Who holds the lock; None: this process does, from now on."""
+def _lock_holder(lock: Any) -> str | None:
+    """The process that holds the lock; None: this process does, from now on."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -142,55 +149,97 @@ def _holder(lock: Any) -> str | None:
     return None
 
 
-def _left_behind(folder: Path) -> str | None:
-    """Who is at work in the folder without this project's lock; None once nobody is, and torch's lock is removed.
+def _unlocked_compiler(folder: Path) -> str | None:
+    """The process that compiles in the folder without this project's lock. None: there is none, and torch's lock is
+    removed.
 
-    Compilers run in the folder. torch keeps its lock open, and closes it just before it removes it: a lock that nobody
-    has open at two looks is stale.
+    Compilers run in the folder. torch keeps its lock open, and closes it just before it removes it: a lock that no
+    process has open at two checks is stale.
     """
     lock = folder / TORCH_LOCK
-    for look in range(2):
+    for check in range(2):
         try:
             owner = lock.stat().st_uid
         except FileNotFoundError:
             owner = None
-        if owner is not None and (look_up(os.getpid()) is None or os.geteuid() not in (0, owner)):
-            return f"the lock {lock}, whose owner cannot be looked up"
+        if owner is not None and (find_process(os.getpid()) is None or os.geteuid() not in (0, owner)):
+            return f"the lock {lock}, whose owner cannot be found"
         others = processes_at(folder, lock)
         if others:
             return f"process {min(others)}, which compiles there"
         if owner is None:
             return None
-        time.sleep(POLL_SECONDS * (1 - look))
+        time.sleep(POLL_SECONDS * (1 - check))
     with suppress(FileNotFoundError):
         lock.unlink()
-        _say(f"removed {lock}: the compilation that made it was killed")
+        _print(f"removed {lock}: the compilation that made it was killed")
     return None
 
 
 @contextmanager
 def _announced(folder: Path) -> Iterator[None]:
-    """Print a line once a program runs in the folder for longer than ninja takes to find that nothing is to be done."""
-    over = threading.Event()
+    """Print a line once a compiler runs in the folder for longer than ninja needs to find nothing to do."""
+    done = threading.Event()
 
-    def look() -> None:
-        seen: set[int] = set()
-        while not over.wait(POLL_SECONDS):
-            at_work = processes_at(folder)
-            if at_work & seen:
-                _say(f"DeepSpeed compiles its operator {folder.name} in {folder}: this may take minutes")
+    def poll() -> None:
+        before: set[int] = set()
+        while not done.wait(POLL_SECONDS):
+            compilers = processes_at(folder)
+            if compilers & before:
+                _print(f"DeepSpeed compiles its operator {folder.name} in {folder}: this may take minutes")
                 return
-            seen = at_work
+            before = compilers
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=poll, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        done.set()
         thread.join()
 
 
-def _say(line: str) -> None:
-    """On whichever rank compiles, and where DeepSpeed's own prints are swallowed."""
+def _print(line: str) -> None:
+    """To stderr: any rank may compile, and DeepSpeed's prints to stdout are suppressed."""
     print(line, file=sys.stderr, flush=True)
+
+
+def _remove_if_damaged(folder: Path) -> bool:
+    """Remove all compiled files, unless the libraries are those of `_record_libraries`. The lock is held.
+
+    Returns whether something was removed.
+    """
+    libraries = _libraries(folder)
+    if libraries and _recorded_libraries(folder) == libraries:
+        return False
+    removed = [path for path in folder.iterdir() if path.name != OWN_LOCK]
+    for path in removed:
+        if path.is_dir() and not path.is_symlink():
+            remove_folder(path)
+        else:
+            path.unlink()
+    return bool(removed)
+
+
+def _record_libraries(folder: Path) -> None:
+    """Sync all compiled files to the disk, then write the checksums of the libraries. The lock is held.
+
+    Raises:
+        OSError: the disk reports an error.
+    """
+    libraries = _libraries(folder)
+    if _recorded_libraries(folder) != libraries:
+        sync_folder(folder)
+        write_file(folder / LIBRARIES, json.dumps(libraries, indent=1).encode())
+
+
+def _libraries(folder: Path) -> dict[str, str]:
+    """Name -> SHA-256 of the libraries in the folder."""
+    return {path.name: checksum(path) for path in sorted(folder.glob("*.so"))}
+
+
+def _recorded_libraries(folder: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((folder / LIBRARIES).read_bytes()))
+    except (OSError, ValueError, TypeError):  # it is missing, or this project did not write it
+        return {}

@@ -1,32 +1,40 @@
-"""Join the process group of this launch."""
+"""Join the process group of this launch, and only ranks of this launch with it."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlparse
 
 import torch
 import torch.distributed as torch_dist
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore, register_rendezvous_handler
 
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.op_builds import guard_builds
-from dschat_ppo.runtime.rendezvous import address_of
-from dschat_ppo.runtime.stop_requests import helpers_may_end
+from dschat_ppo.runtime.processes import ancestor
+from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 TIMEOUT = timedelta(hours=6)  # the other ranks wait at a barrier while the first one prepares the data
+_SCHEME = "dschat-ppo"
+_OWNER = "dschat_ppo/launch"
+_ANSWER_SECONDS = 120.0  # rank 0 writes as soon as its store is open
 
 
 def init_process_group(folder: str = "") -> torch.device:
     """Join the process group and return this rank's device.
 
-    Under the deepspeed launcher the environment names the group; started by plain `python`, the process becomes a
-    group of one on a free port.
+    The launcher's environment describes the group. A process started by plain `python` becomes a group of one rank on a
+    free port.
 
     Args:
-        folder: the output folder, as the flags name it; it helps to tell launches on one port apart.
+        folder: the output folder, as given by the flags; it helps to distinguish launches on one port.
 
     Raises:
         UserError: the port is in use, or another launch has a process group there.
@@ -44,7 +52,7 @@ def init_process_group(folder: str = "") -> torch.device:
         accelerator.set_device(dist.local_rank())
     guard_builds()
     try:
-        with helpers_may_end("joined the ranks"):  # which compiles on a CPU
+        with subprocesses_may_stop("joined the ranks"):  # on a CPU this compiles an operator
             backend, address = accelerator.communication_backend_name(), address_of(folder)
             deepspeed.init_distributed(dist_backend=backend, timeout=TIMEOUT, init_method=address)
     except torch_dist.DistNetworkError as problem:
@@ -54,16 +62,78 @@ def init_process_group(folder: str = "") -> torch.device:
         raise UserError(
             f"port {port} of this machine is in use, by another run perhaps: deepspeed --master_port N takes another"
         ) from None
-    _unlink_shared_memory()
+    _unlink_all_reduce_buffer()
     return dist.device()
 
 
-def _unlink_shared_memory() -> None:
-    """Take the name of this rank's all-reduce buffer away, once every rank has mapped it.
+def _unlink_all_reduce_buffer() -> None:
+    """Unlink this rank's all-reduce buffer in shared memory, once every rank has mapped it.
 
-    DeepSpeed makes one of 66 MiB in /dev/shm for each rank on a CPU and leaves it there when the process ends; memory
-    without a name is given back by the kernel, however the process ends.
+    On a CPU DeepSpeed makes a buffer of 66 MiB in /dev/shm for each rank and leaves it there when the process ends. The
+    kernel frees unlinked memory, however the process ends.
     """
     dist.barrier()
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{dist.rank()}").unlink(missing_ok=True)
+
+
+def address_of(folder: str) -> str:
+    """The `init_method` of torch's `init_process_group` for a launch that writes to this output folder."""
+    return f"{_SCHEME}:///{quote(folder, safe='')}"
+
+
+def launch_of_this_rank(folder: str) -> dict[str, str]:
+    """What identifies the launch of this rank.
+
+    On one machine that is DeepSpeed's launcher, by host, process number and start time. Ranks of different machines
+    have no process in common: they compare the number of ranks, the output folder, and the job of Slurm or torchrun.
+    """
+    known = {"number of ranks": os.environ["WORLD_SIZE"], "output folder": folder}
+    known |= {name: os.environ[name] for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID") if name in os.environ}
+    if (found := ancestor("deepspeed.launcher.launch")) is not None:
+        launcher = f"process {found[0]} on host {socket.gethostname()}, started at tick {found[1].started}"
+        known[f"launcher of machine {os.environ.get('CROSS_RANK', '0')}"] = launcher
+    return known
+
+
+def differences(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """The names of what both launches know and what differs."""
+    return [name for name, value in mine.items() if theirs.get(name, value) != value]
+
+
+def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """torch's rendezvous handler for `address_of`: the store of this launch, this rank, and the number of ranks.
+
+    Rank 0 opens the store and writes the identity of its launch. Every other rank reads that first, and writes nothing
+    into the store of another launch.
+
+
+    Raises:
+        UserError: the store at this address belongs to another launch.
+    """
+    address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    torchrun_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    mine = launch_of_this_rank(unquote(urlparse(url).path.removeprefix("/")))
+    store = TCPStore(
+        address,
+        port,
+        is_master=rank == 0 and not torchrun_hosts,
+        timeout=timeout,
+        wait_for_workers=False,  # ranks of another launch would be counted
+        multi_tenant=True,
+    )
+    other = f"the process group at {address}, port {port}, belongs to another run"
+    way_out = "deepspeed --master_port N takes another port"
+    if rank == 0:
+        store.set(_OWNER, json.dumps(mine))
+    try:
+        store.wait([_OWNER], timeout if torchrun_hosts else timedelta(seconds=_ANSWER_SECONDS))
+    except DistStoreError:
+        raise UserError(f"{other}, or to another program; {way_out}") from None
+    theirs = json.loads(store.get(_OWNER))
+    if found := differences(mine, theirs):
+        raise UserError(f"{other} (output folder {theirs['output folder']}; other {', '.join(found)}); {way_out}")
+    yield PrefixStore("dschat_ppo", store), rank, int(os.environ["WORLD_SIZE"])
+
+
+register_rendezvous_handler(_SCHEME, _rendezvous)

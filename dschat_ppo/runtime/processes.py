@@ -1,4 +1,4 @@
-"""What the kernel knows of other processes, where there is a /proc, and tells of their end (Linux)."""
+"""Other processes of this machine, read from /proc, and a signal when the parent ends (Linux)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def signal_at_parents_end(number: int) -> None:
-    """From here on the kernel sends this process signal `number` when the thread that forked it ends, however it does.
+def signal_when_parent_ends(number: int) -> None:
+    """Let the kernel send signal `number` to this process when the thread that forked it ends, however it ends.
 
-    The processes that this one forks do not take it over. Of a thread that has ended already nothing is told. Without
-    effect where the system is not Linux.
+    Forked processes do not inherit this. No signal comes for a thread that has already ended. Without effect on systems
+    other than Linux.
     """
     if _LIBC is not None:
         _LIBC.prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(number))
@@ -26,8 +26,8 @@ def signal_at_parents_end(number: int) -> None:
 
 @dataclass(frozen=True)
 class Process:
-    """`started`: clock ticks since the machine's start, which tell processes of one number apart; `ended`: a zombie;
-    `ticks`: clock ticks that it has computed."""
+    """A process. `parent`: its number; `started`: clock ticks since the machine started, which distinguish processes of
+    one number; `ended`: it is a zombie; `ticks`: clock ticks of CPU time."""
 
     parent: int
     started: int
@@ -35,8 +35,8 @@ class Process:
     ticks: int
 
 
-def look_up(pid: int) -> Process | None:
-    """The process of this number, or None where there is none or no /proc."""
+def find_process(pid: int) -> Process | None:
+    """The process of this number; None if there is none, or no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -46,17 +46,17 @@ def look_up(pid: int) -> Process | None:
 
 
 def children() -> dict[int, Process]:
-    """The processes that this one has started, by their numbers; none where there is no /proc."""
+    """The processes that this one has started, by number; {} without /proc."""
     found = {}
     for entry in os.scandir("/proc") if Path("/proc").is_dir() else ():
-        process = look_up(int(entry.name)) if entry.name.isdigit() else None
+        process = find_process(int(entry.name)) if entry.name.isdigit() else None
         if process is not None and process.parent == os.getpid():
             found[int(entry.name)] = process
     return found
 
 
-def command(pid: int) -> list[str]:
-    """The words of its command line; none for a process that is gone."""
+def command_line(pid: int) -> list[str]:
+    """The words of its command line; [] for a process that has ended."""
     try:
         text = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -67,24 +67,24 @@ def command(pid: int) -> list[str]:
 def ancestor(word: str) -> tuple[int, Process] | None:
     """The nearest process above this one that has `word` in its command line, and its number."""
     pid = os.getpid()
-    while (process := look_up(pid)) is not None:
-        if word in command(pid):
+    while (process := find_process(pid)) is not None:
+        if word in command_line(pid):
             return pid, process
         pid = process.parent
     return None
 
 
 def processes_at(*places: Path) -> set[int]:
-    """Other processes that run in one of these folders or have one of these files open, of those that this user may
-    look at; none where there is no /proc."""
+    """Other processes that run in one of these folders or have one of these files open, as far as this user may see
+    them; empty without /proc."""
     wanted = {os.path.realpath(place) for place in places}
     numbers = {int(entry.name) for entry in Path("/proc").glob("[0-9]*")} - {os.getpid()}
-    return {number for number in numbers if not wanted.isdisjoint(_places_of(number))}
+    return {number for number in numbers if not wanted.isdisjoint(_open_paths(number))}
 
 
-def _places_of(pid: int) -> Iterator[str]:
-    """The folder that it runs in and the files that it has open."""
-    with suppress(OSError):  # another user's, or it has ended meanwhile
+def _open_paths(pid: int) -> Iterator[str]:
+    """Its working directory and the files that it has open."""
+    with suppress(OSError):  # another user's process, or it has just ended
         for link in (f"/proc/{pid}/cwd", *(entry.path for entry in os.scandir(f"/proc/{pid}/fd"))):
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(FileNotFoundError):  # just closed
                 yield os.readlink(link)

@@ -1,4 +1,4 @@
-"""The log file that each rank keeps in the output folder: what it said, warnings, tracebacks, stacks of a crash."""
+"""The log file of each rank in the output folder: log lines, warnings, tracebacks, stacks of a crash."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 
 
 class _RankLog(logging.Handler):
-    """Writes records with time and phase; that it cannot (a full disk) is said once.
+    """Writes records with time and phase. If it cannot (a full disk), it prints that once.
 
-    Each line is one write to the file's end, without a buffer: nothing is lost when the process is killed.
+    Each record is one unbuffered append to the file: nothing is lost when the process is killed.
     """
 
     def __init__(self, path: Path):
@@ -38,14 +38,14 @@ class _RankLog(logging.Handler):
         os.write(self.descriptor, f"{text}\n".encode("utf-8", errors="backslashreplace"))
 
     def write_if_possible(self, text: str) -> None:
-        """Write lines, or say that it is not possible."""
+        """Write lines, or print once that they cannot be written."""
         try:
             self.write(text)
         except OSError as problem:
             if not self.failed:
                 self.failed = True
-                print(f"rank {rank()}: {self.path} cannot be written ({problem.strerror}); the run goes on without it",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                line = f"{self.path} cannot be written ({problem.strerror}); the run continues without it"
+                print(f"rank {rank()}: {line}", file=sys.stderr, flush=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         record.where = where()
@@ -58,95 +58,95 @@ class _RankLog(logging.Handler):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _OpenLog:
+    """An open log, and what `close_log` restores."""
+
     handler: _RankLog
     show_warning: Callable[..., Any]
     loggers: tuple[logging.Logger, ...]
 
 
-_KEPT: list[_Kept] = []
+_OPEN: list[_OpenLog] = []  # one at most
 
 
-def keep_log(folder: Path) -> None:
-    """Keep `folder/logs/rank_R.log` from here on, after what earlier runs wrote there.
+def open_log(folder: Path) -> None:
+    """Append to `folder/logs/rank_R.log` from here on.
 
-    It gets the log lines from INFO on (on every rank; other libraries' from WARNING on, or as they are set), Python's
-    warnings, what `to_log` is given, and the stacks of all threads if the process crashes (a segmentation fault).
+    It receives this project's log lines from INFO on (those of other libraries from WARNING on, or from their own
+    level), Python's warnings, the text of `write_to_log`, and the stacks of all threads if the process crashes (a
+    segmentation fault).
 
     Raises:
         UserError: it cannot be written.
     """
-    end_log()
+    close_log()
     path = folder / "logs" / f"rank_{rank()}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _RankLog(path)
-        handler.write(_heading())
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        host = os.uname().nodename
+        handler.write(f"-------- {started}: rank {rank()} of {world_size()}, process {os.getpid()} on {host}")
     except OSError as problem:
         raise UserError(f"--output_dir {folder}: {path} cannot be written ({problem.strerror})") from None
     handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
     if not root.handlers:
-        root.addHandler(_last_resort())
+        root.addHandler(_stderr_handler())
     loggers = (root, logger(), logging.getLogger("DeepSpeed"), logging.getLogger("transformers"))
     for log in loggers:
         if log is root or not log.propagate:
             log.addHandler(handler)
-    _KEPT.append(_Kept(handler, warnings.showwarning, loggers))
-    warnings.showwarning = _show_and_keep
+    _OPEN.append(_OpenLog(handler, warnings.showwarning, loggers))
+    warnings.showwarning = _show_and_log_warning
     faulthandler.enable(handler.descriptor)
 
 
-def _last_resort() -> logging.Handler:
-    """What Python uses where a record finds no handler, since at the root there is one from here on."""
+def _stderr_handler() -> logging.Handler:
+    """What Python uses for a record without a handler: it stops doing so when the root logger has one."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
-    handler.addFilter(lambda record: not _has_handler(logging.getLogger(record.name)))
+    handler.addFilter(lambda record: not _is_shown(logging.getLogger(record.name)))
     return handler
 
 
-def _has_handler(log: logging.Logger) -> bool:
-    """Whether this logger or one above it, but for the root, has a handler that shows its records."""
-    return log.parent is not None and (bool(log.handlers) or _has_handler(log.parent))
+def _is_shown(log: logging.Logger) -> bool:
+    """Whether this logger or one above it, except the root, has a handler."""
+    return log.parent is not None and (bool(log.handlers) or _is_shown(log.parent))
 
 
-def end_log() -> None:
-    """Close the log, if one is kept."""
-    while _KEPT:
-        kept = _KEPT.pop()
-        warnings.showwarning = kept.show_warning
-        for log in kept.loggers:
-            log.removeHandler(kept.handler)
+def close_log() -> None:
+    """Close the log, if it is open."""
+    while _OPEN:
+        opened = _OPEN.pop()
+        warnings.showwarning = opened.show_warning
+        for log in opened.loggers:
+            log.removeHandler(opened.handler)
         faulthandler.enable(sys.__stderr__ or 2)
-        kept.handler.close()
-        os.close(kept.handler.descriptor)
+        opened.handler.close()
+        os.close(opened.handler.descriptor)
 
 
 def log_path() -> Path | None:
-    """The file that is kept, or None."""
-    return _KEPT[-1].handler.path if _KEPT else None
+    """The open log file, or None."""
+    return _OPEN[-1].handler.path if _OPEN else None
 
 
-def to_log(text: str) -> None:
-    """Write `text` to this rank's log alone; nowhere if none is kept.
+def write_to_log(text: str) -> None:
+    """Write `text` only to this rank's log, if it is open.
 
-    Takes no lock: the watchdog calls it while the thread that hangs may hold any.
+    Takes no lock: the watchdog calls it while a hanging thread may hold any.
     """
-    for kept in _KEPT:
-        kept.handler.write_if_possible(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank()} [{where()}] {text}")
+    for opened in _OPEN:
+        opened.handler.write_if_possible(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank()} [{where()}] {text}")
 
 
-def _heading() -> str:
-    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    return f"-------- {started}: rank {rank()} of {world_size()}, process {os.getpid()} on {os.uname().nodename}"
-
-
-def _show_and_keep(
+def _show_and_log_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
     line: str | None = None,
 ) -> None:  # fmt: skip
-    kept = _KEPT[-1]
-    kept.show_warning(message, category, filename, lineno, file, line)
+    opened = _OPEN[-1]
+    opened.show_warning(message, category, filename, lineno, file, line)
     if file is None:
         text = f"{category.__name__}: {message} ({filename}:{lineno})"
-        kept.handler.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING, "levelname": "WARNING"}))
+        opened.handler.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING, "levelname": "WARNING"}))

@@ -1,1 +1,1 @@
-"""One run and its output folder. Skip it at first reading."""
+"""One run and its output folder: start, lock, resume, train. Skip it at first reading."""

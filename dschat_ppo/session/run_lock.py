@@ -1,4 +1,4 @@
-"""One run at a time in an output folder."""
+"""The lock of an output folder: one run at a time writes to it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from dschat_ppo.errors import UserError
 
 FILE_NAME = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_MOST_BYTES = 2000
-_A_LOOK_SECONDS = 0.5  # longer than `RunLock.look` of another run holds the lock
+_MAX_BYTES = 2000
+_CHECK_SECONDS = 0.5  # longer than `RunLock.refuse_if_held` of another run holds the lock
 _held: set[int] = set()  # file descriptors of this process's locks
 
 
-def _let_go_in_child() -> None:
-    """A forked child shares the lock and would keep the folder locked after the run has ended."""
+def _release_in_child() -> None:
+    """A forked child shares the lock, and would keep the folder locked after the run has ended."""
     for number in _held:
         os.close(number)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 class RunLock:
-    """The lock of an output folder, held by every rank of a run until the last of them ends, however it ends.
+    """The lock of an output folder, held by every rank of a run until the last one ends, however it ends.
 
-    It is a `flock` on `.lock` in the folder: rank 0 takes it alone, which succeeds only where no rank of any run is
-    left, and then shares it with the other ranks. The kernel gives it back when a process ends. Programs that are
-    started (`subprocess`) do not inherit it; children forked by Python give it up at once; a child forked by foreign
-    C code would keep it.
+    It is a `flock` on `.lock` in the folder. Rank 0 takes it exclusively, which succeeds only if no rank of any run is
+    left, and then shares it with the other ranks. The kernel releases it when a process ends. Programs started by
+    `subprocess` do not inherit it; children forked by Python release it at once; a child forked by foreign C code
+    would keep it.
     """
 
     def __init__(self, number: int | None):
@@ -47,17 +47,19 @@ class RunLock:
 
     @classmethod
     def acquire(cls, folder: Path) -> RunLock:
-        """Lock `folder`, which is made if it is not there. Collective.
+        """Lock `folder`, and make it if it does not exist. Collective.
 
-        Where the file system knows no locks a warning says so, and nothing is locked.
+        If the file system has no locks, a warning is logged and nothing is locked.
 
         Raises:
-            UserError: another run holds it, or the folder cannot be written; the same on all ranks.
+            UserError: another run holds the lock, or the folder cannot be written; the same on all ranks.
         """
         processes = dist.gather_objects((socket.gethostname(), os.getpid()))
-        first = _take_alone(folder, processes) if dist.is_main() else (None, None)
+        first = _take_exclusive(folder, processes) if dist.is_main() else (None, None)
         locked = dist.broadcast_object(first[0] is not None)
-        mine = first if dist.is_main() or not locked else _take_shared(folder)
+        mine = first
+        if locked and not dist.is_main():
+            mine = _take(folder, lambda number: fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB))
         lock = cls(mine[0])
         problem = dist.first_problem(mine[1])
         if problem is not None:
@@ -68,13 +70,13 @@ class RunLock:
         return lock
 
     @classmethod
-    def look(cls, folder: Path) -> None:
-        """Refuse what `acquire` would, on rank 0 alone and before the ranks have met.
+    def refuse_if_held(cls, folder: Path) -> None:
+        """Raise the error of `acquire` on rank 0, before the ranks join.
 
-        A second run by the same command wants the same port too, and would get no further than to learn of that.
+        A second run of the same command uses the same port too; without this check it would report only the port.
 
         Raises:
-            UserError: another run holds the folder.
+            UserError: another run holds the lock.
         """
         if dist.is_main() and os.path.exists(folder / FILE_NAME):
             number, problem = _take(folder, lambda number: fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB))
@@ -83,15 +85,15 @@ class RunLock:
                 raise UserError(problem)
 
     def release(self) -> None:
-        """Give up this rank's part of the lock; a second time does nothing."""
+        """Release this rank's part of the lock. A second call has no effect."""
         if self._number is not None and self._number in _held:
             _held.remove(self._number)
             os.close(self._number)
         self._number = None
 
 
-def _take_alone(folder: Path, processes: list[tuple[str, int]]) -> tuple[int | None, str | None]:
-    """Rank 0: the lock's file descriptor, or why the run must not go on; neither where there are no locks."""
+def _take_exclusive(folder: Path, processes: list[tuple[str, int]]) -> tuple[int | None, str | None]:
+    """On rank 0: (file descriptor of the lock, why the run must not continue). Both None without locks."""
     try:
         make_folder(folder)
     except FileExistsError:
@@ -103,26 +105,22 @@ def _take_alone(folder: Path, processes: list[tuple[str, int]]) -> tuple[int | N
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(number, 0)
         os.pwrite(number, _describe(processes).encode("utf-8"), 0)
-        # Not one step: should another run come in between, this one gives way.
+        # This is not atomic: if another run takes the lock in between, this run ends.
         fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     return _take(folder, take)
 
 
-def _take_shared(folder: Path) -> tuple[int | None, str | None]:
-    """The other ranks' part, once rank 0 shares the lock."""
-    return _take(folder, lambda number: fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB))
-
-
 def _take(folder: Path, take: Callable[[int], None]) -> tuple[int | None, str | None]:
+    """Open the lock file and call `take` with its descriptor; returns as `_take_exclusive`."""
     try:
         number = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as problem:
         return None, f"--output_dir {folder}: cannot be written ({problem.strerror})"
     try:
-        _insist(take, number)
+        _retry(take, number)
     except BlockingIOError:
-        holder = os.pread(number, _MOST_BYTES, 0).decode("utf-8", errors="replace").strip()
+        holder = os.pread(number, _MAX_BYTES, 0).decode("utf-8", errors="replace").strip()
         os.close(number)
         return None, (
             f"--output_dir {folder} is being written by another run{f' ({holder})' if holder else ''}; wait for it, "
@@ -137,9 +135,9 @@ def _take(folder: Path, take: Callable[[int], None]) -> tuple[int | None, str | 
     return number, None
 
 
-def _insist(take: Callable[[int], None], number: int) -> None:
-    """Try for as long as another run may hold the lock only to look at it."""
-    deadline = time.monotonic() + _A_LOOK_SECONDS
+def _retry(take: Callable[[int], None], number: int) -> None:
+    """Try for as long as another run may hold the lock only to check it."""
+    deadline = time.monotonic() + _CHECK_SECONDS
     while True:
         try:
             return take(number)

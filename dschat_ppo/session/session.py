@@ -1,4 +1,4 @@
-"""One run on its output folder: what it goes on from, what it leaves."""
+"""A session: one run in its output folder, from scratch or resumed, with its checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -12,86 +12,81 @@ import torch
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manager import CheckpointManager, restore
 from dschat_ppo.checkpoint.resumable import Checkpointer, Resumable
-from dschat_ppo.checkpoint.resume import RunIdentity, choose, lies_in
-from dschat_ppo.checkpoint.run_identity import RunInputs, input_fingerprints
+from dschat_ppo.checkpoint.resume import find_checkpoint, is_inside
+from dschat_ppo.checkpoint.run_identity import RunIdentity, RunInputs, identify_run
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.safety_flags import AUTO, SafetyFlags
 from dschat_ppo.config.schema import RunFlags
-from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.session.begin_run import open_outputs, tensorboard_folder
+from dschat_ppo.session.begin_run import tensorboard_folder
+from dschat_ppo.session.output_folder import prepare_output_folder
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Session:
-    """A run. `chosen` is the checkpoint that it goes on from, or None."""
+    """A run in its output folder. `checkpoint`: the folder of the checkpoint from which it resumes, or None."""
 
     output: Path
-    about: RunIdentity
+    identity: RunIdentity
     run: RunFlags
     safety: SafetyFlags
-    chosen: Path | None
+    checkpoint: Path | None
 
     def train(self, trainer: Resumable, train: Callable[[MetricsWriter, Checkpointer], Result]) -> Result:
-        """Restore the trainer if there is something to go on from, and train with checkpoints, the last one at the end.
+        """Restore the trainer if the run resumes, and train with checkpoints; the last one is saved at the end.
 
         Raises:
-            StopRequested: the run was asked to stop, and is saved.
+            StopRequested: a stop was requested, and the state is saved.
         """
-        _stop_if_asked()
-        manifest = None if self.chosen is None else restore(self.chosen, trainer, self.run.seed)
+        _raise_if_stop_requested()
         resumed = saved = None
-        if self.chosen is not None and manifest is not None:
-            logger().info(f"going on from {self.chosen}: {manifest.step} steps are done")
-            resumed = (manifest.metrics_offset if lies_in(self.chosen, self.output) else 0, manifest.step + 1)
+        if self.checkpoint is not None:
+            manifest = restore(self.checkpoint, trainer, self.run.seed)
+            logger().info(f"resuming from {self.checkpoint}: {manifest.step} steps are done")
+            resumed = (manifest.metrics_offset if is_inside(self.checkpoint, self.output) else 0, manifest.step + 1)
             place = CheckpointFolder(self.output).root / checkpoint_name(manifest.step, manifest.update)
-            saved = (manifest.step, manifest.update) if self.chosen.resolve() == place.resolve() else None
-        with MetricsWriter(self.output, tensorboard_folder(self.run), resumed) as writer:
-            keeper = CheckpointManager(self.output, trainer, self.safety, self.about, writer, saved, self._to_go_on())
-            result = train(writer, keeper)
-            keeper.finish()
+            saved = (manifest.step, manifest.update) if self.checkpoint.resolve() == place.resolve() else None
+        command = "the same command again" if self.safety.resume == AUTO else "the command again with --resume auto"
+        with MetricsWriter(self.output, tensorboard_folder(self.run), resumed) as metrics:
+            checkpoints = CheckpointManager(
+                self.output, trainer, self.safety, self.identity, metrics, saved, f"run {command} to resume"
+            )
+            result = train(metrics, checkpoints)
+            checkpoints.finish()
         return result
-
-    def _to_go_on(self) -> str:
-        if self.safety.resume == AUTO:
-            return "run the same command again to go on"
-        return "run the command again with --resume auto to go on"
 
 
 def open_session(
-    kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, inputs: RunInputs, amounts: dict[str, int]
+    kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, inputs: RunInputs, derived: dict[str, int]
 ) -> Session:
-    """Choose what the run goes on from, and make the output folder ready. Collective; before any model is loaded.
+    """Find the checkpoint to resume from, and prepare the output folder. Collective; before any model is loaded.
 
     Args:
         kind: the step.
-        output: locked by this run.
-        config: of the step.
-        inputs: what it reads; looked through on rank 0.
-        amounts: what the flags amount to, see `checkpoint.changes`.
+        output: the output folder, locked by this run.
+        config: the configuration of the step.
+        inputs: what the run reads; rank 0 computes their fingerprints.
+        derived: derived batch sizes, see `checkpoint.config_diff.PRODUCTS`.
 
     Raises:
-        StopRequested: the run was asked to stop meanwhile; nothing is changed.
-        UserError: see `choose` and `open_outputs`.
+        StopRequested: a stop was requested; nothing is changed.
+        UserError: see `find_checkpoint` and `prepare_output_folder`.
     """
-    _stop_if_asked()
-    settings = flatten(config) | amounts
-    about = RunIdentity(kind, settings, "")
-    if dist.is_main():
-        about = RunIdentity(kind, settings | input_fingerprints(inputs), fingerprint(inputs.train))
-    chosen = choose(output, config.safety, about, config.run.overwrite_output_dir)
-    resumed = chosen if chosen is not None and lies_in(chosen, output) else None
-    open_outputs(output, config, config.run, resumed)
-    return Session(output, about, config.run, config.safety, chosen)
+    _raise_if_stop_requested()
+    identity = identify_run(kind, config, inputs, derived)
+    checkpoint = find_checkpoint(output, config.safety, identity, config.run.overwrite_output_dir)
+    resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
+    prepare_output_folder(output, config, config.run, resumed)
+    return Session(output, identity, config.run, config.safety, checkpoint)
 
 
-def _stop_if_asked() -> None:
+def _raise_if_stop_requested() -> None:
     """Before training there is nothing to save. Collective."""
-    if dist.all_reduce(torch.tensor([stop_requests.noticed()], dtype=torch.int32, device=dist.device()), "max"):
+    flag = torch.tensor([stop_requests.flag_is_set()], dtype=torch.int32, device=dist.device())
+    if dist.all_reduce(flag, "max"):
         raise StopRequested("stopped as asked before training began; run the same command again")

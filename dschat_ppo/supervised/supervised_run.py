@@ -24,7 +24,7 @@ from dschat_ppo.models.loading import check_length, check_vocabulary, load_confi
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
-from dschat_ppo.session.begin_run import begin, naming, show_plan
+from dschat_ppo.session.begin_run import begin_run, naming, show_plan
 from dschat_ppo.session.session import Session, open_session
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 
@@ -68,7 +68,7 @@ def begin_supervised_run(
         StopRequested: the run was asked to stop, or it is done.
     """
     fit = config.fit
-    device, output = begin(kind, config, config.run, [fit.model_name_or_path])
+    device, output = begin_run(kind, config, config.run, [fit.model_name_or_path])
     logger().info(aim)
     if fit.learning_rate > _RUINS:
         logger().warning(

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from dschat_ppo.common.logging import quiet_libraries, say
+from dschat_ppo.common.logging import print_line, quiet_libraries
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.templates import encode_finished
 from dschat_ppo.errors import UserError
@@ -44,7 +44,7 @@ from dschat_ppo.models.loading import (
 )
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.rewards.learned_reward import scores_in_batches
-from dschat_ppo.runtime.first_failure import USER_ERROR
+from dschat_ppo.runtime.exit_codes import USER_ERROR
 
 COLUMNS = ("prompts", "labels")
 _SECONDS_FOR_A_REQUEST = 60.0
@@ -87,7 +87,7 @@ class Scorer:
         rows = [encode_finished(self.tokenizer, text) for text in texts]
         too_long = sum(len(row) > self.max_length for row in rows)
         if too_long:
-            say(f"warning: {too_long} texts of more than {self.max_length} tokens; their start was cut off")
+            print_line(f"warning: {too_long} texts of more than {self.max_length} tokens; their start was cut off")
         input_ids, lengths = right_padded([row[-self.max_length :] for row in rows], filler_id(self.tokenizer))
         input_ids, lengths = input_ids.to(self.device), lengths.to(self.device)
         return scores_in_batches(self.model, input_ids, lengths, self.max_batch_tokens).tolist()
@@ -207,7 +207,7 @@ class RewardServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is one line, not a traceback."""
-        say(f"a request of {client_address[0]} failed: {sys.exc_info()[1]!r}")
+        print_line(f"a request of {client_address[0]} failed: {sys.exc_info()[1]!r}")
 
     def server_close(self) -> None:
         """Answer what is at work, then end the model's thread."""
@@ -239,7 +239,7 @@ class Handler(BaseHTTPRequestHandler):
         except RefusedError as problem:
             self._answer(problem.status, {"error": str(problem)})
         except (RuntimeError, ValueError, IndexError) as problem:  # out of memory is a RuntimeError of torch
-            say(f"a batch failed: {type(problem).__name__}: {problem}")
+            print_line(f"a batch failed: {type(problem).__name__}: {problem}")
             self._answer(500, {"error": f"the model failed: {type(problem).__name__}"})
         else:
             finite = all(map(math.isfinite, scores))
@@ -310,9 +310,9 @@ def serve(words: Sequence[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
     with server:
-        say(f"serving {arguments.model} at http://{arguments.host}:{server.server_port}/get_reward")
+        print_line(f"serving {arguments.model} at http://{arguments.host}:{server.server_port}/get_reward")
         server.serve_forever()
-    say("all requests answered; stopped")
+    print_line("all requests answered; stopped")
 
 
 def main(words: Sequence[str]) -> int:

@@ -37,11 +37,11 @@ def test_twenty_kills_are_drawn_from_a_seed_and_with_the_others_hit_every_place(
     assert {fault.inject["rank"] for fault in drawn} == {0, 1}
 
 
-def test_what_was_saved_and_where_the_second_start_went_on():
+def test_saved_steps_and_the_step_at_which_the_second_start_resumed_are_read_from_the_log():
     assert faults.saved_steps(LOG) == 2
     assert faults.saved_steps("") == 0
     assert faults.resumed_at(LOG) == 0
-    again = "going on from /out/checkpoints/step_000002: 2 steps are done\n"
+    again = "resuming from /out/checkpoints/step_000002: 2 steps are done\n"
     assert faults.resumed_at(LOG + again + LOG) == 2
 
 
@@ -56,7 +56,7 @@ def test_steps_are_lost_whatever_code_an_unfinished_run_gives(tmp_path, monkeypa
         log = (
             LOG
             if inject
-            else f"going on from /out/checkpoints/step_{resumed:06d}: so many steps are done\n" * bool(resumed)
+            else f"resuming from /out/checkpoints/step_{resumed:06d}: so many steps are done\n" * bool(resumed)
         )
         with self.log_of(output).open("a") as file:
             file.write(log)

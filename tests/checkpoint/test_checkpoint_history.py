@@ -1,4 +1,4 @@
-"""Whatever happens to the checkpoints of a run, the one to go on from is intact, and there is one if there was."""
+"""After any sequence of saves, prunes and damage the newest intact checkpoint is found, if there is one."""
 
 import os
 import tempfile
@@ -24,7 +24,7 @@ OPERATIONS = st.one_of(
 
 
 class History:
-    """A run's checkpoints beside what must be true of them, which is kept by name alone."""
+    """The checkpoints of a run, and the state that is expected of them, by name."""
 
     def __init__(self, output: Path):
         self.folder = CheckpointFolder(output)

@@ -1,4 +1,4 @@
-"""Which changed settings stop a resumed run, and what is said of them."""
+"""Which changed settings a resumed run refuses, and how they are shown."""
 
 import dataclasses
 import json
@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from dschat_ppo.checkpoint.config_diff import FACTORS_OF, FLAGS, HARMLESS, Change, compare, refuse, report
+from dschat_ppo.checkpoint.config_diff import (
+    FLAGS,
+    HARMLESS,
+    PRODUCTS,
+    ConfigChange,
+    compare_configs,
+    format_diff,
+    refuse_changes,
+)
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
@@ -27,13 +35,13 @@ def config_of(step, *words):
 def changed(step, *words):
     """As after a run: the former configuration comes from a file of JSON."""
     saved = json.loads(json.dumps(config_of(step)))
-    return {change.name: change for change in compare(saved, config_of(step, *words))}
+    return {change.name: change for change in compare_configs(saved, config_of(step, *words))}
 
 
-def test_every_flag_of_the_tables_is_one():
+def test_the_tables_hold_existing_flags():
     assert set(HARMLESS) <= FLAGS
-    assert set(FACTORS_OF) <= FLAGS
-    assert not set(HARMLESS) & set(FACTORS_OF)
+    assert set(PRODUCTS) <= FLAGS
+    assert not set(HARMLESS) & set(PRODUCTS)
 
 
 def test_the_flags_are_those_of_the_command_lines():
@@ -44,8 +52,8 @@ def test_the_flags_are_those_of_the_command_lines():
 @pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
 def test_the_same_command_changes_nothing(step):
     assert changed(step) == {}
-    assert report([]) == ""
-    refuse(FOLDER, [], force=False)
+    assert format_diff([]) == ""
+    refuse_changes(FOLDER, [], force=False)
 
 
 HARMLESS_WORDS = [
@@ -74,36 +82,36 @@ SERIOUS_WORDS = [
 
 
 @pytest.mark.parametrize("step, words", HARMLESS_WORDS)
-def test_what_computes_the_same_does_not_stop_a_run(step, words):
+def test_a_change_that_keeps_the_result_is_accepted(step, words):
     [change] = changed(step, *words.split()).values()
     assert not change.matters
     assert change.name == words.split()[0].removeprefix("--")
-    refuse(FOLDER, [change], force=False)
+    refuse_changes(FOLDER, [change], force=False)
 
 
 @pytest.mark.parametrize("step, words", SERIOUS_WORDS)
-def test_what_computes_something_else_stops_it(step, words):
+def test_a_change_that_affects_the_result_is_refused(step, words):
     [change] = changed(step, *words.split()).values()
     assert change.matters
     with pytest.raises(UserError, match=change.name):
-        refuse(FOLDER, [change], force=False)
-    refuse(FOLDER, [change], force=True)
+        refuse_changes(FOLDER, [change], force=False)
+    refuse_changes(FOLDER, [change], force=True)
 
 
-def test_other_rows_of_a_step_matter_and_their_factors_alone_do_not():
+def test_derived_batch_sizes_matter_and_their_factors_alone_do_not():
     saved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows_per_update": 8}
     halved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "rows_per_update": 8}
     fewer_ranks = {**saved, "rows_per_update": 4}
-    assert [c.matters for c in compare(saved, halved)] == [False]
-    assert [(c.name, c.matters) for c in compare(saved, fewer_ranks)] == [("rows_per_update", True)]
+    assert [c.matters for c in compare_configs(saved, halved)] == [False]
+    assert [(c.name, c.matters) for c in compare_configs(saved, fewer_ranks)] == [("rows_per_update", True)]
 
 
-@pytest.mark.parametrize("flag, product", FACTORS_OF.items())
-def test_a_factor_matters_where_its_product_is_not_known_on_both_sides(flag, product):
+@pytest.mark.parametrize("flag, product", PRODUCTS.items())
+def test_a_factor_matters_unless_both_sides_hold_its_product(flag, product):
     for saved_product, now_product, matters in ((1, 1, False), (None, 1, True), (1, None, True), (None, None, True)):
         saved = {flag: 1} | ({product: saved_product} if saved_product else {})
         now = {flag: 2} | ({product: now_product} if now_product else {})
-        assert {c.name: c.matters for c in compare(saved, now)}[flag] is matters
+        assert {c.name: c.matters for c in compare_configs(saved, now)}[flag] is matters
 
 
 @pytest.mark.parametrize("flag, other", [
@@ -113,27 +121,27 @@ def test_a_factor_matters_where_its_product_is_not_known_on_both_sides(flag, pro
     ("per_device_generation_batch_size", "rows_per_update"),
     ("generation_batches", "rows_per_update"),
 ])  # fmt: skip
-def test_the_rows_of_an_update_do_not_excuse_those_of_a_step_nor_the_other_way_round(flag, other):
+def test_a_factor_is_excused_by_its_own_product_alone(flag, other):
     saved = {flag: 1, other: 8}
-    assert compare(saved, {**saved, flag: 2})[0].matters
+    assert compare_configs(saved, {**saved, flag: 2})[0].matters
 
 
-def test_a_flag_that_one_side_does_not_know_matters():
-    assert compare({"new_flag": None}, {}) == [Change("new_flag", "None", None, True)]
-    assert compare({}, {"new_flag": 3}) == [Change("new_flag", None, "3", True)]
-    assert [c.matters for c in compare({}, {"rollout_rows": 3})] == [False]
+def test_a_flag_that_one_side_lacks_matters():
+    assert compare_configs({"new_flag": None}, {}) == [ConfigChange("new_flag", "None", None, True)]
+    assert compare_configs({}, {"new_flag": 3}) == [ConfigChange("new_flag", None, "3", True)]
+    assert [c.matters for c in compare_configs({}, {"rollout_rows": 3})] == [False]
 
 
 def test_changes_that_matter_come_first_in_the_order_of_the_command_line():
     saved = {"a": 1, "output_dir": "x", "b": 1, "gone": 1, "save_steps": 1}
     now = {"save_steps": 2, "b": 2, "output_dir": "y", "a": 2}
-    assert [c.name for c in compare(saved, now)] == ["b", "a", "gone", "save_steps", "output_dir"]
+    assert [c.name for c in compare_configs(saved, now)] == ["b", "a", "gone", "save_steps", "output_dir"]
 
 
-def test_the_report_is_a_diff():
+def test_changes_are_shown_as_a_diff():
     saved = {"learning_rate": 1e-3, "data_path": ["a b"], "rows_per_update": 8, "stop_strings": [], "seed": 0, "old": 1}
     now = {"learning_rate": 2e-3, "data_path": ["a", "b"], "rows_per_update": 4, "stop_strings": ("é",), "seed": None}
-    assert report(compare(saved, {**now, "eot_token": ""})).splitlines() == [
+    assert format_diff(compare_configs(saved, {**now, "eot_token": ""})).splitlines() == [
         "- --learning_rate 0.001",
         "+ --learning_rate 0.002",
         '- --data_path ["a b"]',
@@ -149,10 +157,10 @@ def test_the_report_is_a_diff():
     ]
 
 
-def test_a_refusal_shows_what_matters_alone_and_the_ways_out():
-    changes = compare({"seed": 1, "save_steps": 1}, {"seed": 2, "save_steps": 2})
+def test_a_refusal_shows_only_changes_that_matter_and_the_ways_out():
+    changes = compare_configs({"seed": 1, "save_steps": 1}, {"seed": 2, "save_steps": 2})
     with pytest.raises(UserError) as refusal:
-        refuse(FOLDER, changes, force=False)
+        refuse_changes(FOLDER, changes, force=False)
     text = str(refusal.value)
     assert text.startswith(f"{FOLDER} was saved under settings")
     assert "- --seed 1\n+ --seed 2\n" in text
@@ -160,11 +168,11 @@ def test_a_refusal_shows_what_matters_alone_and_the_ways_out():
     assert all(way in text for way in ("--resume_force", "--overwrite_output_dir", "another --output_dir"))
 
 
-def test_a_refusal_shows_the_flags_that_a_product_is_made_of():
+def test_a_refusal_shows_the_factors_of_a_changed_batch_size():
     saved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows_per_update": 8, "zero_stage": 2}
     now = {**saved, "per_device_train_batch_size": 2, "rows_per_update": 4, "zero_stage": 3}
     with pytest.raises(UserError) as refusal:
-        refuse(FOLDER, compare(saved, now), force=False)
+        refuse_changes(FOLDER, compare_configs(saved, now), force=False)
     shown = [line for line in str(refusal.value).splitlines() if line.startswith(("- ", "+ "))]
     flag = "--per_device_train_batch_size"
     assert shown == ["- rows_per_update 8", "+ rows_per_update 4", f"- {flag} 4", f"+ {flag} 2"]
@@ -177,10 +185,10 @@ def test_another_number_of_ranks_matters_to_dynamic_sampling_alone(words, refuse
         sizes = f"--per_device_generation_batch_size {rows} --per_device_training_batch_size {rows}"
         config = parse("ppo", [*PPO, *f"{sizes} --n_samples_per_prompt 2 {words}".split()])
         found.append(flatten(config) | derived_batch_sizes(config, plan_ppo(config.ppo, 64, ranks)))
-    serious = [(change.name, change.before, change.after) for change in compare(*found) if change.matters]
+    serious = [(change.name, change.before, change.after) for change in compare_configs(*found) if change.matters]
     assert serious == ([("ranks", "2", "1")] if refused else [])
 
 
 def test_a_change_cannot_be_altered():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Change("a", "1", "2", True).matters = False
+        ConfigChange("a", "1", "2", True).matters = False

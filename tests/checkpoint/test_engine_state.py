@@ -1,4 +1,4 @@
-"""Files of engine states without ranks: what is written, what is refused, what a full disk looks like."""
+"""Files of engine states without ranks: content, refused files, full disks."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ def write(state, path):
     return writer.wait()
 
 
-def test_states_are_those_of_the_save_although_they_change_before_they_are_written(tmp_path):
+def test_states_are_copied_at_the_save_before_they_change(tmp_path):
     writer, gate = BackgroundWriter(), threading.Event()
     writer._thread.submit(gate.wait)
     scaler = DynamicLossScaler(2.0**16, 100, 1, 2, False)
@@ -42,21 +42,21 @@ def test_states_are_those_of_the_save_although_they_change_before_they_are_writt
     assert found["scaler"].cur_scale == 2.0**16
 
 
-def test_length_and_digest_are_those_of_the_file(tmp_path):
+def test_wait_returns_length_and_checksum_of_the_file(tmp_path):
     written = write({"numbers": torch.arange(10_000)}, tmp_path / "a.pt")
     content = (tmp_path / "a.pt").read_bytes()
     assert written == {tmp_path / "a.pt": (len(content), hashlib.sha256(content).hexdigest())}
     assert len(content) > 80_000
 
 
-def test_a_file_is_flushed_to_the_disk_when_it_is_whole(tmp_path, monkeypatch):
+def test_a_file_is_synced_when_it_is_complete(tmp_path, monkeypatch):
     flushed = []
     monkeypatch.setattr(os, "fsync", lambda number: flushed.append(os.fstat(number).st_size))
     [(length, _)] = write({"numbers": torch.arange(100)}, tmp_path / "a.pt").values()
     assert flushed == [length]
 
 
-def test_each_wait_tells_of_the_files_since_the_last_one(tmp_path):
+def test_wait_returns_the_files_since_the_last_wait(tmp_path):
     writer = BackgroundWriter()
     for name in ("a.pt", "b.pt"):
         writer.save({}, str(tmp_path / name))
@@ -66,7 +66,7 @@ def test_each_wait_tells_of_the_files_since_the_last_one(tmp_path):
     assert set(writer.wait()) == {tmp_path / "c.pt"}
 
 
-def test_every_class_that_deepspeed_saves_comes_back(tmp_path):
+def test_every_class_that_deepspeed_saves_is_loaded(tmp_path):
     scaler = DynamicLossScaler(2.0**16, 100, 1, 2, False)
     scaler.cur_iter, scaler.cur_hysteresis = 7, 1
     state = {"s": scaler, "z": ZeroStageEnum.weights, "f": [fragment_address(3, 4)], "o": torch.Size([2, 3]), "n": None}
@@ -135,7 +135,7 @@ def test_pickles_from_outside_are_not_executed(tmp_path, kind):
     assert mark.exists(), "the file would have done nothing anyway"
 
 
-def test_a_disk_that_fills_up_midway_gives_its_own_reason(tmp_path):
+def test_a_disk_that_fills_up_midway_raises_its_own_error(tmp_path):
     """torch's archive writer reports "unexpected pos" instead."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, hard))
@@ -147,7 +147,7 @@ def test_a_disk_that_fills_up_midway_gives_its_own_reason(tmp_path):
 
 
 @pytest.mark.parametrize("numbers", [1, 3_000_000])
-def test_a_full_disk_is_an_oserror_of_wait_and_the_writer_goes_on(tmp_path, numbers):
+def test_wait_raises_an_oserror_for_a_full_disk_and_the_writer_can_be_used_again(tmp_path, numbers):
     (tmp_path / "full.pt").symlink_to("/dev/full")
     writer = BackgroundWriter()
     writer.save({"numbers": torch.ones(numbers)}, str(tmp_path / "full.pt"))
@@ -159,7 +159,7 @@ def test_a_full_disk_is_an_oserror_of_wait_and_the_writer_goes_on(tmp_path, numb
     assert len(writer.wait()) == 1
 
 
-def test_a_folder_that_cannot_be_made_is_told_by_wait_alone(tmp_path):
+def test_wait_raises_when_a_folder_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     writer = BackgroundWriter()
     writer.makedirs(str(tmp_path / "file" / "state"), exist_ok=True)

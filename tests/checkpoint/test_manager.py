@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and what they say; engines and trainer are stand-ins."""
+"""When checkpoints are saved, and what they contain; engines and trainer are stand-ins."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ from dschat_ppo.checkpoint import manager
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.manager import CheckpointManager
 from dschat_ppo.checkpoint.manifest import Manifest, damage
-from dschat_ppo.checkpoint.resume import RunIdentity
+from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.checkpoint.state_file import load_state
 from dschat_ppo.common import dist
 from dschat_ppo.config.safety_flags import SafetyFlags
@@ -22,7 +22,7 @@ from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.runtime import stop_requests
 
-ABOUT = RunIdentity("ppo", {"seed": 7}, "f" * 64)
+IDENTITY = RunIdentity("ppo", {"seed": 7}, "f" * 64)
 NEVER = SafetyFlags(save_minutes=0, save_total_limit=99)
 
 
@@ -44,25 +44,25 @@ class Trainer:
 
 
 class Run:
-    """A keeper with all that it works on."""
+    """A checkpoint manager with its trainer, metrics and folder."""
 
     def __init__(self, output: Path, flags: SafetyFlags, saved: tuple[int, int] | None = None):
         self.folder, self.trainer = CheckpointFolder(output), Trainer()
         self.metrics = MetricsWriter(output, None)
-        self.keeper = CheckpointManager(output, self.trainer, flags, ABOUT, self.metrics, saved)
+        self.checkpoints = CheckpointManager(output, self.trainer, flags, IDENTITY, self.metrics, saved)
 
     def at(self, *position: int) -> list[str]:
-        """Pass by at this position, with all that was begun before on the disk; names of the checkpoints then."""
-        while not self.keeper._files.done():
+        """Call `save_if_due` here, once all earlier files are on the disk; return the names of the checkpoints."""
+        while not self.checkpoints._files.done():
             time.sleep(0.001)
         self.trainer.position = position
-        self.keeper.save_if_due()
+        self.checkpoints.save_if_due()
         return self.folder.names()
 
     def hold(self) -> threading.Event:
-        """Let the files wait until the event is set (or, where nobody sets it, for some seconds)."""
+        """Delay the writing of files until the event is set, for three seconds at most."""
         gate = threading.Event()
-        self.keeper._files._thread.submit(gate.wait, 3)
+        self.checkpoints._files._thread.submit(gate.wait, 3)
         return gate
 
     def manifest(self, name: str) -> Manifest:
@@ -83,7 +83,7 @@ def engines(monkeypatch):
     return saved
 
 
-def test_saves_are_by_count_between_steps_and_become_checkpoints_at_a_later_boundary(tmp_path, engines):
+def test_checkpoints_are_saved_by_step_count_and_committed_at_a_later_call(tmp_path, engines):
     run = Run(tmp_path, SafetyFlags(save_steps=2, save_minutes=0, save_total_limit=99))
     assert run.at(1, 0) == run.at(1, 1) == run.at(1, 2) == run.at(2, 0) == []
     assert sorted(os.listdir(run.folder.root)) == ["step_000002.partial"]
@@ -96,7 +96,7 @@ def test_saves_are_by_count_between_steps_and_become_checkpoints_at_a_later_boun
     assert run.at(1, 0) == run.at(2, 0) == ["step_000002", "step_000004"] and len(engines) == 4
 
 
-def test_saves_by_time_are_that_old_each(tmp_path, engines, monkeypatch):
+def test_checkpoints_are_saved_after_the_given_minutes(tmp_path, engines, monkeypatch):
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now, perf_counter=time.perf_counter)
     monkeypatch.setattr(manager, "time", clock)
     run = Run(tmp_path, SafetyFlags(save_minutes=2, save_total_limit=99))
@@ -117,40 +117,40 @@ def test_saves_by_time_are_that_old_each(tmp_path, engines, monkeypatch):
     assert len(engines) == 4
 
 
-def test_training_does_not_wait_for_files_and_a_checkpoint_does(tmp_path, engines):
+def test_training_does_not_wait_for_files_and_the_next_checkpoint_does(tmp_path, engines):
     run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0, save_total_limit=99))
     gate = run.hold()
     run.trainer.position = (1, 0)
-    run.keeper.save_if_due()
+    run.checkpoints.save_if_due()
     run.trainer.position = (1, 1)
-    run.keeper.save_if_due()
+    run.checkpoints.save_if_due()
     assert run.folder.names() == [] and not gate.is_set()
     threading.Timer(0.1, gate.set).start()
     run.trainer.position = (2, 0)
-    run.keeper.save_if_due()  # waits for the first one
+    run.checkpoints.save_if_due()  # waits for the first one
     assert gate.is_set() and run.folder.names() == ["step_000001"]
-    run.keeper.finish()
+    run.checkpoints.finish()
     assert run.folder.names() == ["step_000001", "step_000002"]
     assert all(damage(run.folder.root / name) is None for name in run.folder.names())
 
 
-def test_the_end_is_saved_once(tmp_path, engines):
+def test_the_last_state_is_saved_once(tmp_path, engines):
     run = Run(tmp_path, NEVER)
     run.trainer.position = (3, 0)
-    run.keeper.finish()
+    run.checkpoints.finish()
     assert run.folder.names() == ["step_000003"]
-    run.keeper.finish()
-    Run(tmp_path, NEVER, saved=(0, 0)).keeper.finish()
+    run.checkpoints.finish()
+    Run(tmp_path, NEVER, saved=(0, 0)).checkpoints.finish()
     assert engines == ["A", "C"]
-    Run(tmp_path, NEVER).keeper.finish()
+    Run(tmp_path, NEVER).checkpoints.finish()
     assert run.folder.names() == ["step_000000", "step_000003"]
 
 
-def test_a_stop_is_saved_and_says_where(tmp_path, engines, monkeypatch):
+def test_a_stop_saves_a_checkpoint_and_names_it(tmp_path, engines, monkeypatch):
     run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0))
-    assert run.at(1, 0) == [] and not run.keeper.stop_requested()
+    assert run.at(1, 0) == [] and not run.checkpoints.stop_requested()
     monkeypatch.setattr(stop_requests, "requested", lambda: True)
-    assert run.keeper.stop_requested()
+    assert run.checkpoints.stop_requested()
     with pytest.raises(StopRequested, match="checkpoints/step_000001_update_0002; run the same command again"):
         run.at(1, 2)
     assert run.folder.names() == ["step_000001", "step_000001_update_0002"]
@@ -159,7 +159,7 @@ def test_a_stop_is_saved_and_says_where(tmp_path, engines, monkeypatch):
     assert len(engines) == 4
 
 
-def test_a_manifest_is_of_the_moment_of_the_save(tmp_path, engines):
+def test_a_manifest_describes_the_state_at_the_time_of_the_save(tmp_path, engines):
     run = Run(tmp_path, SafetyFlags(save_steps=5, save_minutes=0))
     run.metrics.write(1, {"a": 1.0})
     length = (tmp_path / "metrics.jsonl").stat().st_size
@@ -184,7 +184,7 @@ def test_a_manifest_is_of_the_moment_of_the_save(tmp_path, engines):
     assert mine["mine"] == 1 and torch.equal(mine["random"]["torch"], torch.get_rng_state())
 
 
-def test_the_newest_and_the_best_stay(tmp_path, engines):
+def test_the_newest_and_the_best_checkpoint_are_kept(tmp_path, engines):
     run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0, save_total_limit=1))
     stay = []
     for step, best in enumerate([True, True, False, False, True], start=1):
@@ -197,8 +197,8 @@ def test_the_newest_and_the_best_stay(tmp_path, engines):
 
 
 @pytest.mark.parametrize("bad", ["actor", "critic"])
-def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_is(tmp_path, engines, monkeypatch, bad):
-    """That one is still being written when they are found."""
+def test_weights_that_are_not_finite_are_not_saved_and_the_earlier_checkpoint_is(tmp_path, engines, monkeypatch, bad):
+    """The earlier checkpoint is still being written when the weights are checked."""
 
     def refuse(role, engine):
         if role == bad:
@@ -207,14 +207,14 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_is(
     run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0))
     gate = run.hold()
     run.trainer.position = (1, 0)
-    run.keeper.save_if_due()
+    run.checkpoints.save_if_due()
     monkeypatch.setattr(manager, "require_finite_weights", refuse)
     run.trainer.position = (2, 0)
     threading.Timer(0.1, gate.set).start()
     with pytest.raises(NonFiniteError, match=f"{bad}: {run.trainer.engines_to_save[bad]}"):
-        run.keeper.save_if_due()
+        run.checkpoints.save_if_due()
     monkeypatch.setattr(stop_requests, "requested", lambda: True)
-    for end in (run.keeper.save_if_due, run.keeper.finish):  # not at a stop and not at the end either
+    for end in (run.checkpoints.save_if_due, run.checkpoints.finish):  # not at a stop and not at the end either
         with pytest.raises(NonFiniteError):
             end()
     assert sorted(path.name for path in run.folder.root.iterdir()) == ["latest", "step_000001"]
@@ -222,7 +222,7 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_is(
 
 
 @pytest.mark.parametrize("what", ["folders", "engine", "small files", "commit"])
-def test_a_disk_that_refuses_is_told_and_leaves_no_checkpoint(tmp_path, engines, monkeypatch, what):
+def test_an_error_of_the_disk_is_reported_and_leaves_no_checkpoint(tmp_path, engines, monkeypatch, what):
     def refuse(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -237,21 +237,21 @@ def test_a_disk_that_refuses_is_told_and_leaves_no_checkpoint(tmp_path, engines,
         monkeypatch.setattr(CheckpointFolder, "commit", refuse)
     run.trainer.position, run.trainer.is_best = (2, 0), True
     with pytest.raises(StorageError, match="cannot be written"):
-        run.keeper.finish()
+        run.checkpoints.finish()
     assert run.folder.names() == [] and not (run.folder.root / "best").exists()
 
 
 @pytest.mark.parametrize("what", ["engine", "small files"])
-def test_what_one_rank_cannot_write_all_ranks_learn(tmp_path, engines, monkeypatch, what):
-    """Another rank has written all of its own, and waits in the gathering for what this one says."""
+def test_a_write_error_of_one_rank_reaches_all_ranks(tmp_path, engines, monkeypatch, what):
+    """Another rank has written its files, and waits in the collective for this one."""
 
     def refuse(*arguments):
         raise OSError(28, "No space left on device")
 
-    heard = []
+    reported = []
 
     def gather(mine):
-        heard.extend(problem for _, problem in mine if problem)
+        reported.extend(problem for _, problem in mine if problem)
         return [mine, [({}, None), ({}, None)]]
 
     if what == "engine":
@@ -261,15 +261,15 @@ def test_what_one_rank_cannot_write_all_ranks_learn(tmp_path, engines, monkeypat
     monkeypatch.setattr(dist, "gather_objects", gather)
     run = Run(tmp_path, NEVER)
     with pytest.raises(StorageError) as problem:
-        run.keeper.finish()
-    assert heard == [str(problem.value)]
+        run.checkpoints.finish()
+    assert reported == [str(problem.value)]
 
 
-def test_what_another_rank_cannot_write_leaves_no_checkpoint(tmp_path, engines, monkeypatch):
+def test_a_write_error_of_another_rank_leaves_no_checkpoint(tmp_path, engines, monkeypatch):
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [({}, None), ({}, "rank 1: no space")]])
     run = Run(tmp_path, NEVER)
     with pytest.raises(StorageError, match="rank 1: no space"):
-        run.keeper.finish()
+        run.checkpoints.finish()
     assert run.folder.names() == []
 
 
@@ -281,7 +281,7 @@ def test_the_files_of_all_ranks_are_in_the_manifest(tmp_path, engines, monkeypat
         return [mine, [({"rank_1.pt": {"bytes": 4, "sha256": hashlib.sha256(b"four").hexdigest()}}, None), ({}, None)]]
 
     monkeypatch.setattr(dist, "gather_objects", gather)
-    run.keeper.finish()
+    run.checkpoints.finish()
     assert {"rank_0.pt", "rank_1.pt", "shared.pt"} < set(run.manifest("step_000000").files)
     assert damage(run.folder.root / "step_000000") is None
 
@@ -290,7 +290,7 @@ def test_the_files_of_all_ranks_are_in_the_manifest(tmp_path, engines, monkeypat
     ("other", "ends"), [([1, 0, 0], True), ([0, 1, 0], False), ([0, 0, 1], False), ([0, 0, 0], False)]
 )
 def test_the_ranks_stop_save_and_wait_together(tmp_path, engines, monkeypatch, other, ends):
-    """Another rank is asked to stop, or it is time there, or its files are not written yet."""
+    """Another rank has a stop request, or a checkpoint is due there, or its files are not written yet."""
     run = Run(tmp_path, SafetyFlags(save_steps=4, save_minutes=0))
     run.at(4, 0)
     assert len(engines) == 2
@@ -306,7 +306,7 @@ def test_the_ranks_stop_save_and_wait_together(tmp_path, engines, monkeypatch, o
     assert len(engines) == (4 if other[0] or other[1] else 2)
 
 
-def test_other_ranks_leave_the_clock_to_the_first(tmp_path, engines, monkeypatch):
+def test_rank_0_alone_decides_when_a_checkpoint_is_due(tmp_path, engines, monkeypatch):
     run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0))
     monkeypatch.setattr(dist, "rank", lambda: 1)
     run.at(1, 0)

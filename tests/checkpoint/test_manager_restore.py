@@ -1,4 +1,6 @@
-"""How a checkpoint is put back into a trainer; engines and trainer are stand-ins."""
+"""Restoring a checkpoint into a trainer; engines and trainer are stand-ins."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,9 +9,11 @@ from test_manager import Trainer
 
 from dschat_ppo.checkpoint import manager
 from dschat_ppo.checkpoint.manager import restore
-from dschat_ppo.checkpoint.rng_state import random_state
+from dschat_ppo.checkpoint.manifest import Manifest
+from dschat_ppo.checkpoint.rng_state import capture_rng_state
 from dschat_ppo.checkpoint.state_file import save_state
 from dschat_ppo.common import dist
+from dschat_ppo.errors import UserError
 
 
 class Engine:
@@ -42,7 +46,7 @@ def saved(tmp_path):
             (folder / role).mkdir(parents=True)
         torch.manual_seed(ranks)
         for rank in range(ranks):
-            save_state(folder / f"rank_{rank}.pt", {"random": random_state(), "rank": rank})
+            save_state(folder / f"rank_{rank}.pt", {"random": capture_rng_state(), "rank": rank})
             torch.rand(1)
         save_state(folder / "shared.pt", {"shared": ranks})
         manifest_of(folder, step=6, update=1, world_size=ranks).write(folder)
@@ -52,28 +56,28 @@ def saved(tmp_path):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """What was loaded into which engine: (whole or anew, engine, folder's name)."""
+    """What was loaded into which engine: (whole or resharded, engine, folder's name)."""
     done = []
     monkeypatch.setattr(manager, "has_layout_of", lambda engine, folder: folder.name == "actor")
     monkeypatch.setattr(manager, "load_engine", lambda engine, folder: done.append(("whole", engine, folder.name)))
     monkeypatch.setattr(
-        manager, "load_engine_resharded", lambda engine, folder: done.append(("anew", engine, folder.name))
+        manager, "load_engine_resharded", lambda engine, folder: done.append(("resharded", engine, folder.name))
     )
     return done
 
 
-def test_each_engine_gets_its_own_states_and_the_trainer_those_of_all_ranks(saved, loads):
+def test_each_engine_loads_its_states_and_the_trainer_those_of_all_ranks(saved, loads):
     trainer = Trainer()
     trainer.engines_to_save = {"actor": Engine(), "critic": Engine()}
     manifest = restore(saved[0], trainer, seed=100)
     assert (manifest.step, manifest.update, manifest.world_size) == (6, 1, 2)
     actor, critic = trainer.engines_to_save.values()
-    assert loads == [("whole", actor, "actor"), ("anew", critic, "critic")]
+    assert loads == [("whole", actor, "actor"), ("resharded", critic, "critic")]
     shared, ranks = trainer.loaded
     assert shared == {"shared": 2} and [rank["rank"] for rank in ranks.read_all()] == [0, 1]
 
 
-def test_random_streams_go_on_with_as_many_ranks_and_are_seeded_anew_with_others(saved, loads, monkeypatch):
+def test_random_streams_are_restored_on_as_many_ranks_and_seeded_on_others(saved, loads, monkeypatch):
     trainer, seeds = Trainer(), []
     trainer.engines_to_save = {}
     monkeypatch.setattr(manager, "seed_this_rank", seeds.append)
@@ -100,7 +104,7 @@ def test_random_streams_go_on_with_as_many_ranks_and_are_seeded_anew_with_others
     ({"rate": 0.25, "warmup": 8}, 0.25 * 0.5),
     ({"betas": (0.5, 0.75), "eps": 0.125, "decay": 0.75}, 0.5 * 0.4),
 ])  # fmt: skip
-def test_the_optimizer_goes_on_under_the_flags_of_now(saved, loads, monkeypatch, forced, rate):
+def test_the_optimizer_keeps_the_current_flags(saved, loads, monkeypatch, forced, rate):
     engine, trainer = Engine(**forced), Trainer()
     trainer.engines_to_save = {"actor": engine}
     monkeypatch.setattr(manager, "load_engine", lambda engine, folder: engine.load(Engine().steps(4)))
@@ -114,3 +118,71 @@ def test_the_optimizer_goes_on_under_the_flags_of_now(saved, loads, monkeypatch,
     engine.steps(1)
     per_step = forced.get("rate", 0.5) / forced.get("warmup", 10)
     assert [group["lr"] for group in groups] == [pytest.approx(5 * per_step)] * 2
+
+
+class StateTrainer:
+    """A `Resumable` that keeps what it is given."""
+
+    engines_to_save = {}
+
+    def load_state(self, shared, ranks):
+        self.shared, self.ranks = shared, ranks
+
+
+def saved_on(folder, ranks: int):
+    """A checkpoint of this many ranks; rank r has drawn r numbers."""
+    torch.manual_seed(5)
+    save_state(folder / "shared.pt", {"steps": 12})
+    for rank in range(ranks):
+        save_state(folder / f"rank_{rank}.pt", {"random": capture_rng_state(), "mine": rank})
+        torch.rand(())
+    manifest_of(folder, world_size=ranks).write(folder)
+    return folder
+
+
+def on_rank(monkeypatch, rank: int, ranks: int) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+
+
+def test_on_as_many_ranks_the_files_of_other_ranks_are_read_only_on_request(tmp_path, monkeypatch):
+    folder, trainer = saved_on(tmp_path, 2), StateTrainer()
+    (folder / "rank_0.pt").unlink()
+    on_rank(monkeypatch, 1, 2)
+    restore(folder, trainer, seed=7)
+    assert trainer.shared == {"steps": 12} and trainer.ranks.own["mine"] == 1
+    torch.manual_seed(5)
+    expected = torch.rand(2)[1]
+    restore(folder, trainer, seed=7)
+    assert torch.rand(()) == expected, "its own random stream"
+    with pytest.raises(UserError, match="rank_0.pt"):
+        next(trainer.ranks.read_all())
+
+
+def test_an_engine_that_was_not_trained_before_starts_from_scratch(tmp_path, monkeypatch, capsys):
+    trainer = StateTrainer()
+    trainer.engines_to_save = {"critic": None}  # which nothing may be loaded into
+    restore(saved_on(tmp_path, 1), trainer, seed=7)
+    assert "critic: was not trained when the checkpoint was saved, so it starts from scratch" in capsys.readouterr().out
+    assert trainer.shared == {"steps": 12}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_on_another_number_of_ranks_no_rank_has_its_own_state(ranks, tmp_path, monkeypatch):
+    folder, trainer = saved_on(tmp_path, 2), StateTrainer()
+    on_rank(monkeypatch, 0, ranks)
+    restore(folder, trainer, seed=7)
+    assert trainer.ranks.own is None
+    assert [state["mine"] for state in trainer.ranks.read_all()] == [0, 1]
+
+
+def test_changed_versions_are_logged_in_one_line(tmp_path, monkeypatch, capsys):
+    folder = saved_on(tmp_path, 1)
+    manifest = Manifest.read(folder)
+    replace(manifest, versions={"torch": "2.1", "deepspeed": "0.19"}).write(folder)
+    monkeypatch.setattr(manager, "_versions", lambda: {"torch": "2.13", "deepspeed": "0.19", "new": "1"})
+    restore(folder, StateTrainer(), seed=7)
+    assert capsys.readouterr().out.endswith("was saved: torch 2.1 -> 2.13, new None -> 1\n")
+    replace(manifest, versions={"torch": "2.13", "deepspeed": "0.19", "new": "1"}).write(folder)
+    restore(folder, StateTrainer(), seed=7)
+    assert capsys.readouterr().out == ""

@@ -21,7 +21,7 @@ def rewrite(folder, **changes):
     (folder / "manifest.json").write_text(json.dumps({**content, **changes}))
 
 
-def test_a_manifest_comes_back_as_it_was(tmp_path):
+def test_a_manifest_is_read_as_it_was_written(tmp_path):
     fill(tmp_path, best=True, kind="sft")
     (tmp_path / "manifest.json").unlink()
     written = manifest_of(tmp_path, best=True, kind="sft")
@@ -50,7 +50,7 @@ def test_describe_file(tmp_path):
     assert describe_file(tmp_path / "a") == {"bytes": 3, "sha256": published}
 
 
-def test_an_intact_checkpoint_has_no_damage_and_more_files_do_no_harm(folder):
+def test_an_intact_checkpoint_has_no_damage_even_with_further_files(folder):
     (folder / "notes.txt").write_text("mine")
     assert damage(folder) is None
     assert damage(folder, checksums=False) is None
@@ -96,7 +96,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_named(folder, case):
+def test_damage_names_file_and_fault(folder, case):
     spoil, expected = DAMAGE[case]
     spoil(folder)
     found = damage(folder)
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_read_is_damage(folder):
     assert found is not None and found.startswith("rank_0.pt of rank 0 cannot be read (")
 
 
-def test_sizes_come_before_checksums(folder, monkeypatch):
+def test_sizes_are_checked_before_checksums(folder, monkeypatch):
     flip(folder / "actor/weights.pt")
     os.truncate(folder / "rank_1.pt", 3)
     assert damage(folder) == "rank_1.pt of rank 1 is truncated: 3 of 17 bytes"
@@ -126,7 +126,7 @@ def test_sizes_come_before_checksums(folder, monkeypatch):
     ("actor/state/mp_rank_00_model_states.pt", None),
     ("shared.pt", None),
 ])  # fmt: skip
-def test_the_rank_of_a_missing_file_is_said(tmp_path, name, rank):
+def test_damage_names_the_rank_of_a_missing_file(tmp_path, name, rank):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_bytes(b"x")
     manifest_of(tmp_path).write(tmp_path)
@@ -134,7 +134,7 @@ def test_the_rank_of_a_missing_file_is_said(tmp_path, name, rank):
     assert damage(tmp_path) == f"{name}{'' if rank is None else f' of rank {rank}'} is missing"
 
 
-def test_reading_a_damaged_manifest_names_folder_and_fault(folder):
+def test_an_unreadable_manifest_is_an_error_with_folder_and_fault(folder):
     rewrite(folder, format=2)
     with pytest.raises(UserError, match=r"checkpoint .*step_000012_update_0003: is of format 2"):
         Manifest.read(folder)

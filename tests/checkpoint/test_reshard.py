@@ -20,7 +20,7 @@ from dschat_ppo.errors import UserError
 SHAPES = [{"a": torch.Size([2, 3]), "b": torch.Size([1])}, {"c": torch.Size([5])}]
 
 
-def test_zero_3_pads_each_parameter_and_cuts_it_into_equal_parts():
+def test_zero_3_pads_each_parameter_and_divides_it_into_equal_parts():
     # three ranks: a is 2 + 2 + 2, b is 1 + nothing + nothing, c is 2 + 2 + 1
     assert partitioned_fragments(SHAPES, 0, 3) == [
         Fragment("a", 0, 2, 0, 0), Fragment("b", 0, 1, 0, 2), Fragment("c", 0, 2, 1, 0),
@@ -39,7 +39,7 @@ def test_zero_3_pads_each_parameter_and_cuts_it_into_equal_parts():
     ]  # fmt: skip
 
 
-def test_pieces_go_where_they_belong_and_padding_is_zero():
+def test_gather_copies_each_piece_to_its_place_and_padding_is_zero():
     whole = Shard(
         [Fragment("a", 0, 6, 0, 1), Fragment("b", 0, 1, 1, 0)],
         [{"fp32": torch.tensor([99.0, 1, 2, 3, 4, 5, 6])}, {"fp32": torch.tensor([7.0, 99])}],
@@ -67,7 +67,7 @@ def cut(sizes: dict[str, int], ranks: int, rng) -> list[list[Fragment]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_layout_into_any_other_gives_the_parameters_back(seed):
+def test_any_layout_can_be_resharded_into_any_other(seed):
     rng = np.random.default_rng(seed)
     sizes = {name: int(rng.integers(1, 12)) for name in "abcd"}
     truth = {name: {key: rng.normal(size=size) for key in ("fp32", "exp_avg", "exp_avg_sq")}

@@ -1,4 +1,4 @@
-"""Random streams go on where they were."""
+"""RNG states: random streams continue where they were captured."""
 
 import random
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.checkpoint.rng_state import random_state, restore_random_state
+from dschat_ppo.checkpoint.rng_state import capture_rng_state, restore_rng_state
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 
 DRAWS = {
@@ -32,17 +32,17 @@ def stir(seed: int) -> None:
 @pytest.mark.parametrize("source", DRAWS)
 def test_draws_after_restoring_are_those_after_capturing(tmp_path, source):
     stir(1)
-    save_state(tmp_path / "rank_0.pt", random_state())
+    save_state(tmp_path / "rank_0.pt", capture_rng_state())
     expected = DRAWS[source]()
     stir(2)
     assert DRAWS[source]() != expected
-    restore_random_state(load_state(tmp_path / "rank_0.pt"))
+    restore_rng_state(load_state(tmp_path / "rank_0.pt"))
     assert DRAWS[source]() == expected
 
 
-def test_capturing_draws_nothing():
+def test_capturing_does_not_advance_the_streams():
     stir(3)
-    random_state()
+    capture_rng_state()
     after = {source: draw() for source, draw in DRAWS.items()}
     stir(3)
     assert {source: draw() for source, draw in DRAWS.items()} == after
@@ -50,7 +50,7 @@ def test_capturing_draws_nothing():
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Streams of GPUs that are only there by name: {"streams": [...], "current": number}."""
+    """Stand-ins for the streams of GPUs: {"streams": [...], "current": number}."""
     machine = {"streams": [torch.tensor([10]), torch.tensor([11])], "current": 1}
 
     def set_one(state):
@@ -74,20 +74,20 @@ def gpus(monkeypatch):
     ([20, 21, 22], 2, [20, 21, 11]),
     ([], 0, []),
 ])  # fmt: skip
-def test_streams_of_gpus_go_to_those_that_are_there(gpus, there, current, expected):
-    state = random_state()
+def test_streams_of_gpus_are_restored_to_the_gpus_of_this_machine(gpus, there, current, expected):
+    state = capture_rng_state()
     assert state["gpu"] == 1
     gpus["streams"], gpus["current"] = [torch.tensor([number]) for number in there], current
-    restore_random_state(state)
+    restore_rng_state(state)
     assert [int(stream) for stream in gpus["streams"]] == expected
 
 
-def test_a_state_without_gpus_leaves_those_that_are_there(gpus):
+def test_a_state_without_gpus_leaves_their_streams_unchanged(gpus):
     streams, gpus["streams"] = gpus["streams"], []
-    state = random_state()
+    state = capture_rng_state()
     assert state["gpus"] == []
     gpus["streams"] = streams
-    restore_random_state(state)
+    restore_rng_state(state)
     assert [int(stream) for stream in gpus["streams"]] == [10, 11]
 
 
@@ -96,8 +96,8 @@ def test_a_state_without_gpus_leaves_those_that_are_there(gpus):
 def test_draws_on_a_gpu(tmp_path):
     torch.cuda.manual_seed(1)
     torch.rand(5, device="cuda")
-    save_state(tmp_path / "rank_0.pt", random_state())
+    save_state(tmp_path / "rank_0.pt", capture_rng_state())
     expected = torch.rand(5, device="cuda").tolist()
     assert torch.rand(5, device="cuda").tolist() != expected
-    restore_random_state(load_state(tmp_path / "rank_0.pt"))
+    restore_rng_state(load_state(tmp_path / "rank_0.pt"))
     assert torch.rand(5, device="cuda").tolist() == expected

@@ -1,4 +1,4 @@
-"""A resumed run notices that what its flags name has other contents than when its checkpoint was saved."""
+"""The identity of a run: a resumed run detects that the contents behind its flags have changed."""
 
 import hashlib
 from dataclasses import replace
@@ -6,30 +6,35 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import identity_of, save_checkpoint
 from datasets import Dataset
 from safetensors.torch import save_file
-from test_resume import about, save
 
 from dschat_ppo.checkpoint.folder import CheckpointFolder
-from dschat_ppo.checkpoint.manager import _say_other_versions
 from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.checkpoint.resume import choose
-from dschat_ppo.checkpoint.run_identity import RunInputs, input_fingerprints
+from dschat_ppo.checkpoint.resume import find_checkpoint
+from dschat_ppo.checkpoint.run_identity import (
+    SAMPLE_BYTES,
+    SAMPLES,
+    RunIdentity,
+    RunInputs,
+    identify_run,
+    input_fingerprints,
+    model_fingerprint,
+    rows_fingerprint,
+)
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.data.fingerprint import fingerprint
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.model_files import BLOCK_BYTES, BLOCKS, model_fingerprint
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.train_ppo import inputs_of
 from dschat_ppo.rewards.functions import function_files
-from dschat_ppo.session.session import open_session
 from dschat_ppo.supervised.supervised_run import supervised_inputs
 
 TRAIN = Dataset.from_dict({"ids": [[1], [2]]})
-LARGE = 3 * BLOCKS * BLOCK_BYTES + 17
+LARGE = 3 * SAMPLES * SAMPLE_BYTES + 17
 
 
 def model(folder: Path, value: float = 0.0) -> Path:
@@ -55,15 +60,15 @@ def test_the_same_model_elsewhere_has_the_same_fingerprint(tmp_path):
     assert model_fingerprint(one) == model_fingerprint(str(other))
     (other / "result.json").write_text("{}")
     (other / "README.md").write_text("more")
-    assert model_fingerprint(one) == model_fingerprint(other), "what no model is made of"
+    assert model_fingerprint(one) == model_fingerprint(other), "files that do not belong to the model"
 
 
 @pytest.mark.parametrize("name, place", [
     ("config.json", 2), ("tokenizer.json", 0), ("model.safetensors", -1), ("pytorch_model.bin", 0),
-    ("pytorch_model.bin", LARGE - 1), ("pytorch_model.bin", (LARGE - BLOCK_BYTES) // (BLOCKS - 1)),
-    ("pytorch_model.bin", 40 * (LARGE - BLOCK_BYTES) // (BLOCKS - 1) + BLOCK_BYTES - 1),
+    ("pytorch_model.bin", LARGE - 1), ("pytorch_model.bin", (LARGE - SAMPLE_BYTES) // (SAMPLES - 1)),
+    ("pytorch_model.bin", 40 * (LARGE - SAMPLE_BYTES) // (SAMPLES - 1) + SAMPLE_BYTES - 1),
 ])  # fmt: skip
-def test_a_changed_byte_of_settings_small_files_and_sampled_blocks_shows(name, place, tmp_path):
+def test_a_changed_byte_in_settings_small_files_and_samples_changes_the_fingerprint(name, place, tmp_path):
     folder = model(tmp_path / "model")
     before = model_fingerprint(folder)
     path = folder / name
@@ -71,10 +76,10 @@ def test_a_changed_byte_of_settings_small_files_and_sampled_blocks_shows(name, p
     assert model_fingerprint(folder) != before
 
 
-def test_other_names_sizes_and_files_show(tmp_path):
+def test_other_names_sizes_and_files_change_the_fingerprint(tmp_path):
     folder = model(tmp_path / "model")
     found = {model_fingerprint(folder)}
-    (folder / "pytorch_model.bin").write_bytes(bytes(LARGE + BLOCKS))
+    (folder / "pytorch_model.bin").write_bytes(bytes(LARGE + SAMPLES))
     found.add(model_fingerprint(folder))
     (folder / "pytorch_model.bin").rename(folder / "other.bin")
     found.add(model_fingerprint(folder))
@@ -83,7 +88,7 @@ def test_other_names_sizes_and_files_show(tmp_path):
     assert len(found) == 4
 
 
-def test_a_large_file_is_sampled_not_read(tmp_path):
+def test_large_files_are_sampled(tmp_path):
     folder = tmp_path / "large"
     folder.mkdir()
     with (folder / "model.safetensors").open("wb") as file:
@@ -105,7 +110,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_names_and_contents(folder):
+def test_each_input_has_a_name_and_a_short_fingerprint(folder):
     found = input_fingerprints(inputs(folder))
     reward = f"contents of --reward_function {folder}/reward.py"
     assert found.keys() == {"texts", "contents of --actor_model_name_or_path", reward}
@@ -114,16 +119,14 @@ def test_names_and_contents(folder):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_session_is_described_by_what_its_run_reads_on_rank_0(rank, folder, monkeypatch):
+def test_rank_0_alone_adds_the_fingerprints_to_the_identity(rank, folder, monkeypatch):
     monkeypatch.setenv("RANK", str(rank))
-    config = parse(
-        "sft",
-        ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", f"{folder}/output", "--resume", "never"],
-    )
-    session = open_session("sft", folder / "output", config, inputs(folder), {"rows_per_update": 8})
-    found = input_fingerprints(inputs(folder)) if rank == 0 else {}
-    assert session.about.config == flatten(config) | {"rows_per_update": 8} | found
-    assert session.about.data == ("" if rank else fingerprint(TRAIN))
+    config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", f"{folder}/output"])
+    found = identify_run("sft", config, inputs(folder), {"rows_per_update": 8})
+    settings = flatten(config) | {"rows_per_update": 8}
+    if rank == 0:
+        settings |= input_fingerprints(inputs(folder))
+    assert found == RunIdentity("sft", settings, "" if rank else rows_fingerprint(TRAIN))
 
 
 def edit_reward(folder: Path) -> str:
@@ -137,26 +140,26 @@ def train_on(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("change", [edit_reward, train_on, None])
-def test_a_run_on_other_contents_is_refused_with_their_name_and_goes_on_by_force(change, folder):
+def test_other_contents_are_refused_by_name_and_accepted_by_force(change, folder):
     output = folder / "output"
     before = input_fingerprints(inputs(folder))
-    saved = save(output, 1)
+    saved = save_checkpoint(output, 1)
     manifest = Manifest.read(saved)
     replace(manifest, config=manifest.config | before).write(saved)
-    same, flags = about(output), SafetyFlags()
-    assert choose(output, flags, replace(same, config=same.config | before)) == saved
+    same, flags = identity_of(output), SafetyFlags()
+    assert find_checkpoint(output, flags, replace(same, config=same.config | before)) == saved
     name = change(folder) if change else "texts"
     now = replace(same, config=same.config | input_fingerprints(inputs(folder, texts=3 if change else 2)))
     with pytest.raises(UserError, match=rf"- {name}.* [0-9a-f]{{16}}\n\+ {name}.* [0-9a-f]{{16}}\n"):
-        choose(output, flags, now)
-    assert choose(output, replace(flags, resume_force=True), now) == saved
+        find_checkpoint(output, flags, now)
+    assert find_checkpoint(output, replace(flags, resume_force=True), now) == saved
     assert CheckpointFolder(output).names() == ["step_000001"]
 
 
 PPO = "--actor_model_name_or_path a --data_path d --output_dir o --deepspeed_config d.json"
 
 
-def test_step_3_looks_at_every_model_and_file_that_it_reads(folder):
+def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     own = (
         f"--reward_function {folder}/reward.py:score --eval_data_path e --eval_reward_function {folder}/reward.py:score"
     )
@@ -175,7 +178,7 @@ def test_step_3_looks_at_every_model_and_file_that_it_reads(folder):
     }  # fmt: skip
 
 
-def test_a_critic_without_a_reward_model_is_looked_at(folder):
+def test_a_critic_without_a_reward_model_is_fingerprinted(folder):
     words = f"{PPO} --critic_model_name_or_path c --use_reward_model False --reward_function length"
     rows = TokenRows(TRAIN, None)
     found = inputs_of(parse("ppo", words.split()), ModelFolders("A", str(folder / "model"), None), rows, None)
@@ -183,15 +186,15 @@ def test_a_critic_without_a_reward_model_is_looked_at(folder):
     assert input_fingerprints(found).keys() == {"contents of --critic_model_name_or_path"}
 
 
-def test_steps_1_and_2_look_at_theirs():
+def test_steps_1_and_2_fingerprint_their_model_and_files():
     config = parse("sft", "--model_name_or_path m --data_path d --output_dir o --deepspeed_config d.json".split())
     found = supervised_inputs(TokenRows(TRAIN, TRAIN.select([1])), "M", config.run)
     assert dict(found.models) == {"--model_name_or_path": "M"} and dict(found.files) == {"--deepspeed_config": "d.json"}
     assert found.train is TRAIN and found.rows["evaluation rows (SHA-256)"].to_dict() == {"ids": [[2]]}
 
 
-def test_other_versions_are_said_in_one_line(capsys):
-    _say_other_versions({"torch": "2.1", "deepspeed": "0.19"}, {"torch": "2.13", "deepspeed": "0.19", "new": "1"})
-    assert capsys.readouterr().out.endswith("was saved: torch 2.1 -> 2.13, new None -> 1\n")
-    _say_other_versions({"torch": "2.13"}, {"torch": "2.13"})
-    assert capsys.readouterr().out == ""
+def test_fingerprints_are_those_of_earlier_versions(tmp_path):
+    """Manifests hold them: other values would refuse every saved run."""
+    assert rows_fingerprint(TRAIN) == "2b55853023bb57b31c619e3cc2d29ac2a1ab5f8ab2ae48aebae96e829ee00d5c"
+    expected = "85ea71aed1a9dd8a645b323eff580eae96290b18c5307fedae812ef68254c6bd"
+    assert model_fingerprint(model(tmp_path / "model")) == expected

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""State files: a state is loaded as it was saved; other values and other files are refused."""
 
 import enum
 import hashlib
@@ -12,58 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.checkpoint.state_file import load_state, save_state, write_text
+from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import atomic_files
-from dschat_ppo.common.atomic_files import checksum, sync_folder
+from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.errors import UserError
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """What is synced and renamed, in order, by the names of the files."""
-    seen = []
-    fsync, replace = os.fsync, os.replace
-
-    def recorded_fsync(number):
-        seen.append(("sync", Path(os.readlink(f"/proc/self/fd/{number}")).name))
-        fsync(number)
-
-    def recorded_replace(source, target):
-        seen.append(("rename", Path(source).name, Path(target).name))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "replace", recorded_replace)
-    return seen
-
-
-def test_text_is_on_the_disk_before_it_has_its_name_and_the_name_before_it_is_said_to_be_written(tmp_path, calls):
-    folder = tmp_path / "here"
-    folder.mkdir()
-    write_text(folder / "latest", "step_000012 é")
-    assert (folder / "latest").read_bytes() == "step_000012 é".encode()
-    assert calls == [("sync", "latest.partial"), ("rename", "latest.partial", "latest"), ("sync", "here")]
-    assert os.listdir(folder) == ["latest"]
-
-
-def test_everything_is_in_the_file_when_it_is_synced(tmp_path, monkeypatch):
-    sizes = []
-    monkeypatch.setattr(os, "fsync", lambda number: sizes.append(os.fstat(number).st_size))
-    write_text(tmp_path / "a", "x" * 10)
-    assert sizes[0] == 10
-
-
-def test_sync_folder_reaches_every_file_and_folder_below(tmp_path, calls):
-    top = tmp_path / "top"
-    (top / "a" / "b").mkdir(parents=True)
-    (top / "empty").mkdir()
-    for name in ("1", "a/2", "a/b/3"):
-        (top / name).write_text("x")
-    sync_folder(top)
-    assert sorted(name for _, name in calls) == ["1", "2", "3", "a", "b", "empty", "top"]
-
-
-def test_a_full_disk_leaves_the_old_file_and_no_half_one(tmp_path):
+def test_a_full_disk_leaves_the_old_state(tmp_path):
     """The kernel refuses for real: a limit on the size of files."""
     path = tmp_path / "state.pt"
     save_state(path, {"step": 1})
@@ -72,18 +27,10 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_one(tmp_path):
     try:
         with pytest.raises(OSError, match="too large"):
             save_state(path, {"rows": torch.zeros(10_000)})
-        with pytest.raises(OSError, match="too large"):
-            write_text(path, "x" * 30_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert load_state(path) == {"step": 1}
     assert os.listdir(tmp_path) == ["state.pt"]
-
-
-def test_the_first_failure_is_told_not_that_of_tidying_up(tmp_path):
-    with pytest.raises(FileNotFoundError) as failure:
-        write_text(tmp_path / "nowhere" / "latest", "x")
-    assert failure.value.__context__ is None
 
 
 STATE = {
@@ -107,7 +54,7 @@ def same(left, right) -> bool:
     return type(left) is type(right) and left == right
 
 
-def test_a_state_comes_back_as_it_was(tmp_path):
+def test_a_state_is_loaded_as_it_was_saved(tmp_path):
     save_state(tmp_path / "state.pt", STATE)
     assert same(load_state(tmp_path / "state.pt"), STATE)
 
@@ -147,7 +94,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_not_be_opened_again_is_refused_by_its_place(tmp_path, case):
+def test_values_that_the_loader_refuses_are_refused_with_their_place(tmp_path, case):
     value, kind = REFUSED[case]
     with pytest.raises(TypeError) as refusal:
         save_state(tmp_path / "state.pt", {"a": [0, {"b": (1, value)}]})
@@ -170,7 +117,7 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_that_a_file_holds_is_executed(tmp_path):
+def test_no_code_in_a_file_is_executed(tmp_path):
     with (tmp_path / "plain.pt").open("wb") as file:
         pickle.dump({"a": Bomb(tmp_path / "exploded")}, file, protocol=2)
     torch.save({"a": Bomb(tmp_path / "exploded")}, tmp_path / "zip.pt")
@@ -180,7 +127,7 @@ def test_nothing_that_a_file_holds_is_executed(tmp_path):
     assert not (tmp_path / "exploded").exists()
 
 
-def test_what_cannot_be_loaded_is_named(tmp_path):
+def test_files_that_cannot_be_loaded_are_named(tmp_path):
     save_state(tmp_path / "cut.pt", STATE)
     whole = (tmp_path / "cut.pt").read_bytes()
     (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from command_lines import NEEDED, read
 
-from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
 

@@ -105,10 +105,10 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_who_waits_for_another_process_says_so_and_can_be_stopped(tmp_path, monkeypatch):
-    lines, noticed = [], iter([False, True])
+    lines, flag_is_set = [], iter([False, True])
     monkeypatch.setattr(cache, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(logger(), "info", lines.append)
-    monkeypatch.setattr(stop_requests, "noticed", lambda: next(noticed))
+    monkeypatch.setattr(stop_requests, "flag_is_set", lambda: next(flag_is_set))
     rows = Rows(tmp_path)
     rows.folder.parent.mkdir()
     with FileLock(f"{rows.folder}.lock", is_singleton=False), pytest.raises(StopRequested, match="waited for prepared"):

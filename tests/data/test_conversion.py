@@ -48,7 +48,7 @@ def test_a_process_that_is_killed_is_a_fault_of_the_file(settings, monkeypatch, 
 def test_one_that_is_killed_because_the_run_is_to_stop_is_not(settings, monkeypatch):
     monkeypatch.setattr(conversion, "load_table", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     stop_requests.install()
-    stop_requests.tell()
+    stop_requests.set_flag()
     with pytest.raises((EOFError, StopRequested)):  # whichever is seen first
         find_fault("json", settings)
 
@@ -57,7 +57,7 @@ def test_a_stop_does_not_wait_for_a_long_conversion(settings, monkeypatch):
     monkeypatch.setattr(conversion, "load_table", lambda *_: time.sleep(60))
     before, began = set(children()), time.monotonic()
     stop_requests.install()
-    threading.Timer(0.2, stop_requests.tell).start()
+    threading.Timer(0.2, stop_requests.set_flag).start()
     with pytest.raises(StopRequested, match="while it prepared the data"):
         find_fault("json", settings)
     assert time.monotonic() - began < 30

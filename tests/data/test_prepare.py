@@ -328,7 +328,7 @@ def test_a_request_to_stop_ends_the_preparation_at_the_next_row(tmp_path, monkey
     def read_row(*words):
         read.append(words)
         if len(read) == 3:
-            stop_requests.tell()
+            stop_requests.set_flag()
         return records.read_row(*words)
 
     monkeypatch.setattr(prepare_module, "read_row", read_row)

@@ -5,12 +5,13 @@ import json
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 
-from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import load_source
 from dschat_ppo.errors import UserError
-from dschat_ppo.session.begin_run import begin, open_outputs, tensorboard_folder
+from dschat_ppo.session.begin_run import begin_run, tensorboard_folder
+from dschat_ppo.session.output_folder import prepare_output_folder
 from dschat_ppo.tools import toy
 
 
@@ -72,7 +73,7 @@ def test_old_tensorboard_files_go_only_where_they_are_of_an_earlier_run(tmp_path
     if ours:
         (tmp_path / "out").mkdir(exist_ok=True)
         write_config(config, tmp_path / "out")
-    open_outputs(tmp_path / "out", config, config.run)
+    prepare_output_folder(tmp_path / "out", config, config.run)
     assert (board / "events.out.tfevents.1").exists() is not (inside and ours)
 
 
@@ -92,4 +93,4 @@ def test_tensorboard_is_inside_the_output_folder_once(tmp_path, monkeypatch, giv
 def test_outputs_are_not_written_over_a_model_that_is_read(tmp_path, model):
     config = outputs(tmp_path / "out", "--overwrite_output_dir")
     with pytest.raises(UserError, match="written over a model"):
-        begin("sft", config, config.run, [str(tmp_path / model)])
+        begin_run("sft", config, config.run, [str(tmp_path / model)])

@@ -7,7 +7,7 @@ from datasets import Dataset
 from test_group_pool import clipped, rows
 from test_mini_dataset import experience
 
-from dschat_ppo.data.fingerprint import fingerprint
+from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.data.sampler import RowStream
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -149,13 +149,13 @@ def test_metrics_go_on_after_the_lines_of_the_checkpoint(tmp_path):
 def test_a_fingerprint_tells_rows_apart_however_they_are_stored(tmp_path):
     content = {"ids": [[1, 2], [3], []], "row": ["a", "b", "c"]}
     rows = Dataset.from_dict(content)
-    expected = fingerprint(rows)
-    assert len(expected) == 64 and fingerprint(Dataset.from_dict(content)) == expected
+    expected = rows_fingerprint(rows)
+    assert len(expected) == 64 and rows_fingerprint(Dataset.from_dict(content)) == expected
     rows.save_to_disk(str(tmp_path / "rows"), num_shards=2)
-    assert fingerprint(Dataset.load_from_disk(str(tmp_path / "rows"))) == expected
-    assert fingerprint(rows.select([0, 1, 2])) == expected
-    assert fingerprint(rows.select([2, 1, 0]).select([2, 1, 0])) == expected
+    assert rows_fingerprint(Dataset.load_from_disk(str(tmp_path / "rows"))) == expected
+    assert rows_fingerprint(rows.select([0, 1, 2])) == expected
+    assert rows_fingerprint(rows.select([2, 1, 0]).select([2, 1, 0])) == expected
     for other in ({**content, "ids": [[1, 2], [4], []]}, {**content, "ids": [[1], [2, 3], []]}):
-        assert fingerprint(Dataset.from_dict(other)) != expected
-    assert fingerprint(rows.select([1, 0, 2])) != expected
-    assert fingerprint(rows.select([0, 1])) != expected
+        assert rows_fingerprint(Dataset.from_dict(other)) != expected
+    assert rows_fingerprint(rows.select([1, 0, 2])) != expected
+    assert rows_fingerprint(rows.select([0, 1])) != expected

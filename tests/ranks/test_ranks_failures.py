@@ -18,7 +18,7 @@ import psutil
 import pytest
 from launch import ROOT, deepspeed_command, environment
 
-from dschat_ppo.runtime.first_failure import TO_GO_ON
+from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -148,14 +148,14 @@ def test_an_exception_of_one_rank_is_one_message(ended, rank):
     assert "in all_reduce" in run.log(1 - rank)
 
 
-def test_what_all_ranks_raise_is_told_once(ended):
+def test_an_error_of_all_ranks_is_reported_once(ended):
     run = ended["both raise"]
     assert run.code == 3
     assert run.told() == ["error: the loss is nan"]
     assert [run.left(rank)["code"] for rank in range(2)] == [3, 3]
 
 
-def test_a_user_error_of_another_rank_is_told_too(ended):
+def test_a_user_error_of_another_rank_is_reported(ended):
     run = ended["user error on rank 1"]
     assert run.code == 2
     assert run.told() == ["error on rank 1: --flag: this machine has no such file"]
@@ -163,10 +163,10 @@ def test_a_user_error_of_another_rank_is_told_too(ended):
     assert [run.left(rank)["code"] for rank in range(2)] == [2, 2]
 
 
-def test_a_rank_that_is_killed(ended):
+def test_a_killed_rank_is_reported_and_ends_the_run(ended):
     run = ended["rank 1 is killed"]
     assert run.code in (5, LAUNCHER_KILLED)  # the code of the rank at which the launcher looks first
-    assert run.told() == [f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {TO_GO_ON}"]
+    assert run.told() == [f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {HOW_TO_RESUME}"]
     assert "Traceback" not in run.err and "Traceback" in run.log(0)
     assert run.left(0)["code"] == 5
     assert run.left(1) is None
@@ -185,20 +185,20 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(ended):
     assert "Traceback" not in run.err
 
 
-def test_a_slow_disk_is_no_hang_and_hides_none(ended):
+def test_a_slow_disk_is_no_hang_and_does_not_hide_one(ended):
     run = ended["rank 1 hangs while rank 0 writes"]
     assert run.code == 5
     idle = [
         int(re.fullmatch(r"rank \d makes no progress since (\d+) s: phase 'update', step 5", line)[1])
         for line in run.told()
     ]
-    assert idle[0] in range(3, 2 * 3), "counted from the end of the write that is waited for, not from those beside it"
+    assert idle[0] in range(3, 2 * 3), "counted from the end of the write that it waits for, not of others"
     assert idle[1] >= 9
     of_rank_0 = run.err[run.err.index("rank 0 makes") : run.err.index("rank 1 makes")]
     assert "in all_reduce" in of_rank_0
 
 
-def test_a_hang_in_c_code_ends_too(ended):
+def test_a_hang_in_c_code_ends(ended):
     run = ended["rank 1 holds the lock"]
     assert run.code == 5
     told = run.told()
@@ -228,7 +228,7 @@ def test_a_stop_is_orderly(ended, case, code, reasons):
     assert reasons - {None} <= found <= reasons | passed_on
 
 
-def test_nothing_is_left_in_the_temporary_folder(ended):
+def test_the_temporary_folder_is_empty_after_all_runs(ended):
     for case, run in ended.items():
         left = list((run.folder / "tmp").glob("dschat_ppo_*"))
         # a rank that holds the lock cannot leave; rank 0 takes the folder away if it leaves after that one's end

@@ -1,4 +1,4 @@
-"""A process that prepares data is killed: the run ends, and says so. The run is killed: they end with it."""
+"""Worker processes that prepare data: the run ends when one is killed, and they end when the run is killed."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ import sys, threading, time
 from datasets import Dataset
 from dschat_ppo.runtime import dataset_workers
 
-workers.IDLE_SECONDS = 3.0
+dataset_workers.IDLE_SECONDS = 3.0
 
 def kill_the_first():
     import psutil
@@ -33,9 +33,9 @@ def kill_the_first():
 rows = Dataset.from_dict({"x": list(range(40))})
 threading.Thread(target=kill_the_first, daemon=True).start()
 try:
-    with workers.data_workers(2):
+    with dataset_workers.data_workers(2):
         rows.map(lambda row: {"y": row["x"]}, num_proc=2, load_from_cache_file=False)
-except workers.UserError as problem:
+except dataset_workers.UserError as problem:
     print(problem, file=sys.stderr)
     sys.exit(2)
 sys.exit(9)
@@ -82,7 +82,7 @@ with data_workers(2):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_what_a_killed_process_has_forked_ends_with_it():
+def test_forked_processes_end_with_a_killed_process():
     """A process whose parent ends before it looks; two workers, their manager and a child of each worker; and a worker
     that the pool's own thread has forked in the place of one that was killed."""
     cases = {"late": 1, "in time": 5, "replaced": 1}
@@ -125,42 +125,42 @@ def watched(monkeypatch, ticks_of, polls: int, code: int = 2) -> tuple[list[tupl
         numbers = {7: clock.now} | (ticks_of(clock.now) if clock.now else {})
         return {pid: Process(1, 0, False, ticks) for pid, ticks in numbers.items()}
 
-    def give_up(text, given):
+    def end_process(text, given):
         assert given == code
         assert ("stopped (SIGTERM)" if code == 0 else "--preprocessing_num_workers") in text
         raise Lost
 
     killed = []
-    for name, value in {"time": clock, "children": children, "give_up": give_up}.items():
+    for name, value in {"time": clock, "children": children, "end_process": end_process}.items():
         monkeypatch.setattr(dataset_workers, name, value)
     monkeypatch.setattr(dataset_workers.os, "kill", lambda pid, number: killed.append((pid, number)))
     try:
-        dataset_workers._watch(SimpleNamespace(wait=wait))
+        dataset_workers._watch_workers(SimpleNamespace(wait=wait))
     except Lost:
         return killed, clock.now
     return killed, None
 
 
-def test_workers_that_compute_are_left_alone(monkeypatch):
+def test_workers_that_use_the_cpu_continue(monkeypatch):
     assert watched(monkeypatch, lambda second: {8: 5, 9: second // 50}, 500) == ([], None)
     assert watched(monkeypatch, lambda second: {8: 5, 9: 5}, 60) == ([], None)
-    assert watched(monkeypatch, lambda second: {}, 500) == ([], None), "nor is who works without any"
+    assert watched(monkeypatch, lambda second: {}, 500) == ([], None), "nor does a process without workers"
 
 
-def test_a_pool_in_which_nobody_computes_for_a_minute_is_lost(monkeypatch):
+def test_a_pool_whose_workers_are_idle_for_a_minute_is_lost(monkeypatch):
     killed = [(8, signal.SIGKILL), (9, signal.SIGKILL)]
     assert watched(monkeypatch, lambda second: {8: 5, 9: 5}, 500) == (killed, 62)
     assert watched(monkeypatch, lambda second: {8: min(second, 100), 9: 5}, 500) == (killed, 161)
 
 
 def test_workers_are_killed_when_the_run_is_to_stop(monkeypatch):
-    monkeypatch.setattr(dataset_workers.stop_requests, "noticed", lambda: True)
+    monkeypatch.setattr(dataset_workers.stop_requests, "flag_is_set", lambda: True)
     kills = [(8, signal.SIGKILL), (9, signal.SIGKILL)]
     assert watched(monkeypatch, lambda second: {8: second, 9: second}, 2) == (2 * kills, None)
 
 
-def test_a_pool_that_a_stop_does_not_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(dataset_workers.stop_requests, "noticed", lambda: True)
+def test_a_pool_that_does_not_end_after_a_stop_ends_the_process(monkeypatch):
+    monkeypatch.setattr(dataset_workers.stop_requests, "flag_is_set", lambda: True)
     monkeypatch.setattr(dataset_workers.stop_requests, "reason", lambda: "SIGTERM")
     assert watched(monkeypatch, lambda second: {}, 500, code=0) == ([], 12)
 
@@ -179,12 +179,12 @@ def ask():
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGINT)
 
-workers.STOP_SECONDS = 3.0
+dataset_workers.STOP_SECONDS = 3.0
 rows = Dataset.from_dict({"x": list(range(40))})
-stopping.install()
+stop_requests.install()
 threading.Thread(target=ask, daemon=True).start()
 try:
-    with stopping.helpers_may_end("worked"), workers.data_workers(2):
+    with stop_requests.subprocesses_may_stop("worked"), dataset_workers.data_workers(2):
         rows.map(lambda row: time.sleep(row["x"] >= int(sys.argv[1]) and 1000), num_proc=2, load_from_cache_file=False)
 except StopRequested as stop:
     print(stop, len(psutil.Process().children()))
@@ -194,7 +194,7 @@ except StopRequested as stop:
 @pytest.mark.slow
 @pytest.mark.parametrize("first_slow_row", [0, 20])
 def test_an_interrupt_ends_the_workers(first_slow_row):
-    """Both at work; or one waits for work and holds the pool's lock, without which the pool does not end."""
+    """Both are busy; or one waits for a task and holds the pool's lock, without which the pool does not end."""
     ended = subprocess.run(
         [sys.executable, "-c", STOPPED, str(first_slow_row)], capture_output=True, text=True, timeout=100,
         env={**os.environ}, check=False,
@@ -207,8 +207,8 @@ def test_an_interrupt_ends_the_workers(first_slow_row):
         assert ended.stdout == "stopped (SIGINT) while it worked; run the same command again 0\n", said
 
 
-def test_one_process_or_none_is_not_watched(monkeypatch):
-    monkeypatch.setattr(dataset_workers, "_watch", lambda over: 1 / 0)
+def test_a_single_process_is_not_watched(monkeypatch):
+    monkeypatch.setattr(dataset_workers, "_watch_workers", lambda over: 1 / 0)
     monkeypatch.setattr(dataset_workers.threading, "Thread", lambda **how: 1 / 0)
     for count in (None, 1):
         with data_workers(count):
@@ -230,14 +230,14 @@ def test_a_worker_that_is_killed_ends_the_run_whether_or_not_the_pool_notices():
 
 
 @pytest.mark.slow
-def test_a_map_that_is_whole_is_left_alone():
+def test_a_map_without_a_fault_is_unchanged():
     rows = Dataset.from_dict({"x": list(range(40))})
     for _ in range(2):
         with data_workers(2):
             made = rows.map(lambda row: {"y": row["x"] + 1}, num_proc=2, load_from_cache_file=False)
         assert made["y"] == list(range(1, 41))
-    with pytest.raises(RuntimeError, match="of its own"), data_workers(2):
-        raise RuntimeError("of its own")
+    with pytest.raises(RuntimeError, match="another error"), data_workers(2):
+        raise RuntimeError("another error")
     with pytest.raises(UserError, match="was killed"), data_workers(2):
         raise RuntimeError("One of the subprocesses has abruptly died during map operation.")
     with pytest.raises(RuntimeError, match="abruptly died"), data_workers(1):

@@ -1,26 +1,23 @@
-"""Exit codes, and what is said when something is wrong."""
+"""Running a step: exit codes, and the one message of a run that fails."""
 
 import os
 import signal
-import socket
 
 import pytest
-from torch.distributed import DistNetworkError
 
-from dschat_ppo.common.phases import PhaseClock, announce, announce_step, begin_anew, current_phase, where
+from dschat_ppo.common.phases import PhaseClock, announce, announce_step, reset_phases
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError, reading
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.runtime.first_failure import TO_GO_ON
+from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME
 from dschat_ppo.runtime.launch import run_step
-from dschat_ppo.runtime.process_group import init_process_group
-from dschat_ppo.runtime.rank_log import end_log, keep_log
+from dschat_ppo.runtime.rank_log import close_log, open_log
 
 
 @pytest.fixture(autouse=True)
 def own_signals():
     yield
     stop_requests.restore()
-    begin_anew()
+    reset_phases()
 
 
 def test_success_returns_0():
@@ -36,40 +33,18 @@ def test_user_error_is_its_message_and_exit_code_2(capsys, message):
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-def test_what_a_library_raised_stands_in_the_log_alone(capsys, tmp_path):
+def test_the_error_of_a_library_is_only_in_the_log(capsys, tmp_path):
     def train(_config):
-        keep_log(tmp_path)
+        open_log(tmp_path)
         with reading("--data_path x: cannot be read"):
             int("no number")
 
     assert run_step(lambda argv: argv, train, []) == 2
-    end_log()
+    close_log()
     log = (tmp_path / "logs/rank_0.log").read_text()
     assert capsys.readouterr().err.count("\n") == 1
     assert "error: --data_path x: cannot be read: invalid literal" in log
     assert "Traceback" in log and "ValueError: invalid literal for int()" in log
-
-
-def test_a_port_in_use_is_the_users_to_mend(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in (group | {"MASTER_PORT": str(port)}).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"port {port} .* in use.*--master_port"):
-            init_process_group()
-
-
-def test_other_trouble_of_the_network_is_told_as_it_is(monkeypatch):
-    def unreachable(**_):
-        raise DistNetworkError("no route to host")
-
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr("deepspeed.init_distributed", unreachable)
-    with pytest.raises(DistNetworkError, match="no route"):
-        init_process_group()
 
 
 def test_other_exceptions_are_one_message_with_rank_phase_and_step(capsys):
@@ -88,7 +63,7 @@ def test_other_exceptions_are_one_message_with_rank_phase_and_step(capsys):
     assert last == "ZeroDivisionError: boom"
 
 
-def test_numbers_that_are_not_finite_are_no_fault_of_the_code(capsys):
+def test_a_nonfinite_error_is_its_message_and_exit_code_3(capsys):
     def train(_config):
         raise NonFiniteError("step 3: the loss is not finite")
 
@@ -96,14 +71,14 @@ def test_numbers_that_are_not_finite_are_no_fault_of_the_code(capsys):
     assert capsys.readouterr().err == "error: step 3: the loss is not finite\n"
 
 
-def test_a_second_interrupt_is_the_users_will(capsys):
+def test_a_second_interrupt_prints_no_traceback(capsys):
     def train(_config):
         announce_step(7)
         raise KeyboardInterrupt
 
     assert run_step(lambda argv: argv, train, []) == 1
-    said = capsys.readouterr().err
-    assert said == f"rank 0 was interrupted a second time (phase 'start', step 7): the run ends at once; {TO_GO_ON}\n"
+    message = "rank 0 was interrupted a second time (phase 'start', step 7): the run ends at once"
+    assert capsys.readouterr().err == f"{message}; {HOW_TO_RESUME}\n"
 
 
 def test_without_steps_there_is_no_step_in_the_message(capsys):
@@ -115,7 +90,7 @@ def test_without_steps_there_is_no_step_in_the_message(capsys):
     assert capsys.readouterr().err.startswith("rank 0 failed in phase 'start':\n")
 
 
-def test_a_second_run_in_a_process_begins_anew(capsys):
+def test_a_second_run_in_a_process_starts_without_phase_and_step(capsys):
     def train(_config):
         announce_step(7)
         with PhaseClock().phase("score"):
@@ -127,11 +102,11 @@ def test_a_second_run_in_a_process_begins_anew(capsys):
 
 def test_a_stop_on_request_is_no_failure(capsys):
     def train(_config):
-        raise StopRequested("saved; run the same command again to go on")
+        raise StopRequested("saved; run the same command again to resume")
 
     assert run_step(lambda argv: argv, train, []) == 0
     said = capsys.readouterr()
-    assert (said.out, said.err) == ("saved; run the same command again to go on\n", "")
+    assert (said.out, said.err) == ("saved; run the same command again to resume\n", "")
 
 
 def test_signals_are_noted_while_a_step_runs():
@@ -143,21 +118,6 @@ def test_signals_are_noted_while_a_step_runs():
 
     assert run_step(lambda argv: argv, train, []) == 0
     assert noted == [True]
-
-
-def test_phases_nest_and_add_up():
-    clock = PhaseClock()
-    announce("prepare data")
-    for _ in range(2):
-        with clock.phase("train"):
-            clock.count_tokens("train", 5)
-            assert current_phase() == "train"
-            assert where() == "phase 'train'"
-    seconds, tokens, peak = clock.take()
-    assert tokens == {"train": 10}
-    assert seconds["train"] > 0
-    assert peak["train"] > 0
-    assert clock.take() == ({}, {}, {})
 
 
 def test_help_is_no_failure(capsys):

@@ -1,4 +1,4 @@
-"""DeepSpeed's operators: a killed compilation, two processes at once, the folder of an environment."""
+"""DeepSpeed's operators: killed compilations, two processes at once, damaged files, the folder of an environment."""
 
 import errno
 import fcntl
@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch import ROOT, environment
+from power_loss_model import PowerLoss
 
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import op_builds, stop_requests
-from dschat_ppo.runtime.op_builds import OWN_LOCK, TORCH_LOCK, alone_in, folder_of_environment, guard_builds
+from dschat_ppo.runtime.op_builds import OWN_LOCK, TORCH_LOCK, _guarded, exclusive, folder_of_environment, guard_builds
 from dschat_ppo.runtime.processes import processes_at
 
 COMPILER = """#!/bin/sh
@@ -31,7 +33,7 @@ exec c++ "$@"
 
 @pytest.fixture
 def operators(tmp_path):
-    """A folder of operators; `operators(seconds)` loads the toy operator in a process of its own."""
+    """A folder of operators; `operators(seconds)` loads the toy operator in a new process."""
     compiler = tmp_path / "compiler"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
@@ -54,7 +56,7 @@ def operators(tmp_path):
 
 
 def kill_compilers(folder: Path) -> None:
-    """ninja gives each a process group of its own."""
+    """ninja starts each in a new process group."""
     for pid in processes_at(folder / "operators/toy"):
         os.kill(pid, signal.SIGKILL)
 
@@ -70,8 +72,8 @@ def until_it_compiles(folder: Path, compilations: int = 1) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_compilation_keeps_nobody_waiting(operators, tmp_path):
-    """A killed compilation leaves torch's lock; where its owner alone is killed, a compiler at work too."""
+def test_a_killed_compilation_does_not_block_later_runs(operators, tmp_path):
+    """A killed compilation leaves torch's lock; if only its owner is killed, it leaves a running compiler too."""
     lock = tmp_path / "operators/toy" / TORCH_LOCK
     first = operators(100)
     until_it_compiles(tmp_path)
@@ -113,35 +115,35 @@ def quick(monkeypatch):
     monkeypatch.setattr(op_builds, "LIMIT_SECONDS", 0.2)
 
 
-def test_no_wait_is_without_an_end(tmp_path, quick):
+def test_every_wait_has_a_limit(tmp_path, quick):
     with (tmp_path / OWN_LOCK).open("w") as held:
         held.write("123")
         held.flush()
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=rf"operator {tmp_path.name} waits for process 123, .* remove {tmp_path}"):
-            alone_in(tmp_path).__enter__()
+            exclusive(tmp_path).__enter__()
     compiler = subprocess.Popen(["sleep", "100"], cwd=tmp_path)
     with pytest.raises(UserError, match=f"waits for process {compiler.pid}, which compiles there"):
-        alone_in(tmp_path).__enter__()
+        exclusive(tmp_path).__enter__()
     compiler.kill()
     compiler.wait()
-    with alone_in(tmp_path):
+    with exclusive(tmp_path):
         assert (tmp_path / OWN_LOCK).read_text() == str(os.getpid())
 
 
-def test_a_lock_that_somebody_has_open_is_left_alone(tmp_path, quick):
+def test_a_lock_that_a_process_has_open_is_not_removed(tmp_path, quick):
     lock = tmp_path / TORCH_LOCK
     holder = subprocess.Popen(["sleep", "100"], stdout=lock.open("w"))
     with pytest.raises(UserError, match=f"waits for process {holder.pid}"):
-        alone_in(tmp_path).__enter__()
+        exclusive(tmp_path).__enter__()
     assert lock.exists()
     holder.kill()
     holder.wait()
-    with alone_in(tmp_path):
+    with exclusive(tmp_path):
         assert not lock.exists()
 
 
-def test_a_lock_between_its_last_two_moments_is_left_alone(tmp_path, quick, monkeypatch):
+def test_a_lock_that_is_closed_but_not_yet_removed_is_waited_for(tmp_path, quick, monkeypatch):
     """torch closes it, then removes it, and fails if it is gone."""
     lock = tmp_path / TORCH_LOCK
     lock.touch()
@@ -152,47 +154,47 @@ def test_a_lock_between_its_last_two_moments_is_left_alone(tmp_path, quick, monk
         return set()
 
     monkeypatch.setattr(op_builds, "processes_at", released)
-    with alone_in(tmp_path):
+    with exclusive(tmp_path):
         assert len(looks) == 2
 
 
 def test_a_lock_whose_owner_cannot_be_known_is_not_removed(tmp_path, quick, monkeypatch):
     (tmp_path / TORCH_LOCK).touch()
-    monkeypatch.setattr(op_builds, "look_up", lambda pid: None)  # as without /proc
-    with pytest.raises(UserError, match="whose owner cannot be looked up"):
-        alone_in(tmp_path).__enter__()
+    monkeypatch.setattr(op_builds, "find_process", lambda pid: None)  # as without /proc
+    with pytest.raises(UserError, match="whose owner cannot be found"):
+        exclusive(tmp_path).__enter__()
     monkeypatch.undo()
     monkeypatch.setattr(op_builds, "LIMIT_SECONDS", 0.2)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)  # another user's
-    with pytest.raises(UserError, match="whose owner cannot be looked up"):
-        alone_in(tmp_path).__enter__()
+    with pytest.raises(UserError, match="whose owner cannot be found"):
+        exclusive(tmp_path).__enter__()
     assert (tmp_path / TORCH_LOCK).exists()
 
 
-def test_who_waits_can_be_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(stop_requests, "noticed", lambda: True)
+def test_a_waiting_rank_can_be_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     with (tmp_path / OWN_LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(StopRequested):
-            alone_in(tmp_path).__enter__()
+            exclusive(tmp_path).__enter__()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=rf"{tmp_path}/file/toy: cannot be written \(.*TORCH_EXTENSIONS_DIR"):
-        alone_in(tmp_path / "file" / "toy").__enter__()
+        exclusive(tmp_path / "file" / "toy").__enter__()
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_for_operators_is_reported(tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with alone_in(tmp_path) as alone:
+    with exclusive(tmp_path) as alone:
         assert not alone and "its file system has no locks" in capsys.readouterr().out
 
 
-def test_every_environment_has_a_folder_of_its_own(tmp_path, monkeypatch):
+def test_every_environment_has_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     mine = folder_of_environment()
     assert mine.is_relative_to(tmp_path.resolve() / "torch_extensions")
@@ -206,7 +208,7 @@ def test_every_environment_has_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given", [None, "chosen"])
-def test_a_folder_that_the_user_names_is_kept(monkeypatch, given):
+def test_a_folder_given_by_the_user_is_used(monkeypatch, given):
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     loaded = []
@@ -219,3 +221,64 @@ def test_a_folder_that_the_user_names_is_kept(monkeypatch, given):
     guard_builds()
     assert OpBuilder.jit_load is guarded
     assert os.environ["TORCH_EXTENSIONS_DIR"] == (given or str(folder_of_environment()))
+
+
+@pytest.fixture
+def operator(tmp_path, monkeypatch):
+    """Loads an operator that is compiled where it is not there; gives how often it was compiled."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(op_builds, "POLL_SECONDS", 0.01)
+    folder, compiled = tmp_path / "toy", []
+
+    def jit_load(builder):
+        if not (folder / "toy.so").exists():
+            assert [path.name for path in folder.iterdir()] == [OWN_LOCK], "no old object is linked"
+            (folder / "toy.o").write_bytes(b"object" * 50)
+            (folder / "toy.so").write_bytes(b"library" * 50)
+            compiled.append(builder.name)
+        return (folder / "toy.so").read_bytes()
+
+    def load():
+        assert _guarded(jit_load)(SimpleNamespace(name="toy")) == b"library" * 50
+        return len(compiled)
+
+    load.folder = folder
+    return load
+
+
+def test_an_operator_is_compiled_once_and_synced_to_the_disk(operator, tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    assert [operator(), operator()] == [1, 1]
+    names = power.names[operator.folder.stat().st_ino]
+    for name in ("toy.o", "toy.so", "dschat_ppo.whole"):
+        assert power.content[names[name]] == (operator.folder / name).read_bytes()
+    assert power.too_early == []
+
+
+@pytest.mark.parametrize("content", [b"", b"libr", bytes(350), None])
+def test_a_library_that_lost_its_content_is_compiled_again(operator, content):
+    operator()
+    if content is None:
+        os.unlink(operator.folder / "dschat_ppo.whole")  # the power went before it was there
+    else:
+        (operator.folder / "toy.so").write_bytes(content)
+    assert [operator(), operator()] == [2, 2]
+
+
+def test_objects_of_an_interrupted_compilation_are_not_linked(operator):
+    operator.folder.mkdir()
+    (operator.folder / "toy.o").write_bytes(b"")
+    (operator.folder / "sub").mkdir()
+    assert operator() == 1
+
+
+def test_without_locks_the_files_of_another_process_are_kept(operator, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    operator.folder.mkdir()
+    (operator.folder / "toy.so").write_bytes(b"library" * 50)
+    (operator.folder / "toy.o").write_bytes(b"half")  # of a process that still compiles
+    assert operator() == 0
+    assert sorted(path.name for path in operator.folder.iterdir()) == [OWN_LOCK, "toy.o", "toy.so"]

@@ -3,31 +3,34 @@
 import logging
 import os
 import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
 from dschat_ppo.common import phases
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.rank_log import end_log, keep_log, log_path, to_log
+from dschat_ppo.runtime.rank_log import close_log, log_path, open_log, write_to_log
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    phases.begin_anew()
+    phases.reset_phases()
     yield
-    end_log()
-    phases.begin_anew()
+    close_log()
+    phases.reset_phases()
 
 
 def lines_of(folder):
     return (folder / "logs" / "rank_0.log").read_text().splitlines()
 
 
-def test_what_a_log_holds(tmp_path, capsys):
+def test_the_log_holds_log_lines_warnings_and_texts(tmp_path, capsys):
     assert log_path() is None
-    keep_log(tmp_path)
+    open_log(tmp_path)
     phases.announce("load models")
     logger().info("a note")
     logger().debug("too much")
@@ -35,7 +38,7 @@ def test_what_a_log_holds(tmp_path, capsys):
     logging.getLogger("some.library").warning("a library's warning")
     with pytest.warns(RuntimeWarning, match="odd numbers"):  # pytest's own way of showing is in the way
         warnings.warn("odd numbers", RuntimeWarning, stacklevel=1)
-    to_log("one\nTraceback")
+    write_to_log("one\nTraceback")
     logger().error("late")
     assert log_path() == tmp_path / "logs" / "rank_0.log"
     heading, *lines = lines_of(tmp_path)
@@ -56,26 +59,26 @@ def test_what_a_log_holds(tmp_path, capsys):
     assert "one" not in out
 
 
-def test_warnings_are_shown_and_kept(tmp_path, monkeypatch):
+def test_warnings_are_shown_and_logged(tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(warnings, "showwarning", lambda *words: shown.append(str(words[0])))
-    keep_log(tmp_path)
+    open_log(tmp_path)
     warnings.showwarning("odd numbers", RuntimeWarning, "model.py", 3)
     assert shown == ["odd numbers"]
     assert lines_of(tmp_path)[-1].endswith("WARNING [phase 'start'] RuntimeWarning: odd numbers (model.py:3)")
-    end_log()
+    close_log()
     warnings.showwarning("later", RuntimeWarning, "model.py", 3)
     assert shown == ["odd numbers", "later"]
     assert "later" not in lines_of(tmp_path)[-1]
 
 
-def test_other_ranks_keep_what_they_do_not_print(tmp_path, capsys, monkeypatch):
+def test_other_ranks_log_lines_that_they_do_not_print(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     logger().handlers.clear()
-    keep_log(tmp_path)
+    open_log(tmp_path)
     logger().info("a note")
     logger().error("a fault")
-    end_log()
+    close_log()
     logger().handlers.clear()
     assert capsys.readouterr().out == "a fault\n"
     text = (tmp_path / "logs" / "rank_1.log").read_text()
@@ -83,13 +86,13 @@ def test_other_ranks_keep_what_they_do_not_print(tmp_path, capsys, monkeypatch):
     assert "a fault" in text
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
-    keep_log(tmp_path)
+def test_a_resumed_run_appends_to_the_same_file(tmp_path):
+    open_log(tmp_path)
     logger().info("first run")
-    end_log()
+    close_log()
     logger().info("between")
-    to_log("between")
-    keep_log(tmp_path)
+    write_to_log("between")
+    open_log(tmp_path)
     logger().info("second run")
     kinds = [re.sub(r"^-------- .*", "heading", line).rpartition("] ")[2] for line in lines_of(tmp_path)]
     assert kinds == ["heading", "first run", "heading", "second run"]
@@ -98,7 +101,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(UserError, match=r"--output_dir .*out: .*rank_0.log cannot be written \(Not a directory\)"):
-        keep_log(tmp_path / "out")
+        open_log(tmp_path / "out")
     assert log_path() is None
 
 
@@ -106,25 +109,25 @@ def test_a_disk_that_is_full_from_the_start(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
     with pytest.raises(UserError, match="No space left on device"):
-        keep_log(tmp_path)
+        open_log(tmp_path)
 
 
-def test_a_disk_that_fills_up_is_said_once(tmp_path, capsys):
-    keep_log(tmp_path)
+def test_a_disk_that_fills_up_is_reported_once(tmp_path, capsys):
+    open_log(tmp_path)
     (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, handler.descriptor)
     os.close(full)
     logger().info("a note")
-    to_log("another")
+    write_to_log("another")
     logger().info("a third")
     errors = capsys.readouterr().err
-    assert errors.count("cannot be written (No space left on device); the run goes on without it") == 1
+    assert errors.count("cannot be written (No space left on device); the run continues without it") == 1
     assert "Traceback" not in errors
 
 
-def test_a_message_that_does_not_fit_its_arguments_ends_nothing(tmp_path, capsys):
-    keep_log(tmp_path)
+def test_a_message_that_does_not_fit_its_arguments_does_not_end_the_run(tmp_path, capsys):
+    open_log(tmp_path)
     (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
     handler.handle(logging.makeLogRecord({"msg": "%d rows", "args": ("two",)}))
     assert "TypeError" in capsys.readouterr().err
@@ -132,13 +135,32 @@ def test_a_message_that_does_not_fit_its_arguments_ends_nothing(tmp_path, capsys
     assert lines_of(tmp_path)[-1].endswith("afterwards")
 
 
-def test_what_a_library_shows_by_itself_is_not_shown_twice(tmp_path, capsys, monkeypatch):
+def test_records_that_a_library_shows_are_not_shown_twice(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     library = logging.getLogger("some_library")
     monkeypatch.setattr(library, "handlers", [logging.StreamHandler()])
-    keep_log(tmp_path)
+    open_log(tmp_path)
     logging.getLogger("some_library.part").warning("retrying")
     logging.getLogger("another_library").warning("odd")
     logging.getLogger("another_library").info("chatter")
     assert sorted(capsys.readouterr().err.split()) == ["odd", "retrying"]
     assert [line.rpartition("] ")[2] for line in lines_of(tmp_path)[1:]] == ["retrying", "odd"]
+
+
+SEGFAULT = """
+import ctypes, sys
+from pathlib import Path
+from dschat_ppo.runtime.rank_log import open_log
+def crash():
+    ctypes.string_at(0)
+open_log(Path(sys.argv[1]))
+crash()
+"""
+
+
+def test_a_crash_writes_its_stack_to_the_log(tmp_path):
+    done = subprocess.run([sys.executable, "-c", SEGFAULT, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == -11
+    log = Path(tmp_path, "logs", "rank_0.log").read_text()
+    assert "Fatal Python error: Segmentation fault" in log
+    assert "in crash" in log

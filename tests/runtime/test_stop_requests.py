@@ -1,4 +1,4 @@
-"""Requests to stop."""
+"""Stop requests: signals and the end of the launcher."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, _optimizer
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.process_group import init_process_group
-from dschat_ppo.runtime.processes import look_up
+from dschat_ppo.runtime.processes import find_process
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_sigterm_is_noted():
     assert not stop_requests.requested()
 
 
-def test_a_person_may_insist():
+def test_a_second_interrupt_raises():
     stop_requests.install()
     os.kill(os.getpid(), signal.SIGINT)
     assert stop_requests.reason() == "SIGINT"
@@ -46,7 +46,7 @@ def test_a_person_may_insist():
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_after_the_launchers_signal_is_the_first():
+def test_an_interrupt_after_a_sigterm_counts_as_the_first():
     stop_requests.install()
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)
@@ -55,7 +55,7 @@ def test_an_interrupt_after_the_launchers_signal_is_the_first():
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_what_is_ignored_stays_ignored():
+def test_ignored_signals_stay_ignored():
     own = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         stop_requests.install()
@@ -65,7 +65,7 @@ def test_what_is_ignored_stays_ignored():
         signal.signal(signal.SIGINT, own)
 
 
-def test_forked_processes_do_not_take_part():
+def test_forked_processes_do_not_note_signals():
     stop_requests.install()
     child = os.fork()
     if not child:
@@ -79,11 +79,11 @@ def test_forked_processes_do_not_take_part():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_helpers_that_end_with_the_launchers_signal():
-    """What `datasets` raises of its pool; `test_data_workers.py` kills a real one, which may hang."""
+def test_errors_of_stopped_subprocesses_become_a_stop():
+    """The errors that a pool of `datasets` raises; `test_dataset_workers.py` kills a real pool."""
 
     def ends(problem: Exception, with_signal: bool) -> None:
-        with stop_requests.helpers_may_end("prepared the data"):
+        with stop_requests.subprocesses_may_stop("prepared the data"):
             if with_signal:
                 os.kill(os.getpid(), signal.SIGTERM)
             raise problem
@@ -103,7 +103,7 @@ def test_helpers_that_end_with_the_launchers_signal():
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_compilation_that_a_stop_has_ended_is_no_failure(monkeypatch, asked):
+def test_a_compilation_that_a_stop_ended_is_no_failure(monkeypatch, asked):
     def killed(*_, **__):
         raise RuntimeError("Error building extension")
 
@@ -119,8 +119,8 @@ def test_a_compilation_that_a_stop_has_ended_is_no_failure(monkeypatch, asked):
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_launcher_that_was_killed_before_the_rank_looked_is_missed(monkeypatch, works):
-    monkeypatch.setattr(stop_requests, "ancestor", lambda word: (5, look_up(os.getpid())) if works else None)
+def test_a_launcher_that_was_killed_before_install_is_detected(monkeypatch, works):
+    monkeypatch.setattr(stop_requests, "ancestor", lambda word: (5, find_process(os.getpid())) if works else None)
     stop_requests.install()
     assert stop_requests.reason() is None, "started by hand"
     monkeypatch.setenv("CROSS_RANK", "0")
@@ -139,12 +139,12 @@ parent = os.getppid()
 stop_requests.install()
 while os.getppid() == parent:
     time.sleep(0.01)
-print("asked to stop" if stop_requests.requested() else "goes on", flush=True)
+print("asked to stop" if stop_requests.requested() else "continues", flush=True)
 """
 
 
-def test_a_parent_that_is_no_launcher_may_end():
+def test_the_end_of_a_parent_that_is_no_launcher_is_no_stop():
     """As with nohup: the shell goes, the run stays."""
     shell = [sys.executable, "-c", SHELL + "import time; time.sleep(3)", RUN]
     done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "goes on\n"
+    assert done.stdout == "continues\n"

@@ -1,4 +1,4 @@
-"""What ends a run that does not end by itself; each case is a process of its own."""
+"""The watchdog ends a run that hangs; each case is a separate process."""
 
 import math
 import os
@@ -12,7 +12,8 @@ import pytest
 
 from dschat_ppo.common import heartbeat, phases
 from dschat_ppo.runtime import stop_requests, watchdog
-from dschat_ppo.runtime.first_failure import TO_GO_ON, FirstFailureRecord
+from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME
+from dschat_ppo.runtime.first_failure import FirstFailureRecord
 
 SCRIPT = """
 import ctypes, os, sys, threading, time
@@ -31,23 +32,23 @@ def in_c_code():
     ctypes.PyDLL(None).sleep(1000)
 
 def train(_):
-    rank_log.keep_log(out)
+    rank_log.open_log(out)
     announce_step(3)
-    place = out / "board"
-    place.mkdir()
-    board = first_failure.FirstFailureRecord(place)
+    folder = out / "record"
+    folder.mkdir()
+    record = first_failure.FirstFailureRecord(folder)
     if case in ("failed", "gone"):
-        (place / "rank_0").write_text(f"{os.getpid()} {first_failure.look_up(os.getpid()).started}")
-        (place / "rank_1").write_text("4194305 1")
-        watchdog.FAILED_SECONDS = watchdog.GONE_SECONDS = 1.0
-        watchdog.watch(board)
+        (folder / "rank_0").write_text(f"{os.getpid()} {first_failure.find_process(os.getpid()).started}")
+        (folder / "rank_1").write_text("4194305 1")
+        watchdog.FAILED_SECONDS = watchdog.LOST_SECONDS = 1.0
+        watchdog.watch_ranks(record)
         if case == "failed":
-            (place / "claim").write_text('{"rank": 1, "code": 3, "hung": false, "when": 1.0}')
+            (folder / "failure").write_text('{"rank": 1, "code": 3, "hung": false, "when": 1.0}')
         sleeps_long()
     watchdog.start(2.0)
     if case == "stopped":  # and then it hangs while it leaves
-        watchdog._WATCH[-1].board.claim(0)
-    if case == "beats":
+        watchdog._WATCHDOGS[-1].record.record(0)
+    if case == "heartbeats":
         for _ in range(50):
             heartbeat.heartbeat()
             time.sleep(0.1)
@@ -58,7 +59,7 @@ def train(_):
 
 leave(run_step(list, train, []))
 """
-CASES = ["hangs", "stopped", "beats", "lock", "failed", "gone"]
+CASES = ["hangs", "stopped", "heartbeats", "lock", "failed", "gone"]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def ended(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["hangs", "stopped"])
-def test_a_rank_without_progress(ended, case):
+def test_a_rank_without_progress_writes_its_stacks_and_ends(ended, case):
     code, errors, log = ended[case]
     assert code == 5
     assert re.search(r"^rank 0 makes no progress since [2-6] s: phase 'start', step 3$", errors, re.MULTILINE)
@@ -90,36 +91,36 @@ def test_a_rank_without_progress(ended, case):
     assert "in sleeps_long" in log
 
 
-def test_a_rank_that_beats_is_left_alone(ended):
-    assert ended["beats"][:2] == (0, "")
+def test_a_rank_with_heartbeats_continues(ended):
+    assert ended["heartbeats"][:2] == (0, "")
 
 
-def test_c_code_that_holds_the_lock(ended):
+def test_c_code_that_holds_the_gil_is_ended_by_faulthandler(ended):
     code, errors, _ = ended["lock"]
     assert code == 1
     assert "Timeout" in errors
     assert "in in_c_code" in errors
 
 
-def test_another_rank_has_failed_and_this_one_does_not_notice(ended):
+def test_a_rank_ends_when_another_rank_has_failed(ended):
     code, errors, log = ended["failed"]
     assert (code, errors) == (3, "")
     assert "ends because rank 1 failed" in log
     assert "in sleeps_long" in log
 
 
-def test_another_rank_is_gone_and_this_one_does_not_notice(ended):
+def test_a_rank_ends_when_another_rank_is_lost(ended):
     code, errors, log = ended["gone"]
     assert code == 5
     assert "rank 0: another rank is gone (rank 1; phase 'start', step 3): the run ends" in errors
-    assert TO_GO_ON in errors and "in sleeps_long" not in errors
+    assert HOW_TO_RESUME in errors and "in sleeps_long" not in errors
     assert "in sleeps_long" in log
 
 
 @pytest.fixture
 def watched(tmp_path):
     stop_requests.install()
-    watchdog.watch(FirstFailureRecord(tmp_path))
+    watchdog.watch_ranks(FirstFailureRecord(tmp_path))
     yield FirstFailureRecord(tmp_path)
     watchdog.stop()
     stop_requests.restore()
@@ -132,58 +133,45 @@ def soon(what) -> bool:
     return what()
 
 
-def test_a_request_to_stop_reaches_the_other_ranks(watched, capsys):
+def test_a_stop_request_reaches_the_other_ranks(watched, capsys):
     phases.announce_step(1)
     time.sleep(3 * watchdog.POLL_SECONDS)
-    assert not stop_requests.noticed() and not watched.asks_to_stop()
+    assert not stop_requests.flag_is_set() and not watched.stop_requested()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert soon(watched.asks_to_stop)
+    assert soon(watched.stop_requested)
     assert stop_requests.reason() == "SIGTERM"
     time.sleep(3 * watchdog.POLL_SECONDS)
     assert capsys.readouterr().out.count("stopping (SIGTERM): the state is saved after this optimizer step") == 1
 
 
-def test_a_request_to_stop_before_training_saves_nothing(watched, capsys):
-    phases.begin_anew()
+def test_a_stop_request_before_training_saves_nothing(watched, capsys):
+    phases.reset_phases()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert soon(watched.asks_to_stop)
+    assert soon(watched.stop_requested)
     time.sleep(3 * watchdog.POLL_SECONDS)
     assert "the run ends before training begins, with nothing to save" in capsys.readouterr().out
 
 
-def test_a_request_of_another_rank_is_noticed(watched):
-    watched.ask_to_stop()
-    assert soon(stop_requests.noticed)
+def test_a_stop_request_of_another_rank_sets_the_flag(watched):
+    watched.request_stop()
+    assert soon(stop_requests.flag_is_set)
     assert stop_requests.reason() == "another rank is to stop" and stop_requests.requested()
     stop_requests.install()
-    assert not stop_requests.noticed(), "of the run before"
+    assert not stop_requests.flag_is_set(), "of the run before"
 
 
-def test_that_the_launcher_is_gone_is_noticed_between_boundaries(watched, monkeypatch):
-    monkeypatch.setattr(stop_requests, "_launcher_is_gone", lambda: True)
-    assert soon(stop_requests.noticed)
-    assert stop_requests.reason() == "the launcher has ended" and soon(watched.asks_to_stop)
+def test_the_end_of_the_launcher_sets_the_flag(watched, monkeypatch):
+    monkeypatch.setattr(stop_requests, "_launcher_has_ended", lambda: True)
+    assert soon(stop_requests.flag_is_set)
+    assert stop_requests.reason() == "the launcher has ended" and soon(watched.stop_requested)
 
 
-def test_patience_nests_and_ends():
-    with heartbeat.watchdog_paused():
-        with heartbeat.watchdog_paused():
-            pass
-        assert heartbeat.is_patient()
-        time.sleep(0.02)
-        assert heartbeat.idle_seconds() == 0
-    assert not heartbeat.is_patient()
-    assert heartbeat.idle_seconds() < 0.02  # leaving is a sign of life
-    time.sleep(0.02)
-    assert heartbeat.idle_seconds() >= 0.02
-
-
-def test_the_net_is_stretched_at_most_once_a_second(monkeypatch):
+def test_faulthandler_is_rearmed_at_most_once_a_second(monkeypatch):
     armed, taken = [], []
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds))
     monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: taken.append(1))
-    watch = watchdog._Watch(FirstFailureRecord(None))
-    watch.begin(100.0)
+    watch = watchdog._Watchdog(FirstFailureRecord(None))
+    watch.set_limit(100.0)
     assert armed == [110.0]
     now = time.monotonic()
     watch._arm(now + 0.5)
@@ -192,7 +180,7 @@ def test_the_net_is_stretched_at_most_once_a_second(monkeypatch):
     assert len(armed) == 2
     with heartbeat.watchdog_paused():
         assert taken == [1]
-    assert len(armed) == 3  # anew, whatever the time
+    assert len(armed) == 3  # again, at any time
     watch.end()
     assert len(taken) == 2
     watch._armed_at = -math.inf

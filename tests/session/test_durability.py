@@ -1,4 +1,4 @@
-"""Whatever a later start reads is on the disk before it counts: each kind of file, in a model of a loss of power."""
+"""Every kind of file that a later start reads is on the disk before it counts, in a model of a power loss."""
 
 import json
 from types import SimpleNamespace
@@ -14,9 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 
 from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.folder import CheckpointFolder
-from dschat_ppo.checkpoint.metrics_copy import keep_aside, restore_metrics
-from dschat_ppo.checkpoint.resume import _set_aside_later_ones
-from dschat_ppo.checkpoint.saved_config import write_config
+from dschat_ppo.checkpoint.run_files import keep_old_metrics, restore_metrics, write_config
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.cache import hub_rows
 from dschat_ppo.data.prepare import prepare
@@ -29,40 +27,40 @@ from dschat_ppo.tools.toy_model import write_task
 
 
 def kept(power, folder) -> dict[str, bytes]:
-    """What is left of a folder, all of which has to be as it was written; no name came too early."""
+    """The content of a folder after a power loss: every file is as written, and no name came too early."""
     left = power.left(folder)
     assert power.too_early == []
     assert all(content == (folder / name).read_bytes() for name, content in left.items())
     return left
 
 
-def test_the_model_loses_what_is_not_synced(tmp_path, monkeypatch):
+def test_the_model_of_a_power_loss_loses_content_that_is_not_synced(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     (tmp_path / "draft").write_text("x")
     (tmp_path / "draft").rename(tmp_path / "named")
     assert power.left(tmp_path) == {} and power.too_early == [str(tmp_path / "named")]
 
 
-def test_the_configuration(tmp_path, monkeypatch):
+def test_the_configuration_is_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     write_config(config_of(tmp_path), tmp_path)
     assert list(kept(power, tmp_path)) == ["config.yaml"]
 
 
-def test_the_result(tmp_path, monkeypatch):
+def test_the_result_is_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     write_result(tmp_path, {"steps": 3})
     assert list(kept(power, tmp_path)) == ["result.json"]
 
 
-def test_the_output_folder_itself(tmp_path, monkeypatch):
+def test_the_output_folder_is_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     RunLock.acquire(tmp_path / "a/b").release()
     write_config(config_of(tmp_path), tmp_path / "a/b")
     assert "a/b/config.yaml" in power.left(tmp_path)
 
 
-def test_a_checkpoint_its_pointer_the_metrics_and_the_flags(tmp_path, monkeypatch):
+def test_a_checkpoint_latest_metrics_and_flags_are_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     run(tmp_path, 2)
     left, saved = kept(power, tmp_path), tmp_path / "checkpoints/step_000002"
@@ -71,7 +69,7 @@ def test_a_checkpoint_its_pointer_the_metrics_and_the_flags(tmp_path, monkeypatc
     assert left["metrics.jsonl"] == (saved / "metrics.jsonl").read_bytes()
 
 
-def test_files_and_folders_of_a_checkpoint_whoever_wrote_them(tmp_path, monkeypatch):
+def test_all_files_of_a_checkpoint_are_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     folder = CheckpointFolder(tmp_path)
     fill(folder.partial("step_000012"), step=12, update=0)
@@ -79,7 +77,7 @@ def test_files_and_folders_of_a_checkpoint_whoever_wrote_them(tmp_path, monkeypa
     assert {f"checkpoints/step_000012/{name}" for name in CONTENT} <= set(kept(power, tmp_path))
 
 
-def test_the_states_of_an_engine(tmp_path, monkeypatch):
+def test_engine_states_are_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     writer = engine_state.BackgroundWriter()
     writer.save({"weight": torch.ones(3)}, str(tmp_path / "states.pt"))
@@ -87,22 +85,22 @@ def test_the_states_of_an_engine(tmp_path, monkeypatch):
     assert power.content[(tmp_path / "states.pt").stat().st_ino] == (tmp_path / "states.pt").read_bytes()
 
 
-def test_checkpoints_that_are_set_aside_and_metrics_that_are_kept_or_written_again(tmp_path, monkeypatch):
+def test_quarantined_checkpoints_and_kept_or_restored_metrics_are_durable(tmp_path, monkeypatch):
     run(tmp_path, 2, "--save_steps", "1")
     power = PowerLoss(monkeypatch)
-    _set_aside_later_ones(tmp_path, tmp_path / "checkpoints/step_000001")
+    CheckpointFolder(tmp_path).quarantine_after(tmp_path / "checkpoints/step_000001")
     root = tmp_path / "checkpoints"
     assert CheckpointFolder(tmp_path).names() == ["step_000001"]
     assert "step_000002" not in power.names[root.stat().st_ino]
     written = (tmp_path / "metrics.jsonl").read_bytes()
-    keep_aside(tmp_path / "metrics.jsonl")
+    keep_old_metrics(tmp_path / "metrics.jsonl")
     names = power.names[tmp_path.stat().st_ino]
     assert "metrics.1.jsonl" in names and "metrics.jsonl" not in names
     restore_metrics(tmp_path, tmp_path / "checkpoints/step_000001")
     assert written.startswith(power.left(tmp_path)["metrics.jsonl"])
 
 
-def test_prepared_rows(tmp_path, monkeypatch):
+def test_prepared_rows_are_durable(tmp_path, monkeypatch):
     path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
     path.write_text("".join(json.dumps({"prompt": str(n), "response": "b"}) + "\n" for n in range(5)))
     words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --data_path {path} --data_output_path {cache}"
@@ -114,7 +112,7 @@ def test_prepared_rows(tmp_path, monkeypatch):
     assert wanted <= set(kept(power, cache))
 
 
-def test_rows_of_the_hub(tmp_path, monkeypatch):
+def test_rows_of_the_hub_are_durable(tmp_path, monkeypatch):
     def load(*_, **__):
         rows = Dataset.from_dict({"a": [1]}).map(lambda row: row, cache_file_name=str(tmp_path / "rows.arrow"))
         return datasets.DatasetDict(train=rows)
@@ -125,7 +123,7 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
     assert power.left(tmp_path)["rows.arrow"] == (tmp_path / "rows.arrow").read_bytes() != b""
 
 
-def test_an_exported_model(assets, tmp_path, monkeypatch):
+def test_an_exported_model_is_durable(assets, tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     model = ScalarModel(LlamaForSequenceClassification(tiny_config(num_labels=1)))
@@ -133,7 +131,7 @@ def test_an_exported_model(assets, tmp_path, monkeypatch):
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(kept(power, tmp_path))
 
 
-def test_a_task_of_the_quickstart_whose_weights_come_last(tmp_path, monkeypatch):
+def test_the_task_of_the_quickstart_is_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     tokenizer = toy.make_tokenizer(["words"])
     write_task(tmp_path, {"sft": [{"a": 1}]}, tokenizer, LlamaForCausalLM(tiny_config()))

@@ -1,4 +1,4 @@
-"""One run at a time in an output folder."""
+"""The lock of an output folder: one run at a time."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ from dschat_ppo.session import run_lock as module
 from dschat_ppo.session.run_lock import RunLock
 
 
-def test_a_second_run_is_refused_until_the_first_lets_go(tmp_path):
+def test_a_second_run_is_refused_until_the_first_releases_the_lock(tmp_path):
     folder = tmp_path / "new" / "output"
     first = RunLock.acquire(folder)
     with pytest.raises(UserError) as refusal:
@@ -39,33 +39,33 @@ def test_a_second_run_is_refused_until_the_first_lets_go(tmp_path):
     assert module._held == set()
 
 
-def test_a_look_before_the_ranks_meet_refuses_a_second_run_and_locks_nothing(tmp_path, monkeypatch):
-    RunLock.look(tmp_path / "new")
+def test_the_check_before_the_ranks_join_refuses_a_second_run_and_locks_nothing(tmp_path, monkeypatch):
+    RunLock.refuse_if_held(tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
     first = RunLock.acquire(tmp_path)
     with pytest.raises(UserError, match="another run"):
-        RunLock.look(tmp_path)
+        RunLock.refuse_if_held(tmp_path)
     with monkeypatch.context() as patch:
         patch.setenv("RANK", "1")
-        RunLock.look(tmp_path)
+        RunLock.refuse_if_held(tmp_path)
     first.release()
-    RunLock.look(tmp_path)
+    RunLock.refuse_if_held(tmp_path)
     RunLock.acquire(tmp_path).release()
     assert module._held == set()
 
 
-def test_a_second_run_is_refused_before_it_wants_a_port(tmp_path, monkeypatch):
+def test_a_second_run_is_refused_before_it_needs_a_port(tmp_path, monkeypatch):
     config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)])
-    monkeypatch.setattr(begin_run, "init_process_group", lambda: pytest.fail("the ranks have met"))
+    monkeypatch.setattr(begin_run, "init_process_group", lambda: pytest.fail("the ranks have joined"))
     first = RunLock.acquire(tmp_path)
     with pytest.raises(UserError, match="another run"):
-        begin_run.begin("sft", config, config.run, [])
+        begin_run.begin_run("sft", config, config.run, [])
     first.release()
 
 
-def test_a_run_that_only_looks_keeps_nobody_out(tmp_path):
-    """Two runs by one command at one instant: one looks while the other takes the lock."""
-    for take in (RunLock.acquire, RunLock.look):
+def test_the_check_of_another_run_does_not_block_the_lock(tmp_path):
+    """Two runs by one command at one instant: one checks the lock while the other takes it."""
+    for take in (RunLock.acquire, RunLock.refuse_if_held):
         with (tmp_path / ".lock").open("a") as looks:
             fcntl.flock(looks, fcntl.LOCK_EX)
             threading.Timer(0.2, fcntl.flock, [looks, fcntl.LOCK_UN]).start()
@@ -74,7 +74,7 @@ def test_a_run_that_only_looks_keeps_nobody_out(tmp_path):
                 lock.release()
 
 
-def test_letting_go_twice_closes_no_file_of_somebody_else(tmp_path):
+def test_a_second_release_closes_no_other_file(tmp_path):
     first = RunLock.acquire(tmp_path)
     number = first._number
     first.release()
@@ -84,7 +84,7 @@ def test_letting_go_twice_closes_no_file_of_somebody_else(tmp_path):
         file.write("x")
 
 
-def test_letting_go_twice_does_not_let_go_of_the_next_lock(tmp_path):
+def test_a_second_release_does_not_release_the_next_lock(tmp_path):
     first = RunLock.acquire(tmp_path)
     first.release()
     second = RunLock.acquire(tmp_path)
@@ -94,7 +94,7 @@ def test_letting_go_twice_does_not_let_go_of_the_next_lock(tmp_path):
     second.release()
 
 
-def test_a_forked_child_that_lets_go_closes_nothing(tmp_path):
+def test_release_in_a_forked_child_closes_nothing(tmp_path):
     first = RunLock.acquire(tmp_path)
     number = first._number
     pid = os.fork()
@@ -124,8 +124,8 @@ def test_a_lock_whose_holder_has_not_written_yet_is_refused_too(tmp_path):
             RunLock.acquire(tmp_path)
 
 
-def test_the_lock_is_shared_once_it_is_taken(tmp_path):
-    """Other ranks join by a shared lock; so must somebody who only looks."""
+def test_the_lock_is_shared_after_it_is_taken(tmp_path):
+    """Other ranks join by a shared lock; so does a process that checks it."""
     first = RunLock.acquire(tmp_path)
     with (tmp_path / ".lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -135,8 +135,8 @@ def test_the_lock_is_shared_once_it_is_taken(tmp_path):
     RunLock.acquire(tmp_path).release()
 
 
-def test_a_run_that_comes_in_between_wins(tmp_path, monkeypatch):
-    """flock gives up the lock for one kind before it takes the other."""
+def test_a_run_that_takes_the_lock_in_between_wins(tmp_path, monkeypatch):
+    """flock releases one kind of lock before it takes the other."""
     flock = fcntl.flock
 
     with (tmp_path / ".lock").open("a") as rival:
@@ -153,7 +153,7 @@ def test_a_run_that_comes_in_between_wins(tmp_path, monkeypatch):
     assert module._held == set()
 
 
-def test_an_earlier_holder_is_not_named_by_what_is_left_of_its_words(tmp_path):
+def test_the_name_of_an_earlier_holder_is_removed(tmp_path):
     (tmp_path / ".lock").write_text("pid 1 on host elsewhere " + "x" * 300)
     first = RunLock.acquire(tmp_path)
     assert "elsewhere" not in (tmp_path / ".lock").read_text()
@@ -187,14 +187,14 @@ def failing_flock(monkeypatch, number):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys, number):
+def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys, number):
     failing_flock(monkeypatch, number)
     lock = RunLock.acquire(tmp_path)
     assert f"--output_dir {tmp_path}: its file system has no locks" in capsys.readouterr().out
     lock.release()
 
 
-def test_other_failures_of_the_lock_are_told(tmp_path, monkeypatch):
+def test_other_failures_of_the_lock_are_reported(tmp_path, monkeypatch):
     failing_flock(monkeypatch, errno.EIO)
     with pytest.raises(UserError, match=r"cannot be locked \(Input/output error\)"):
         RunLock.acquire(tmp_path)
@@ -207,7 +207,7 @@ def test_a_child_does_not_keep_the_lock(tmp_path):
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
     try:
         with pytest.raises(UserError):
-            RunLock.acquire(tmp_path)  # the children have let go of it, the run has not
+            RunLock.acquire(tmp_path)  # the children have released it, the run has not
         first.release()
         deadline = time.monotonic() + 20  # until the fork has come to its first line
         while True:
@@ -232,13 +232,13 @@ def as_rank_1(monkeypatch, locked: bool, problems: list[str | None]) -> None:
     monkeypatch.setattr(module.dist, "gather_objects", lambda mine: [None, mine, *problems])
 
 
-def test_where_rank_0_found_no_locks_the_others_take_none(tmp_path, monkeypatch):
+def test_without_locks_on_rank_0_the_other_ranks_take_none(tmp_path, monkeypatch):
     as_rank_1(monkeypatch, False, [])
     RunLock.acquire(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_rank_lets_go_when_another_has_failed(tmp_path, monkeypatch):
+def test_a_rank_releases_the_lock_when_another_has_failed(tmp_path, monkeypatch):
     as_rank_1(monkeypatch, True, [None, "rank 3 cannot"])
     with pytest.raises(UserError, match="rank 3 cannot"):
         RunLock.acquire(tmp_path)
@@ -260,7 +260,7 @@ def start(stack: ExitStack, ranks: int, *words) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.ranks
-def test_the_folder_is_locked_while_any_rank_lives_and_every_rank_is_refused_alike(tmp_path):
+def test_the_folder_is_locked_while_any_rank_runs_and_every_rank_gets_the_same_error(tmp_path):
     free, taken = tmp_path / "free", tmp_path / "taken"
     mine = RunLock.acquire(taken)
     with ExitStack() as stack:

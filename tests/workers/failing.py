@@ -37,7 +37,7 @@ def hold_the_lock() -> None:
 
 
 def take_time() -> None:
-    """Longer than the watchdog's limit and the net under it: with signs of life, then with patience. Rank 0 waits."""
+    """Takes longer than all limits: with heartbeats, then with the watchdog paused. Rank 0 waits."""
     for _ in range(int((LIMIT + 11.0) / 0.1)):
         heartbeat.heartbeat()
         time.sleep(0.1)
@@ -82,7 +82,7 @@ FAULTS = {  # case: rank, what it does
 
 def train(words: list[str]) -> None:
     case, out = words[0], Path(words[1])
-    rank_log.keep_log(out)
+    rank_log.open_log(out)
     logger().info("begins")
     torch_dist.init_process_group("gloo")
     watchdog.start(LIMIT)
@@ -98,7 +98,7 @@ def train(words: list[str]) -> None:
         if step == READY + (FAULT if fault is take_time else 0):
             (out / f"ready_{dist.rank()}").write_text(str(os.getpid()))
         if bool(stop):
-            raise StopRequested(f"saved after step {step}; run the same command again to go on")
+            raise StopRequested(f"saved after step {step}; run the same command again to resume")
     raise AssertionError("nothing happened")
 
 

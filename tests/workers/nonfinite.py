@@ -16,7 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dschat_ppo.checkpoint.manager import CheckpointManager
-from dschat_ppo.checkpoint.resume import RunIdentity, choose
+from dschat_ppo.checkpoint.resume import find_checkpoint
+from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
@@ -270,19 +271,19 @@ def saved_case(assets: Path, out: Path) -> dict:
     """An update turns the critic's weights bad after a checkpoint: what is saved then, and what a run would resume."""
     folder = out / "saved"
     trainer, scored = trainer_for(assets, folder, (2, 3), "--save_minutes", 0)
-    about = RunIdentity("ppo", {}, "")
+    identity = RunIdentity("ppo", {}, "")
     folder.mkdir(exist_ok=True)
-    keeper = CheckpointManager(folder, trainer, trainer.config.safety, about, MetricsWriter(folder, None))
-    keeper.finish()
+    checkpoints = CheckpointManager(folder, trainer, trainer.config.safety, identity, MetricsWriter(folder, None))
+    checkpoints.finish()
     update_too_far(trainer.engines.critic, 1e39)
     trainer.progress.begin_step(trainer.shaping.experience(scored, 1), {})
     part = next(iter(trainer.mini_dataset.updates(trainer.progress.experience, 1, step=1)))
     found = {"norms": sorted(trainer.update_once(part, trainer.progress.sums, True, 1).norms)}
     trainer.progress.updates = 1
-    found["checkpoint"] = outcome_of(keeper.finish)
+    found["checkpoint"] = outcome_of(checkpoints.finish)
     tokenizer = trainer.collector.judge.tokenizer
     found["models"] = outcome_of(lambda: save_models(trainer.engines, tokenizer, folder / "best.partial"))
-    found["chosen"] = str(choose(folder, trainer.config.safety, about, False))
+    found["chosen"] = str(find_checkpoint(folder, trainer.config.safety, identity, False))
     return found
 
 

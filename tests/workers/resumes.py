@@ -1,8 +1,8 @@
-"""Runs of the three steps that are stopped at chosen boundaries and run again, in the same ranks.
+"""Runs of the three steps that are stopped at chosen calls of the checkpointer and run again, in the same ranks.
 
 resumes.py CASES_FILE OUT_FILE
 
-    cases: name -> [step, words, places at which to stop, whether to go on to the end]
+    cases: name -> [step, words, places at which to stop, whether to continue to the end]
     out: name -> [what each start said and how it ended, ...]
 """
 
@@ -29,8 +29,7 @@ TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "pp
 
 
 class StopAt:
-    """Asks to stop at a place: the boundary (or the question between) of this number since the start, or the boundary
-    where the state is saved under this name."""
+    """Requests a stop at the call of `requested` of this number since the start, or at the checkpoint of this name."""
 
     def __init__(self, place: int | str | None):
         self.place, self.seen, self.name = place, 0, ""
@@ -40,11 +39,11 @@ class StopAt:
         return self.name == self.place if isinstance(self.place, str) else self.seen >= (self.place or math.inf)
 
 
-class NamedKeeper(CheckpointManager):
-    """Lets `StopAt` know at which boundary it is asked."""
+class NamedManager(CheckpointManager):
+    """Tells `StopAt` at which checkpoint it is called."""
 
     def save_if_due(self) -> None:
-        stop_requests.requested.name = checkpoint_name(*self._subject.position)
+        stop_requests.requested.name = checkpoint_name(*self._trainer.position)
         super().save_if_due()
         stop_requests.requested.name = ""
 
@@ -59,12 +58,12 @@ def start(step: str, words: list[str], stop_at: int | str | None) -> dict:
     except StopRequested as reason:
         ended = str(reason)
     print(said.getvalue()[-1500:], ended, flush=True)
-    return {"said": said.getvalue(), "ended": ended, "boundaries": stop_requests.requested.seen}
+    return {"said": said.getvalue(), "ended": ended, "calls": stop_requests.requested.seen}
 
 
 def main() -> None:
     be_quick()
-    session.CheckpointManager = NamedKeeper
+    session.CheckpointManager = NamedManager
     found = {}
     for name, (step, words, stops, to_the_end) in json.loads(Path(sys.argv[-2]).read_text()).items():
         print("---", name, flush=True)

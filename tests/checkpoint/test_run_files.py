@@ -1,4 +1,4 @@
-"""`metrics.jsonl` of a run that goes on holds what the run wrote, and what else was there is kept."""
+"""`metrics.jsonl` of a resumed run holds the lines of the run, and other content is kept."""
 
 import json
 
@@ -13,7 +13,7 @@ from dschat_ppo.session import begin_run
 
 
 @pytest.fixture
-def said(monkeypatch):
+def warnings(monkeypatch):
     lines = []
     monkeypatch.setattr(logger(), "warning", lines.append)
     return lines
@@ -42,7 +42,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_metrics_that_the_run_did_not_write_are_kept_and_replaced_by_those_of_the_checkpoint(tmp_path, said, damage):
+def test_changed_metrics_are_kept_under_another_name_and_restored_from_the_checkpoint(tmp_path, warnings, damage):
     run(tmp_path, 3)
     place = tmp_path / "metrics.jsonl"
     written = place.read_bytes()
@@ -50,34 +50,34 @@ def test_metrics_that_the_run_did_not_write_are_kept_and_replaced_by_those_of_th
     place.write_bytes(changed)
     assert run(tmp_path, 5).position == (5, 0)
     assert place.read_bytes().startswith(written) and steps_of(tmp_path) == [1, 2, 3, 4, 5]
-    assert len(said) == 1 and f"{place} is not as the run wrote it" in said[0]
-    assert "step_000003" in said[0]
+    assert len(warnings) == 1 and f"{place} is not as the run wrote it" in warnings[0]
+    assert "step_000003" in warnings[0]
     if changed:
-        assert (tmp_path / "metrics.1.jsonl").read_bytes() == changed and "kept as metrics.1.jsonl" in said[0]
+        assert (tmp_path / "metrics.1.jsonl").read_bytes() == changed and "kept as metrics.1.jsonl" in warnings[0]
     else:
         assert not (tmp_path / "metrics.1.jsonl").exists()
 
 
-def test_metrics_that_are_gone_are_written_again(tmp_path, said):
+def test_missing_metrics_are_restored(tmp_path, warnings):
     run(tmp_path, 3)
     written = (tmp_path / "metrics.jsonl").read_bytes()
     (tmp_path / "metrics.jsonl").unlink()
     run(tmp_path, 4)
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(written) and steps_of(tmp_path) == [1, 2, 3, 4]
-    assert len(said) == 1
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize("later", [b"", b'{"step": 4}\n{"step": 5}\n', b'{"step": 4}\n{"st', bytes(40)])
-def test_what_the_run_itself_wrote_after_the_checkpoint_is_no_damage(tmp_path, said, later):
+def test_later_lines_of_the_run_itself_are_no_damage(tmp_path, warnings, later):
     run(tmp_path, 3)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(later)
     run(tmp_path, 4)
-    assert steps_of(tmp_path) == [1, 2, 3, 4] and said == []
+    assert steps_of(tmp_path) == [1, 2, 3, 4] and warnings == []
     assert not (tmp_path / "metrics.1.jsonl").exists()
 
 
-def test_a_checkpoint_without_a_copy_is_gone_on_from_as_before(tmp_path, said):
+def test_a_checkpoint_without_a_copy_of_the_metrics_can_be_resumed(tmp_path, warnings):
     run(tmp_path, 3)
     folder = tmp_path / "checkpoints/step_000003"
     manifest = Manifest.read(folder)
@@ -85,19 +85,19 @@ def test_a_checkpoint_without_a_copy_is_gone_on_from_as_before(tmp_path, said):
     (folder / "metrics.jsonl").unlink()
     manifest.write(folder)
     run(tmp_path, 4)
-    assert steps_of(tmp_path) == [1, 2, 3, 4] and said == []
+    assert steps_of(tmp_path) == [1, 2, 3, 4] and warnings == []
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "config.yaml"])
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_folder_in_the_place_of_a_file_is_one_line_before_anything_is_changed(tmp_path, monkeypatch, name, saved):
+def test_a_folder_in_the_place_of_a_file_is_refused_before_any_change(tmp_path, monkeypatch, name, saved):
     locks = {}
     monkeypatch.setattr(begin_run, "_LOCKED", locks)
     monkeypatch.setattr(
         begin_run, "init_process_group", lambda folder: torch.device("cpu")
     )  # other tests share this process
     monkeypatch.setattr(begin_run.watchdog, "start", lambda seconds: None)
-    monkeypatch.setattr(begin_run, "keep_log", lambda folder: None)
+    monkeypatch.setattr(begin_run, "open_log", lambda folder: None)
     output = tmp_path / "out"
     if saved:
         run(output, 2)
@@ -105,12 +105,12 @@ def test_a_folder_in_the_place_of_a_file_is_one_line_before_anything_is_changed(
     (output / name).mkdir(parents=True)
     config = config_of(output)
     with pytest.raises(UserError, match=f"{name} is a folder, but the run writes a file of that name") as raised:
-        begin_run.begin("sft", config, config.run, [])
+        begin_run.begin_run("sft", config, config.run, [])
     locks[output.resolve()].release()
     assert "\n" not in str(raised.value) and (output / name).is_dir()
 
 
-def test_the_copy_is_of_the_moment_of_the_checkpoint(tmp_path):
+def test_the_copy_holds_the_metrics_up_to_the_checkpoint(tmp_path):
     run(tmp_path, 3, "--save_steps", "1", "--save_total_limit", "3")
     for step in (1, 2, 3):
         lines = (tmp_path / f"checkpoints/step_{step:06d}/metrics.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Ranks meet those of their own launch, also where another launch wants the same port at the same instant."""
+"""Ranks join those of their own launch, even if another launch uses the same port at the same instant."""
 
 import json
 import os
@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from launch import ROOT, deepspeed_command, environment
+from torch.distributed import DistNetworkError
 
+from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import processes as module
+from dschat_ppo.runtime.process_group import differences, init_process_group, launch_of_this_rank
 from dschat_ppo.runtime.processes import Process
-from dschat_ppo.runtime.rendezvous import differences, launch_of_this_rank
 
 
 @pytest.fixture
@@ -26,8 +28,8 @@ def processes(monkeypatch):
             number: Process(parent, start, False, 0) for (number, start, _), parent in zip(found, above, strict=True)
         }
         monkeypatch.setattr(module.os, "getpid", lambda: found[0][0])
-        monkeypatch.setattr(module, "look_up", table.get)
-        monkeypatch.setattr(module, "command", {number: words for number, _, words in found}.__getitem__)
+        monkeypatch.setattr(module, "find_process", table.get)
+        monkeypatch.setattr(module, "command_line", {number: words for number, _, words in found}.__getitem__)
 
     for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "CROSS_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -38,7 +40,7 @@ def processes(monkeypatch):
 LAUNCH = ["python", "-m", "deepspeed.launcher.launch", "--master_port=1"]
 
 
-def test_a_launch_is_known_by_its_nearest_launcher(processes, monkeypatch):
+def test_a_launch_is_identified_by_its_nearest_launcher(processes, monkeypatch):
     plain = {"number of ranks": "4", "output folder": "out"}
     processes((7, 70, ["python", "main.py"]), (1, 10, ["init"]))
     assert launch_of_this_rank("out") == plain
@@ -52,7 +54,7 @@ def test_a_launch_is_known_by_its_nearest_launcher(processes, monkeypatch):
     assert launch_of_this_rank("out") == plain | {"launcher of machine 2": words, "SLURM_JOB_ID": "88"}
 
 
-def test_launches_differ_in_what_both_know():
+def test_launches_are_compared_by_what_both_know():
     first = {"number of ranks": "4", "output folder": "a", "launcher of machine 0": "process 5"}
     assert differences(first, dict(first)) == []
     assert differences(first | {"output folder": "b"}, first) == ["output folder"]
@@ -67,15 +69,37 @@ def test_launches_differ_in_what_both_know():
     assert differences(other_machine, first | {"SLURM_JOB_ID": "9"}) == ["SLURM_JOB_ID"]
 
 
+def test_a_port_in_use_is_a_user_error(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (group | {"MASTER_PORT": str(port)}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"port {port} .* in use.*--master_port"):
+            init_process_group()
+
+
+def test_other_network_errors_are_raised_unchanged(monkeypatch):
+    def unreachable(**_):
+        raise DistNetworkError("no route to host")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("deepspeed.init_distributed", unreachable)
+    with pytest.raises(DistNetworkError, match="no route"):
+        init_process_group()
+
+
 RANK = """
 import sys
 import torch.distributed as torch_dist
-from dschat_ppo.runtime import rendezvous
+from dschat_ppo.runtime import process_group
 from dschat_ppo.errors import UserError
 
-rendezvous._ANSWER_SECONDS = 3.0
+process_group._ANSWER_SECONDS = 3.0
 try:
-    torch_dist.init_process_group("gloo", init_method=rendezvous.address_of(sys.argv[1]))
+    torch_dist.init_process_group("gloo", init_method=process_group.address_of(sys.argv[1]))
 except UserError as problem:
     sys.exit(f"error: {problem}")
 group = torch_dist.new_group()
@@ -106,7 +130,7 @@ def begin(stack: ExitStack, port: int, rank: int, folder: str) -> subprocess.Pop
 
 
 @pytest.mark.slow
-def test_a_rank_of_another_launch_is_refused_and_disturbs_nobody():
+def test_a_rank_of_another_launch_is_refused_and_the_launch_continues():
     port = free_port()
     with ExitStack() as stack:
         host = begin(stack, port, 0, "runs/a b")
@@ -121,7 +145,7 @@ def test_a_rank_of_another_launch_is_refused_and_disturbs_nobody():
 
 
 @pytest.mark.slow
-def test_a_program_that_says_nothing_is_not_waited_for_without_end():
+def test_another_program_on_the_port_is_waited_for_a_limited_time():
     port = free_port()
     with ExitStack() as stack:
         command = [sys.executable, "-c", PLAIN_STORE, str(port)]
@@ -150,7 +174,7 @@ def pair(folder: Path, outputs: tuple[str, str]) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_of_two_launches_on_one_port_one_goes_on_with_its_own_ranks(tmp_path):
+def test_of_two_launches_on_one_port_one_runs_with_its_own_ranks(tmp_path):
     """Rank 1 of the second launch comes to the first one's store before rank 1 of the first."""
     pairs = {"two": pair(tmp_path / "two", ("a", "b")), "same": pair(tmp_path / "same", ("a", "a"))}
     try:

@@ -1,11 +1,11 @@
-"""`--deterministic`: PyTorch's deterministic algorithms, from before a rank joins the others."""
+"""Seeds of random streams, and `--deterministic`: set before the ranks join."""
 
 import os
 
 import pytest
 import torch
 
-from dschat_ppo.common.seeding import choose_algorithms
+from dschat_ppo.common.seeding import set_deterministic
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.rollout.sampling import NUCLEUS_GUESS, SamplingParameters, row_uniforms, sample
@@ -20,7 +20,7 @@ TRAIN = {
 
 
 class RanksJoinError(Exception):
-    """The place from which on a GPU may be in use."""
+    """Raised where the ranks join: from there on a GPU may be in use."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,29 +33,29 @@ def as_before(monkeypatch):
 
 
 def put():
-    """An operation that has no deterministic algorithm, on a CPU neither."""
+    """An operation without a deterministic algorithm, even on a CPU."""
     return torch.zeros(3).put_(torch.tensor([1]), torch.tensor([2.0]))
 
 
 def test_an_operation_without_a_deterministic_algorithm_raises():
-    choose_algorithms(True)
+    set_deterministic(True)
     with pytest.raises(RuntimeError, match="deterministic"):
         put()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert not torch.backends.cudnn.benchmark
-    choose_algorithms(False)
+    set_deterministic(False)
     assert put().tolist() == [0.0, 2.0, 0.0]
 
 
-def test_a_setting_of_cublas_that_is_there_is_kept(monkeypatch):
+def test_an_existing_setting_of_cublas_is_kept(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    choose_algorithms(True)
+    set_deterministic(True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 @pytest.mark.parametrize("step", TRAIN)
 @pytest.mark.parametrize("words", [["--deterministic"], []], ids=["deterministic", "default"])
-def test_each_step_chooses_before_its_rank_joins_the_others(step, words, monkeypatch, tmp_path):
+def test_each_step_sets_it_before_the_ranks_join(step, words, monkeypatch, tmp_path):
     def join(_folder):
         raise RanksJoinError(torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)
 

@@ -1,0 +1,43 @@
+"""The exit codes of a run, and which exception ends it with which code."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from dschat_ppo.errors import StopRequested, StorageError, UserError
+
+DONE = 0  # finished, or stopped on request with everything saved
+UNEXPECTED = 1  # any other exception; also a second Ctrl-C
+USER_ERROR = 2  # flags, data or models that the user has to correct
+NOT_FINITE = 3  # NaN or infinity
+NOT_WRITTEN = 4  # the disk is full, or the output may not be written
+RANK_LOST = 5  # a rank hangs, or its process has ended
+
+HOW_TO_RESUME = "run the same command again to resume from the newest checkpoint"
+
+_CANNOT_WRITE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+# The messages of gloo, NCCL and the store of torch.distributed when the process at the other end has ended.
+_DISCONNECTED = (
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed",
+    "recvValue failed", "failed to recv", "Connection was likely closed", "remote process exited", "ncclRemoteError",
+    "ncclSystemError", "NCCL communicator was aborted",
+)  # fmt: skip
+
+
+def exit_code(problem: BaseException) -> int:
+    """The exit code of a run that ends with this exception."""
+    if isinstance(problem, StopRequested):
+        return DONE
+    if isinstance(problem, StorageError) or any(text in str(problem) for text in _CANNOT_WRITE):
+        return NOT_WRITTEN
+    if isinstance(problem, UserError):
+        return USER_ERROR
+    if isinstance(problem, FloatingPointError):
+        return NOT_FINITE
+    return RANK_LOST if peer_disconnected(problem) else UNEXPECTED
+
+
+def peer_disconnected(problem: BaseException) -> bool:
+    """Whether a collective failed because the process of another rank has ended, judged by the library's message."""
+    return isinstance(problem, RuntimeError) and any(text in str(problem) for text in _DISCONNECTED)

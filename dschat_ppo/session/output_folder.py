@@ -1,0 +1,151 @@
+"""The output folder of a run: check what an earlier run left there, and prepare it for this run. On rank 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dschat_ppo.checkpoint.config_diff import compare_configs, format_diff
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.run_files import CONFIG, keep_old_metrics, read_config, restore_metrics, write_config
+from dschat_ppo.common import dist
+from dschat_ppo.common.atomic_files import remove_folder
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.cli import flatten
+from dschat_ppo.config.safety_flags import AUTO, NEVER
+from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.monitor.writers import METRICS, RESULT, is_finished
+
+
+def refuse_model_folders(folder: Path, models: list[str]) -> None:
+    """Refuse an output folder to which the run would write over a model that it reads.
+
+    Raises:
+        UserError: a model lies where the run writes.
+    """
+    written = [(folder / part).resolve() for part in (".", "actor", "actor_ema", "critic", "best/actor", "best/critic")]
+    if any(Path(model).expanduser().resolve() in written for model in models):
+        raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
+
+
+def check_earlier_outputs(folder: Path, config: Any, run: RunFlags) -> None:
+    """Accept only outputs from which this run may resume, or of the same run before its first checkpoint. Collective.
+
+    Raises:
+        UserError: the folder holds other outputs, or cannot be written.
+        StopRequested: the same run has finished there; nothing is left to do.
+    """
+    problem, done = dist.broadcast_object(_check_on_main(folder, config, run) if dist.is_main() else None)
+    if problem:
+        raise UserError(problem)
+    if done:
+        raise StopRequested(done)
+
+
+def _check_on_main(folder: Path, config: Any, run: RunFlags) -> tuple[str | None, str | None]:
+    """(why the run must not write there, or None; why nothing is left to do, or None)."""
+    for name in (METRICS, RESULT, CONFIG):
+        if (folder / name).is_dir():
+            return f"{folder / name} is a folder, but the run writes a file of that name; move it away", None
+    try:
+        CheckpointFolder(folder).clear_partials()  # before all checks: it may restore a checkpoint
+        return _check_outputs(folder, config, run)
+    except OSError as problem:
+        return f"--output_dir {folder}: cannot be written ({problem.strerror})", None
+
+
+def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None, str | None]:
+    """See `_check_on_main`.
+
+    Raises:
+        OSError: a file cannot be written or renamed.
+    """
+    outputs = [name for name in (RESULT, METRICS, "config.json") if (folder / name).exists()]
+    outputs += [path.name for path in folder.glob("*.safetensors")] + CheckpointFolder(folder).names()
+    if run.overwrite_output_dir or not outputs:
+        return None, None
+
+    resume, force = config.safety.resume, config.safety.resume_force
+    refusal = f"--output_dir {folder} holds earlier outputs ({outputs[0]})"
+    ways_out = "name another folder or add --overwrite_output_dir"
+    if resume == NEVER or (resume != AUTO and not Path(resume).resolve().is_relative_to(folder.resolve())):
+        return f"{refusal}; to resume there give --resume auto, else {ways_out}", None
+
+    is_done = is_finished(folder)
+    if CheckpointFolder(folder).names() and (not is_done or resume != AUTO or force):
+        if RESULT in outputs and not is_done:
+            logger().warning(f"{folder / RESULT} is damaged, so the run does not count as done")
+        return None, None  # `find_checkpoint` decides whether the run can resume
+    if RESULT in outputs and not is_done:
+        return f"{folder / RESULT} is damaged, and there is no checkpoint to finish that run from; {ways_out}", None
+
+    saved = read_config(folder)
+    if saved is None:
+        return f"{refusal}; {ways_out}", None
+    changes = [change for change in compare_configs(saved, flatten(config)) if change.matters]
+    if changes:
+        if CheckpointFolder(folder).names():  # of a finished run: unfinished ones are left to `find_checkpoint`
+            ways_out = f"add --resume_force to train on from its last checkpoint, or to start over {ways_out}"
+        return f"{refusal} of a run with other settings:\n{format_diff(changes)}\n{ways_out}", None
+    if is_done:
+        more = "raise --num_train_epochs and add --resume_force to train on; --overwrite_output_dir starts over"
+        return None, f"{folder / RESULT} is there: this run is done ({more})"
+    if (folder / METRICS).exists():
+        kept = keep_old_metrics(folder / METRICS)
+        logger().warning(
+            f"--output_dir {folder}: an earlier run with these settings ended before its first checkpoint; starting "
+            f"over (its metrics are kept as {kept.name})"
+        )
+    return None, None
+
+
+def prepare_output_folder(folder: Path, config: Any, run: RunFlags, resumed: Path | None = None) -> None:
+    """Prepare the output folder and save the resolved configuration. Collective.
+
+    A run that starts from scratch removes the outputs of an earlier run. A run that resumes checks `metrics.jsonl`, see
+    `restore_metrics`.
+
+    Args:
+        folder: the output folder.
+        config: the configuration of the step.
+        run: its flags.
+        resumed: the checkpoint in this folder from which the run resumes, or None.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    problem = dist.broadcast_object(_prepare_on_main(folder, config, run, resumed) if dist.is_main() else None)
+    if problem:
+        raise UserError(problem)
+
+
+def _prepare_on_main(folder: Path, config: Any, run: RunFlags, resumed: Path | None) -> str | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if resumed is not None:
+            restore_metrics(folder, resumed)
+        elif run.overwrite_output_dir or (folder / CONFIG).exists():  # else no run of this project made the content
+            remove_earlier_outputs(folder, run)
+        (folder / RESULT).unlink(missing_ok=True)  # not earlier: it marks the outputs above as those of a finished run
+        write_config(config, folder)
+    except OSError as problem:
+        return f"--output_dir {folder}: cannot be written ({problem.strerror or problem})"
+    return None
+
+
+def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
+    """Remove the outputs of an earlier run that this run would not write over: answers of evaluations, models that only
+    some runs write, checkpoints, repro bundles and TensorBoard files."""
+    if saved := CheckpointFolder(folder).names():
+        logger().warning(f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})")
+    for answers in (folder / "eval").glob("step_*.jsonl"):
+        answers.unlink()
+    parts = ["best", "best.old", "best.partial", "checkpoints", "nonfinite"]
+    for part in [*parts, "actor_ema", "critic"] if run.overwrite_output_dir else parts:
+        if (folder / part).is_dir():
+            remove_folder(folder / part)
+    board = run.tensorboard_folder
+    if board.resolve().is_relative_to(folder.resolve()):  # a TensorBoard folder elsewhere may hold other runs
+        for events in board.glob("events.out.tfevents.*"):
+            events.unlink()

@@ -1,0 +1,121 @@
+"""Files and folders are written completely or not at all, and are on the disk before they get their names."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from dschat_ppo.common.atomic_files import (
+    checksum,
+    empty_folder,
+    make_folder,
+    move_files_up,
+    replace_folder,
+    sync_folder,
+    write_text,
+)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The syncs and renames in order, by file name."""
+    seen = []
+    fsync, replace = os.fsync, os.replace
+
+    def recorded_fsync(number):
+        seen.append(("sync", Path(os.readlink(f"/proc/self/fd/{number}")).name))
+        fsync(number)
+
+    def recorded_replace(source, target):
+        seen.append(("rename", Path(source).name, Path(target).name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    return seen
+
+
+def test_the_file_is_synced_before_it_is_renamed_and_its_folder_after(tmp_path, calls):
+    folder = tmp_path / "here"
+    folder.mkdir()
+    write_text(folder / "latest", "step_000012 é")
+    assert (folder / "latest").read_bytes() == "step_000012 é".encode()
+    assert calls == [("sync", "latest.partial"), ("rename", "latest.partial", "latest"), ("sync", "here")]
+    assert os.listdir(folder) == ["latest"]
+
+
+def test_the_file_is_complete_when_it_is_synced(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda number: sizes.append(os.fstat(number).st_size))
+    write_text(tmp_path / "a", "x" * 10)
+    assert sizes[0] == 10
+
+
+def test_sync_folder_reaches_every_file_and_folder_below(tmp_path, calls):
+    top = tmp_path / "top"
+    (top / "a" / "b").mkdir(parents=True)
+    (top / "empty").mkdir()
+    for name in ("1", "a/2", "a/b/3"):
+        (top / name).write_text("x")
+    sync_folder(top)
+    assert sorted(name for _, name in calls) == ["1", "2", "3", "a", "b", "empty", "top"]
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_partial_one(tmp_path):
+    """The kernel refuses for real: a limit on the size of files."""
+    write_text(tmp_path / "latest", "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_text(tmp_path / "latest", "x" * 30_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "latest").read_text() == "old" and os.listdir(tmp_path) == ["latest"]
+
+
+def test_the_first_failure_is_reported_not_that_of_the_clean_up(tmp_path):
+    with pytest.raises(FileNotFoundError) as failure:
+        write_text(tmp_path / "nowhere" / "latest", "x")
+    assert failure.value.__context__ is None
+
+
+def test_missing_parents_are_made_and_their_names_synced(tmp_path, calls):
+    make_folder(tmp_path / "a/b")
+    assert (tmp_path / "a/b").is_dir()
+    assert sorted(calls) == sorted([("sync", "a"), ("sync", tmp_path.name)])
+
+
+def test_an_empty_folder_replaces_the_old_one(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/old").write_text("x")
+    assert list(empty_folder(tmp_path / "a").iterdir()) == []
+
+
+def test_a_finished_folder_replaces_the_old_one_after_it_is_synced(tmp_path, monkeypatch):
+    order = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda number: (order.append("sync"), fsync(number)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (order.append(f"{Path(a).name} -> {Path(b).name}"), rename(a, b)))
+    for name in ("best", "best.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    replace_folder(tmp_path / "best", tmp_path / "best.partial")
+    assert (tmp_path / "best/weights").read_text() == "best.partial" and os.listdir(tmp_path) == ["best"]
+    assert order == ["sync", "sync", "best -> best.old", "best.partial -> best", "sync"]
+
+
+def test_weights_are_moved_up_last(tmp_path, calls):
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    for name in ("a.safetensors", "config.json"):
+        (partial / name).write_text(name)
+    move_files_up(partial)
+    renames = [call[1] for call in calls if call[0] == "rename"]
+    assert renames == ["config.json", "a.safetensors"] and sorted(os.listdir(tmp_path)) == sorted(renames)
+
+
+def test_the_checksum_is_sha_256(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    assert checksum(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -1,0 +1,46 @@
+"""Ranks and collectives, without a process group and with stand-ins for one."""
+
+import pytest
+import torch
+
+from dschat_ppo.common import dist, heartbeat
+
+
+def test_ranks_are_read_from_the_environment_of_the_launcher(monkeypatch):
+    assert (dist.rank(), dist.world_size(), dist.local_rank(), dist.local_world_size()) == (0, 1, 0, 1)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert (dist.rank(), dist.world_size(), dist.local_rank(), dist.local_world_size()) == (5, 8, 1, 4)
+    assert not dist.is_main()
+
+
+def test_one_rank_without_a_process_group_gets_its_own_values():
+    value = torch.tensor([1.0, 2.0])
+    reduced = dist.all_reduce(value)
+    assert torch.equal(reduced, value) and reduced is not value
+    assert dist.gather_cat(value) is value and dist.broadcast_object("x") == "x" and dist.gather_objects("x") == ["x"]
+
+
+@pytest.mark.parametrize(("problems", "first"), [([None, "b", "c"], "b"), ([None, None], None), (["a", "b"], "a")])
+def test_the_problem_of_the_first_rank_that_has_one_is_reported(monkeypatch, problems, first):
+    monkeypatch.setattr(dist, "gather_objects", lambda mine: problems)
+    assert dist.first_problem(None) == first
+
+
+@pytest.mark.parametrize(("rank", "order"), [("0", ["block", "barrier"]), ("1", ["barrier", "block"])])
+def test_the_first_rank_of_a_node_runs_before_the_others(monkeypatch, rank, order):
+    seen = []
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(dist, "barrier", lambda: seen.append("barrier"))
+    with dist.main_rank_of_node_first():
+        assert heartbeat.watchdog_is_paused()
+        seen.append("block")
+    assert seen == order
+
+
+def test_the_other_ranks_run_even_if_the_first_one_fails(monkeypatch):
+    seen = []
+    monkeypatch.setattr(dist, "barrier", lambda: seen.append("barrier"))
+    with pytest.raises(ZeroDivisionError), dist.main_rank_of_node_first():
+        raise ZeroDivisionError
+    assert seen == ["barrier"]

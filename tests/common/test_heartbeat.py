@@ -1,0 +1,209 @@
+"""Heartbeats while a disk is slow: one per block, and a paused watchdog where a library or the kernel does the work."""
+
+import os
+import shutil
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+
+from dschat_ppo.checkpoint import engine_state, state_file
+from dschat_ppo.checkpoint.engine_state import BackgroundWriter
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.reshard import WEIGHTS, Fragment, Shard, gather
+from dschat_ppo.checkpoint.run_identity import SAMPLE_BYTES, SAMPLES, model_fingerprint, rows_fingerprint
+from dschat_ppo.common import atomic_files, heartbeat
+from dschat_ppo.config.cli import parse
+from dschat_ppo.models import loading, saving
+from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
+from dschat_ppo.session.output_folder import remove_earlier_outputs
+
+
+@pytest.fixture
+def heartbeats():
+    found = []
+    heartbeat.on_heartbeat(found.append)
+    yield found
+    heartbeat.on_heartbeat(None)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(atomic_files, "_BLOCK_BYTES", 10)
+
+
+def noting(paused, act):
+    """`act`, which notes whether the watchdog is paused."""
+
+    def noted(*args, **kwargs):
+        paused.append(heartbeat.watchdog_is_paused())
+        return act(*args, **kwargs)
+
+    return noted
+
+
+def test_each_block_that_is_read_sends_a_heartbeat(tmp_path, heartbeats, small_blocks):
+    (tmp_path / "file").write_bytes(bytes(range(35)))
+    assert b"".join(atomic_files.read_blocks(tmp_path / "file")) == bytes(range(35))
+    assert len(heartbeats) == 4
+    atomic_files.checksum(tmp_path / "file")
+    assert len(heartbeats) == 8
+
+
+def test_each_part_of_a_fingerprint_sends_a_heartbeat(tmp_path, heartbeats):
+    rows_fingerprint(Dataset.from_dict({"ids": [[1]] * (2 * 4096 + 1)}))
+    assert len(heartbeats) == 3
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(SAMPLES * SAMPLE_BYTES + 1))
+    model_fingerprint(tmp_path)
+    assert len(heartbeats) == 3 + 1 + SAMPLES
+
+
+def test_each_block_that_is_written_sends_a_heartbeat(tmp_path, heartbeats, small_blocks):
+    atomic_files.write_file(tmp_path / "file", memoryview(bytes(range(35))))
+    assert (tmp_path / "file").read_bytes() == bytes(range(35))
+    assert len(heartbeats) == 4 + 2 + 2  # and around two calls that sync
+
+
+def test_the_watchdog_is_paused_for_syncs_and_removals(tmp_path, monkeypatch):
+    paused = []
+    monkeypatch.setattr(os, "fsync", noting(paused, os.fsync))
+    monkeypatch.setattr(shutil, "rmtree", noting(paused, shutil.rmtree))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/file").touch()
+    (tmp_path / "old").mkdir()
+    atomic_files.replace_folder(tmp_path / "old", tmp_path / "new")
+    assert paused == [True] * 4  # file, folder, the folder above, what was there
+    assert not heartbeat.watchdog_is_paused()
+
+
+def test_the_watchdog_is_paused_while_old_outputs_are_removed(tmp_path, monkeypatch):
+    paused = []
+    monkeypatch.setattr(shutil, "rmtree", noting(paused, shutil.rmtree))
+    checkpoints = CheckpointFolder(tmp_path)
+    for _ in range(2):
+        checkpoints.partial("step_000001")
+    assert paused == [True]
+    checkpoints.clear_partials()
+    assert paused == [True] * 2
+    words = [
+        "--model_name_or_path",
+        "m",
+        "--data_path",
+        "d",
+        "--output_dir",
+        str(tmp_path),
+        "--max_nonfinite_skips",
+        "1",
+    ]
+    config = parse("sft", words)
+    for step in range(3):
+        ReproBundles("sft", config, None)._begin(step, 0, FailureContext([], {}))
+    assert paused == [True] * 3
+    remove_earlier_outputs(tmp_path, config.run)
+    assert paused == [True] * 5 and sorted(tmp_path.iterdir()) == []
+
+
+def test_the_watchdog_is_paused_while_states_are_read(tmp_path, monkeypatch):
+    paused = []
+    state_file.save_state(tmp_path / "state.pt", {"a": torch.ones(2)})
+    monkeypatch.setattr(torch, "load", noting(paused, torch.load))
+    state_file.load_state(tmp_path / "state.pt")
+    BackgroundWriter().load(str(tmp_path / "state.pt"))
+    assert paused == [True, True]
+
+
+def test_the_watchdog_is_paused_while_weights_are_copied_from_their_file():
+    paused = []
+
+    class Engine:
+        checkpoint_engine = None
+
+        def load_module_state_dict(self, checkpoint, strict):
+            paused.append((heartbeat.watchdog_is_paused(), checkpoint, strict))
+
+    engine = Engine()
+    with engine_state._files_of(engine, BackgroundWriter()):
+        engine.load_module_state_dict({"a": 1}, strict=True)
+        assert not heartbeat.watchdog_is_paused()  # the rest waits for other ranks
+    engine.load_module_state_dict({"a": 1}, strict=False)
+    assert paused == [(True, {"a": 1}, True), (False, {"a": 1}, False)]
+
+
+def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(tmp_path, monkeypatch, heartbeats):
+    """The writing thread sends no heartbeat; the thread that waits for it pauses the watchdog."""
+    paused, begun, gate = [], threading.Event(), threading.Event()
+
+    def write(state, path):
+        begun.set()
+        gate.wait(10)
+        return whole(state, path)
+
+    whole = engine_state._write
+    monkeypatch.setattr(engine_state, "_write", write)
+    monkeypatch.setattr(os, "fsync", noting(paused, os.fsync))
+    writer = BackgroundWriter()
+    writer.save({"a": torch.ones(2)}, str(tmp_path / "a.pt"))
+    begun.wait(10)
+    assert len(heartbeats) == 1 and not heartbeat.watchdog_is_paused()  # of the copy
+    gate.set()
+    while not writer.done():
+        pass
+    assert len(heartbeats) == 1 and paused == [False]
+    gate.clear()
+    begun.clear()
+    writer.save({"a": torch.ones(2)}, str(tmp_path / "b.pt"))
+    begun.wait(10)
+    threading.Timer(0.2, gate.set).start()
+    assert len(writer.wait()) == 2
+    assert paused == [False, True]
+    assert not heartbeat.watchdog_is_paused()
+
+
+def test_each_piece_of_the_states_of_other_ranks_sends_a_heartbeat(heartbeats):
+    shards = [Shard([Fragment("w", 2 * rank, 2, 0, 0)], [{WEIGHTS: torch.ones(2)}], 0) for rank in range(2)]
+    assert gather(shards, [Fragment("w", 1, 2, 0, 0)], [2])[0][WEIGHTS].tolist() == [1, 1]
+    assert len(heartbeats) == 2
+
+
+@pytest.mark.parametrize(("stage", "watchdog_paused"), [(None, True), (2, True), (3, False)])
+def test_weights_are_read_before_ranks_wait_for_each_other(
+    tmp_path, heartbeats, small_blocks, monkeypatch, stage, watchdog_paused
+):
+    monkeypatch.setattr("transformers.integrations.deepspeed.HfDeepSpeedConfig", lambda config: SimpleNamespace())
+    save_file({"w": torch.ones(8)}, tmp_path / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))  # it is not read if there are safetensors
+    blocks = -(-(tmp_path / "model.safetensors").stat().st_size // 10)
+    config = None if stage is None else {"zero_optimization": {"stage": stage}}
+    for _ in range(2):  # once
+        with loading._loading(str(tmp_path), config):
+            assert heartbeat.watchdog_is_paused() is watchdog_paused
+    assert len(heartbeats) == blocks + (4 if watchdog_paused else 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    loading._read_through.cache_clear()
+    with loading._loading(str(tmp_path), {"zero_optimization": {"stage": 3}}):
+        assert len(heartbeats) == blocks + (4 if watchdog_paused else 0)
+
+
+def test_the_watchdog_is_paused_while_models_are_saved(tmp_path):
+    paused = []
+    part = SimpleNamespace(save_pretrained=lambda *_, **__: paused.append(heartbeat.watchdog_is_paused()))
+    assert saving._write(part, {}, part, tmp_path / "model") is None
+    assert paused == [True, True]
+
+
+def test_pauses_of_the_watchdog_nest_and_end():
+    with heartbeat.watchdog_paused():
+        with heartbeat.watchdog_paused():
+            pass
+        assert heartbeat.watchdog_is_paused()
+        time.sleep(0.02)
+        assert heartbeat.idle_seconds() == 0
+    assert not heartbeat.watchdog_is_paused()
+    assert heartbeat.idle_seconds() < 0.02  # leaving sends a heartbeat
+    time.sleep(0.02)
+    assert heartbeat.idle_seconds() >= 0.02

@@ -1,0 +1,39 @@
+"""Processes, read from /proc."""
+
+import os
+import shutil
+import subprocess
+import time
+
+from dschat_ppo.runtime.processes import ancestor, children, command_line, find_process, processes_at
+
+
+def test_a_process_is_found_by_number_and_by_the_folder_it_runs_in(tmp_path):
+    program = tmp_path / "a) Z (b"
+    shutil.copy(shutil.which("sleep"), program)
+    process = subprocess.Popen([str(program), "60"], cwd=tmp_path)
+    try:
+        found = find_process(process.pid)
+        assert (found.parent, found.ended) == (os.getpid(), False)
+        assert found.started >= find_process(os.getpid()).started > 0
+        deadline = time.monotonic() + 10
+        while command_line(process.pid) != [str(program), "60"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert command_line(process.pid) == [str(program), "60"]
+        assert processes_at(tmp_path) == {process.pid}
+    finally:
+        process.kill()
+        process.wait()
+    assert find_process(process.pid) is None
+    assert command_line(process.pid) == []
+
+
+def test_children_and_ancestors_are_found():
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert children()[process.pid].parent == os.getpid()
+    finally:
+        process.kill()
+        process.wait()
+    assert ancestor("pytest")[0] == os.getpid() or ancestor("pytest") is not None
+    assert ancestor("no command line has this word") is None

@@ -1,0 +1,60 @@
+"""The start of a step: checks and messages before a model is loaded."""
+
+import pytest
+
+from dschat_ppo.config.cli import parse
+from dschat_ppo.errors import UserError
+from dschat_ppo.session import begin_run
+from dschat_ppo.session.begin_run import naming, show_plan
+
+
+@pytest.fixture
+def events(monkeypatch, tmp_path):
+    """The steps of `begin_run` in the order in which they run; the ranks do not join."""
+    done = []
+
+    def noted(name, result=None):
+        return lambda *_: done.append(name) or result
+
+    names = ("set_deterministic", "init_process_group", "open_log", "check_earlier_outputs", "seed_everything")
+    for name in names:
+        monkeypatch.setattr(begin_run, name, noted(name))
+    monkeypatch.setattr(begin_run.watchdog, "start", noted("watchdog"))
+    monkeypatch.setattr(begin_run.RunLock, "refuse_if_held", noted("check of the lock"))
+    monkeypatch.setattr(begin_run.RunLock, "acquire", noted("lock"))
+    monkeypatch.setattr(begin_run, "_LOCKED", {})
+    return done
+
+
+def config_of(folder):
+    return parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(folder)])
+
+
+def test_the_folder_is_locked_before_anything_is_written_there_and_checked_once_it_is(events, tmp_path):
+    config = config_of(tmp_path)
+    assert begin_run.begin_run("sft", config, config.run, [])[1] == tmp_path
+    joined = ["check of the lock", "set_deterministic", "init_process_group", "lock"]
+    assert events == [*joined, "open_log", "watchdog", "check_earlier_outputs", "seed_everything"]
+
+
+def test_a_later_step_in_the_same_process_keeps_the_lock(events, tmp_path):
+    config = config_of(tmp_path)
+    begin_run.begin_run("sft", config, config.run, [])
+    events.clear()
+    begin_run.begin_run("sft", config, config.run, [])
+    assert "lock" not in events and "check of the lock" not in events
+
+
+def test_errors_of_a_block_name_its_flag():
+    with pytest.raises(UserError, match="^--model m: no such folder$"), naming("--model"):
+        raise UserError("m: no such folder")
+    hint = r"\(are actor and critic swapped\?\)"
+    with pytest.raises(UserError, match=f"^--critic m: lacks score.weight {hint}$"), naming("--critic"):
+        raise UserError("m: lacks score.weight")
+
+
+@pytest.mark.parametrize(("warmup", "total", "warns"), [(0, 10, False), (9, 10, False), (10, 10, True)])
+def test_a_warm_up_that_never_ends_is_reported_with_the_plan(capsys, warmup, total, warns):
+    show_plan("batches", [("rows", "8")], warmup, total)
+    out = capsys.readouterr().out
+    assert "batches\n  rows  8" in out and ("never reaches its peak" in out) is warns

@@ -1,0 +1,205 @@
+"""An output folder with the outputs of an earlier run: accepted, refused, kept or removed."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from checkpoints import config_of, identity_of, save_checkpoint
+
+from dschat_ppo.checkpoint.resume import find_checkpoint
+from dschat_ppo.checkpoint.run_files import write_config
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.session.output_folder import check_earlier_outputs, prepare_output_folder
+
+
+def earlier(output: Path, *more: str) -> tuple[str | None, str | None]:
+    """(why the run is refused, why nothing is left to do); None: it is not."""
+    config = config_of(output, *more)
+    try:
+        check_earlier_outputs(output, config, config.run)
+    except UserError as problem:
+        return str(problem), None
+    except StopRequested as done:
+        return None, str(done)
+    return None, None
+
+
+def test_an_empty_folder_and_an_unfinished_run_with_a_checkpoint_are_accepted(tmp_path):
+    assert earlier(tmp_path) == (None, None)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    write_config(config_of(tmp_path), tmp_path)
+    save_checkpoint(tmp_path, 1)
+    assert earlier(tmp_path) == (None, None)
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_checkpoints_alone_count_as_earlier_outputs(tmp_path):
+    write_config(config_of(tmp_path), tmp_path)
+    save_checkpoint(tmp_path, 1)
+    for resume in ("never", str(tmp_path.parent / "elsewhere")):
+        problem, _ = earlier(tmp_path, "--resume", resume)
+        assert problem is not None and "holds earlier outputs (step_000001)" in problem
+    assert earlier(tmp_path) == earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
+
+
+def test_a_run_without_a_checkpoint_starts_over_and_keeps_the_old_metrics(tmp_path):
+    write_config(config_of(tmp_path), tmp_path)
+    for number in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(f"{number}\n")
+        assert earlier(tmp_path) == (None, None)
+        assert (tmp_path / f"metrics.{number}.jsonl").read_text() == f"{number}\n"
+    (tmp_path / "metrics.jsonl").write_text("3\n")
+    problem, _ = earlier(tmp_path, "--seed", "5")
+    assert problem is not None and "--seed 1234" in problem and "--overwrite_output_dir" in problem
+    assert "--resume_force" not in problem, "there is no checkpoint to train on from"
+    assert (tmp_path / "metrics.jsonl").exists(), "nothing was touched"
+
+
+def test_a_finished_run_is_reported_and_other_runs_are_refused(tmp_path, monkeypatch):
+    write_config(config_of(tmp_path), tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    save_checkpoint(tmp_path, 4)
+    problem, done = earlier(tmp_path)
+    assert problem is None and done is not None and "is done" in done
+    assert "raise --num_train_epochs and add --resume_force" in done
+    assert earlier(tmp_path, "--zero_stage", "3")[1] == done, "the result would be the same"
+    problem, done = earlier(tmp_path, "--num_train_epochs", "2")
+    assert done is None and problem is not None and "result.json" in problem
+    assert "add --resume_force to train on from its last checkpoint" in problem
+    assert earlier(tmp_path, "--num_train_epochs", "2", "--resume_force", "True") == (None, None)
+    assert earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
+    problem, _ = earlier(tmp_path, "--resume", str(tmp_path.parent / "elsewhere"))
+    assert problem is not None and "result.json" in problem
+    monkeypatch.chdir(tmp_path)
+    problem, _ = earlier(tmp_path, "--resume", "never")
+    assert problem is not None and "result.json" in problem
+    assert earlier(tmp_path, "--resume", "checkpoints/step_000004") == (None, None)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert earlier(tmp_path, "--resume", str(tmp_path / "link/checkpoints/step_000004")) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "model-00001-of-00002.safetensors", "result.json"])
+@pytest.mark.parametrize("config", [None, b"", b"\xff", b"a: [", b"[1]"])
+def test_outputs_without_their_configuration_are_refused(tmp_path, name, config):
+    (tmp_path / name).write_text("{}\n")
+    if config is not None:
+        (tmp_path / "config.yaml").write_bytes(config)
+    problem, _ = earlier(tmp_path)
+    assert problem is not None and f"holds earlier outputs ({name}); name another folder" in problem
+    assert "\n" not in problem
+
+
+def test_a_run_without_metrics_starts_over(tmp_path):
+    (tmp_path / "config.json").write_text("{}\n")
+    write_config(config_of(tmp_path), tmp_path)
+    assert earlier(tmp_path) == (None, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "config.yaml"]
+
+
+def test_a_start_from_scratch_removes_earlier_outputs_and_a_resume_keeps_them(tmp_path):
+    config = config_of(tmp_path)
+    marks = [
+        "actor_ema/model.safetensors",
+        "critic/model.safetensors",
+        "eval/step_000004.jsonl",
+        "best/actor/model.safetensors",
+        "nonfinite/step_1/what.json",
+    ]
+    marks += ["tensorboard/events.out.tfevents.1", "best.old/model.safetensors", "best.partial/model.safetensors"]
+    others = ["eval/notes.jsonl", "tensorboard/notes", "notes/step_000004.jsonl"]
+    for mark in [*marks, *others]:
+        (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / mark).write_text("x")
+    saved = save_checkpoint(tmp_path, 1)
+    run = replace(config.run, tensorboard_path="tensorboard", overwrite_output_dir=True)
+    prepare_output_folder(tmp_path, config, run, resumed=saved)
+    assert saved.exists() and all((tmp_path / mark).exists() for mark in marks)
+    prepare_output_folder(tmp_path, config, run)
+    assert not saved.exists() and not any((tmp_path / mark).exists() for mark in marks)
+    assert all((tmp_path / other).exists() for other in others)
+    assert (tmp_path / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_the_result_is_removed_after_the_other_earlier_outputs(tmp_path, monkeypatch, resumed):
+    config = config_of(tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    saved = save_checkpoint(tmp_path, 1)
+    removed = []
+
+    def rmtree(path):
+        removed.append(path.name)
+        assert (tmp_path / "result.json").exists()
+
+    write_config(config, tmp_path)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    prepare_output_folder(tmp_path, config, config.run, saved if resumed else None)
+    assert removed == ([] if resumed else ["checkpoints"])
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_a_checkpoint_that_was_being_replaced_is_restored_before_the_checks(tmp_path):
+    saved = save_checkpoint(tmp_path, 1)
+    saved.rename(saved.with_name("step_000001.replaced"))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    write_config(config_of(tmp_path), tmp_path)
+    assert earlier(tmp_path) == (None, None)
+    assert (tmp_path / "metrics.jsonl").exists()
+    assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == saved
+
+
+def test_folders_that_no_run_made_are_kept(tmp_path):
+    config = config_of(tmp_path)
+    mine = ["checkpoints/thesis.txt", "best/photo.jpg", "critic/model.safetensors", "actor_ema/notes"]
+    for name in mine:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    prepare_output_folder(tmp_path, config, config.run)
+    assert all((tmp_path / name).exists() for name in mine)
+    prepare_output_folder(tmp_path, config, config.run)
+    assert (tmp_path / "critic/model.safetensors").exists(), "not without --overwrite_output_dir"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"steps": 4', b"[1]", bytes(20), b"\xff"])
+def test_a_damaged_result_does_not_mark_a_finished_run(tmp_path, monkeypatch, content):
+    warnings = []
+    monkeypatch.setattr(logger(), "warning", warnings.append)
+    write_config(config_of(tmp_path), tmp_path)
+    (tmp_path / "result.json").write_bytes(content)
+    identity = identity_of(tmp_path)
+    problem, done = earlier(tmp_path)
+    assert done is None and problem is not None and "\n" not in problem
+    assert "result.json is damaged, and there is no checkpoint to finish that run from" in problem
+    saved = save_checkpoint(tmp_path, 4)
+    assert earlier(tmp_path) == (None, None) and find_checkpoint(tmp_path, SafetyFlags(), identity) == saved
+    assert warnings == [f"{tmp_path}/result.json is damaged, so the run does not count as done"]
+    assert find_checkpoint(tmp_path, SafetyFlags(), identity, overwrite=True) == saved, "it was interrupted"
+    (tmp_path / "result.json").write_text("{}")
+    assert find_checkpoint(tmp_path, SafetyFlags(), identity, overwrite=True) is None
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff", b"a: [", b"[1]", b"a: 2026-13-45", bytes(30)])
+def test_an_unreadable_configuration_is_restored_from_an_intact_checkpoint(tmp_path, monkeypatch, content):
+    warnings = []
+    monkeypatch.setattr(logger(), "warning", warnings.append)
+    write_config(config_of(tmp_path), tmp_path)
+    written = (tmp_path / "config.yaml").read_bytes()
+    (tmp_path / "config.yaml").unlink()
+    if content is not None:
+        (tmp_path / "config.yaml").write_bytes(content)
+    (tmp_path / "result.json").write_text("{}")
+    save_checkpoint(tmp_path, 4)
+    problem, done = earlier(tmp_path)
+    assert problem is None and done is not None and "this run is done" in done
+    assert yaml.safe_load((tmp_path / "config.yaml").read_bytes()) == yaml.safe_load(written)
+    assert (
+        len(warnings) == 1
+        and "config.yaml could not be read; it is restored from checkpoint step_000004" in warnings[0]
+    )
+    problem, done = earlier(tmp_path, "--seed", "5")
+    assert done is None and problem is not None and "--seed 1234" in problem
