@@ -110,7 +110,7 @@ class Rollouts:
                 "note: log-probs, KL and ratios are of the policy before truncation, penalty and minimum length"
             )
         with hybrid.generating() as model:
-            self.how = choose_engine(model, how, hybrid.agree)
+            self.how = choose_engine(model, how, hybrid.max_over_ranks)
 
     def make(self, indices: list[int], step: int, number: int = 0, greedy: bool = False) -> Rollout:
         """Answer the prompts at `indices`, this rank's share of round `number` of PPO step `step`; collective.
@@ -144,4 +144,4 @@ class Rollouts:
         batch = to_device(collate_prompts(prompts, indices, self.filler), self.device)
         seeds = row_seeds(first, len(indices) * how.samples, *path)
         with self.hybrid.generating() as model:
-            return generate(model, batch, seeds.to(self.device), how, self.hybrid.agree, cancelled=cancelled)
+            return generate(model, batch, seeds.to(self.device), how, self.hybrid.max_over_ranks, cancelled=cancelled)

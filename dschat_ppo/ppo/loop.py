@@ -17,7 +17,7 @@ from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.build_engine import learning_rate
+from dschat_ppo.engine.optimizer_step import learning_rate
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.errors import RolloutCancelled, UserError
 from dschat_ppo.monitor.health import HealthWatch

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.collators import SFTBatch
-from dschat_ppo.engine.build_engine import accumulate, apply, apply_together
+from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.engine.skip_update import StepResult
 from dschat_ppo.monitor.metric_sums import MetricSums

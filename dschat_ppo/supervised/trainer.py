@@ -26,8 +26,9 @@ from dschat_ppo.config.schema import FitFlags, RunFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.data.templates import answer_ends
-from dschat_ppo.engine.build_engine import OptimizerSettings, learning_rate, optimizer_step, train_engine
+from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
+from dschat_ppo.engine.optimizer_step import learning_rate, optimizer_step
 from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import save_model

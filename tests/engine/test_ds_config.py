@@ -5,14 +5,14 @@ import json
 import pytest
 from torch import nn
 
-from dschat_ppo.engine.build_engine import _parameter_groups
+from dschat_ppo.engine.build_engine import parameter_groups
 from dschat_ppo.engine.ds_config import eval_config, merge, read_overlay, train_config
 from dschat_ppo.errors import UserError
 
 
 def test_biases_and_norms_do_not_decay():
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Embedding(5, 2))
-    groups = _parameter_groups(model, 0.1)
+    groups = parameter_groups(model, 0.1)
     decayed = {id(p) for p in groups[0]["params"]}
     assert groups[0]["weight_decay"] == 0.1
     assert groups[1]["weight_decay"] == 0.0
@@ -23,7 +23,7 @@ def test_biases_and_norms_do_not_decay():
 def test_frozen_parameters_are_in_no_group():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    assert {id(p) for group in _parameter_groups(model, 0.1) for p in group["params"]} == {
+    assert {id(p) for group in parameter_groups(model, 0.1) for p in group["params"]} == {
         id(p) for p in model[1].parameters()
     }
 

@@ -22,8 +22,9 @@ from torch import nn
 from dschat_ppo.checkpoint import engine_state, reshard
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
-from dschat_ppo.engine.build_engine import OptimizerSettings, learning_rate, optimizer_step, train_engine
+from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.engine.optimizer_step import learning_rate, optimizer_step
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy import PolicyModel

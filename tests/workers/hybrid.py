@@ -40,7 +40,9 @@ def generate_some(trainer, count: int, max_new_tokens: int):
     batch = collate_prompts(trainer.collector.rollouts.prompts, range(count), 0)
     how = replace(trainer.collector.rollouts.how, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4)
     with trainer.engines.hybrid.generating() as model:
-        return generate(model, batch, row_seeds(count * dist.rank(), count, 0), how, trainer.engines.hybrid.agree)
+        return generate(
+            model, batch, row_seeds(count * dist.rank(), count, 0), how, trainer.engines.hybrid.max_over_ranks
+        )
 
 
 def toggle_many(trainer) -> dict:
@@ -97,7 +99,7 @@ def layer_by_layer(assets: Path) -> dict:
     unpinned.collector.rollouts.how = fast
     return {
         "engine": fast.engine,
-        "collective": unpinned.engines.hybrid.agree is not None and pinned.engines.hybrid.agree is None,
+        "collective": [trainer.engines.hybrid.max_over_ranks is not None for trainer in (unpinned, pinned)],
         "same_tokens": torch.equal(expected.response_ids, found.response_ids),
         "same_tokens_padded": torch.equal(expected.response_ids, by_padded_batches.response_ids),
         "difference": float((expected.rollout_logprobs - found.rollout_logprobs).abs().max()),
