@@ -8,8 +8,8 @@ from typing import Any
 from dschat_ppo.common import dist
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.nonfinite.find import bad_places
-from dschat_ppo.nonfinite.policy import NonFinitePolicy, shown_places
+from dschat_ppo.nonfinite.diagnostics import bad_places
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy, shown_places
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.types import Experience, ScoredRollout
@@ -57,7 +57,7 @@ class FiniteCheck:
             self.shaping.load_state_dict(before)
             self._met(rows, places, step, before)
             return None
-        self.guard.passed("rows")
+        self.guard.reset("rows")
         return made
 
     def _met(self, rows: ScoredRollout, places: dict[str, list[list[int]]], step: int, shaping: dict[str, Any]) -> None:
@@ -73,7 +73,9 @@ class FiniteCheck:
             "fault": {"kind": name, "rows": numbers},
             "bad_places": shown_places(places),
         }
-        self.guard.met("rows", step, self._rank_of(numbers[0], rows), problem, self._scene(rows, name, shaping), what)
+        self.guard.report(
+            "rows", step, self._rank_of(numbers[0], rows), problem, self._scene(rows, name, shaping), what
+        )
 
     def _rank_of(self, row: int, rows: ScoredRollout) -> int:
         """Who generated a row: they stand in rank order, unless the step was filled in several rounds."""

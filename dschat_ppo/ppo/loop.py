@@ -24,7 +24,7 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics, phase_metrics
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import ExperienceCollector

@@ -15,7 +15,7 @@ from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.engine.skip_update import StepResult
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import Update
@@ -101,7 +101,7 @@ class Updater:
             state = result.fault.random_state if result.fault else []
             return FailureContext(task.batches, task.constants, task.engine, random_state=state)
 
-        self.guard.judge(role, step, result, scene)
+        self.guard.handle(role, step, result, scene)
         if not result.applied:
             return {}
         sums.merge(task.sums)

@@ -22,7 +22,7 @@ from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.architectures import check_architecture
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, load_tokenizer, model_folder
 from dschat_ppo.monitor.writers import write_result
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.begin_run import begin, naming, show_plan
 from dschat_ppo.session.session import Session, open_session

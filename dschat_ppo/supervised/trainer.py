@@ -34,7 +34,7 @@ from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
 
 Batch = TypeVar("Batch")
@@ -214,7 +214,7 @@ class SupervisedTrainer(Generic[Batch]):
             constants = {"total": float(total), "rows": step_indices}
             return FailureContext(batches, constants, self.engine, random_state=state)
 
-        self.guard.judge("model", step, result, scene)
+        self.guard.handle("model", step, result, scene)
         metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
         return metrics | self.guard.metrics("model")
 

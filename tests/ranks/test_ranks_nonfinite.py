@@ -103,7 +103,7 @@ def test_skips_in_a_row_end_the_run_alike_on_every_rank(found):
     message = found["skip"]["stopped"]
     assert f"actor, step 6: the loss is not finite (rank {rank}, micro-batch " in message
     assert f"nonfinite/step_000006_rank_{rank}" in message
-    assert "2 were left out in a row (--max_nonfinite_skips)" in message
+    assert "that makes 2 in a row (--max_nonfinite_skips)" in message
 
 
 def test_values_that_are_not_finite_leave_a_whole_ppo_step_out(found):
@@ -116,7 +116,7 @@ def test_the_loop_goes_on_after_a_ppo_step_without_updates(found, out):
     assert [path.name for path in (out / "run/nonfinite").iterdir()] == ["step_000002_rank_1"]
 
 
-def test_dumps_are_bounded_and_replay_in_one_process(found, out, capsys):
+def test_bundles_are_bounded_and_replay_in_one_process(found, out, capsys):
     rank = found["skip"]["bad_ranks"].index(True)
     folders = sorted(path.name for path in (out / "skip/nonfinite").iterdir())
     assert folders == [f"step_000006_rank_{rank}", "step_000007_rank_1"]  # two: --max_nonfinite_skips and one

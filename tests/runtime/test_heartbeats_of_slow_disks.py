@@ -102,7 +102,7 @@ def test_checkpoints_dumps_and_earlier_outputs_are_removed_with_patience(tmp_pat
     ]
     config = parse("sft", words)
     for step in range(3):
-        ReproBundles("sft", config, None)._begin(step, 0, FailureContext([], {}))
+        ReproBundles("sft", config, None).write(step, 0, FailureContext([], {}), {})
     assert patience == [True] * 3
     _remove_earlier(tmp_path, config.run)
     assert patience == [True] * 5 and sorted(tmp_path.iterdir()) == []

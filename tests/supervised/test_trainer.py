@@ -15,7 +15,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.skip_update import StepResult
 from dschat_ppo.errors import NonFiniteError, StopRequested
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.supervised import trainer as trainer_module
 from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer
 
