@@ -1,4 +1,4 @@
-"""What step 2 computes from a model and pairs, against one forward pass of plain transformers for each answer alone."""
+"""Step 2: losses and metrics of pairs, compared with one forward pass of plain transformers per answer."""
 
 import math
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ ROWS = Dataset.from_list(
         {"prompt_ids": [29], "answers": [[30, 1], [1]], "margin": 1.0},
     ]
 )
-REAL = [4, 0, 2]  # the pairs of the batch below, beside a filler
+REAL = [4, 0, 2]  # the pairs of the batch below, besides a filler
 
 
 def config_of(*words: str):
@@ -70,7 +70,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def rows(reference):
-    """The rows with what another model says of them."""
+    """The rows with the log-probs of another model."""
     return add_reference(PolicyModel(reference), ROWS, 0, CPU, batch_size=2)
 
 
@@ -80,7 +80,7 @@ def run_loss(objective, engine, rows, indices=(4, FILLER, 0, 2), num_pairs: floa
     return loss, objective.summary(sums.reduce())
 
 
-def test_rows_are_scored_in_their_order_and_without_fillers():
+def test_rows_are_scored_in_order_without_fillers():
     seen = []
 
     def score(rows, indices):
@@ -109,14 +109,14 @@ def test_logprobs_of_long_answers_are_summed_in_fp64():
     assert found[2].item() == 0.0
 
 
-def test_reference_logprobs_are_those_of_each_whole_answer_alone(rows, reference):
+def test_reference_logprobs_match_a_forward_pass_per_answer(rows, reference):
     expected = logprobs_alone(reference)
     assert np.abs(expected).min() > 1
     np.testing.assert_allclose(rows["chosen_ref_logprob"], expected[:, 0], atol=2e-5)
     np.testing.assert_allclose(rows["rejected_ref_logprob"], expected[:, 1], atol=2e-5)
 
 
-def test_reference_is_measured_without_dropout_and_training_goes_on_with_it():
+def test_the_reference_has_no_dropout_and_training_mode_is_restored():
     noisy = PolicyModel(language_model(2, attention_dropout=0.5)).train()
     found = add_reference(noisy, ROWS, 0, CPU, batch_size=3)
     assert noisy.training
@@ -124,7 +124,7 @@ def test_reference_is_measured_without_dropout_and_training_goes_on_with_it():
 
 
 @pytest.mark.parametrize("held_out", [None, ROWS.select([3, 1])])
-def test_the_objective_puts_the_reference_beside_training_and_evaluation_rows(policy, held_out):
+def test_reference_logprobs_are_added_to_training_and_evaluation_rows(policy, held_out):
     objective = dpo_objective(0, CPU, config_of("--objective", "dpo"))
     prepared = objective.prepare(PolicyModel(policy), TokenRows(ROWS, held_out))
     expected = logprobs_alone(policy)
@@ -135,7 +135,7 @@ def test_the_objective_puts_the_reference_beside_training_and_evaluation_rows(po
     np.testing.assert_allclose(prepared.eval["chosen_ref_logprob"], expected[[3, 1], 0], atol=2e-5)
 
 
-def test_an_untrained_policy_leads_by_nothing(policy):
+def test_an_untrained_policy_has_no_margin_over_its_reference(policy):
     objective = dpo_objective(0, CPU, config_of("--objective", "dpo", "--beta", "1"))
     prepared = objective.prepare(PolicyModel(policy), TokenRows(ROWS, None))
     for indices in ([0], [1, 2], [0, 1, 2, 3, 4]):
@@ -176,7 +176,7 @@ def expected_of(objective: str, policy, reference, beta: float, nll_coef: float)
 
 
 @pytest.mark.parametrize("objective", PAIR)
-def test_loss_and_metrics_are_those_of_loops_over_single_answers(policy, reference, rows, objective):
+def test_loss_and_metrics_match_loops_over_single_answers(policy, reference, rows, objective):
     words = ["--objective", objective, "--beta", "0.3"]
     words += ["--label_smoothing", "0.1"] if objective in ("cdpo", "robust_dpo") else []
     words += ["--nll_coef", "0.7"] if objective == "dpo_nll" else []
@@ -188,7 +188,7 @@ def test_loss_and_metrics_are_those_of_loops_over_single_answers(policy, referen
     assert loss.dtype == torch.float32
 
 
-def test_loss_counts_pairs_of_the_whole_step(policy, rows):
+def test_loss_is_divided_by_the_pairs_of_the_whole_step(policy, rows):
     objective = dpo_objective(0, CPU, config_of("--objective", "dpo_nll"))
     assert objective.count(objective.collate(rows, [4, FILLER, 0])).item() == 2
     whole, metrics = run_loss(objective, PolicyModel(policy), rows, num_pairs=3)
@@ -198,7 +198,7 @@ def test_loss_counts_pairs_of_the_whole_step(policy, rows):
     assert same["nll"] == pytest.approx(metrics["nll"])
 
 
-def test_gradient_is_that_of_plain_transformers(reference, rows):
+def test_gradients_match_plain_transformers(reference, rows):
     trained = language_model(1)
     loss, _ = run_loss(dpo_objective(0, CPU, config_of("--objective", "dpo_nll")), PolicyModel(trained), rows)
     loss.backward()
@@ -253,7 +253,7 @@ def test_reward_loss_with_margin_and_centering(classifier, words, coefficient, w
 
 
 @pytest.mark.parametrize(("held_out", "numbers"), [(None, range(5)), ([1, 3, 4], [1, 3, 4])])
-def test_score_statistics_are_of_evaluation_rows_or_of_training_rows_without_them(
+def test_score_statistics_use_evaluation_rows_if_there_are_any(
     classifier, held_out, numbers, tmp_path, assets
 ):
     rows = TokenRows(ROWS, None if held_out is None else ROWS.select(held_out))
@@ -270,7 +270,7 @@ def test_score_statistics_are_of_evaluation_rows_or_of_training_rows_without_the
     AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
-def test_a_policy_has_no_dropout_unless_asked_for(tmp_path):
+def test_a_policy_has_no_dropout_unless_the_flag_is_given(tmp_path):
     language_model(1, attention_dropout=0.3).save_pretrained(tmp_path)
 
     def dropout(*words: str) -> float:
@@ -282,7 +282,7 @@ def test_a_policy_has_no_dropout_unless_asked_for(tmp_path):
     assert dropout("--dropout", "0.1") == 0.1
 
 
-def test_the_objective_says_what_is_trained(assets):
+def test_the_objective_selects_the_kind_of_model(assets):
     kinds = {
         objective: type(load_trained_model(str(assets / "lm"), config_of("--objective", objective), None))
         for objective in ("reward", "dpo", "hinge")
