@@ -2,14 +2,9 @@
 
 import json
 import math
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
-import torch
 from launch import deepspeed, succeed
-
-from dschat_ppo.engine.hybrid_engine import HybridEngine
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -95,41 +90,3 @@ def test_answers_do_not_depend_on_the_number_of_ranks(found, assets, tmp_path):
 
 def test_ranks_draw_dropout_from_streams_of_their_own(found):
     assert found[0]["dropout_noise"] != found[1]["dropout_noise"]
-
-
-def test_hooks_checkpointing_and_gradients_are_off_only_while_generating():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    calls = []
-    model.register_forward_hook(lambda *_: calls.append("hook"))
-    model[0].gradient_checkpointing = True
-    with HybridEngine(SimpleNamespace(module=model)).generating() as lent:
-        assert not lent(torch.zeros(1, 2)).requires_grad
-        assert model[0].gradient_checkpointing is False
-        assert not model.training
-    assert calls == []
-    assert model(torch.zeros(1, 2)).requires_grad
-    assert calls == ["hook"]
-    assert model[0].gradient_checkpointing is True
-    assert model.training
-
-
-def test_adapters_are_merged_while_generating_and_taken_out_again():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
-    before = model[0].weight.detach().clone()
-
-    @contextmanager
-    def merge(lent):
-        lent[0].weight.data += 1
-        yield
-        lent[0].weight.data -= 1
-
-    with HybridEngine(SimpleNamespace(module=model), merge=merge).generating() as lent:
-        assert torch.equal(lent[0].weight, before + 1)
-    torch.testing.assert_close(model[0].weight, before)
-
-
-def test_adapters_cannot_be_merged_into_weights_that_are_never_whole():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    model[0].weight.ds_id = 0
-    with pytest.raises(ValueError, match="merged"):
-        HybridEngine(SimpleNamespace(module=model), pinned=False, merge=lambda _: None)

@@ -253,9 +253,7 @@ def test_reward_loss_with_margin_and_centering(classifier, words, coefficient, w
 
 
 @pytest.mark.parametrize(("held_out", "numbers"), [(None, range(5)), ([1, 3, 4], [1, 3, 4])])
-def test_score_statistics_use_evaluation_rows_if_there_are_any(
-    classifier, held_out, numbers, tmp_path, assets
-):
+def test_score_statistics_use_evaluation_rows_if_there_are_any(classifier, held_out, numbers, tmp_path, assets):
     rows = TokenRows(ROWS, None if held_out is None else ROWS.select(held_out))
     objective = reward_objective(0, CPU, config_of("--per_device_eval_batch_size", "2", "--eval_iters", "1"))
     model = ScalarModel(classifier)
