@@ -215,6 +215,9 @@ class Engine(Model, Protocol):
 
     module: Any  # the `PolicyModel` or `ScalarModel` inside
     optimizer: Any  # DeepSpeed's ZeRO optimizer; torch's own at stage 0 in fp32; None in an engine that only evaluates
+    basic_optimizer: Any  # the one inside `optimizer`
+    lr_scheduler: Any
+    param_names: Any  # parameter -> name, of those that train
     skipped_steps: int  # optimizer steps without an update
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -240,3 +243,21 @@ class Engine(Model, Protocol):
 
     def get_global_grad_norm(self) -> Any:
         """Norm of the last step's gradients over all ranks, before clipping."""
+
+    def zero_optimization(self) -> bool:
+        """Whether the ZeRO stage is 1 or above."""
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether the ZeRO stage is 3."""
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Dtype of the weights, and of the accumulated gradients."""
+
+    def save_checkpoint(self, save_dir: str, *, tag: str, save_latest: bool, client_state: dict[str, Any]) -> Any:
+        """Write the states below `save_dir/tag`. Collective."""
+
+    def load_checkpoint(self, load_dir: str, *, tag: str) -> tuple[str | None, Any]:
+        """Read the states. Collective. Returns the file that was read, or None, and the client state."""

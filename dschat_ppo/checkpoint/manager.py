@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,6 +30,7 @@ from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.models.finite_weights import require_finite_weights
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.runtime import stop_requests
+from dschat_ppo.types import Engine
 
 SHARED = "shared.pt"
 PACKAGES = ("torch", "deepspeed", "transformers")
@@ -93,7 +93,7 @@ def _say_other_versions(saved: dict[str, str], now: dict[str, str]) -> None:
 
 
 @contextmanager
-def _flags_of_optimizer(engine: Any) -> Iterator[None]:
+def _flags_of_optimizer(engine: Engine) -> Iterator[None]:
     """Learning rate and its schedule, betas, epsilon and weight decay stay those that the engine was built with, where
     the states that are loaded inside hold others (`--resume_force`)."""
     scheduler, names = engine.lr_scheduler, ("betas", "eps", "weight_decay")

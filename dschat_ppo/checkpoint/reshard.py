@@ -47,6 +47,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
+from dschat_ppo.types import Engine
 
 WEIGHTS, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
 _LOSS_SCALE = (LOSS_SCALER, "dynamic_loss_scale", "overflow")
@@ -78,7 +79,7 @@ class Shard:
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
 
-def load_engine_resharded(engine: Any, folder: Path) -> None:
+def load_engine_resharded(engine: Engine, folder: Path) -> None:
     """Put the states in `folder`, saved with any layout, into a freshly built engine of the same model. Collective.
 
     Weights (the fp32 masters where there are some), moments, step count, learning rate, schedule and counters are
@@ -193,7 +194,7 @@ def _fragments_of(engine: Any) -> list[Fragment]:
     return fragments
 
 
-def _require_same_parameters(folder: Path, shards: Sequence[Shard], engine: Any) -> None:
+def _require_same_parameters(folder: Path, shards: Sequence[Shard], engine: Engine) -> None:
     saved: dict[str, int] = defaultdict(int)
     for shard in shards:
         for fragment in shard.fragments:
@@ -245,7 +246,7 @@ def _copy_overlap(target: Fragment, into: Mapping[str, Tensor], source: Fragment
         into[key].narrow(0, target.offset + start - target.start, length).copy_(piece)
 
 
-def _install(engine: Any, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:
+def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:
     """Hand the flat tensors to the engine in the shape of its own state dict."""
     masters = flat_masters(engine)
     moments: dict[int, dict[str, Any]] = {}

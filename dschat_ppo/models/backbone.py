@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dschat_ppo.models.architectures import first_position
+from dschat_ppo.types import Model
 
 
 def accepts(model: nn.Module, argument: str) -> bool:
@@ -22,9 +23,10 @@ def _forward_arguments(forward: Any) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
 
 
-def unwrap(engine: Any) -> nn.Module:
+def unwrap(engine: Model) -> nn.Module:
     """The model inside a DeepSpeed engine, or the model itself."""
-    return engine.module if hasattr(engine, "module") else engine
+    module: Any = getattr(engine, "module", engine)
+    return module
 
 
 def hidden_window(config: Any, received: dict[int, int | None]) -> bool:

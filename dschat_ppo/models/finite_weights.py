@@ -9,9 +9,10 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.errors import NonFiniteError
+from dschat_ppo.types import Engine
 
 
-def require_finite_weights(role: str, engine: Any) -> None:
+def require_finite_weights(role: str, engine: Engine) -> None:
     """Look through all weights, each rank through those that it holds. Collective; to be called between two updates.
 
     No update is made from gradients that are not finite, but an update from finite ones can overflow. The weights that

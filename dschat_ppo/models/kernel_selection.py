@@ -13,6 +13,7 @@ from dschat_ppo.models.backbone import hidden_window, unwrap
 from dschat_ppo.models.packing import can_pack, recorded_windows
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.types import Model
 
 ROWS, TOKENS = 3, 16
 # mean difference of log-probs and entropies, in nats
@@ -23,7 +24,7 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 
 
 @torch.no_grad()
-def select_kernels(engine: Any) -> None:
+def select_kernels(engine: Model) -> None:
     """Settle `fused` and `packed` of the model inside. Collective: every rank calls it, and all come to the same end.
 
     Args:
@@ -40,7 +41,7 @@ def select_kernels(engine: Any) -> None:
     engine.train(was_training)
 
 
-def _check_head(engine: Any, policy: PolicyModel, ids: Tensor) -> None:
+def _check_head(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
     """Change to the plain way, with a warning, if the head does something that the fused way does not know."""
     if policy.fused:
         fused = _outputs(engine, ids)
@@ -54,7 +55,7 @@ def _check_head(engine: Any, policy: PolicyModel, ids: Tensor) -> None:
         )
 
 
-def _try_packing(engine: Any, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
+def _try_packing(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
     """Pack rows if that gives the numbers of padded rows, and if other tokens in the first row leave the rest as it is:
     layers other than attention may hold a state along the row."""
     if engine.device.type != "cpu" or not can_pack(module.backbone):  # measured on CPU only
@@ -75,7 +76,7 @@ def _try_packing(engine: Any, module: PolicyModel | ScalarModel, ids: Tensor) ->
         logger().info(f"{name}: packed rows do not give the numbers of padded ones, so rows are padded")
 
 
-def _outputs(engine: Any, ids: Tensor) -> Tensor:
+def _outputs(engine: Model, ids: Tensor) -> Tensor:
     """What the model says of rows of uneven lengths, without padding: log-probs and entropies (2, N), or values (N)."""
     lengths = torch.arange(TOKENS, 0, -TOKENS // (2 * ROWS), device=ids.device)[:ROWS]
     real = torch.arange(TOKENS, device=ids.device) < lengths.unsqueeze(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +16,7 @@ from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import StorageError
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.scalar_head import ScalarModel
+from dschat_ppo.types import Engine
 
 
 def gather_state(model: nn.Module) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_model(
-    engine: Any,
+    engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
     described: Mapping[str, float | None] | None = None,

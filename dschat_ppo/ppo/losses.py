@@ -95,6 +95,7 @@ class ActorLoss:
         if not self.whole:
             assert rows.ref_logprobs is not None
             return kl_loss(scores.logprobs, rows.ref_logprobs, flags.kl_loss_estimator, flags.kl_straight_through)
+        assert self.reference is not None
         with torch.no_grad():
             reference = response_scores(self.reference, rows, self.temperature, distributions=True)
         return exact_kl(rows, scores, reference)
