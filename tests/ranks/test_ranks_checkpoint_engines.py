@@ -1,4 +1,4 @@
-"""Engines on real ranks: saved, and going on from the files, in the same layout and in any other."""
+"""Saving engines on real ranks, and resuming from the files in the same layout and in others."""
 
 import argparse
 import hashlib
@@ -53,7 +53,7 @@ def test_resumed_training_is_bit_equal(found):
     assert len(seen) == 2 + 2 * 18
 
 
-def test_saving_changes_nothing_and_training_does_not_wait_for_the_disk(found):
+def test_saving_does_not_change_training_and_training_does_not_wait_for_the_disk(found):
     for case, saved, _ in saved_and_resumed(found):
         assert saved["undisturbed"], case
         assert saved["pending"] or not saved["files"], case
@@ -81,7 +81,7 @@ def test_fp16_overflows_before_and_after_the_save_lower_the_scale_once(found):
             assert scales == [2.0**10] * 5 + [2.0**9] * 2, case
 
 
-def test_digests_are_those_of_the_files(found, folder):
+def test_digests_match_the_files(found, folder):
     names = set()
     for part in ("first", "main"):
         for report in found[part]:
@@ -136,16 +136,16 @@ def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
         ("main: stage 3 bf16 -> stage 2 bf16 offload", "optimizer AdamW there and DeepSpeedCPUAdam here"),
     ],
 )
-def test_the_same_layout_is_demanded_and_what_differs_is_named(found, case, difference):
+def test_another_layout_is_refused_and_the_difference_is_named(found, case, difference):
     assert difference in found["main"][0]["resharded"][case]["refused"]
 
 
-def test_half_precision_brings_its_fp32_masters_along(found):
+def test_half_precision_restores_its_fp32_masters(found):
     for case, how in resharded(found):
         assert not how["masters_are_bf16"] or "unstarted" in case, case
 
 
-def test_another_layout_goes_on_as_the_saved_one_did(found):
+def test_training_in_another_layout_continues_like_the_saved_one(found):
     for case, how in resharded(found):
         losses, expected = (np.array([step[0] for step in how[key]]) for key in ("after", "expected"))
         rates, expected_rates = (np.array([step[2] for step in how[key]]) for key in ("after", "expected"))

@@ -148,14 +148,14 @@ def test_an_exception_of_one_rank_is_one_message(ended, rank):
     assert "in all_reduce" in run.log(1 - rank)
 
 
-def test_what_all_ranks_raise_is_told_once(ended):
+def test_an_exception_of_all_ranks_is_reported_once(ended):
     run = ended["both raise"]
     assert run.code == 3
     assert run.told() == ["error: the loss is nan"]
     assert [run.left(rank)["code"] for rank in range(2)] == [3, 3]
 
 
-def test_a_user_error_of_another_rank_is_told_too(ended):
+def test_a_user_error_of_another_rank_is_reported_too(ended):
     run = ended["user error on rank 1"]
     assert run.code == 2
     assert run.told() == ["error on rank 1: --flag: this machine has no such file"]
@@ -163,7 +163,7 @@ def test_a_user_error_of_another_rank_is_told_too(ended):
     assert [run.left(rank)["code"] for rank in range(2)] == [2, 2]
 
 
-def test_a_rank_that_is_killed(ended):
+def test_a_killed_rank_ends_the_run(ended):
     run = ended["rank 1 is killed"]
     assert run.code in (5, LAUNCHER_KILLED)  # the code of the rank at which the launcher looks first
     assert run.told() == [f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {TO_GO_ON}"]
@@ -185,20 +185,20 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(ended):
     assert "Traceback" not in run.err
 
 
-def test_a_slow_disk_is_no_hang_and_hides_none(ended):
+def test_a_slow_disk_is_not_a_hang_and_does_not_hide_one(ended):
     run = ended["rank 1 hangs while rank 0 writes"]
     assert run.code == 5
     idle = [
         int(re.fullmatch(r"rank \d makes no progress since (\d+) s: phase 'update', step 5", line)[1])
         for line in run.told()
     ]
-    assert idle[0] in range(3, 2 * 3), "counted from the end of the write that is waited for, not from those beside it"
+    assert idle[0] in range(3, 2 * 3), "counted from the end of the awaited write, not of concurrent ones"
     assert idle[1] >= 9
     of_rank_0 = run.err[run.err.index("rank 0 makes") : run.err.index("rank 1 makes")]
     assert "in all_reduce" in of_rank_0
 
 
-def test_a_hang_in_c_code_ends_too(ended):
+def test_a_hang_in_c_code_ends_the_run(ended):
     run = ended["rank 1 holds the lock"]
     assert run.code == 5
     told = run.told()
@@ -217,7 +217,7 @@ def test_a_hang_in_c_code_ends_too(ended):
         ("SIGINT to all", -signal.SIGINT, {"SIGINT"}),
     ],
 )
-def test_a_stop_is_orderly(ended, case, code, reasons):
+def test_a_requested_stop_saves_and_exits(ended, case, code, reasons):
     run = ended[case]
     assert run.code == code
     assert run.told() == []  # and the watchdog had no reason to speak

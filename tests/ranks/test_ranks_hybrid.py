@@ -1,4 +1,4 @@
-"""The hybrid engine on two real ZeRO-3 ranks: 200 switches to generation and back leave nothing behind."""
+"""The hybrid engine on two real ZeRO-3 ranks: 200 switches to generation and back do not change training."""
 
 import json
 import math
@@ -28,12 +28,12 @@ def test_generating_changes_no_weight_and_restores_training(found):
         assert toggles["training_mode"]
 
 
-def test_memory_is_flat_over_200_toggles(found):
+def test_memory_does_not_grow_over_200_switches(found):
     for rank in found:
         assert rank["toggles"]["memory_growth_mib"] < 8
 
 
-def test_lent_model_computes_what_the_engine_computes(found):
+def test_log_probs_of_the_generating_model_match_the_engine(found):
     for rank in found:
         assert rank["gathered_difference"] < 1e-5
 
@@ -88,5 +88,5 @@ def test_answers_do_not_depend_on_the_number_of_ranks(found, assets, tmp_path):
     assert alone[0] != alone[1], "two steps with the same answers"
 
 
-def test_ranks_draw_dropout_from_streams_of_their_own(found):
+def test_each_rank_has_its_own_dropout_stream(found):
     assert found[0]["dropout_noise"] != found[1]["dropout_noise"]

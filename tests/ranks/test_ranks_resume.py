@@ -1,4 +1,4 @@
-"""A run that is stopped and started again by the same command gives what it would have given uninterrupted."""
+"""A run that is stopped and resumed by the same command gives the results of an uninterrupted run."""
 
 import json
 
@@ -94,10 +94,10 @@ def runs(assets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def later(runs, assets):
-    """(folder, name -> what each start gave): what goes on from `runs`, on the same ranks and on others.
+    """(folder, name -> result of each start): runs that resume from `runs`, on the same ranks and on others.
 
     Of the runs below `moved`, `fewer` goes from two ranks to one, `more` from one to two, and `refused` from one to two
-    where no update is made any more in the PPO step in flight. `again` and `other` start sft once more.
+    in a PPO step that makes no further update. `again` and `other` start sft once more.
     """
     folder, before = runs
     two, one = moved_flags(assets)
@@ -135,7 +135,7 @@ def place_of(start: dict) -> str:
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "ppo", "sampled"])
-def test_metrics_and_models_are_those_of_an_uninterrupted_run(runs, name):
+def test_metrics_and_models_match_an_uninterrupted_run(runs, name):
     folder, found = runs
     starts = found[f"{name} cut"]
     assert [start["ended"].startswith("stopped as asked") for start in starts] == [True] * (len(starts) - 1) + [False]
@@ -182,7 +182,7 @@ def test_runs_were_stopped_between_and_inside_ppo_steps(runs):
     assert any("_update_" in place for place in places) and any("_update_" not in place for place in places)
 
 
-def test_a_finished_run_is_not_done_again_but_may_be_made_longer_by_force(runs, request):
+def test_a_finished_run_does_not_start_again_but_resume_force_can_extend_it(runs, request):
     folder, _ = runs
     before = (folder / "sft/whole/metrics.jsonl").read_bytes()
     _, found = request.getfixturevalue("later")
@@ -196,7 +196,7 @@ def test_a_finished_run_is_not_done_again_but_may_be_made_longer_by_force(runs, 
 
 
 @pytest.mark.parametrize("name", ["fewer", "more"])
-def test_on_other_ranks_and_another_stage_it_goes_on_within_rounding(later, name):
+def test_resuming_on_other_ranks_and_another_stage_matches_within_rounding(later, name):
     folder, found = later
     assert found[name][-1]["ended"] == "done" and "divided anew" in found[name][-1]["said"]
     assert f"checkpoints/{INSIDE}: 1 steps are done" in found[name][-1]["said"]

@@ -1,4 +1,4 @@
-"""Saves engines of many layouts, trains on, loads the files into fresh engines and trains those: what was found.
+"""Saves engines of many layouts, trains on, loads the files into new engines and trains those; writes the results.
 
 engine_states.py ASSETS FOLDER first|main|last
 
@@ -111,7 +111,7 @@ def train(engine, steps) -> list[list[float]]:
 
 
 def digest(engine) -> str:
-    """SHA-256 of all that this rank has: weights, masters, moments, counts, buffers, scale, counters, schedule."""
+    """SHA-256 of the state of this rank: weights, masters, moments, counts, buffers, scale, counters, schedule."""
     weights = [getattr(weight, "ds_tensor", weight) for weight in engine.module.parameters()]
     states = [state[key] for state in engine.basic_optimizer.state.values() for key in sorted(state)]
     tensors = [*weights, *engine_state.flat_masters(engine), *engine.module.buffers(), *map(torch.as_tensor, states)]
@@ -149,7 +149,7 @@ def steps_of(engine) -> list[int]:
 
 
 def save_and_go_on(case: Case, folder: Path) -> dict:
-    """Train, save, train on while nothing is written yet, then let it be written."""
+    """Train, save, train on before anything is written, then write."""
     engine, writer = build(case), engine_state.BackgroundWriter()
     before = train(engine, range(case.begun))
     saved, full, steps = digest(engine), full_states(engine), steps_of(engine)
@@ -170,7 +170,7 @@ def save_and_go_on(case: Case, folder: Path) -> dict:
 
 
 def resume(case: Case, folder: Path) -> dict:
-    """A fresh engine with other weights, loaded and trained on."""
+    """Load into a new engine with other weights, and train on."""
     engine = build(case, seed=1)
     other = digest(engine)
     fits = engine_state.has_layout_of(engine, folder)
@@ -181,7 +181,7 @@ def resume(case: Case, folder: Path) -> dict:
 
 
 def reshard_engine(case: Case, folder: Path) -> dict:
-    """A fresh engine of another layout, loaded, compared to the last bit and trained on."""
+    """Load into a new engine of another layout, compare to the last bit, and train on."""
     expected = torch.load(folder / "expected.pt", weights_only=True)
     engine = build(case, seed=1)
     fits = engine_state.has_layout_of(engine, folder)

@@ -1,4 +1,4 @@
-"""Toggles the hybrid engine under ZeRO-3 and reports what changed.
+"""Switches the hybrid engine under ZeRO-3 between training and generation, and reports differences.
 
 hybrid.py ASSETS OUT_FILE
 """
@@ -67,7 +67,7 @@ def toggle_many(trainer) -> dict:
 
 
 def gathered_equals_engine(trainer) -> float:
-    """Largest difference between log-probs by the lent model and by the ZeRO-3 engine."""
+    """Largest difference between log-probs of the generating model and of the ZeRO-3 engine."""
     rollout = generate_some(trainer, 4, 6)
     with trainer.engines.hybrid.generating() as model:
         lent = response_logprobs(model, rollout, 1.0)
