@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
 
 
 class AdvantageComputation:
-    """Stands for the real one: it adapts, and gives what it is told."""
+    """Stand-in: counts its calls and returns the given rows."""
 
     def __init__(self, **changes):
         self.seen, self.changes = 0, changes
@@ -46,7 +46,7 @@ def check_of(tmp_path, shaping: AdvantageComputation, how: str = "skip") -> Fini
     return FiniteCheck(bundles.config, engines, shaping, NonFinitePolicy(bundles.config.safety, bundles))
 
 
-def test_good_rows_are_shaped_and_end_a_row_of_skips(tmp_path):
+def test_good_rows_get_advantages_and_reset_the_skip_count(tmp_path):
     check = check_of(tmp_path, AdvantageComputation())
     bad = scored(scores=torch.tensor([0.0, NAN, 1.0]))
     assert check.experience(bad, 1) is None
@@ -57,7 +57,7 @@ def test_good_rows_are_shaped_and_end_a_row_of_skips(tmp_path):
     assert check.shaping.seen == 1
 
 
-def test_advantages_that_are_not_finite_leave_nothing_adapted(tmp_path):
+def test_bad_advantages_restore_the_adaptive_state(tmp_path):
     check = check_of(tmp_path, AdvantageComputation(advantages=with_bad(INF, (2, 0))), how="stop")
     with pytest.raises(NonFiniteError, match=r"advantages of 1 of 3 answers are not finite \(rows 2\)"):
         check.experience(scored(), 1)
@@ -68,7 +68,7 @@ def test_advantages_that_are_not_finite_leave_nothing_adapted(tmp_path):
     assert isinstance(rows, ScoredRollout)
 
 
-def test_the_first_cause_is_named(tmp_path):
+def test_the_first_cause_of_bad_numbers_is_named(tmp_path):
     """Log-probs of the actor that are bad make its KL bad."""
     check = check_of(tmp_path, AdvantageComputation(), how="stop")
     bad = with_bad(NAN, (0, 0))
@@ -81,7 +81,7 @@ def test_the_first_cause_is_named(tmp_path):
 # Metrics and limits
 
 
-def test_metrics_of_an_update_are_merged_and_picked():
+def test_metrics_of_an_update_are_merged_and_selected():
     total, part = MetricSums(), MetricSums()
     for sums, values in ((total, [1.0, 2.0]), (part, [6.0])):
         sums.add_mean("mean", torch.tensor(values))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +108,15 @@ CASES = {
     "reward": ("reward", "model", "scalar", [REWARD], {"total": 2.0, "rows": [[5, 6]]}, (), 1),
     "dpo": ("reward", "model", "policy", [DPO], {"total": 2.0, "rows": [[5, 6]]}, ("--objective", "dpo"), 1),
     "actor": ("ppo", "actor", "policy", [experience(), experience(2)], ACTOR, (), 2),
+    "actor, whole distributions": (
+        "ppo",
+        "actor",
+        "policy",
+        [experience(), experience(2)],
+        ACTOR,
+        ("--kl_loss_coef", "0.1", "--kl_loss_estimator", "full"),
+        2,
+    ),
     "actor, text": ("ppo", "actor", "policy", [experience(), BAD_SFT], ACTOR, (), 1),
     "critic": ("ppo", "critic", "scalar", [experience(), experience(0)], denominators(UPDATE), (), 0),
 }
@@ -269,6 +279,17 @@ def test_scores_of_the_reward_model_are_computed_again(assets, tmp_path, capsys)
     context = FailureContext([rows], {"shaping": {}}, model=str(assets / "reward"))
     assert main([bundle(assets, tmp_path, "ppo", "reward", context, fault={"kind": "scores", "rows": [1]})]) == 1
     assert "another source of reward" in capsys.readouterr().out
+
+
+def test_a_reward_model_with_another_tokenizer_is_not_run_on_the_rows(assets, tmp_path, capsys):
+    other = shutil.copytree(assets / "reward", tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(other)
+    rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
+    context = FailureContext([rows], {"shaping": {}}, model=str(other))
+    assert main([bundle(assets, tmp_path, "ppo", "reward", context, fault={"kind": "scores", "rows": [1]})]) == 0
+    assert "scores: not computed again" in capsys.readouterr().out
 
 
 def test_advantages_are_computed_again(assets, tmp_path, capsys):
