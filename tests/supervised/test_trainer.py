@@ -9,6 +9,7 @@ import torch
 from conftest import tiny_config
 from datasets import Dataset
 from one_rank import one_rank  # noqa: F401
+from pairs_of_answers import ROWS as PAIRS
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from dschat_ppo.checkpoint.engine_state import BackgroundWriter, load_engine, save_engine
@@ -23,7 +24,7 @@ from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles, read_bundle
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config, score_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -297,3 +298,17 @@ def test_a_saved_model_is_described_and_nan_weights_are_neither_measured_nor_sav
     with pytest.raises(NonFiniteError, match=r"^model: weights are not finite \(rank 0: "):
         trainer.save(tmp_path / "bad", tokenizer)
     assert len(asked) == 2 and not (tmp_path / "bad").exists()
+
+
+def test_rows_are_scored_in_order_without_fillers():
+    seen = []
+
+    def score(rows, indices):
+        seen.append(list(indices))
+        return torch.tensor([[float(i), len(rows[max(i, 0)]["prompt_ids"])] for i in indices])
+
+    engine = torch.nn.Linear(1, 1)
+    found = score_rows(engine, PAIRS, score, 2, "title")
+    assert found.tolist() == [[0, 3], [1, 1], [2, 2], [3, 4], [4, 1]]
+    assert [len(indices) for indices in seen] == [2, 2, 1]
+    assert engine.training
