@@ -5,6 +5,7 @@ import torch
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 
+from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import (
     OptimizerSettings,
     build_optimizer,
@@ -57,7 +58,7 @@ def test_a_training_engine_is_in_training_mode_and_warms_up():
     rates = []
     for _ in range(6):
         rates.append(learning_rate(engine))
-        engine.backward(engine(torch.ones(1, 3)).sum(), scale_wrt_gas=False)
+        engine.backward(engine(torch.ones(1, 3, device=dist.device())).sum(), scale_wrt_gas=False)
         engine.step()
     assert rates == pytest.approx([0, 0.25, 0.5, 0.375, 0.25, 0.125])
 
@@ -66,5 +67,5 @@ def test_a_training_engine_is_in_training_mode_and_warms_up():
 def test_an_evaluating_engine_has_no_dropout_and_no_gradients():
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).train()
     engine = eval_engine(model, eval_config(2, "fp32", False, 1))
-    first, second = (engine(torch.ones(1, 3)) for _ in range(2))
+    first, second = (engine(torch.ones(1, 3, device=dist.device())) for _ in range(2))
     assert torch.equal(first, second) and not first.requires_grad and not engine.module.training

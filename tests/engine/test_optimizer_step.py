@@ -8,6 +8,7 @@ from deepspeed.accelerator import get_accelerator
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 
+from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, learning_rate, optimizer_step
@@ -32,7 +33,7 @@ def weights(engine) -> torch.Tensor:
 
 def batches(step: int, dtype: str = "fp32") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(2, 4, generator=generator).to(DTYPES[dtype]) for _ in range(3)]
+    return [torch.randn(2, 4, generator=generator).to(dist.device(), DTYPES[dtype]) for _ in range(3)]
 
 
 def good(engine):

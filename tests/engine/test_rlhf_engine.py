@@ -4,6 +4,7 @@ import pytest
 import torch
 from one_rank import one_rank  # noqa: F401
 
+from dschat_ppo.common import dist
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.optimizer_step import learning_rate
@@ -12,7 +13,6 @@ from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.scalar_head import ScalarModel
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-IDS = torch.tensor([[5, 6, 7, 8]])
 
 
 def engines_of(assets, *words: str, critic: bool = True, reward: bool = True) -> RLHFEngine:
@@ -26,7 +26,8 @@ def engines_of(assets, *words: str, critic: bool = True, reward: bool = True) ->
 
 
 def logprobs(engine) -> torch.Tensor:
-    return engine(IDS, torch.ones_like(IDS, dtype=torch.bool))[0]
+    ids = torch.tensor([[5, 6, 7, 8]], device=dist.device())
+    return engine(ids, torch.ones_like(ids, dtype=torch.bool))[0]
 
 
 def test_actor_and_critic_train_and_reference_and_reward_do_not(assets):

@@ -149,7 +149,7 @@ def test_training_in_another_layout_continues_like_the_saved_one(found):
     for case, how in resharded(found):
         losses, expected = (np.array([step[0] for step in how[key]]) for key in ("after", "expected"))
         rates, expected_rates = (np.array([step[2] for step in how[key]]) for key in ("after", "expected"))
-        same = 2 if "fp16 -> stage 2 bf16" in case else 3  # after two steps fp16 has left out another one
+        same = 2 if "fp16 -> stage 2 bf16" in case else 3  # after two steps fp16 has skipped another one
         rtol = 1e-4 if "bf16" not in case else 1e-2
         np.testing.assert_allclose(losses[:same], expected[:same], rtol=rtol, err_msg=case)
         np.testing.assert_array_equal(rates[:same], expected_rates[:same], err_msg=case)

@@ -237,7 +237,7 @@ def test_non_finite_loss_stops_before_the_update(assets, tmp_path):
     result = run([sys.executable, str(ROOT / "training/step1_sft/main.py"), *words.split()])
     assert result.returncode == 3
     [said] = re.findall(r"^error: .*", result.stderr, re.M)
-    assert "model, step 1: the loss is not finite (rank 0, micro-batch 0); its update was left out." in said
+    assert "model, step 1: the loss is not finite (rank 0, micro-batch 0); its update was skipped." in said
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "sft/result.json").exists()
     assert not (tmp_path / "sft/model.safetensors").exists()
