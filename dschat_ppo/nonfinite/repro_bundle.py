@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.checkpoint.saved_config import write_config
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import remove_folder
+from dschat_ppo.config.steps import PPOConfig, RewardConfig, SFTConfig
 from dschat_ppo.data.collators import PairBatch, PreferenceBatch, SFTBatch
 from dschat_ppo.engine.skip_update import loss_scale
 from dschat_ppo.errors import UserError
@@ -65,7 +66,9 @@ class ReproBundles:
         tokenizer: saved with the weights.
     """
 
-    def __init__(self, step_name: str, config: Any, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self, step_name: str, config: SFTConfig | RewardConfig | PPOConfig, tokenizer: PreTrainedTokenizerBase
+    ):
         self.step_name = step_name
         self.config = config
         self.tokenizer = tokenizer

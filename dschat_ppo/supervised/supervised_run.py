@@ -84,8 +84,8 @@ def begin_supervised_run(
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")
     rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, fit.eval_data_path, fit.eval_fraction)
-    amounts = {"rows_per_update": plan_fit(fit, len(rows.train), dist.world_size()).global_batch}
-    session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), amounts)
+    batch_sizes = {"rows_per_update": plan_fit(fit, len(rows.train), dist.world_size()).global_batch}
+    session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), batch_sizes)
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
     return SupervisedRun(device, folder, tokenizer, rows, session, ds_config, nonfinite)
