@@ -19,7 +19,7 @@ from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.masked import masked_whiten
 from dschat_ppo.algorithms.policy_loss import PolicyLossSettings, PolicyTerms, ppo
 from dschat_ppo.algorithms.value_loss import value_losses
-from dschat_ppo.engine.build_engine import optimizer_step
+from dschat_ppo.engine.optimizer_step import optimizer_step
 from dschat_ppo.ppo.loop import PPOTrainer
 
 

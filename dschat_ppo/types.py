@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -175,3 +175,73 @@ def to_device(record: Record, device: torch.device | str) -> Record:
     """The record (a dataclass of tensors) on `device`."""
     moved: dict[str, Any] = {name: value.to(device) for name, value in tensors_of(record).items()}
     return replace(record, **moved)  # type: ignore[type-var]
+
+
+class Model(Protocol):
+    """A `PolicyModel` or a `ScalarModel`, or the DeepSpeed engine around one: what scoring and evaluation need."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights and of the inputs."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward pass."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Training mode."""
+
+    def eval(self) -> Any:
+        """Evaluation mode: no dropout."""
+
+
+class Engine(Model, Protocol):
+    """The part of `deepspeed.DeepSpeedEngine` that the project uses."""
+
+    module: Any  # the `PolicyModel` or `ScalarModel` inside
+    optimizer: Any  # DeepSpeed's ZeRO optimizer; torch's own at stage 0 in fp32; None in an engine that only evaluates
+    basic_optimizer: Any  # the one inside `optimizer`
+    lr_scheduler: Any
+    param_names: Any  # parameter -> name, of those that train
+    skipped_steps: int  # optimizer steps without an update
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Whether the next backward pass is the last one of the optimizer step."""
+
+    def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Any:
+        """Backward pass; averages gradients over ranks. `scale_wrt_gas` divides by DeepSpeed's accumulation steps."""
+
+    def step(self) -> None:
+        """Clip the gradients, update the weights and advance the schedule."""
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the weights."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+
+    def fp16_enabled(self) -> bool:
+        """Whether the engine trains in fp16 with a loss scale."""
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+
+    def get_global_grad_norm(self) -> Any:
+        """Norm of the last step's gradients over all ranks, before clipping."""
+
+    def zero_optimization(self) -> bool:
+        """Whether the ZeRO stage is 1 or above."""
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether the ZeRO stage is 3."""
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Dtype of the weights, and of the accumulated gradients."""
+
+    def save_checkpoint(self, save_dir: str, *, tag: str, save_latest: bool, client_state: dict[str, Any]) -> Any:
+        """Write the states below `save_dir/tag`. Collective."""
+
+    def load_checkpoint(self, load_dir: str, *, tag: str) -> tuple[str | None, Any]:
+        """Read the states. Collective. Returns the file that was read, or None, and the client state."""

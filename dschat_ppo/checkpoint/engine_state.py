@@ -30,6 +30,7 @@ from dschat_ppo.common.dist import world_size
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
+from dschat_ppo.types import Engine
 
 TAG = "state"
 LAYOUT, PARAMETER_NAMES = "dschat_ppo_layout", "dschat_ppo_parameter_names"
@@ -192,7 +193,7 @@ def load_file(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a file of engine states that is safe to open ({reason})") from None
 
 
-def flat_masters(engine: Any) -> list[Tensor]:
+def flat_masters(engine: Engine) -> list[Tensor]:
     """This rank's fp32 weights, as tensors of the optimizer: one flat part per group; at stage 0 the parameters."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(engine.optimizer, name):  # ZeRO 3; ZeRO 1 and 2; ZeRO 1 in bf16
@@ -200,7 +201,7 @@ def flat_masters(engine: Any) -> list[Tensor]:
     return [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
 
 
-def layout(engine: Any) -> dict[str, Any]:
+def layout(engine: Engine) -> dict[str, Any]:
     """What must be the same for `load_engine`; the same on every rank."""
     masters = flat_masters(engine)
     return {
@@ -224,12 +225,12 @@ def model_states(folder: Path) -> dict[str, Any]:
     return load_file(found[0])
 
 
-def has_layout_of(engine: Any, folder: Path) -> bool:
+def has_layout_of(engine: Engine, folder: Path) -> bool:
     """Whether an engine of this world size, ZeRO stage, dtype and optimizer saved the states in `folder`."""
     return model_states(folder).get(LAYOUT) == layout(engine)
 
 
-def save_engine(engine: Any, folder: Path, writer: BackgroundWriter) -> None:
+def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
     """Save weights, optimizer, schedule, loss scale and counters below `folder`. Collective.
 
     Call it between optimizer steps. The files hold the states of this moment; they are complete after `writer.wait()`.
@@ -241,7 +242,7 @@ def save_engine(engine: Any, folder: Path, writer: BackgroundWriter) -> None:
         engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, client_state=extra)
 
 
-def load_engine(engine: Any, folder: Path) -> None:
+def load_engine(engine: Engine, folder: Path) -> None:
     """Load the states in `folder`, bit for bit, into a freshly built engine of the same layout. Collective.
 
     Raises:
@@ -258,7 +259,7 @@ def load_engine(engine: Any, folder: Path) -> None:
     replay_bias_correction(engine)
 
 
-def replay_bias_correction(engine: Any) -> None:
+def replay_bias_correction(engine: Engine) -> None:
     """Restore the powers of beta inside DeepSpeedCPUAdam for the step count in its states.
 
     Its C++ code multiplies float32 powers from step to step, and no file contains them. A new optimizer would start

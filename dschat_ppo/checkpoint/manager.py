@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,6 +30,7 @@ from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.runtime import stop_requests
+from dschat_ppo.types import Engine
 
 SHARED = "shared.pt"
 PACKAGES = ("torch", "deepspeed", "transformers")
@@ -88,7 +88,7 @@ def _versions() -> dict[str, str]:
 
 
 @contextmanager
-def _optimizer_flags_kept(engine: Any) -> Iterator[None]:
+def _optimizer_flags_kept(engine: Engine) -> Iterator[None]:
     """Keep the learning rate, its schedule, betas, epsilon and weight decay with which the engine was built, where the
     states that the block loads hold others (`--resume_force`)."""
     scheduler, names = engine.lr_scheduler, ("betas", "eps", "weight_decay")

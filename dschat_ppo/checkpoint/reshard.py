@@ -47,6 +47,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
+from dschat_ppo.types import Engine
 
 WEIGHTS, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
 _LOSS_SCALE = (LOSS_SCALER, "dynamic_loss_scale", "overflow")
@@ -82,7 +83,7 @@ class Shard:
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
 
-def load_engine_resharded(engine: Any, folder: Path) -> None:
+def load_engine_resharded(engine: Engine, folder: Path) -> None:
     """Load the states in `folder`, saved with any layout, into a freshly built engine of the same model. Collective.
 
     Weights (the fp32 masters, if any), moments, step count, learning rate, schedule and counters are restored bit for
@@ -192,7 +193,7 @@ def _fragments_of(engine: Any) -> list[Fragment]:
     return fragments
 
 
-def _require_same_parameters(folder: Path, shards: Sequence[Shard], engine: Any) -> None:
+def _require_same_parameters(folder: Path, shards: Sequence[Shard], engine: Engine) -> None:
     saved: dict[str, int] = defaultdict(int)
     for shard in shards:
         for fragment in shard.fragments:
@@ -240,7 +241,7 @@ def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequenc
     return flats
 
 
-def _install(engine: Any, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:
+def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:
     """Load the flat tensors into the engine, in the form of its state dict."""
     masters = flat_masters(engine)
     moments: dict[int, dict[str, Any]] = {}

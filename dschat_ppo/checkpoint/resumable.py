@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dschat_ppo.common.logging import logger
+from dschat_ppo.types import Engine
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Resumable(Protocol):
     """A trainer whose state is saved between two optimizer steps."""
 
     @property
-    def engines_to_save(self) -> dict[str, Any]:
+    def engines_to_save(self) -> Mapping[str, Engine]:
         """Role -> DeepSpeed engine that trains."""
 
     @property

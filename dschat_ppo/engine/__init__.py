@@ -1,1 +1,1 @@
-"""DeepSpeed: configurations, the engines of the four roles, and the actor's switch between training and generation."""
+"""DeepSpeed: configurations, engines of the four models, one optimizer step, and the actor's switch to generation."""

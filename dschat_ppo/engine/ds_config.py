@@ -1,4 +1,4 @@
-"""DeepSpeed configurations as plain dicts, and the laying over of a user's own settings."""
+"""DeepSpeed configurations as plain dicts, merged with the user's own settings."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from dschat_ppo.errors import UserError, reading
 
 Config = dict[str, Any]
 
-# The trainer marks the last micro-batch of an optimizer step itself and normalises losses by global counts, so these
-# must stay as derived.
-OWNED_BY_TRAINER = (
+# The trainer marks the last micro-batch of an optimizer step and divides losses by global counts, so it derives these.
+DERIVED = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "optimizer",
 )
-CHECKS_OF_GRADIENTS = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
+GRADIENT_CHECKS = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
 
 
 def train_config(
@@ -36,10 +35,10 @@ def train_config(
         stage: ZeRO stage 0 to 3. In bf16 and fp16 stage 0 runs as stage 1: DeepSpeed's own stage 0 does not scale
             the fp16 loss in `engine.backward` and counts one Adam step too many, so its numbers differ.
         dtype: "bf16", "fp16" or "fp32".
-        offload: optimizer state in host memory; at stage 3 parameters too.
+        offload: keep the optimizer state in host memory; at stage 3 the parameters too.
         world_size: number of ranks.
-        max_grad_norm: global norm that gradients are scaled down to; 0 for none.
-        overlay: the user's settings (`--deepspeed_config`), which win.
+        max_grad_norm: global norm to clip gradients to; 0 for no clipping.
+        overlay: the user's settings (`--deepspeed_config`), which take precedence.
     """
     device = "cpu" if offload else "none"
     stage = 1 if stage == 0 and dtype != "fp32" else stage
@@ -55,7 +54,7 @@ def train_config(
 
 
 def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Config:
-    """Configuration of an engine that only runs forward: partitioned if `stage` is 3, whole on each rank otherwise."""
+    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank."""
     zero: Config = {"stage": 3 if stage == 3 else 0}
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if offload else "none"}
@@ -76,7 +75,7 @@ def _common(dtype: str, world_size: int) -> Config:
 
 
 def merge(base: Config, overlay: Config) -> Config:
-    """`base` with the settings of `overlay` laid over it, level by level. Neither is changed."""
+    """`base` updated with `overlay`, recursively. Neither argument is modified."""
     merged = copy.deepcopy(base)
     for key, value in overlay.items():
         both_are_levels = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -85,10 +84,10 @@ def merge(base: Config, overlay: Config) -> Config:
 
 
 def read_overlay(path: str | None) -> Config:
-    """The user's DeepSpeed settings from the JSON file of `--deepspeed_config`; {} for no file.
+    """The user's DeepSpeed settings from the JSON file of `--deepspeed_config`; {} without a file.
 
     Raises:
-        UserError: unreadable, not a JSON object, or it sets what the trainer derives.
+        UserError: the file cannot be read, is not a JSON object, or sets a value that the trainer derives.
     """
     if path is None:
         return {}
@@ -99,10 +98,10 @@ def read_overlay(path: str | None) -> Config:
         raise UserError(f"--deepspeed_config {path}: must be a JSON object")
     if '"auto"' in json.dumps(settings):
         raise UserError(f'--deepspeed_config {path}: "auto" values are for the Hugging Face trainer; give values')
-    owned = [key for key in OWNED_BY_TRAINER if key in settings]
+    owned = [key for key in DERIVED if key in settings]
     if owned:
         raise UserError(f"--deepspeed_config {path}: {', '.join(owned)} come from the flags; take them out")
-    for section, key in CHECKS_OF_GRADIENTS:
+    for section, key in GRADIENT_CHECKS:
         if isinstance(settings.get(section), dict) and settings[section].get(key) is False:
             raise UserError(
                 f"--deepspeed_config {path}: {section}.{key} false would let gradients that are not finite into the "

@@ -1,4 +1,4 @@
-"""The actor's switch between training and generation: the only place that gathers ZeRO-3 weights as a whole."""
+"""Switch the actor between training and generation. Generation is the only time that ZeRO-3 weights are whole."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
 from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.types import Engine
 
 Merge = Callable[[PreTrainedModel], AbstractContextManager[Any]]
 
@@ -22,24 +23,27 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class HybridEngine:
-    """Wraps a DeepSpeed training engine; `generating()` lends its model for inference.
+    """Makes the model of a DeepSpeed training engine available for inference, in `generating()`.
 
-    Inside the context the model is an ordinary `PreTrainedModel` in eval mode: whole weights on every rank, no
-    DeepSpeed hooks, no activation checkpointing, no gradients. Generating then needs no collective, so ranks may
-    finish at different times. Leaving it restores training exactly: the same hook objects, the same partitions (the
-    gathered copies are dropped, not written back), the same mode.
+    In that context the model is an ordinary `PreTrainedModel` in eval mode: whole weights on every rank, no DeepSpeed
+    hooks, no activation checkpointing, no gradients. Generation needs no collective, so ranks may finish at different
+    times. The exit restores training exactly: the same hook objects, the same partitions (the gathered copies are
+    dropped, not written back), the same mode.
 
     Args:
         engine: the actor's DeepSpeed engine.
-        pinned: gather ZeRO-3 weights once for the whole context. False: they stay partitioned and DeepSpeed's hooks
-            gather each layer when it runs, which saves their memory and costs a collective a layer; every rank must
-            then make the same forward passes, which `agree` is for.
-        merge: entered while weights are whole, to fold adapters into them and to take them out again.
-            Not with `pinned` False.
-        sleeping: ZeRO-3 training engines whose optimizer states and fp32 weights go to host memory meanwhile.
+        pinned: gather ZeRO-3 weights once for the whole context. If False, they stay partitioned, and DeepSpeed's
+            hooks gather each layer when it runs. This saves memory and costs one collective per layer; all ranks must
+            then run the same number of forward passes (see `max_over_ranks`).
+        merge: context manager that merges adapters into the whole weights and removes them on exit. Requires
+            `pinned`.
+        sleeping: ZeRO-3 training engines whose optimizer states and fp32 weights move to host memory during the
+            context.
     """
 
-    def __init__(self, engine: Any, pinned: bool = True, merge: Merge = nullcontext, sleeping: Sequence[Any] = ()):
+    def __init__(
+        self, engine: Engine, pinned: bool = True, merge: Merge = nullcontext, sleeping: Sequence[Engine] = ()
+    ):
         self.engine = engine
         self._merge = merge
         self._sleeping = sleeping
@@ -49,25 +53,30 @@ class HybridEngine:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The wrapped model, as training sees it."""
+        """The Hugging Face model inside the engine."""
         module = self.engine.module
         return module.lm if isinstance(module, PolicyModel) else module
 
     @property
-    def agree(self) -> Callable[[int], int] | None:
-        """This rank's number -> the largest of all ranks, where forward passes are collective; else None."""
-        return _largest if self._collective else None
+    def max_over_ranks(self) -> Callable[[int], int] | None:
+        """If forward passes are collective, a collective that returns the maximum of a number over ranks; else None."""
+        if not self._collective:
+            return None
+        return lambda number: int(dist.all_reduce(torch.tensor([number], device=dist.device()), "max"))
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """Enter generation; collective on entry and exit (and in each forward pass if not pinned)."""
+        """The model, ready for inference. Entry and exit are collective, and so is each forward pass if not pinned."""
         model = self.model
         was_training = model.training
         with ExitStack() as stack:
             for engine in self._sleeping:
-                stack.enter_context(_asleep(engine))
+                stack.enter_context(_optimizer_states_in_host_memory(engine))
             if not self._collective:
-                stack.enter_context(self._gathered())
+                # small, persistent tensors are whole already
+                weights: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
+                missing = [weight for weight in weights if weight.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+                stack.enter_context(deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)))
                 stack.enter_context(_without_hooks(self.engine.module))
             stack.enter_context(_without_checkpointing(model))
             stack.enter_context(self._merge(model))
@@ -78,25 +87,12 @@ class HybridEngine:
             finally:
                 model.train(was_training)
 
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Gather what is partitioned, once; what is already whole (small, persistent tensors) is left alone."""
-        parameters: list[Any] = list(self.model.parameters())
-        partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
-        missing = [parameter for parameter in partitioned if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-        with deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)):
-            yield
-
-
-def _largest(number: int) -> int:
-    return int(dist.all_reduce(torch.tensor([number], device=dist.device()), "max"))
-
 
 @contextmanager
-def _asleep(engine: Any) -> Iterator[None]:
-    """Inside, what only the optimizer needs is in host memory: fp32 weights and optimizer states of this rank's shard.
+def _optimizer_states_in_host_memory(engine: Engine) -> Iterator[None]:
+    """Move the fp32 weights and optimizer states of this rank's partition to host memory and back.
 
-    DeepSpeed's own `offload_states` knows its CUDA Adam only.
+    DeepSpeed's own `offload_states` supports only its CUDA Adam.
     """
     zero = engine.optimizer
     states = [value for state in zero.optimizer.state.values() for value in state.values()]
@@ -113,7 +109,7 @@ def _asleep(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Take every module's hooks away and put the very same dictionaries back."""
+    """Remove the hooks of every module; the exit restores the same dictionaries."""
     kept = [(module, {name: getattr(module, name) for name in _HOOKS}) for module in model.modules()]
     for module, _ in kept:
         for name in _HOOKS:
@@ -128,7 +124,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Activation checkpointing forbids a key-value cache, so it is off while generating."""
+    """Turn activation checkpointing off: it does not allow a KV cache."""
     checkpointing: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for module in checkpointing:
         module.gradient_checkpointing = False

@@ -1,4 +1,4 @@
-"""Updates that must not be applied: how DeepSpeed is made to leave one out, and where its bad number came from."""
+"""Skip an optimizer update in DeepSpeed, and find the micro-batch that caused the NaN."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import Tensor, nn
 
 from dschat_ppo.common.dist import device, gather_cat
+from dschat_ppo.types import Engine
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The bad number of an optimizer step. The same on every rank, but for `random_state`.
+    """A NaN or infinity in an optimizer step. The same on every rank, except for `random_state`.
 
     Attributes:
-        kind: "loss", "gradient", or "norm" (each rank's gradients are finite, their norm over all ranks is not).
-        rank: where it was made; with "norm" the rank of the largest gradient.
-        micro_batch: number on that rank, from 0.
-        numbers: of each rank and micro-batch the loss, or the largest absolute gradient.
-        random_state: this rank's `random_state()` as the step began.
+        kind: "loss", "gradient", or "norm" (each rank's gradients are finite, but their norm over all ranks is not).
+        rank: the rank that computed it; for "norm" the rank of the largest gradient.
+        micro_batch: its number on that rank, from 0.
+        numbers: [rank][micro-batch] -> the loss, or the largest absolute gradient.
+        random_state: this rank's `random_state()` at the start of the step.
     """
 
     kind: Literal["loss", "gradient", "norm"]
@@ -41,13 +42,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of an optimizer step; the same on every rank.
+    """Outcome of an optimizer step; the same on every rank.
 
     Attributes:
-        grad_norm: global norm before clipping; inf where the update was not applied.
-        applied: whether weights, optimizer state and schedule moved.
-        overflow: fp16 gradients overflowed, the loss scaler lowered its scale.
-        fault: the bad number for which the update was left out, if any.
+        grad_norm: global norm before clipping; inf if the update was skipped.
+        applied: whether weights, optimizer state and schedule changed.
+        overflow: fp16 gradients overflowed, and the loss scaler lowered its scale.
+        fault: the NaN or infinity that made the step skip its update, or None.
     """
 
     grad_norm: float
@@ -57,25 +58,25 @@ class StepResult:
 
 
 def random_state() -> list[Tensor]:
-    """States of torch's default streams (dropout draws from them): of the CPU, and of this rank's GPU if it has one."""
+    """RNG states of torch's default generators, which dropout draws from: of the CPU, and of this rank's GPU if any."""
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])
 
 
 def set_random_state(state: Sequence[Tensor]) -> None:
-    """Go on from `random_state()`; a GPU's part is left out where there is no GPU."""
+    """Restore the result of `random_state()`. Without a GPU, the GPU's state is ignored."""
     torch.set_rng_state(state[0])
     if len(state) > 1 and torch.cuda.is_available():
         torch.cuda.set_rng_state(state[1])
 
 
 def loss_fault(losses: Tensor, state: list[Tensor]) -> Fault | None:
-    """The first loss that is not finite, over all ranks. Collective.
+    """The first loss that is not finite on any rank, or None. Collective.
 
     Args:
         losses: (M,) fp32, of this rank's micro-batches; M is the same on every rank.
-        state: `random_state()` as the step began.
+        state: `random_state()` at the start of the step.
     """
-    everywhere = gather_cat(losses.unsqueeze(0))
+    everywhere = gather_cat(losses.unsqueeze(0))  # (ranks, M)
     if bool(everywhere.isfinite().all()):
         return None
     rank, micro_batch = (~everywhere.isfinite()).nonzero()[0].tolist()
@@ -83,13 +84,13 @@ def loss_fault(losses: Tensor, state: list[Tensor]) -> Fault | None:
 
 
 def gradient_fault(largest: Tensor, state: list[Tensor]) -> Fault:
-    """Where gradients are not finite, or largest if their norm alone is not. Collective.
+    """The first gradient that is not finite on any rank; if all are finite, the largest one. Collective.
 
     Args:
         largest: (M,) fp32, the largest absolute gradient of each of this rank's micro-batches.
-        state: `random_state()` as the step began.
+        state: `random_state()` at the start of the step.
     """
-    everywhere = gather_cat(largest.unsqueeze(0))
+    everywhere = gather_cat(largest.unsqueeze(0))  # (ranks, M)
     bad = ~everywhere.isfinite()
     places = bad if bool(bad.any()) else everywhere == everywhere.max()
     rank, micro_batch = places.nonzero()[0].tolist()
@@ -98,14 +99,15 @@ def gradient_fault(largest: Tensor, state: list[Tensor]) -> Fault:
 
 @contextmanager
 def largest_gradient(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """Gives a function that tells the largest absolute gradient (NaN counts as one) that backward made inside."""
+    """Watch the gradients of the backward passes inside. Yields a function that returns the largest absolute gradient
+    so far, a scalar fp32 tensor; NaN if any gradient is NaN."""
     found = [torch.zeros((), device=device())]
 
-    def see(gradient: Tensor) -> None:
+    def record(gradient: Tensor) -> None:
         if gradient.numel():
             found.append(gradient.detach().abs().max().float())
 
-    hooks = [parameter.register_hook(see) for parameter in module.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_hook(record) for parameter in module.parameters() if parameter.requires_grad]
     try:
         yield lambda: torch.stack(found).max()
     finally:
@@ -113,62 +115,64 @@ def largest_gradient(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
             hook.remove()
 
 
-def is_plain(engine: Any) -> bool:
-    """Whether the engine's optimizer is torch's own (stage 0 in fp32), which checks nothing."""
+def has_plain_optimizer(engine: Engine) -> bool:
+    """Whether the engine's optimizer is torch's own (stage 0 in fp32), which does not check its gradients."""
     return isinstance(engine.optimizer, torch.optim.Optimizer)
 
 
-def plain_norm(engine: Any) -> Tensor:
-    """Norm of the gradients of an engine with a plain optimizer; the same on every rank, after the last backward."""
+def plain_grad_norm(engine: Engine) -> Tensor:
+    """Gradient norm of an engine with a plain optimizer, after the last backward pass; the same on every rank."""
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
     return torch.nn.utils.get_total_norm(gradients)
 
 
-def has_dynamic_scale(engine: Any) -> bool:
+def has_dynamic_scale(engine: Engine) -> bool:
     """Whether the engine trains in fp16 with a loss scale that falls after an overflow."""
     return bool(engine.fp16_enabled()) and engine.optimizer.loss_scaler.dynamic
 
 
-def loss_scale(engine: Any) -> float:
-    """What the loss is multiplied by before backward: 1 but in fp16."""
+def loss_scale(engine: Engine) -> float:
+    """Factor of the loss in the backward pass: 1 except in fp16."""
     return float(engine.optimizer.loss_scaler.cur_scale) if engine.fp16_enabled() else 1.0
 
 
-def overflows(engine: Any) -> bool:
-    """Whether the accumulated fp16 gradients are not finite on some rank. Collective."""
+def has_overflow(engine: Engine) -> bool:
+    """Whether an accumulated fp16 gradient is not finite on any rank. Collective."""
     return bool(engine.optimizer.has_overflow())
 
 
-def is_at_smallest_scale(engine: Any) -> bool:
-    """Whether the loss scale cannot fall further, so that an overflow is no longer a matter of scale."""
+def is_at_smallest_scale(engine: Engine) -> bool:
+    """Whether the loss scale is at its minimum, so that lowering it cannot cure an overflow."""
     scaler = engine.optimizer.loss_scaler
     return scaler.cur_scale <= scaler.min_scale
 
 
-def refuse(engine: Any) -> None:
-    """End an optimizer step without its update: gradients are thrown away, weights, optimizer state, schedule and loss
-    scale stay. Collective, after the last backward.
+def skip_update(engine: Engine) -> None:
+    """End an optimizer step without its update. Gradients are dropped; weights, optimizer state, schedule and loss
+    scale do not change. Collective, after the last backward pass.
 
-    DeepSpeed's own `step` does it, as after an overflow, told that the gradients' norm is infinite: what there is to
-    clear differs from stage to stage. Only the loss scaler must not learn of it.
+    What has to be cleared depends on the ZeRO stage, so DeepSpeed's own `step` does it: it skips the update because
+    the gradient norm is made to look infinite. The loss scaler is replaced meanwhile, so that its scale does not fall.
 
     Raises:
-        RuntimeError: DeepSpeed applied the update all the same.
+        RuntimeError: DeepSpeed applied the update anyway.
     """
-    if is_plain(engine):
+    if has_plain_optimizer(engine):
         engine.zero_grad()
         engine.skipped_steps += 1
         return
-    with _infinite_norm(engine.optimizer), _scale_kept(engine):
+    with _infinite_norm(engine.optimizer), _constant_loss_scale(engine):
         engine.step()
-    forget_gradients(engine)
+    clear_offloaded_gradients(engine)
     if engine.was_step_applied():
         raise RuntimeError("DeepSpeed applied an update with an infinite gradient norm; it needs to be version 0.19.8")
 
 
-def forget_gradients(engine: Any) -> None:
-    """What DeepSpeed 0.19.8 forgets to clear when it leaves an update out: with bf16, stage 1 or 2 and offload, the
-    fp32 gradients of this rank's partition, which the next step would be added to."""
+def clear_offloaded_gradients(engine: Engine) -> None:
+    """Clear the fp32 gradients of this rank's partition after a skipped update.
+
+    With bf16, stage 1 or 2 and offload, DeepSpeed 0.19.8 does not clear them, and the next step would add to them.
+    """
     optimizer = engine.optimizer
     if getattr(optimizer, "cpu_offload", False):
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
@@ -176,10 +180,10 @@ def forget_gradients(engine: Any) -> None:
 
 @contextmanager
 def _infinite_norm(optimizer: Any) -> Iterator[None]:
-    """Inside, DeepSpeed's step finds the norm of the gradients to be infinite.
+    """Make DeepSpeed's step see an infinite gradient norm.
 
-    What its optimizers take the norm from: `scaled_global_norm` at stages 1 and 2, `_get_norm_groups` at stage 3,
-    `get_grads_for_norm` in the bf16 optimizer, which DeepSpeed takes at stage 1 without offload.
+    Its optimizers compute the norm in `scaled_global_norm` (stages 1 and 2), `_get_norm_groups` (stage 3), or
+    `get_grads_for_norm` (the bf16 optimizer, used at stage 1 without offload).
     """
     infinite = torch.tensor(torch.inf)
     answers = {
@@ -189,8 +193,8 @@ def _infinite_norm(optimizer: Any) -> Iterator[None]:
     }
     name = next((name for name in answers if hasattr(optimizer, name)), None)
     if name is None:
-        raise RuntimeError(f"DeepSpeed's {type(optimizer).__name__} cannot be told to leave an update out; leave stage "
-                           "and number format to the flags, not to --deepspeed_config")  # fmt: skip
+        raise RuntimeError(f"DeepSpeed's {type(optimizer).__name__} cannot skip an update; set the ZeRO stage and "
+                           "the number format by flags, not in --deepspeed_config")  # fmt: skip
     setattr(optimizer, name, lambda *_, **__: answers[name])
     try:
         yield
@@ -199,8 +203,8 @@ def _infinite_norm(optimizer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _scale_kept(engine: Any) -> Iterator[None]:
-    """Inside, the fp16 loss scale stays as it is."""
+def _constant_loss_scale(engine: Engine) -> Iterator[None]:
+    """Keep the fp16 loss scale constant."""
     if not engine.fp16_enabled():
         yield
         return

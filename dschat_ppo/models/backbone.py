@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dschat_ppo.models.architectures import first_position
+from dschat_ppo.types import Model
 
 
 @lru_cache(maxsize=64)
@@ -22,9 +23,10 @@ def accepts(model: nn.Module, argument: str) -> bool:
     return argument in _forward_arguments(type(model).forward)
 
 
-def unwrap(engine: Any) -> nn.Module:
+def unwrap(engine: Model) -> nn.Module:
     """The model inside a DeepSpeed engine, or the model itself."""
-    return engine.module if hasattr(engine, "module") else engine
+    module: Any = getattr(engine, "module", engine)
+    return module
 
 
 def hidden_window(config: Any, received: dict[int, int | None]) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.types import Rollout, full_sequences, response_slots
+from dschat_ppo.types import Model, Rollout, full_sequences, response_slots
 
 
 def vocabulary_size(model: Any) -> int:
@@ -32,13 +33,13 @@ class ResponseScores:
     router_loss: Tensor | None = None
 
 
-def response_logprobs(engine: Any, rows: Rollout, temperature: float) -> Tensor:
+def response_logprobs(engine: Model, rows: Rollout, temperature: float) -> Tensor:
     """`logprobs` of `response_scores`."""
     return response_scores(engine, rows, temperature).logprobs
 
 
 def response_scores(
-    engine: Any, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False,
+    engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False,
     router: bool = False,
 ) -> ResponseScores:  # fmt: skip
     """Log-probs of the response tokens under the model, and entropies of the distributions that they are drawn from.
@@ -51,7 +52,9 @@ def response_scores(
         distributions: return the whole distributions.
         router: return the load-balancing loss of a mixture-of-experts model.
     """
-    policy = engine if isinstance(unwrap(engine), PolicyModel) else PolicyModel(engine, fused=False)
+    policy = engine
+    if not isinstance(unwrap(engine), PolicyModel):
+        policy = PolicyModel(cast(PreTrainedModel, engine), fused=False)
     input_ids, lengths = full_sequences(rows)
     slots = torch.arange(input_ids.shape[1], device=input_ids.device)
     wanted = (slots >= rows.prompt_mask.sum(dim=1, keepdim=True)) & (slots < lengths.unsqueeze(1))
@@ -65,7 +68,7 @@ def response_scores(
     )
 
 
-def answer_logprobs(engine: Any, input_ids: Tensor, answer_mask: Tensor) -> Tensor:
+def answer_logprobs(engine: Model, input_ids: Tensor, answer_mask: Tensor) -> Tensor:
     """Log-prob of each row's whole answer: the sum over its tokens, (B,) fp64, with gradient if gradients are on.
 
     The sum is in fp64 because training uses small differences of such sums.
@@ -80,13 +83,13 @@ def answer_logprobs(engine: Any, input_ids: Tensor, answer_mask: Tensor) -> Tens
     return empty.masked_scatter(answer_mask, logprobs.double()).sum(dim=1)
 
 
-def response_values(engine: Any, rows: Rollout) -> Tensor:
+def response_values(engine: Model, rows: Rollout) -> Tensor:
     """The critic's value before each response token, (B, R) fp32; meaningless outside `response_mask`."""
     before = (response_slots(rows) - 1).clamp_min(0)
     return engine(*full_sequences(rows)).gather(1, before)
 
 
-def last_token_scores(engine: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
+def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor) -> Tensor:
     """The reward model's score at each row's last real token, (B,) fp32.
 
     Args:

@@ -13,6 +13,7 @@ from dschat_ppo.models.backbone import hidden_window, unwrap
 from dschat_ppo.models.packing import can_pack, recorded_windows
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.types import Model
 
 ROWS, TOKENS = 3, 16
 # mean difference of log-probs and entropies, in nats
@@ -23,7 +24,7 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 
 
 @torch.no_grad()
-def select_kernels(engine: Any) -> None:
+def select_kernels(engine: Model) -> None:
     """Set `fused` and `packed` of the model inside. Collective: every rank calls it, and all make the same choice.
 
     Args:
@@ -41,7 +42,7 @@ def select_kernels(engine: Any) -> None:
     engine.train(was_training)
 
 
-def _select_fused(engine: Any, policy: PolicyModel, ids: Tensor) -> None:
+def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
     """Keep the fused head if it gives the log-probs and entropies of whole logits; else use those, with a warning."""
     if policy.fused:
         fused = _outputs(engine, ids)
@@ -55,7 +56,7 @@ def _select_fused(engine: Any, policy: PolicyModel, ids: Tensor) -> None:
         )
 
 
-def _select_packed(engine: Any, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
+def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
     """Pack rows if that gives the numbers of padded rows, and if the first row does not influence the others.
 
     Layers other than attention may carry a state along the packed row.
@@ -76,7 +77,7 @@ def _select_packed(engine: Any, module: PolicyModel | ScalarModel, ids: Tensor) 
         logger().info(f"{name}: packed rows do not give the numbers of padded rows, so rows are padded")
 
 
-def _outputs(engine: Any, ids: Tensor) -> Tensor:
+def _outputs(engine: Model, ids: Tensor) -> Tensor:
     """Outputs for rows of uneven lengths, without padding: log-probs and entropies (2, N), or values (N)."""
     lengths = torch.arange(TOKENS, 0, -TOKENS // (2 * ROWS), device=ids.device)[:ROWS]
     real = torch.arange(TOKENS, device=ids.device) < lengths.unsqueeze(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,9 +16,10 @@ from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import NonFiniteError, StorageError
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.types import Engine
 
 
-def require_finite_weights(role: str, engine: Any) -> None:
+def require_finite_weights(role: str, engine: Engine) -> None:
     """Check all weights for NaN and infinity, on each rank those that it holds. Collective; call it between updates.
 
     Updates from gradients that are not finite are skipped, but an update from finite gradients can overflow. The check
@@ -74,7 +74,7 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_model(
-    engine: Any,
+    engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
     described: Mapping[str, float | None] | None = None,

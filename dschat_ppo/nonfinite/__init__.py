@@ -1,1 +1,1 @@
-"""NaN and infinity: detection, policy, and bundles that reproduce the failure."""
+"""NaN and infinity: which numbers are not finite, whether the run stops or skips, and bundles that reproduce it."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dschat_ppo.common import dist
-from dschat_ppo.nonfinite.find import bad_places
-from dschat_ppo.nonfinite.policy import NonFinitePolicy, shown_places
+from dschat_ppo.nonfinite.diagnostics import bad_places
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy, shown_places
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.types import Experience, ScoredRollout
 
@@ -66,7 +66,7 @@ class FiniteExperience:
             self.compute.load_state_dict(before)
             self._report(rows, places, step, before)
             return None
-        self.policy.passed("rows")
+        self.policy.reset("rows")
         return experience
 
     def _report(
@@ -88,4 +88,5 @@ class FiniteExperience:
         folder = model if isinstance(model, str) else None
         if folder is not None and Path(folder).is_dir():
             folder = str(Path(folder).resolve())  # the bundle may be moved; a hub name stays as it is
-        self.policy.met("rows", step, rank, problem, FailureContext([rows], {"shaping": state}, engine, folder), what)
+        context = FailureContext([rows], {"shaping": state}, engine, folder)
+        self.policy.report("rows", step, rank, problem, context, what)

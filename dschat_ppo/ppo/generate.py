@@ -110,7 +110,7 @@ class RolloutGenerator:
                 "note: log-probs, KL and ratios are of the policy before truncation, penalty and minimum length"
             )
         with hybrid.generating() as model:
-            self.config = choose_engine(model, config, hybrid.agree)
+            self.config = choose_engine(model, config, hybrid.max_over_ranks)
 
     def generate(self, indices: list[int], step: int, round_number: int = 0, greedy: bool = False) -> Rollout:
         """Answer the prompts at `indices`, this rank's share of a round of a PPO step. Collective.
@@ -149,4 +149,6 @@ class RolloutGenerator:
         batch = to_device(collate_prompts(prompts, indices, self.pad_id), self.device)
         seeds = row_seeds(first, len(indices) * config.samples, *path)
         with self.hybrid.generating() as model:
-            return generate(model, batch, seeds.to(self.device), config, self.hybrid.agree, cancelled=cancelled)
+            return generate(
+                model, batch, seeds.to(self.device), config, self.hybrid.max_over_ranks, cancelled=cancelled
+            )

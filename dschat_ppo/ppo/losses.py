@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from dschat_ppo.models.forward import ResponseScores, response_scores, response_
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.score import exact_kl
-from dschat_ppo.types import Experience
+from dschat_ppo.types import Experience, Model
 
 # Metrics over the tokens that the policy loss counts, of the policy in training against the one that was scored.
 KL_OF_UPDATE = "policy/kl_k3"
@@ -35,7 +33,7 @@ class ActorLoss:
         temperature: of sampling.
     """
 
-    def __init__(self, actor: Any, reference: Any | None, flags: AlgorithmFlags, temperature: float):
+    def __init__(self, actor: Model, reference: Model | None, flags: AlgorithmFlags, temperature: float):
         self.actor = actor
         self.reference = reference
         self.flags = flags
@@ -92,6 +90,7 @@ class ActorLoss:
         if not self.full_kl:
             assert rows.ref_logprobs is not None
             return kl_loss(scores.logprobs, rows.ref_logprobs, flags.kl_loss_estimator, flags.kl_straight_through)
+        assert self.reference is not None
         with torch.no_grad():
             reference = response_scores(self.reference, rows, self.temperature, distributions=True)
         return exact_kl(rows, scores, reference)
@@ -111,7 +110,7 @@ def _measure(rows: Experience, scores: ResponseScores, policy: TokenLosses, sums
     sums.add_max(LARGEST_LOG_RATIO, log_ratio.abs(), mask)
 
 
-def critic_loss(critic: Any, rows: Experience, minibatch: MiniBatch, clip_eps: float, sums: MetricSums) -> Tensor:
+def critic_loss(critic: Model, rows: Experience, minibatch: MiniBatch, clip_eps: float, sums: MetricSums) -> Tensor:
     """Clipped or plain value loss, a mean over the optimizer step's response tokens; scalar with gradient."""
     assert rows.values is not None
     mask = rows.response_mask
@@ -122,7 +121,7 @@ def critic_loss(critic: Any, rows: Experience, minibatch: MiniBatch, clip_eps: f
     return loss
 
 
-def ptx_loss(actor: Any, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
+def ptx_loss(actor: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
     """Sum of `-log p(token)` of plain text over `num_tokens` of the whole optimizer step; scalar with gradient."""
     logprobs = actor(batch.input_ids, batch.loss_mask)[0]
     sums.add_mean("ptx/loss", -logprobs.detach())

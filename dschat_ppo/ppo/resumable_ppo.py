@@ -11,6 +11,7 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.evaluate import Evaluation
 from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.types import Engine
 
 
 class ResumablePPO:
@@ -28,7 +29,7 @@ class ResumablePPO:
         self.health = health
 
     @property
-    def engines_to_save(self) -> dict[str, Any]:
+    def engines_to_save(self) -> dict[str, Engine]:
         """The actor's engine and, if there is one, the critic's."""
         return self.ppo.engines.trained
 

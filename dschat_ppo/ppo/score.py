@@ -17,7 +17,16 @@ from dschat_ppo.models.forward import ResponseScores, response_scores, response_
 from dschat_ppo.models.micro_batches import even_passes
 from dschat_ppo.rewards.mixture import RewardMixture
 from dschat_ppo.rewards.reward_request import RewardRequest
-from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, concat_rows, row_lengths, select_rows, tensors_of
+from dschat_ppo.types import (
+    FinishReason,
+    Model,
+    Rollout,
+    ScoredRollout,
+    concat_rows,
+    row_lengths,
+    select_rows,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ class ModelScorer:
         scoring: constants.
     """
 
-    def __init__(self, actor: Any, reference: Any | None, critic: Any | None, scoring: Scoring):
+    def __init__(self, actor: Model, reference: Model | None, critic: Model | None, scoring: Scoring):
         self.actor = actor
         self.reference = reference
         self.critic = critic

@@ -17,12 +17,12 @@ from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.build_engine import learning_rate
+from dschat_ppo.engine.optimizer_step import learning_rate
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.nonfinite.finite_experience import FiniteExperience
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import ExperienceCollection

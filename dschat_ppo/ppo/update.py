@@ -14,16 +14,16 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.collators import SFTBatch
-from dschat_ppo.engine.build_engine import Gradients, accumulate, apply, apply_together
+from dschat_ppo.engine.optimizer_step import Gradients, accumulate, apply, apply_together
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.engine.skip_update import StepResult
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.ppo.losses import KL_OF_UPDATE, LARGEST_LOG_RATIO, ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.plain_text import TextBatches
-from dschat_ppo.types import Experience
+from dschat_ppo.types import Engine, Experience
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Objective:
     """What one engine minimises in an optimizer step."""
 
     role: str  # "actor" or "critic"
-    engine: Any
+    engine: Engine
     batches: list[Any]  # micro-batches of this rank
     loss: Callable[[Any], Tensor]  # a micro-batch's part of the loss
     sums: MetricSums  # what the loss measures, of this step alone
@@ -88,6 +88,7 @@ class PPOUpdate:
     def critic_objective(self, minibatch: MiniBatch) -> Objective:
         """The value loss of the experience."""
         critic, clip_eps, sums = self.engines.critic, self.config.algorithm.value_clip_eps, MetricSums()
+        assert critic is not None
 
         def loss(rows: Experience) -> Tensor:
             return critic_loss(critic, rows, minibatch, clip_eps, sums)
@@ -133,7 +134,7 @@ class PPOUpdate:
             state = result.fault.random_state if result.fault else []
             return FailureContext(objective.batches, objective.constants, objective.engine, random_state=state)
 
-        self.policy.judge(objective.role, step, result, context)
+        self.policy.handle(objective.role, step, result, context)
         if result.applied:
             outcome.grad_norms[objective.role] = result.grad_norm
             outcome.sums.append(objective.sums)

@@ -19,7 +19,7 @@ from dschat_ppo.models.loading import filler_id
 from dschat_ppo.models.micro_batches import even_passes
 from dschat_ppo.rewards.reward_failure import agree_on_failure
 from dschat_ppo.rewards.reward_request import RewardRequest
-from dschat_ppo.types import Rollout, full_sequences
+from dschat_ppo.types import Model, Rollout, full_sequences
 
 BATCH_TOKENS = 16384
 
@@ -34,7 +34,7 @@ class ModelReward:
 
     name = "model"
 
-    def __init__(self, engine: Any, batch_tokens: int = BATCH_TOKENS):
+    def __init__(self, engine: Model, batch_tokens: int = BATCH_TOKENS):
         self.engine = engine
         self.batch_tokens = batch_tokens
 
@@ -66,7 +66,7 @@ class ForeignModelReward:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Model,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         device: torch.device,
@@ -117,7 +117,7 @@ class ForeignModelReward:
 
 
 @torch.no_grad()
-def scores_in_batches(engine: Any, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
+def scores_in_batches(engine: Model, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
     """`last_token_scores` of right-padded rows, in passes of rows of similar length.
 
     Collective: every rank makes as many passes as the busiest, because under ZeRO-3 a pass gathers weights from all.

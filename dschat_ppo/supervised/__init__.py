@@ -1,1 +1,1 @@
-"""Steps 1 and 2: supervised training on answers and on pairs of answers."""
+"""Steps 1 and 2: supervised fine-tuning on answers, and training on pairs of answers."""

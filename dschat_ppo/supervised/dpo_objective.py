@@ -1,14 +1,13 @@
-"""Step 2, all other objectives: the language model itself learns from pairs of answers.
+"""Step 2, DPO and its variants: train the language model itself on pairs of answers.
 
-The reference is the model before training. Its log-probs are computed once, by the engine that will be trained, and
-kept beside the rows; no second model is in memory.
+The reference is the model before training. Its log-probs are computed once, before the first update, and stored in the
+rows, so there is no second model in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -23,16 +22,16 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.trainer import Objective, score_rows
-from dschat_ppo.types import to_device
+from dschat_ppo.types import Model, to_device
 
 
 def dpo_loss(
-    engine: Any, batch: PreferenceBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
+    model: Model, batch: PreferenceBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
 ) -> Tensor:
-    """The objective's loss on D, the difference of log-ratios to the reference, divided by `num_pairs` of the whole
-    optimizer step."""
+    """Sum over pairs of the objective's loss of D, the difference between the log-ratios of policy to reference of the
+    chosen and the rejected answer, divided by `num_pairs` of the whole optimizer step."""
     real, num_tokens = batch.pair_mask, batch.answer_mask.sum(dim=1)
-    logprobs = answer_logprobs(engine, batch.input_ids, batch.answer_mask)
+    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (2 B,): chosen, then rejected
     chosen, rejected = log_ratios(logprobs, batch.ref_logprobs, num_tokens, flags.objective)
     lead = chosen - rejected
     loss = preference_loss(flags.objective, lead, real, num_pairs, flags.beta, flags.label_smoothing)
@@ -51,28 +50,28 @@ def dpo_loss(
     return loss.float()
 
 
-def add_reference(engine: Any, rows: Dataset, pad_id: int, device: torch.device, batch_size: int) -> Dataset:
-    """The rows with the log-probs that the model, as it is now and without dropout, gives their answers. Collective."""
+def add_reference(model: Model, rows: Dataset, pad_id: int, device: torch.device, batch_size: int) -> Dataset:
+    """Add the log-probs of both answers under the current model, without dropout, to the rows. Collective."""
 
-    def both(rows: Dataset, indices: Sequence[int]) -> Tensor:
+    def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
         batch = to_device(collate_answers(rows, indices, pad_id), device)
-        return answer_logprobs(engine, batch.input_ids, batch.answer_mask).view(2, -1).T
+        return answer_logprobs(model, batch.input_ids, batch.answer_mask).view(2, -1).T  # (B, 2)
 
-    logprobs = score_rows(engine, rows, both, batch_size, "reference log-probs")
+    logprobs = score_rows(model, rows, score, batch_size, "reference log-probs")
     with main_rank_of_node_first():
         return with_reference(rows, logprobs)
 
 
 def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PreferenceBatch]:
-    """Mean loss over pairs, with the reference's log-probs beside the rows."""
+    """Mean loss over pairs; `prepare` adds the log-probs of the reference to the rows."""
 
     def collate(rows: Dataset, indices: Sequence[int]) -> PreferenceBatch:
         return to_device(collate_preferences(rows, indices, pad_id), device)
 
-    def prepare(engine: Any, rows: TokenRows) -> TokenRows:
+    def prepare(model: Model, rows: TokenRows) -> TokenRows:
         size = config.fit.per_device_eval_batch_size
-        train = add_reference(engine, rows.train, pad_id, device, size)
-        held_out = None if rows.eval is None else add_reference(engine, rows.eval, pad_id, device, size)
+        train = add_reference(model, rows.train, pad_id, device, size)
+        held_out = None if rows.eval is None else add_reference(model, rows.eval, pad_id, device, size)
         return TokenRows(train, held_out)
 
     return Objective(

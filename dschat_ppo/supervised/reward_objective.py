@@ -1,10 +1,9 @@
-"""Step 2, `--objective reward`: a reward model from pairs of answers."""
+"""Step 2, `--objective reward`: train a reward model on pairs of answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -18,12 +17,13 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
 from dschat_ppo.supervised.trainer import Objective, score_rows
-from dschat_ppo.types import to_device
+from dschat_ppo.types import Model, to_device
 
 
-def reward_loss(engine: Any, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
-    """Bradley-Terry on the scores at the last real tokens, divided by `num_pairs` of the whole optimizer step."""
-    chosen, rejected = last_token_scores(engine, batch.input_ids, batch.lengths).chunk(2)
+def reward_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
+    """Sum over pairs of the Bradley-Terry loss of the scores at the last real tokens, divided by `num_pairs` of the
+    whole optimizer step."""
+    chosen, rejected = last_token_scores(model, batch.input_ids, batch.lengths).chunk(2)
     real = batch.pair_mask
     loss = bradley_terry_loss(chosen, rejected, real, num_pairs, batch.margin if flags.use_margin else None)
     if flags.center_rewards_coef:
@@ -39,19 +39,19 @@ def reward_loss(engine: Any, batch: PairBatch, num_pairs: Tensor, sums: MetricSu
 
 
 def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
-    """Mean Bradley-Terry loss over pairs; the trained model's config gets the spread of its own scores."""
+    """Mean Bradley-Terry loss over pairs; `describe` measures mean and spread of the trained model's scores."""
 
     def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:
         return to_device(collate_pairs(rows, indices, pad_id), device)
 
-    def describe(engine: Any, rows: TokenRows) -> dict[str, float]:
-        def scores(rows: Dataset, indices: Sequence[int]) -> Tensor:
+    def describe(model: Model, rows: TokenRows) -> dict[str, float]:
+        def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
             batch = collate(rows, indices)
-            return last_token_scores(engine, batch.input_ids, batch.lengths).view(2, -1).T
+            return last_token_scores(model, batch.input_ids, batch.lengths).view(2, -1).T  # (B, 2)
 
-        shown = rows.train if rows.eval is None else rows.eval
+        measured = rows.train if rows.eval is None else rows.eval
         size = config.fit.per_device_eval_batch_size
-        mean, std = moments(score_rows(engine, shown, scores, size, "score statistics"))
+        mean, std = moments(score_rows(model, measured, score, size, "score statistics"))
         return {"reward_mean": mean, "reward_std": std}
 
     return Objective(

@@ -1,4 +1,4 @@
-"""Step 1: supervised fine-tuning on responses."""
+"""Step 1: supervised fine-tuning on answers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from dschat_ppo.data.collators import SFTBatch, collate_sft
 from dschat_ppo.models.loading import check_causal_lm, filler_id, load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_to_the_end
+from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer
-from dschat_ppo.types import to_device
+from dschat_ppo.types import Model, to_device
 
 
-def sft_loss(engine: Any, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
+def sft_loss(model: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
     """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole optimizer step."""
-    logprobs, _ = engine(batch.input_ids, batch.loss_mask)
+    logprobs, _ = model(batch.input_ids, batch.loss_mask)  # (N,) of the tokens in the mask
     sums.add_mean("loss", -logprobs.detach())
     return -logprobs.sum() / num_tokens
 
 
 def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
-    """Adds `perplexity = exp(loss)`."""
+    """Add `perplexity = exp(loss)`."""
     return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))}
 
 
 def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> Objective[SFTBatch]:
-    """Token-mean cross entropy of responses."""
+    """Mean cross entropy over the tokens of the answers."""
 
     def collate(rows: Dataset, indices: Sequence[int]) -> SFTBatch:
         return to_device(collate_sft(rows, indices, pad_id, train_on_prompt), device)
@@ -43,14 +43,11 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
-    fit = config.fit
-    paths = config.sft.sft_only_data_path
+    fit, flags, paths = config.fit, config.run, config.sft.sft_only_data_path
     run = begin_supervised_run("sft", config, "step 1: supervised fine-tuning", "sft", check_causal_lm, paths)
-    flags = config.run
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, flags.resize_vocabulary))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
-    return train_to_the_end(
-        SupervisedTrainer(model, run.ds_config, run.rows, objective, fit, config.run, run.guard), run, "SFT"
-    )
+    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, fit, flags, run.nonfinite)
+    return train_and_save(trainer, run, "SFT")

@@ -1,4 +1,4 @@
-"""Steps 1 and 2 around their loop: checks, data and session before it, saving after it."""
+"""Steps 1 and 2 around the training loop: checks, data and session before it, saving after it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.models.architectures import check_architecture
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, load_tokenizer, model_folder
 from dschat_ppo.monitor.writers import write_result
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.begin_run import begin_run, naming, show_plan
 from dschat_ppo.session.session import Session, open_session
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 
 MODEL = "--model_name_or_path"
-_RUINS = 1e-4  # learning rates above it are for LoRA, or for training from scratch
+HIGH_LEARNING_RATE = 1e-4  # above it: for LoRA, or for training from scratch
 
 
 @dataclass(frozen=True)
 class SupervisedRun:
-    """A run of step 1 or 2 whose model is to be loaded next, from `folder`."""
+    """A run of step 1 or 2 before its model is loaded from `folder`."""
 
     device: torch.device
     folder: str
@@ -42,35 +41,35 @@ class SupervisedRun:
     rows: TokenRows
     session: Session
     ds_config: Config
-    guard: NonFinitePolicy
+    nonfinite: NonFinitePolicy
 
 
 def begin_supervised_run(
     kind: Literal["sft", "reward"],
     config: SFTConfig | PreferenceConfig,
-    aim: str,
+    title: str,
     use: str,
     check: Callable[[str], object],
     whole_paths: list[str] | None = None,
 ) -> SupervisedRun:
-    """Everything before a model is loaded. Collective.
+    """Do everything that comes before the model is loaded. Collective.
 
     Args:
         kind: the step.
-        config: of the step.
-        aim: what it trains, for the first line of its log.
+        config: the resolved flags of the step.
+        title: the first line of the log.
         use: of the data, see `prepare`.
-        check: compares the model's folder with the model to train, and raises `UserError` if they do not fit.
+        check: compares a model folder with the model to train; raises `UserError` if they do not fit.
         whole_paths: see `prepare`.
 
     Raises:
         UserError: the flags, the data or the model's folder cannot be used.
-        StopRequested: the run was asked to stop, or it is done.
+        StopRequested: the run was asked to stop, or it is already complete.
     """
     fit = config.fit
     device, output = begin_run(kind, config, config.run, [fit.model_name_or_path])
-    logger().info(aim)
-    if fit.learning_rate > _RUINS:
+    logger().info(title)
+    if fit.learning_rate > HIGH_LEARNING_RATE:
         logger().warning(
             f"--learning_rate {fit.learning_rate:g} trains all weights: that ruins most pretrained models, for which "
             "1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
@@ -78,38 +77,40 @@ def begin_supervised_run(
     folder = model_folder(fit.model_name_or_path, MODEL)
     model_config = load_config(folder, MODEL)
     with naming(MODEL):
-        check_architecture(model_config, folder, isinstance(config, SFTConfig) or config.reward.objective != "reward")
+        check(folder)
     tokenizer = load_tokenizer(folder, MODEL)
     check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
-    with naming(MODEL):
-        check(folder)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")
     rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, fit.eval_data_path, fit.eval_fraction)
-    amounts = {"rows_per_update": plan_supervised(fit, len(rows.train), dist.world_size()).global_batch}
-    session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), amounts)
+    batch_sizes = {"rows_per_update": plan_supervised(fit, len(rows.train), dist.world_size()).global_batch}
+    session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), batch_sizes)
     announce("load models")
-    guard = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
-    return SupervisedRun(device, folder, tokenizer, rows, session, ds_config, guard)
+    nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
+    return SupervisedRun(device, folder, tokenizer, rows, session, ds_config, nonfinite)
 
 
 def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
-    """What steps 1 and 2 read; `folder` is that of the model that they begin with."""
+    """The inputs of steps 1 and 2 that identify a run; `folder` holds the model that training starts from."""
     return RunInputs(
         rows.train, {EVAL_ROWS: rows.eval}, [(MODEL, folder)], [("--deepspeed_config", run.deepspeed_config)]
     )
 
 
-def train_to_the_end(fit: SupervisedTrainer[Any], run: SupervisedRun, title: str) -> dict[str, Any]:
-    """Train from where the session stands, save the model and write `result.json`; returns its contents."""
+def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str) -> dict[str, Any]:
+    """Train, resuming from the session's checkpoint if it has one; save the model and write `result.json`.
+
+    Returns:
+        The contents of `result.json`.
+    """
     output = run.session.output
-    show_plan(f"{title}: batches", fit.plan.table(), fit.fit.num_warmup_steps, fit.plan.total_steps)
+    show_plan(f"{title}: batches", trainer.plan.table(), trainer.fit.num_warmup_steps, trainer.plan.total_steps)
     started = time.perf_counter()
     announce("train")
-    run.session.train(fit, lambda writer, checkpointer: fit.run(writer, checkpointer, title))
+    run.session.train(trainer, lambda writer, checkpointer: trainer.run(writer, checkpointer, title))
     announce("save models")
-    result = fit.save(output, run.tokenizer)
+    result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)
     write_result(output, result)
     logger().info(f"{title}: saved to {output}")

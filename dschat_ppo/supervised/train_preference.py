@@ -1,4 +1,4 @@
-"""Step 2: from pairs of answers to a reward model, or to a policy without one."""
+"""Step 2: train a reward model, or the policy itself, on pairs of answers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.supervised.dpo_objective import dpo_objective
 from dschat_ppo.supervised.reward_objective import reward_objective
-from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_to_the_end
+from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer
 
 
 def load_trained_model(folder: str, config: PreferenceConfig, ds_config: Config) -> PolicyModel | ScalarModel:
-    """The model that the objective trains: a classifier with a scalar head (new if there is none), or a language
-    model, without dropout unless `--dropout` is given: the reference is measured without it."""
+    """The model that the objective trains: a classifier with a scalar head (new if the folder has none), or a language
+    model. A language model has no dropout unless `--dropout` is given, since the reference has none."""
     fit, dtype, resize = config.fit, config.run.dtype, config.run.resize_vocabulary
     model: PolicyModel | ScalarModel
     if config.reward.objective == "reward":
@@ -51,5 +51,5 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     model = load_trained_model(run.folder, config, run.ds_config)
     objective_of: Callable[..., Objective[Any]] = reward_objective if name == "reward" else dpo_objective
     objective = objective_of(filler_id(run.tokenizer), run.device, config)
-    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config.fit, config.run, run.guard)
-    return train_to_the_end(trainer, run, "reward model" if name == "reward" else name)
+    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config.fit, config.run, run.nonfinite)
+    return train_and_save(trainer, run, "reward model" if name == "reward" else name)

@@ -1,4 +1,4 @@
-"""The loop that steps 1 and 2 share: epochs, optimizer steps, evaluations."""
+"""Steps 1 and 2: the training loop. `SupervisedTrainer.run` is the whole loop, `train_step` one optimizer step."""
 
 from __future__ import annotations
 
@@ -26,111 +26,72 @@ from dschat_ppo.config.schema import RunFlags, SupervisedFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.data.templates import answer_ends
-from dschat_ppo.engine.build_engine import OptimizerSettings, learning_rate, optimizer_step, train_engine
+from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
+from dschat_ppo.engine.optimizer_step import learning_rate, optimizer_step
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
+from dschat_ppo.types import Engine, Model
 
 Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
 class Objective(Generic[Batch]):
-    """What a step trains for.
+    """What the model is trained for.
 
-    `collate(rows, indices)` makes a batch on the device; `count(batch)` is what the loss is a mean over (tokens,
-    pairs); `loss(engine, batch, total, sums)` is the batch's part of the loss, divided by `total`, and adds its
-    metrics to `sums`; `summary(metrics)` derives further numbers from reduced ones; `headline` are shown each step.
-    `prepare(engine, rows)`, if any, gives the rows what the untrained model says of them; `describe(engine, rows)`, if
-    any, measures the trained model, for its config and `result.json`. Both are collective.
+    Attributes:
+        collate: `(rows, indices)` -> a batch on the device.
+        count: a batch's number of units (tokens, pairs) that the loss is a mean over, a scalar tensor.
+        loss: `(model, batch, total, sums)` -> the batch's part of the loss: its sum over units divided by `total`, the
+            units of the whole optimizer step. Adds the batch's metrics to `sums`.
+        summary: adds derived numbers to the reduced metrics.
+        headline: names of the metrics in the log line of each step.
+        prepare: `(model, rows)` -> rows with columns computed by the untrained model, or None. Collective.
+        describe: `(model, rows)` -> measurements of the trained model for its config and `result.json`, or None.
+            Collective.
     """
 
     collate: Callable[[Dataset, Sequence[int]], Batch]
     count: Callable[[Batch], Tensor]
-    loss: Callable[[Any, Batch, Tensor, MetricSums], Tensor]
+    loss: Callable[[Model, Batch, Tensor, MetricSums], Tensor]
     summary: Callable[[dict[str, float]], dict[str, float]]
     headline: tuple[str, ...]
-    prepare: Callable[[Any, TokenRows], TokenRows] | None = None
-    describe: Callable[[Any, TokenRows], dict[str, float]] | None = None
-
-
-def fit_ds_config(fit: SupervisedFlags, run: RunFlags) -> Config:
-    """The DeepSpeed configuration of steps 1 and 2."""
-    overlay = read_overlay(run.deepspeed_config)
-    return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay)
-
-
-@torch.no_grad()
-def evaluate(engine: Any, rows: Dataset, objective: Objective[Batch], fit: SupervisedFlags) -> dict[str, float]:
-    """Metrics over the evaluation rows (at most `--eval_iters` batches per device), exact whatever the ranks."""
-    engine.eval()
-    batches = optimizer_steps(range(len(rows)), fit.per_device_eval_batch_size, 1, dist.world_size(), dist.rank())
-    sums = MetricSums()
-    for number, [indices] in enumerate(batches, start=1):
-        batch = objective.collate(rows, indices)
-        objective.loss(engine, batch, objective.count(batch).clamp_min(1), sums)
-        heartbeat()
-        if number == fit.eval_iters:
-            break
-    engine.train()
-    return objective.summary(sums.reduce())
-
-
-@torch.no_grad()
-def score_rows(
-    engine: Any, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int, title: str
-) -> Tensor:
-    """What the model says of every row, each rank doing its part. Collective.
-
-    Args:
-        engine: put into eval mode meanwhile (dropout off).
-        rows: at least one.
-        score: `score(rows, indices)` is (len(indices), k), one line for each index, of any content for fillers.
-        batch_size: rows of a batch on one device.
-        title: of the progress bar.
-
-    Returns:
-        (len(rows), k) on the CPU, in the order of the rows, the same on every rank.
-    """
-    engine.eval()
-    batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.world_size(), dist.rank()))
-    parts = []
-    with progress_bar(title, len(batches)) as bar:
-        for [indices] in batches:
-            parts.append(dist.gather_cat(score(rows, indices)).cpu())
-            heartbeat()
-            bar.update()
-    engine.train()
-    return torch.cat(parts)[: len(rows)]  # fillers stand at the end
+    prepare: Callable[[Model, TokenRows], TokenRows] | None = None
+    describe: Callable[[Model, TokenRows], dict[str, float]] | None = None
 
 
 class SupervisedTrainer(Generic[Batch]):
-    """Trains one model on rows; a `Resumable`, whose state is saved between two optimizer steps.
+    """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps.
 
     Args:
         model: a `PolicyModel` or a `ScalarModel`.
-        ds_config: as it was built with.
+        ds_config: the DeepSpeed config that the model was built with.
         rows: for training and evaluation.
-        objective: what it trains for.
+        objective: what the model is trained for.
         fit: flags of the training.
         run: flags of the run.
-        guard: what happens to numbers that are not finite; None: the run stops, and nothing is written.
+        nonfinite: what to do about NaN and infinity; None stops the run without a repro bundle.
     """
 
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
-        fit: SupervisedFlags, run: RunFlags, guard: NonFinitePolicy | None = None,
+        fit: SupervisedFlags, run: RunFlags, nonfinite: NonFinitePolicy | None = None,
     ):  # fmt: skip
-        self.guard = guard or NonFinitePolicy(SafetyFlags())
+        self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
         self.plan = plan_supervised(fit, len(rows.train), dist.world_size())
         self.objective = objective
         self.fit = fit
         self.run_flags = run
         self.clock = PhaseClock()
+        self.steps = 0  # optimizer steps done
+        self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
+        self.after: dict[str, float] = {}  # the last evaluation
+        self.best: tuple[float, int] | None = None  # lowest `eval_loss` during training, and its step
         settings = OptimizerSettings(
             fit.learning_rate,
             fit.weight_decay,
@@ -140,38 +101,49 @@ class SupervisedTrainer(Generic[Batch]):
             (run.adam_beta1, run.adam_beta2),
             run.adam_epsilon,
         )
-        self.steps = 0
-        self.before: dict[str, float] | None = None  # of the untrained model; None: not measured yet
-        self.after: dict[str, float] = {}
-        self.best: tuple[float, int] | None = None  # least `eval_loss` while training, and the steps done then
-        self.engine = train_engine(model, ds_config, settings)
+        self.engine: Engine = train_engine(model, ds_config, settings)
         select_kernels(self.engine)
-        self.rows = self._prepared(rows)
+        self.rows = rows
+        if objective.prepare is not None:
+            with self.clock.phase("prepare"):
+                self.rows = objective.prepare(self.engine, rows)
         seed_this_rank(run.seed)
 
-    def _prepared(self, rows: TokenRows) -> TokenRows:
-        if self.objective.prepare is None:
-            return rows
-        with self.clock.phase("prepare"):
-            return self.objective.prepare(self.engine, rows)
-
     def run(self, writer: MetricsWriter, checkpointer: Checkpointer, title: str) -> None:
-        """Evaluate and train, from where the state stands to the end.
+        """Train from the current state to the end.
 
         Raises:
-            StopRequested: from the boundary.
+            StopRequested: from the checkpointer.
         """
         if self.before is None:
             self.before = self.evaluate()
             writer.write(0, self.before)
         with progress_bar(title, self.plan.total_steps, self.steps) as bar:
-            for step_indices in self._steps_left():
-                self._train_and_report(step_indices, writer)
+            for micro_batches in self.steps_left():
+                step = self.steps + 1
+                announce_step(step)
+                rate = learning_rate(self.engine)  # before the update, which advances the schedule
+                with self.clock.phase("train"):
+                    metrics = self.train_step(micro_batches)
+                self.steps = step
+                shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
+                logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}")
+                if self._evaluation_is_due():
+                    self.after = self.evaluate()
+                    metrics |= self.after
+                    loss = self.after.get("eval_loss", math.inf)
+                    if loss < (math.inf if self.best is None else self.best[0]):
+                        self.best = (loss, step)
+                metrics |= {"lr": rate, "epoch": step / self.plan.steps_per_epoch}
+                seconds, _, peak = self.clock.take()
+                metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
+                metrics |= {f"peak_memory_gib/{name}": value for name, value in peak.items()}
+                writer.write(step, metrics)
                 bar.update()
                 checkpointer.save_if_due()
 
-    def _steps_left(self) -> Iterator[list[list[int]]]:
-        """This rank's micro-batches of each optimizer step that is left, epoch after epoch."""
+    def steps_left(self) -> Iterator[list[list[int]]]:
+        """For each optimizer step that is left: the row numbers of this rank's micro-batches."""
         epoch, done = divmod(self.steps, self.plan.steps_per_epoch)
         for number in range(epoch, self.plan.epochs):
             order = epoch_order(len(self.rows.train), self.run_flags.seed, number)
@@ -179,70 +151,66 @@ class SupervisedTrainer(Generic[Batch]):
             yield from islice(steps, done, None)
             done = 0
 
-    def _train_and_report(self, step_indices: list[list[int]], writer: MetricsWriter) -> None:
-        announce_step(self.steps + 1)
-        rate = learning_rate(self.engine)
-        with self.clock.phase("train"):
-            metrics = self.train_step(step_indices, self.steps + 1)
-        self.steps += 1
-        step, per_epoch = self.steps, self.plan.steps_per_epoch
-        self._show(step, metrics, rate)
-        if step % per_epoch == 0 or (self.fit.eval_interval and step % self.fit.eval_interval == 0):
-            self.after = self.evaluate()
-            metrics |= self.after
-            loss, least = self.after.get("eval_loss", math.inf), math.inf if self.best is None else self.best[0]
-            if loss < least:
-                self.best = (loss, step)
-        self._report(writer, step, {**metrics, "lr": rate, "epoch": step / per_epoch})
-
-    def train_step(self, step_indices: list[list[int]], step: int = 0) -> dict[str, float]:
-        """One optimizer step, the `step`-th, over this rank's micro-batches of row numbers.
+    def train_step(self, micro_batches: list[list[int]]) -> dict[str, float]:
+        """One optimizer step over this rank's micro-batches of row numbers; returns its metrics. Collective.
 
         Raises:
-            NonFiniteError: a loss or gradient is not finite, and the run is to stop.
+            NonFiniteError: a loss or gradient is not finite, and the run stops.
         """
         objective = self.objective
-        batches = [objective.collate(self.rows.train, indices) for indices in step_indices]
+        batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
         total = dist.all_reduce(torch.stack([objective.count(batch) for batch in batches]).sum()).clamp_min(1)
         sums = MetricSums()
         result = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
 
-        def scene() -> FailureContext:
+        def context() -> FailureContext:
             state = result.fault.random_state if result.fault else []
-            constants = {"total": float(total), "rows": step_indices}
+            constants = {"total": float(total), "rows": micro_batches}
             return FailureContext(batches, constants, self.engine, random_state=state)
 
-        self.guard.judge("model", step, result, scene)
+        self.nonfinite.handle("model", self.steps + 1, result, context)
         metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
-        return metrics | self.guard.metrics("model")
+        return metrics | self.nonfinite.metrics("model")
 
+    def _evaluation_is_due(self) -> bool:
+        """At the end of each epoch, and every `--eval_interval` steps."""
+        interval = self.fit.eval_interval
+        return self.steps % self.plan.steps_per_epoch == 0 or bool(interval and self.steps % interval == 0)
+
+    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Evaluation metrics under their names with `eval_` before; {} if there are no evaluation rows."""
+        """Metrics over the evaluation rows, prefixed with `eval_`; {} without evaluation rows. Collective.
+
+        Runs at most `--eval_iters` batches per device. The metrics do not depend on the number of ranks.
+        """
         if self.rows.eval is None:
             return {}
         with self.clock.phase("evaluate"):
-            found = evaluate(self.engine, self.rows.eval, self.objective, self.fit)
+            self.engine.eval()
+            rows, size, sums = self.rows.eval, self.fit.per_device_eval_batch_size, MetricSums()
+            batches = optimizer_steps(range(len(rows)), size, 1, dist.world_size(), dist.rank())
+            for number, [indices] in enumerate(batches, start=1):
+                batch = self.objective.collate(rows, indices)
+                self.objective.loss(self.engine, batch, self.objective.count(batch).clamp_min(1), sums)
+                heartbeat()
+                if number == self.fit.eval_iters:
+                    break
+            self.engine.train()
+            found = self.objective.summary(sums.reduce())
         logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         return {f"eval_{name}": value for name, value in found.items()}
 
-    def _show(self, step: int, metrics: dict[str, float], rate: float) -> None:
-        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
-        logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}")
-
-    def _report(self, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
-        seconds, _, peak = self.clock.take()
-        metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
-        metrics |= {f"peak_memory_gib/{name}": value for name, value in peak.items()}
-        writer.write(step, metrics)
-
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Save the model to `folder`; returns what `result.json` is to say of the training.
+        """Save the model to `folder`; returns the entries of `result.json` about the training. Collective.
 
         Raises:
-            NonFiniteError: a weight is not finite.
+            NonFiniteError: a weight is not finite; nothing is saved.
         """
         require_finite_weights("model", self.engine)
-        described = self._describe()
+        described: dict[str, float] = {}
+        if self.objective.describe is not None:
+            with self.clock.phase("describe"):
+                described = self.objective.describe(self.engine, self.rows)
         with self.clock.phase("save"):
             save_model(self.engine, tokenizer, folder, described, ends=answer_ends(tokenizer))
         before = self.before or {}
@@ -250,43 +218,71 @@ class SupervisedTrainer(Generic[Batch]):
         result |= {f"{name}_after": value for name, value in (self.after or before).items()}
         return result | {"optimizer_steps": self.plan.total_steps, "world_size": dist.world_size()}
 
-    def _describe(self) -> dict[str, float]:
-        if self.objective.describe is None:
-            return {}
-        with self.clock.phase("describe"):
-            return self.objective.describe(self.engine, self.rows)
-
     @property
-    def engines_to_save(self) -> dict[str, Any]:
-        """The one engine, as `model`."""
+    def engines_to_save(self) -> dict[str, Engine]:
+        """The engine, as `model`."""
         return {"model": self.engine}
 
     @property
     def position(self) -> tuple[int, int]:
-        """Optimizer steps done, and 0: there is nothing smaller."""
+        """Optimizer steps done, and 0: no smaller unit is saved."""
         return self.steps, 0
 
     @property
     def is_best(self) -> bool:
-        """Whether the last evaluation was made at this position and has the least loss so far."""
+        """Whether the last evaluation, at this step, has the lowest loss so far."""
         return self.best is not None and self.best[1] == self.steps
 
     def shared_state(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         return {
             "steps": self.steps,
             "before": self.before,
             "after": self.after,
             "best": self.best,
-            "guard": self.guard.state_dict(),
+            "guard": self.nonfinite.state_dict(),
         }
 
     def rank_state(self) -> dict[str, Any]:
-        """Nothing is this rank's alone."""
+        """Empty: all state is shared."""
         return {}
 
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
-        """Go on from `shared_state()`."""
+        """Restore `shared_state()`."""
         self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
         self.best = None if shared["best"] is None else tuple(shared["best"])
-        self.guard.load_state_dict(shared["guard"])
+        self.nonfinite.load_state_dict(shared["guard"])
+
+
+def fit_ds_config(fit: SupervisedFlags, run: RunFlags) -> Config:
+    """The DeepSpeed configuration of steps 1 and 2."""
+    overlay = read_overlay(run.deepspeed_config)
+    return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay)
+
+
+@torch.no_grad()
+def score_rows(
+    model: Model, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int, title: str
+) -> Tensor:
+    """Apply `score` to every row, with the rows divided among the ranks and without dropout. Collective.
+
+    Args:
+        model: put into eval mode, and back into training mode at the end.
+        rows: at least one.
+        score: `(rows, indices)` -> (len(indices), k); the lines of filler rows are ignored.
+        batch_size: rows per batch and device.
+        title: of the progress bar.
+
+    Returns:
+        (len(rows), k) on the CPU, in the order of the rows; the same on every rank.
+    """
+    model.eval()
+    batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.world_size(), dist.rank()))
+    parts = []
+    with progress_bar(title, len(batches)) as bar:
+        for [indices] in batches:
+            parts.append(dist.gather_cat(score(rows, indices)).cpu())
+            heartbeat()
+            bar.update()
+    model.train()
+    return torch.cat(parts)[: len(rows)]  # filler rows are at the end

@@ -1,9 +1,9 @@
-"""`python -m dschat_ppo.tools.replay FOLDER`: numbers that were not finite, once more, in one process.
+"""`python -m dschat_ppo.tools.replay FOLDER`: reproduce a NaN or infinity from its repro bundle, in one process.
 
-FOLDER is what a run wrote under OUTPUT/nonfinite. The model as it was and the micro-batches of the rank (or the rows of
-the PPO step) are loaded, and what went wrong is done again in the same number format: which loss, which module's output
-first, which gradients, which rows and tokens. Exit code 0: a number is not finite again; 1: all are finite; 2: the
-folder cannot be used.
+FOLDER is a folder under OUTPUT/nonfinite. The command loads the model and the rank's micro-batches (or the rows of the
+PPO step) from it, repeats the computation in the same number format, and prints what is not finite: which loss, which
+module's output first, which gradients, which rows and tokens. Exit code 0: a number is not finite again; 1: all numbers
+are finite; 2: the folder cannot be used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common.logging import quiet_libraries
@@ -23,28 +24,38 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.engine.skip_update import set_random_state
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.forward import response_scores, response_values
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, load_tokenizer, model_folder
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.nonfinite.diagnostics import (
+    FirstBadOutput,
+    bad_gradients,
+    bad_places,
+    bad_weights,
+    describe_row,
+    single_rows,
+)
 from dschat_ppo.nonfinite.repro_bundle import CONFIG, MODEL, read_bundle
+from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
+from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.supervised.dpo_objective import dpo_loss
 from dschat_ppo.supervised.reward_objective import reward_loss
 from dschat_ppo.supervised.sft import sft_loss
-from dschat_ppo.tools.replay_rows import SHOWN_ROWS, replay_rows
-from dschat_ppo.tools.suspects import FirstBadOutput, bad_gradients, bad_weights, shown_row, single_rows
-from dschat_ppo.types import to_device
+from dschat_ppo.types import ScoredRollout, select_rows, to_device
 
+SHOWN = 20  # at most, of rows and of parameter names
 Loss = Callable[[Any], Tensor]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay what `argv` names; the exit code."""
+    """Run the command with the arguments `argv`; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a folder under OUTPUT/nonfinite")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="another number format than the run's")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="number format (default: that of the run)")
     words = parser.parse_args(argv)
     try:
         bad = replay(words.folder, words.dtype)
@@ -56,10 +67,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def replay(folder: Path, dtype: str | None = None) -> bool:
-    """Do it again and print what is found; whether a number is not finite.
+    """Repeat the computation of a bundle and print what is not finite; returns whether any number is not.
 
     Args:
-        folder: of the dump.
+        folder: of the bundle.
         dtype: number format; None for that of the run.
 
     Raises:
@@ -74,13 +85,12 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     tokenizer = load_tokenizer(tokenizer_folder(folder, what, config), "model")
     if model is not None:
         model.to(device)
-        for name in bad_weights(model)[:SHOWN_ROWS]:
+        for name in bad_weights(model)[:SHOWN]:
             print(f"weights that are not finite: {name}")
     records = [to_device(record, device) for record in records]
-    if what["role"] == "reward" and model is not None and not _shares_tokens(what["model"], tokenizer):
-        model = None  # it has a tokenizer of its own
     if "rows" in what["fault"]:
         return replay_rows(what, config, model, records[0], tokenizer)
+
     assert model is not None
     scale = what["world_size"] * what["loss_scale"] if dtype == what["dtype"] else what["world_size"]
     loss_of = loss_function(what, config, model.train(), dtype, device)
@@ -88,14 +98,15 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
         set_random_state(states)
     bad = replay_step(model, records, lambda record: loss_of(record) * scale)
     if bad:
-        shown = records[what["fault"]["micro_batch"]]
-        print(f"rows of micro-batch {what['fault']['micro_batch']}, each alone:")
-        show_rows(model, shown, loss_of, tokenizer, what["constants"].get("rows", []), what["fault"]["micro_batch"])
+        number = what["fault"]["micro_batch"]
+        print(f"rows of micro-batch {number}, each alone:")
+        data_rows = what["constants"].get("rows", [])
+        print_bad_rows(model, records[number], loss_of, tokenizer, data_rows[number] if data_rows else [])
     return bad
 
 
 def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> PolicyModel | ScalarModel | None:
-    """The model that made the number; None where no model did."""
+    """The model that computed the number; None if none did."""
     if what["model"] is None:
         return None
     path = str(folder / MODEL) if what["model"] == MODEL else model_folder(what["model"], "model")
@@ -109,18 +120,16 @@ def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> P
 
 
 def tokenizer_folder(folder: Path, what: dict[str, Any], config: Any) -> str:
-    """Where the tokenizer of the tokens is."""
+    """The folder of the tokenizer that made the records."""
     if what["model"] == MODEL:
         return str(folder / MODEL)
     return model_folder(config.ppo.actor_model_name_or_path, "--actor_model_name_or_path")
 
 
-def _shares_tokens(folder: str, tokenizer: Any) -> bool:
-    return bool(load_tokenizer(model_folder(folder, "model"), "model").get_vocab() == tokenizer.get_vocab())
-
-
-def loss_function(what: dict[str, Any], config: Any, model: Any, dtype: str, device: torch.device) -> Loss:
-    """A micro-batch's part of the loss, as the run made it."""
+def loss_function(
+    what: dict[str, Any], config: Any, model: PolicyModel | ScalarModel, dtype: str, device: torch.device
+) -> Loss:
+    """The loss of one micro-batch, as in the run."""
     constants, sums = what["constants"], MetricSums()
     if what["step_name"] != "ppo":
         total = torch.tensor(constants["total"], device=device)
@@ -131,7 +140,13 @@ def loss_function(what: dict[str, Any], config: Any, model: Any, dtype: str, dev
     update = MiniBatch([], Denominators(**constants["over"]), constants["value_tokens"], constants["share"])
     if what["role"] == "critic":
         return lambda rows: critic_loss(model, rows, update, config.algorithm.value_clip_eps, sums)
-    actor_loss = ActorLoss(model, _reference(config, dtype, device), config.algorithm, config.ppo.temperature)
+
+    reference, flags = None, config.algorithm
+    if flags.kl_loss_coef != 0 and flags.kl_loss_estimator == "full":  # compares whole distributions
+        path = model_folder(config.ppo.actor_model_name_or_path, "--actor_model_name_or_path")
+        reference = PolicyModel(load_causal_lm(path, dtype, None, resize=config.run.resize_vocabulary), fused=False)
+        reference.to(device).eval().requires_grad_(False)
+    actor_loss = ActorLoss(model, reference, flags, config.ppo.temperature)
     text_tokens = torch.tensor(constants["text_tokens"], device=device)
 
     def loss_of(rows: Any) -> Tensor:
@@ -142,19 +157,9 @@ def loss_function(what: dict[str, Any], config: Any, model: Any, dtype: str, dev
     return loss_of
 
 
-def _reference(config: Any, dtype: str, device: torch.device) -> PolicyModel | None:
-    """The reference, where the loss compares whole distributions with it."""
-    flags = config.algorithm
-    if flags.kl_loss_coef == 0 or flags.kl_loss_estimator != "full":
-        return None
-    path = model_folder(config.ppo.actor_model_name_or_path, "--actor_model_name_or_path")
-    model = PolicyModel(load_causal_lm(path, dtype, None, resize=config.run.resize_vocabulary), fused=False)
-    model.to(device).eval().requires_grad_(False)
-    return model
-
-
-def replay_step(model: nn.Module, records: Sequence[Any], loss_of: Loss) -> bool:
-    """Forward and backward of the micro-batches, in order; prints what is not finite and says whether anything is."""
+def replay_step(model: PolicyModel | ScalarModel, records: Sequence[Any], loss_of: Loss) -> bool:
+    """Forward and backward over the micro-batches in order, up to the first failure. Prints what is not finite and
+    returns whether anything is not."""
     found = False
     for number, record in enumerate(records):
         with FirstBadOutput(model) as outputs:
@@ -165,7 +170,7 @@ def replay_step(model: nn.Module, records: Sequence[Any], loss_of: Loss) -> bool
             print(f"  the first output that is not finite: {outputs.first}")
         names = bad_gradients(model)
         if names:
-            shown = ", ".join(names[:SHOWN_ROWS]) + (", ..." if len(names) > SHOWN_ROWS else "")
+            shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
             print(f"  gradients that are not finite, {len(names)} parameters: {shown}")
         found = found or not bool(loss.isfinite()) or bool(names)
         if found:
@@ -175,27 +180,86 @@ def replay_step(model: nn.Module, records: Sequence[Any], loss_of: Loss) -> bool
     return found or not bool(norm.isfinite())
 
 
-def show_rows(
-    model: nn.Module, record: Any, loss_of: Loss, tokenizer: Any, numbers: list[list[int]], micro_batch: int
-) -> None:
-    """Print the rows whose own loss or gradient is not finite, with their tokens."""
+def print_bad_rows(
+    model: PolicyModel | ScalarModel, record: Any, loss_of: Loss, tokenizer: PreTrainedTokenizerBase,
+    data_rows: list[int],
+) -> None:  # fmt: skip
+    """Print the rows of a micro-batch whose own loss or gradient is not finite, with their tokens.
+
+    Args:
+        model: computes the loss.
+        record: the micro-batch.
+        loss_of: the loss of a record.
+        tokenizer: of the record's tokens.
+        data_rows: row of the training data for each row of the record; [] if unknown.
+    """
     shown = 0
     for row, alone in enumerate(single_rows(record)):
         model.zero_grad()
         loss = loss_of(alone)
         loss.backward()
-        if shown < SHOWN_ROWS and (not bool(loss.isfinite()) or bad_gradients(model)):
+        if shown < SHOWN and (not bool(loss.isfinite()) or bad_gradients(model)):
             shown += 1
-            of_data = (
-                f" (training row {numbers[micro_batch][row]}, counted from 0 after the data were divided)"
-                if numbers
-                else ""
-            )
+            of_data = f" (row {data_rows[row]} of the training split, counted from 0)" if data_rows else ""
             print(f"  row {row}{of_data}: loss {loss.item()}, {len(bad_gradients(model))} bad gradients")
-            for line in shown_row(alone, tokenizer):
+            for line in describe_row(alone, tokenizer):
                 print(f"    {line}")
     if not shown:
-        print("  none: it takes several rows together")
+        print("  no row alone; the number is finite unless several rows are computed together")
+
+
+def replay_rows(
+    what: dict[str, Any], config: Any, model: PolicyModel | ScalarModel | None, rows: ScoredRollout,
+    tokenizer: PreTrainedTokenizerBase,
+) -> bool:  # fmt: skip
+    """Compute scores, log-probs, values or advantages again and print what is not finite; returns whether anything is
+    not. Scores of Python functions and services are taken from the bundle.
+
+    Args:
+        what: contents of `what.json`.
+        config: of the run.
+        model: computed the field; None if no model did.
+        rows: of all ranks.
+        tokenizer: of the rows' tokens.
+    """
+    name, numbers = what["fault"]["kind"], what["fault"]["rows"]
+    single = [(number, select_rows(rows, torch.tensor([number], device=rows.scores.device))) for number in numbers]
+    for number, alone in single[:SHOWN]:
+        print(f"row {number}:")
+        for line in describe_row(alone, tokenizer):
+            print(f"  {line}")
+
+    if what["role"] == "shaping":
+        advantages = AdvantageComputation(config.algorithm, config.ppo.max_answer_seq_len, config.run.seed)
+        advantages.load_state_dict(what["constants"]["shaping"])
+        places = bad_places(advantages(rows, what["step"]))
+        for field, found in places.items():
+            print(f"{field}: {len(found)} numbers are not finite, the first at {found[0]}")
+        return bool(places)
+
+    if what["role"] == "reward" and model is not None:
+        own = load_tokenizer(model_folder(what["model"], "model"), "model")
+        if own.get_vocab() != tokenizer.get_vocab():
+            model = None  # its tokens are not those of the rows
+    if model is None:
+        print(f"{name}: not computed again; these are the recorded numbers")
+        return name in bad_places(rows)
+
+    bad = False
+    for number, alone in single:
+        with FirstBadOutput(model.eval()) as outputs, torch.no_grad():
+            if what["role"] == "critic":
+                again = response_values(model, alone)
+            elif what["role"] == "reward":
+                again = ModelReward(model).scores(alone)
+            else:
+                again = response_scores(model, alone, config.ppo.temperature).logprobs
+        if not bool(again.isfinite().all()):
+            bad = True
+            print(f"row {number}, {name}: not finite again; the first output: {outputs.first}")
+    if not bad:
+        print(f"{name}: finite this time; another source of reward, or sampling, gave the recorded numbers")
+    return bad
 
 
 if __name__ == "__main__":

@@ -1,34 +1,14 @@
-"""DeepSpeed configurations and parameter groups."""
+"""DeepSpeed configurations."""
 
 import json
 
 import pytest
-from torch import nn
 
-from dschat_ppo.engine.build_engine import _parameter_groups
 from dschat_ppo.engine.ds_config import eval_config, merge, read_overlay, train_config
 from dschat_ppo.errors import UserError
 
 
-def test_biases_and_norms_do_not_decay():
-    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Embedding(5, 2))
-    groups = _parameter_groups(model, 0.1)
-    decayed = {id(p) for p in groups[0]["params"]}
-    assert groups[0]["weight_decay"] == 0.1
-    assert groups[1]["weight_decay"] == 0.0
-    assert decayed == {id(model[0].weight), id(model[2].weight)}
-    assert len(groups[1]["params"]) == 3
-
-
-def test_frozen_parameters_are_in_no_group():
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    assert {id(p) for group in _parameter_groups(model, 0.1) for p in group["params"]} == {
-        id(p) for p in model[1].parameters()
-    }
-
-
-def test_offload_moves_optimizer_and_at_stage_3_parameters():
+def test_offload_moves_the_optimizer_and_at_stage_3_the_parameters():
     for stage, keys in (
         (1, {"offload_optimizer"}),
         (2, {"offload_optimizer"}),
@@ -45,7 +25,7 @@ def test_eval_engines_are_partitioned_at_stage_3_only():
     assert stages == [0, 0, 0, 3]
 
 
-def test_overlay_wins_level_by_level_and_changes_neither():
+def test_the_overlay_takes_precedence_and_arguments_are_not_modified():
     base = {"a": {"x": 1, "y": 2}, "b": 3}
     overlay = {"a": {"y": 5, "z": 6}, "c": [1]}
     assert merge(base, overlay) == {"a": {"x": 1, "y": 5, "z": 6}, "b": 3, "c": [1]}
@@ -56,7 +36,7 @@ def test_overlay_wins_level_by_level_and_changes_neither():
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", json.dumps({"gradient_accumulation_steps": 4})])
-def test_overlay_files_that_cannot_be_used_are_named(tmp_path, text):
+def test_invalid_overlay_files_are_named_in_the_error(tmp_path, text):
     path = tmp_path / "mine.json"
     path.write_text(text)
     with pytest.raises(UserError, match=r"--deepspeed_config .*mine\.json"):
@@ -66,7 +46,7 @@ def test_overlay_files_that_cannot_be_used_are_named(tmp_path, text):
 @pytest.mark.parametrize(
     "settings", [{"bf16": {"check_grad_overflow": False}}, {"zero_optimization": {"compute_grad_norm": False}}]
 )
-def test_checks_of_gradients_cannot_be_turned_off(tmp_path, settings):
+def test_gradient_checks_cannot_be_turned_off(tmp_path, settings):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(settings))
     with pytest.raises(UserError, match=r"mine\.json: .* false would let gradients"):
@@ -75,5 +55,5 @@ def test_checks_of_gradients_cannot_be_turned_off(tmp_path, settings):
     assert read_overlay(str(path)) != {}
 
 
-def test_no_overlay_is_empty():
+def test_without_a_file_the_overlay_is_empty():
     assert read_overlay(None) == {}

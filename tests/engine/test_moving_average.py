@@ -10,7 +10,7 @@ from dschat_ppo.engine.moving_average import MovingAverage
 from dschat_ppo.errors import UserError
 
 
-def test_the_average_by_hand_over_updates_and_across_a_restart():
+def test_the_average_matches_the_formula_also_after_a_resume():
     model = nn.Linear(3, 2).to(torch.bfloat16)
     average = MovingAverage(model, 0.75)
     expected = model.weight.detach().float().numpy().copy()
@@ -29,9 +29,9 @@ def test_the_average_by_hand_over_updates_and_across_a_restart():
     np.testing.assert_allclose(average.state_dict()["weight"].numpy(), expected, rtol=1e-6)
 
 
-def test_partitions_of_saved_ranks_are_put_together():
+def test_partitions_of_saved_ranks_are_joined():
     average = MovingAverage(nn.Linear(5, 1, bias=False), 0.5)
-    parts = ([0.0, 1.0], [2.0, 3.0], [4.0, 99.0])  # the last one is filled up
+    parts = ([0.0, 1.0], [2.0, 3.0], [4.0, 99.0])  # the last one is padded
     states = [{"weight": torch.tensor(part)} for part in parts]
     assert not average.has_layout_of(states[0])
     assert average.load_parts(states)
@@ -39,7 +39,7 @@ def test_partitions_of_saved_ranks_are_put_together():
 
 
 def partitioned(numel: int, size: int) -> nn.Module:
-    """A model whose one weight is divided into pieces of this size, as ZeRO-3 marks it."""
+    """A model whose one weight is partitioned into pieces of this size, marked as by ZeRO-3."""
     model = nn.Linear(numel, 1, bias=False)
     marks = {"ds_id": 0, "ds_tensor": torch.zeros(size), "ds_numel": numel, "ds_shape": (1, numel)}
     for name, value in marks.items():
@@ -48,11 +48,11 @@ def partitioned(numel: int, size: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("saved", [
-    [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 99.0]],  # four ranks, the last one filled up
+    [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 99.0]],  # four ranks, the last one padded
     [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], None, None],  # whole on the first
     [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]],
 ])  # fmt: skip
-def test_a_partition_is_cut_from_any_other_division(saved, monkeypatch):
+def test_a_partition_is_restored_from_any_other_partitioning(saved, monkeypatch):
     states = [{} if part is None else {"weight": torch.tensor(part)} for part in saved]
     for rank, expected in enumerate(([0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0])):
         monkeypatch.setenv("RANK", str(rank))
@@ -63,7 +63,7 @@ def test_a_partition_is_cut_from_any_other_division(saved, monkeypatch):
         assert average.state_dict()["weight"].tolist()[: len(expected)] == expected
 
 
-def test_whole_weights_are_averaged_on_the_first_rank_alone(monkeypatch):
+def test_whole_weights_are_averaged_on_rank_0_only(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     model = nn.Linear(2, 1)
     average = MovingAverage(model, 0.5)
@@ -76,14 +76,14 @@ def test_whole_weights_are_averaged_on_the_first_rank_alone(monkeypatch):
     assert average.state_dict() == {}
 
 
-def test_without_any_saved_part_nothing_is_loaded():
+def test_without_saved_parts_the_average_does_not_change():
     average = MovingAverage(nn.Linear(2, 1, bias=False), 0.5)
     before = average.state_dict()["weight"].clone()
     assert not average.load_parts([{}, {}])
     assert torch.equal(average.state_dict()["weight"], before)
 
 
-def test_it_begins_from_the_weights_as_they_are():
+def test_the_average_starts_from_the_current_weights():
     model = nn.Linear(2, 1, bias=False)
     average = MovingAverage(model, 0.5)
     with torch.no_grad():

@@ -20,7 +20,7 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.errors import RolloutCancelled, StopRequested
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo import loop
 from dschat_ppo.ppo.loop import PPOTrainer
 from dschat_ppo.ppo.state import PPOState

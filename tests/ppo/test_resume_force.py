@@ -15,7 +15,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.sampler import RowStream
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo.collect import ExperienceCollector
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.loop import PPOTrainer

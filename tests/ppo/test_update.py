@@ -6,17 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dschat_ppo.ppo.update_limits import UpdateLimits
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.engine.skip_update import Fault, StepResult
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo import update
 from dschat_ppo.ppo.mini_dataset import Update
 from dschat_ppo.ppo.update import Updater
-from dschat_ppo.ppo.update_limits import UpdateLimits
 
 PART = Update([], Denominators(1.0, 1.0, 1.0), 1.0, 1.0)
 GOOD, LEFT_OUT = StepResult(2.0, applied=True), StepResult(math.inf, applied=False)
@@ -94,7 +94,7 @@ def test_what_each_engine_sees_and_by_which_constants(monkeypatch):
     monkeypatch.setattr(update, "accumulate", lambda engine, batches, loss_of: SimpleNamespace(
         fault=None, losses=losses.append([loss_of(batch) for batch in batches])))  # fmt: skip
     monkeypatch.setattr(update, "apply", lambda gradients: next(results))
-    guard = SimpleNamespace(judge=lambda role, step, result, scene: scenes.append((role, step, scene())))
+    guard = SimpleNamespace(handle=lambda role, step, result, scene: scenes.append((role, step, scene())))
     engines = SimpleNamespace(actor="A", critic="C", reference="R")
     texts = SimpleNamespace(take=lambda: ([text], torch.tensor(6)))
     Updater(config, engines, texts, guard).once(part, MetricSums(), 0.01, True, 3)

@@ -260,7 +260,7 @@ def bad(assets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def said(assets, bad, tmp_path_factory):
-    """Case -> [exit code, what is said from `error:` on, line by line]."""
+    """Case -> [exit code, the lines of output from `error:` on]."""
     out = tmp_path_factory.mktemp("said")
     cases = {}
     for number, (name, (step, words, _)) in enumerate(CASES.items()):
@@ -274,7 +274,7 @@ def said(assets, bad, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_one_clear_message_and_exit_code_2(said, name):
+def test_bad_input_gives_one_message_and_exit_code_2(said, name):
     code, lines = said[name]
     assert code == 2
     assert len(lines) == 1
@@ -284,7 +284,7 @@ def test_bad_input_is_one_clear_message_and_exit_code_2(said, name):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_under_the_launcher_the_message_comes_once_and_the_exit_code_is_2(assets, tmp_path):
+def test_under_the_launcher_the_message_is_printed_once_and_the_exit_code_is_2(assets, tmp_path):
     words = [*base_words("sft", assets, tmp_path / "out"), "--data_path", tmp_path / "nowhere.jsonl"]
     result = deepspeed(2, "training/step1_sft/main.py", *words)
     assert result.returncode == 2

@@ -1,4 +1,4 @@
-"""Every estimator and loss makes the same updates however the work is divided."""
+"""Every estimator and loss makes the same updates on any number of ranks and with any micro-batch size."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Engines on real ranks: saved, and resumed from the files in the same and in any other layout."""
+"""Saving engines on real ranks, and resuming from the files in the same layout and in others."""
 
 import argparse
 import hashlib
@@ -53,13 +53,13 @@ def test_resumed_training_is_bit_equal(found):
     assert len(seen) == 2 + 2 * 18
 
 
-def test_saving_does_not_change_training_nor_wait_for_the_disk(found):
+def test_saving_does_not_change_training_and_training_does_not_wait_for_the_disk(found):
     for case, saved, _ in saved_and_resumed(found):
         assert saved["undisturbed"], case
         assert saved["pending"] or not saved["files"], case
 
 
-def test_the_runs_pass_their_warm_up_and_losses_fall(found):
+def test_the_schedule_is_past_its_warm_up_and_losses_fall(found):
     for case, saved, _ in saved_and_resumed(found):
         if "unstarted" in case:
             continue
@@ -81,7 +81,7 @@ def test_fp16_overflows_before_and_after_the_save_lower_the_scale_once(found):
             assert scales == [2.0**10] * 5 + [2.0**9] * 2, case
 
 
-def test_checksums_are_those_of_the_files(found, folder):
+def test_digests_match_the_files(found, folder):
     names = set()
     for part in ("first", "main"):
         for report in found[part]:
@@ -107,7 +107,7 @@ def resharded(found):
                 yield f"{part}, rank {rank}: {case}", how
 
 
-def test_resharded_states_equal_the_saved_ones_bit_for_bit(found):
+def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
     seen = []
     for case, how in resharded(found):
         assert not how["fits"], case
@@ -136,7 +136,7 @@ def test_resharded_states_equal_the_saved_ones_bit_for_bit(found):
         ("main: stage 3 bf16 -> stage 2 bf16 offload", "optimizer AdamW there and DeepSpeedCPUAdam here"),
     ],
 )
-def test_load_engine_refuses_another_layout_and_names_the_difference(found, case, difference):
+def test_another_layout_is_refused_and_the_difference_is_named(found, case, difference):
     assert difference in found["main"][0]["resharded"][case]["refused"]
 
 
@@ -145,11 +145,11 @@ def test_half_precision_restores_its_fp32_masters(found):
         assert not how["masters_are_bf16"] or "unstarted" in case, case
 
 
-def test_training_continues_in_another_layout_as_in_the_saved_one(found):
+def test_training_in_another_layout_continues_like_the_saved_one(found):
     for case, how in resharded(found):
         losses, expected = (np.array([step[0] for step in how[key]]) for key in ("after", "expected"))
         rates, expected_rates = (np.array([step[2] for step in how[key]]) for key in ("after", "expected"))
-        same = 2 if "fp16 -> stage 2 bf16" in case else 3  # after two steps fp16 has left out another one
+        same = 2 if "fp16 -> stage 2 bf16" in case else 3  # after two steps fp16 has skipped another one
         rtol = 1e-4 if "bf16" not in case else 1e-2
         np.testing.assert_allclose(losses[:same], expected[:same], rtol=rtol, err_msg=case)
         np.testing.assert_array_equal(rates[:same], expected_rates[:same], err_msg=case)
@@ -167,7 +167,7 @@ def test_fp16_keeps_its_scale_in_another_layout_but_not_in_another_dtype(found):
 
 
 @pytest.mark.parametrize("case", ["stage 2 fp32", "stage 1 bf16", "stage 3 bf16"])
-def test_the_converter_of_deepspeed_reads_the_same_numbers(found, folder, tmp_path, case):
+def test_deepspeeds_own_converter_reads_the_same_numbers(found, folder, tmp_path, case):
     here = folder / "main" / case
     ds_to_universal.main(
         argparse.Namespace(

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from launch import ROOT, deepspeed_command, environment
 
-from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME
+from dschat_ppo.runtime.first_failure import HOW_TO_RESUME
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -148,14 +148,14 @@ def test_an_exception_of_one_rank_is_one_message(ended, rank):
     assert "in all_reduce" in run.log(1 - rank)
 
 
-def test_an_error_of_all_ranks_is_reported_once(ended):
+def test_an_exception_of_all_ranks_is_reported_once(ended):
     run = ended["both raise"]
     assert run.code == 3
     assert run.told() == ["error: the loss is nan"]
     assert [run.left(rank)["code"] for rank in range(2)] == [3, 3]
 
 
-def test_a_user_error_of_another_rank_is_reported(ended):
+def test_a_user_error_of_another_rank_is_reported_too(ended):
     run = ended["user error on rank 1"]
     assert run.code == 2
     assert run.told() == ["error on rank 1: --flag: this machine has no such file"]
@@ -163,7 +163,7 @@ def test_a_user_error_of_another_rank_is_reported(ended):
     assert [run.left(rank)["code"] for rank in range(2)] == [2, 2]
 
 
-def test_a_killed_rank_is_reported_and_ends_the_run(ended):
+def test_a_killed_rank_ends_the_run(ended):
     run = ended["rank 1 is killed"]
     assert run.code in (5, LAUNCHER_KILLED)  # the code of the rank at which the launcher looks first
     assert run.told() == [f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {HOW_TO_RESUME}"]
@@ -185,20 +185,20 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(ended):
     assert "Traceback" not in run.err
 
 
-def test_a_slow_disk_is_no_hang_and_does_not_hide_one(ended):
+def test_a_slow_disk_is_not_a_hang_and_does_not_hide_one(ended):
     run = ended["rank 1 hangs while rank 0 writes"]
     assert run.code == 5
     idle = [
         int(re.fullmatch(r"rank \d makes no progress since (\d+) s: phase 'update', step 5", line)[1])
         for line in run.told()
     ]
-    assert idle[0] in range(3, 2 * 3), "counted from the end of the write that it waits for, not of others"
+    assert idle[0] in range(3, 2 * 3), "counted from the end of the awaited write, not of concurrent ones"
     assert idle[1] >= 9
     of_rank_0 = run.err[run.err.index("rank 0 makes") : run.err.index("rank 1 makes")]
     assert "in all_reduce" in of_rank_0
 
 
-def test_a_hang_in_c_code_ends(ended):
+def test_a_hang_in_c_code_ends_the_run(ended):
     run = ended["rank 1 holds the lock"]
     assert run.code == 5
     told = run.told()
@@ -217,7 +217,7 @@ def test_a_hang_in_c_code_ends(ended):
         ("SIGINT to all", -signal.SIGINT, {"SIGINT"}),
     ],
 )
-def test_a_stop_is_orderly(ended, case, code, reasons):
+def test_a_requested_stop_saves_and_exits(ended, case, code, reasons):
     run = ended[case]
     assert run.code == code
     assert run.told() == []  # and the watchdog had no reason to speak
@@ -228,7 +228,7 @@ def test_a_stop_is_orderly(ended, case, code, reasons):
     assert reasons - {None} <= found <= reasons | passed_on
 
 
-def test_the_temporary_folder_is_empty_after_all_runs(ended):
+def test_nothing_is_left_in_the_temporary_folder(ended):
     for case, run in ended.items():
         left = list((run.folder / "tmp").glob("dschat_ppo_*"))
         # a rank that holds the lock cannot leave; rank 0 takes the folder away if it leaves after that one's end

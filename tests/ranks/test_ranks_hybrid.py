@@ -1,15 +1,10 @@
-"""The hybrid engine on two real ZeRO-3 ranks: 200 switches to generation and back leave nothing behind."""
+"""The hybrid engine on two real ZeRO-3 ranks: 200 switches to generation and back do not change training."""
 
 import json
 import math
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
-import torch
 from launch import deepspeed, succeed
-
-from dschat_ppo.engine.hybrid_engine import HybridEngine
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -33,12 +28,12 @@ def test_generating_changes_no_weight_and_restores_training(found):
         assert toggles["training_mode"]
 
 
-def test_memory_is_flat_over_200_toggles(found):
+def test_memory_does_not_grow_over_200_switches(found):
     for rank in found:
         assert rank["toggles"]["memory_growth_mib"] < 8
 
 
-def test_lent_model_computes_what_the_engine_computes(found):
+def test_log_probs_of_the_generating_model_match_the_engine(found):
     for rank in found:
         assert rank["gathered_difference"] < 1e-5
 
@@ -75,7 +70,7 @@ def test_dropout_is_off_in_rollout_and_scoring(found):
 def test_layer_by_layer_gives_the_same_answers_with_ranks_of_uneven_work(found):
     for rank, most in zip(found, (2, 9), strict=True):
         report = rank["layer_by_layer"]
-        assert report["collective"]
+        assert report["collective"] == [True, False]
         assert report["engine"] == "continuous"
         assert report["same_tokens"]
         assert report["same_tokens_padded"]
@@ -93,43 +88,5 @@ def test_answers_do_not_depend_on_the_number_of_ranks(found, assets, tmp_path):
     assert alone[0] != alone[1], "two steps with the same answers"
 
 
-def test_ranks_draw_dropout_from_streams_of_their_own(found):
+def test_each_rank_has_its_own_dropout_stream(found):
     assert found[0]["dropout_noise"] != found[1]["dropout_noise"]
-
-
-def test_hooks_checkpointing_and_gradients_are_off_only_while_generating():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    calls = []
-    model.register_forward_hook(lambda *_: calls.append("hook"))
-    model[0].gradient_checkpointing = True
-    with HybridEngine(SimpleNamespace(module=model)).generating() as lent:
-        assert not lent(torch.zeros(1, 2)).requires_grad
-        assert model[0].gradient_checkpointing is False
-        assert not model.training
-    assert calls == []
-    assert model(torch.zeros(1, 2)).requires_grad
-    assert calls == ["hook"]
-    assert model[0].gradient_checkpointing is True
-    assert model.training
-
-
-def test_adapters_are_merged_while_generating_and_taken_out_again():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
-    before = model[0].weight.detach().clone()
-
-    @contextmanager
-    def merge(lent):
-        lent[0].weight.data += 1
-        yield
-        lent[0].weight.data -= 1
-
-    with HybridEngine(SimpleNamespace(module=model), merge=merge).generating() as lent:
-        assert torch.equal(lent[0].weight, before + 1)
-    torch.testing.assert_close(model[0].weight, before)
-
-
-def test_adapters_cannot_be_merged_into_weights_that_are_never_whole():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    model[0].weight.ds_id = 0
-    with pytest.raises(ValueError, match="merged"):
-        HybridEngine(SimpleNamespace(module=model), pinned=False, merge=lambda _: None)

@@ -1,4 +1,4 @@
-"""Bad numbers on one of two real ranks: no update at any ZeRO stage, one verdict, nothing left behind."""
+"""NaN and infinity on one of two real ranks: both ranks skip the update, at every ZeRO stage."""
 
 import json
 
@@ -25,13 +25,13 @@ def out(assets, stored_rollout, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(out):
-    """What both ranks say, which must be the same."""
+    """The results of both ranks, which must be the same."""
     first, second = (json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     return first
 
 
-def test_bad_updates_are_never_applied_and_leave_no_trace(found):
+def test_skipped_updates_do_not_affect_later_steps(found):
     cases = {name: case for name, case in found.items() if " stage " in name}
     assert len(cases) == 8 + 5 + 3
     for name, case in cases.items():
@@ -45,8 +45,8 @@ def test_bad_updates_are_never_applied_and_leave_no_trace(found):
         assert case["scales"] == ([256] * 6 + [128] * 4 if "fp16" in name else [1] * 10), name
 
 
-def test_bad_weights_are_found_at_every_stage_whoever_holds_them(found):
-    """After the steps above: none; one on rank 1 alone; those of an update whose learning rate no flag permits."""
+def test_bad_weights_on_any_rank_are_found_at_every_stage(found):
+    """After the steps above: no bad weight; one on rank 1; those of an update with a huge learning rate."""
     for name, case in found.items():
         if " stage " in name:
             good, on_one_rank, result, of_update = case["bad weights"]
@@ -56,7 +56,7 @@ def test_bad_weights_are_found_at_every_stage_whoever_holds_them(found):
             assert of_update.startswith("actor: weights are not finite (rank 0: "), name
 
 
-def test_bad_weights_are_in_no_checkpoint_and_in_no_model(found, out):
+def test_bad_weights_are_saved_in_no_checkpoint_and_no_model(found, out):
     saved = found["saved"]
     assert saved["norms"] == ["actor", "critic"], "the update was made"
     for said in (saved["checkpoint"], saved["models"]):
@@ -67,7 +67,7 @@ def test_bad_weights_are_in_no_checkpoint_and_in_no_model(found, out):
     assert not (folder / "best.partial").exists()
 
 
-def test_aligned_overflow_spares_both_models_and_lowers_the_scale_of_the_one(found):
+def test_an_aligned_overflow_skips_both_updates_and_lowers_one_scale(found):
     applied, spared = [True, False, None], REFUSED
     assert found["aligned"] == {
         "none": [[applied, applied], [True, True], [256, 256]],
@@ -82,7 +82,7 @@ def test_an_overflow_at_the_smallest_scale_is_a_fault(found):
     assert found["smallest scale"] == BAD_GRADIENT
 
 
-def test_a_skipped_update_of_the_actor_leaves_the_critic_and_the_metrics_alone(found):
+def test_a_skipped_update_of_the_actor_does_not_affect_the_critic_or_the_metrics(found):
     skip = found["skip"]
     assert sum(skip["bad_ranks"]) == 1
     assert skip["norms"] == ["critic"]
@@ -98,25 +98,25 @@ def test_a_skipped_update_of_the_actor_leaves_the_critic_and_the_metrics_alone(f
     assert skip["in a row"] == {"actor": 0, "critic": 0}
 
 
-def test_skips_in_a_row_end_the_run_alike_on_every_rank(found):
+def test_too_many_skips_in_a_row_end_the_run_on_every_rank(found):
     rank = found["skip"]["bad_ranks"].index(True)
     message = found["skip"]["stopped"]
     assert f"actor, step 6: the loss is not finite (rank {rank}, micro-batch " in message
     assert f"nonfinite/step_000006_rank_{rank}" in message
-    assert "2 were left out in a row (--max_nonfinite_skips)" in message
+    assert "that makes 2 in a row (--max_nonfinite_skips)" in message
 
 
-def test_values_that_are_not_finite_leave_a_whole_ppo_step_out(found):
+def test_bad_values_skip_all_updates_of_a_ppo_step(found):
     assert found["skip"]["rows"]
     assert found["skip"]["nothing adapted"]
 
 
-def test_the_loop_goes_on_after_a_ppo_step_without_updates(found, out):
+def test_the_loop_continues_after_a_ppo_step_without_updates(found, out):
     assert found["run"] == {"1": [0, 1, True], "2": [1, None, False], "3": [1, 1, True]}
     assert [path.name for path in (out / "run/nonfinite").iterdir()] == ["step_000002_rank_1"]
 
 
-def test_dumps_are_bounded_and_replay_in_one_process(found, out, capsys):
+def test_bundles_are_bounded_and_replay_in_one_process(found, out, capsys):
     rank = found["skip"]["bad_ranks"].index(True)
     folders = sorted(path.name for path in (out / "skip/nonfinite").iterdir())
     assert folders == [f"step_000006_rank_{rank}", "step_000007_rank_1"]  # two: --max_nonfinite_skips and one
@@ -133,4 +133,4 @@ def test_limits_end_a_ppo_step_after_or_before_the_update(found):
     assert limits["none"] == 1
     assert limits["kl"] == pytest.approx(2 / 6), "the first update has no KL yet, the second is the last"
     assert limits["ratio"] == pytest.approx(1 / 6), "the second is not applied"
-    assert limits["as after one"] == [True, True], "the critic's update of the same rows is left out too"
+    assert limits["as after one"] == [True, True], "the critic's update of the same rows is skipped too"

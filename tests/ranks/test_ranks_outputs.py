@@ -1,4 +1,4 @@
-"""What a ZeRO-3 run saves is what plain transformers loads; and PPO finds a known best answer."""
+"""Plain transformers loads the models of a ZeRO-3 run; PPO finds a known best answer."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Step 2 on real ranks: one trajectory for every split of the work, and a saved policy that keeps its numbers."""
+"""Step 2 on real ranks: the trajectory does not depend on the split, and the saved policy reproduces its evaluation."""
 
 import json
 import math
@@ -18,7 +18,7 @@ SPLITS = [f"dpo stage {stage} micro {micro}" for stage in (0, 3) for micro in (1
 
 @pytest.fixture(scope="module")
 def trajectories(assets, tmp_path_factory):
-    """Ranks -> label -> what the worker wrote."""
+    """Ranks -> label -> output of the worker."""
     folder = tmp_path_factory.mktemp("preference")
     for ranks in (1, 2):
         succeed(deepspeed(ranks, "tests/workers/preference.py", assets, folder / f"{ranks}.json"))
@@ -37,7 +37,7 @@ def test_trajectory_does_not_depend_on_ranks_micro_batches_or_zero_stage(traject
 
 
 @pytest.mark.parametrize("task", ["dpo_nll", "ipo", "reward"])
-def test_other_objectives_do_not_depend_on_ranks_either(trajectories, task):
+def test_other_objectives_do_not_depend_on_ranks(trajectories, task):
     one, two = (trajectories[ranks][f"{task} stage 3 micro 1"] for ranks in (1, 2))
     assert np.abs(np.diff(np.array(one["steps"])[:, 0])).max() > 1e-2, "nothing was trained"
     np.testing.assert_allclose(two["steps"], one["steps"], rtol=1e-4, atol=2e-6)
@@ -64,7 +64,7 @@ def trained(assets, tmp_path_factory):
     return folder, words.split()
 
 
-def test_evaluation_is_that_of_the_saved_policy_and_its_start_in_plain_transformers(assets, trained):
+def test_the_evaluation_matches_the_saved_policy_in_plain_transformers(assets, trained):
     folder, words = trained
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = prepare("preference", tokenizer, parse("reward", words).data, 512, eval_fraction=0.2).eval
@@ -90,7 +90,7 @@ def _logprob(model, prompt: list[int], answer: list[int]) -> float:
     return sum(float(table[len(prompt) - 1 + i, token]) for i, token in enumerate(answer))
 
 
-def test_training_pairs_come_to_be_told_apart(trained):
+def test_the_margin_of_training_pairs_grows(trained):
     folder, _ = trained
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert abs(lines[1]["margin"]) < 1e-5
@@ -100,7 +100,7 @@ def test_training_pairs_come_to_be_told_apart(trained):
     assert all(wanted <= set(line) for line in lines[1:])
 
 
-def test_what_old_scripts_ask_for_is_answered_by_a_note(trained):
+def test_flags_without_effect_print_a_note(trained):
     log = (trained[0] / "log").read_text()
     for name in ("offload_reference_model", "print_loss"):
         assert log.count(f"note: --{name} has no effect") == 1

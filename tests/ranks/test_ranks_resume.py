@@ -1,4 +1,4 @@
-"""A run that is stopped and started again by the same command gives what it would have given uninterrupted."""
+"""A run that is stopped and resumed by the same command gives the results of an uninterrupted run."""
 
 import json
 
@@ -33,7 +33,7 @@ INSIDE = "step_000001_update_0002"  # a place inside a PPO step that trains the 
 
 
 def cases_of(assets) -> dict[str, tuple[str, str, list[int]]]:
-    """Name -> (step, flags, calls of the checkpointer at which the run is stopped, counted from each start)."""
+    """Name -> (step, flags, boundaries at which the run is stopped, counted from each start)."""
     sft = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 {FIT} {KEPT}"
     pairs = f"--data_path {assets}/pairs.jsonl --data_split 0,1,0 --per_device_train_batch_size 4 {FIT}"
     ppo = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward {PPO}"
@@ -94,10 +94,10 @@ def runs(assets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def later(runs, assets):
-    """(folder, name -> what each start gave): runs that resume from `runs`, on the same ranks and on others.
+    """(folder, name -> result of each start): runs that resume from `runs`, on the same ranks and on others.
 
     Of the runs below `moved`, `fewer` goes from two ranks to one, `more` from one to two, and `refused` from one to two
-    where the PPO step in progress makes no further update. `again` and `other` start sft again.
+    in a PPO step that makes no further update. `again` and `other` start sft once more.
     """
     folder, before = runs
     two, one = moved_flags(assets)
@@ -135,11 +135,11 @@ def place_of(start: dict) -> str:
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "ppo", "sampled"])
-def test_metrics_and_models_equal_those_of_an_uninterrupted_run(runs, name):
+def test_metrics_and_models_match_an_uninterrupted_run(runs, name):
     folder, found = runs
     starts = found[f"{name} cut"]
     assert [start["ended"].startswith("stopped as asked") for start in starts] == [True] * (len(starts) - 1) + [False]
-    assert all("resuming from" in start["said"] for start in starts[1:])
+    assert all("going on from" in start["said"] for start in starts[1:])
     whole, cut = (compared(folder / name / how) for how in ("whole", "cut"))
     assert whole == cut
     steps = [line["step"] for line in whole]
@@ -164,7 +164,7 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(runs, how):
     assert whole == {f"step_{best:06d}", f"step_{max(losses):06d}"}
 
 
-def test_the_moving_average_follows_the_weights_of_the_actor(runs):
+def test_the_moving_average_is_of_the_actors_own_weights(runs):
     """Without any memory of former weights it is the actor, at ZeRO-2; with some it lies behind, at ZeRO-3."""
     folder, _ = runs
     for name, same in (("sampled", True), ("ppo", False)):
@@ -182,7 +182,7 @@ def test_runs_were_stopped_between_and_inside_ppo_steps(runs):
     assert any("_update_" in place for place in places) and any("_update_" not in place for place in places)
 
 
-def test_a_finished_run_is_not_repeated_and_can_be_extended_by_force(runs, request):
+def test_a_finished_run_does_not_start_again_but_resume_force_can_extend_it(runs, request):
     folder, _ = runs
     before = (folder / "sft/whole/metrics.jsonl").read_bytes()
     _, found = request.getfixturevalue("later")
@@ -196,9 +196,9 @@ def test_a_finished_run_is_not_repeated_and_can_be_extended_by_force(runs, reque
 
 
 @pytest.mark.parametrize("name", ["fewer", "more"])
-def test_on_other_ranks_and_another_stage_a_run_continues_within_rounding(later, name):
+def test_resuming_on_other_ranks_and_another_stage_matches_within_rounding(later, name):
     folder, found = later
-    assert found[name][-1]["ended"] == "done" and "resharded" in found[name][-1]["said"]
+    assert found[name][-1]["ended"] == "done" and "divided anew" in found[name][-1]["said"]
     assert f"checkpoints/{INSIDE}: 1 steps are done" in found[name][-1]["said"]
     for expected, line in zip(compared(folder / "moved/whole"), compared(folder / "moved" / name), strict=True):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -206,7 +206,7 @@ def test_on_other_ranks_and_another_stage_a_run_continues_within_rounding(later,
     assert all(torch.allclose(averages[0][key], averages[1][key], atol=1e-4) for key in averages[0])
 
 
-def test_a_new_rank_has_the_metrics_of_a_step_whose_updates_are_done(later):
+def test_a_new_rank_agrees_on_the_metrics_of_a_step_whose_updates_are_over(later):
     folder, found = later
     start, end = found["refused"]
     assert place_of(start) == "step_000000_update_0001" and end["ended"] == "done"

@@ -1,4 +1,4 @@
-"""Step 3 as a user calls it, on two ranks, with what changes generation."""
+"""Step 3 on two ranks, with the flags that change generation."""
 
 import pytest
 from launch import metrics_of, run_steps
@@ -31,7 +31,7 @@ def runs(assets, tmp_path_factory):
     return {name: (metrics_of(folder / name), found[name]["said"]) for name in CASES}
 
 
-def test_the_engine_in_use_is_said_and_right(runs):
+def test_the_generation_engine_is_logged_and_correct(runs):
     metrics, said = runs["plain"]
     assert "continuous batching agrees with LlamaForCausalLM" in said
     assert len(metrics) == 2
@@ -41,13 +41,13 @@ def test_the_engine_in_use_is_said_and_right(runs):
 
 
 @pytest.mark.parametrize("name", ["unpinned", "padded"])
-def test_how_answers_are_generated_does_not_change_them(runs, name):
+def test_answers_do_not_depend_on_the_generation_engine(runs, name):
     for line, expected in zip(runs[name][0], runs["plain"][0], strict=True):
         for key in ("reward/score_mean", "answers/length_mean", "policy/entropy", "grad_norm/actor", "value/loss"):
             assert line[key] == pytest.approx(expected[key], rel=2e-3), key
 
 
-def test_truncation_stop_strings_and_a_minimum_length_arrive_at_the_answers(runs):
+def test_truncation_stop_strings_and_a_minimum_length_take_effect(runs):
     metrics, said = runs["steered"]
     assert "before truncation, penalty and minimum length" in said
     for line in metrics:

@@ -1,4 +1,4 @@
-"""Step 3 on two ranks, with the options and the faults of reward that no other test of real runs takes."""
+"""Step 3 on two ranks: further options, and failures of reward sources."""
 
 import json
 import threading
@@ -104,7 +104,7 @@ def service():
 
 
 def cases_of(data, url: str) -> dict[str, str]:
-    """Name -> flags beside the common ones."""
+    """Name -> flags in addition to the common ones."""
     functions, learned = data / "rewards.py", f"--critic_model_name_or_path {data / 'reward'} "
     no_model = "--use_reward_model False --test_stop_step {} "
     letters = f"--reward_function {functions}:letters "
@@ -185,7 +185,7 @@ def test_remax_with_a_function_a_learned_reward_and_plain_text(runs):
     assert (out / "actor/model.safetensors").exists() and not (out / "critic").exists()
 
 
-def test_bad_calls_of_a_reward_function_cost_their_rows(runs):
+def test_failing_calls_of_a_reward_function_give_the_default_score(runs):
     _, lines, said = finished(runs, "bad calls")
     assert len(lines) == 10  # 40 prompts, 4 a step, each seen once: a quarter raise, a quarter are NaN
     assert sum(line["reward/function_faults"] for line in lines) == 20 * 4
@@ -201,14 +201,14 @@ def test_bad_calls_of_a_reward_function_cost_their_rows(runs):
         ("all bad in evaluation", ["--eval_reward_function ", "rewards.py:gold: ", " first 24 answers", "TypeError"]),
     ],
 )
-def test_a_function_that_fails_on_the_whole_first_rollout_stops_all_ranks_alike(runs, name, words):
+def test_a_function_that_fails_on_the_whole_first_rollout_stops_all_ranks(runs, name, words):
     """`exact_match` has a weight of 0 and fails first; the function named after it fails too."""
     out, lines, _, error = runs[name]
     assert error is not None and all(word in error for word in words), error
     assert lines == [] and not (out / "result.json").exists()
 
 
-def test_dynamic_sampling_fills_steps_and_says_so_where_it_cannot(runs):
+def test_dynamic_sampling_fills_steps_and_logs_where_it_cannot(runs):
     _, lines, _ = finished(runs, "dynamic")
     assert all(line["dynamic_sampling/filled_rows"] == 0 for line in lines)
     assert all(line["reward/equal_groups_share"] == 0 for line in lines)
@@ -249,7 +249,7 @@ def check_evaluation(out, lines) -> list[list[str]]:
     return [row["answers"] for row in rows]
 
 
-def test_evaluation_writes_answers_and_remembers_the_best(data, runs, tmp_path):
+def test_evaluation_writes_answers_and_keeps_the_best(data, runs, tmp_path):
     two_ranks = check_evaluation(*finished(runs, "evaluated")[:2])
     words = [*COMMON.split(), "--data_path", data / "numbered.jsonl", "--actor_model_name_or_path", data / "lm"]
     words += [*cases_of(data, "")["evaluated"].split(), "--output_dir", tmp_path / "out"]
@@ -258,7 +258,7 @@ def test_evaluation_writes_answers_and_remembers_the_best(data, runs, tmp_path):
     assert check_evaluation(tmp_path / "out", metrics_of(tmp_path / "out")) == two_ranks
 
 
-def test_settings_are_written_down(runs):
+def test_resolved_settings_are_saved(runs):
     first, second = (finished(runs, name)[0] for name in ("settings", "settings again"))
     assert yaml.safe_load((first / "config.yaml").read_text())["advantage_estimator"] == "gpg"
     totals = [json.loads((out / "result.json").read_text())["reward/total_mean_after"] for out in (first, second)]
@@ -271,14 +271,14 @@ def test_the_router_of_a_mixture_of_experts_learns_under_zero_3(runs):
     assert all(line["grad_norm/actor"] > 0 for line in lines)
 
 
-def test_a_reward_model_with_a_tokenizer_and_statistics_of_its_own(runs):
+def test_a_reward_model_with_another_tokenizer_and_statistics(runs):
     out, lines, said = finished(runs, "foreign")
     assert "a tokenizer of its own" in said
     assert lines[0]["reward/score_std"] > 0
     assert not (out / "critic").exists()
 
 
-def test_a_service_that_fails_once_is_asked_again_and_mixed_in(runs):
+def test_a_service_that_fails_once_is_retried(runs):
     _, lines, _ = finished(runs, "flaky")
     texts = [text for batch in Service.asked["/flaky"][1:] for text in batch]
     asked_twice = Service.asked["/flaky"][0]
@@ -299,7 +299,7 @@ def test_a_service_that_fails_once_is_asked_again_and_mixed_in(runs):
         ("away", "ConnectionError"),
     ],
 )
-def test_a_service_that_is_away_stops_all_ranks_alike(runs, name, cause):
+def test_an_unreachable_service_stops_all_ranks(runs, name, cause):
     out, lines, _, error = runs[name]
     assert error is not None and "--remote_reward_url" in error and cause in error
     assert lines == [] and not (out / "result.json").exists()

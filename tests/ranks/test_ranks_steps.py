@@ -96,7 +96,7 @@ def test_tensorboard_mirrors_the_metrics(out):
     assert losses == pytest.approx(lines)
 
 
-def test_reward_model_from_a_base_model_says_that_its_head_is_new(out):
+def test_a_reward_model_from_a_base_model_logs_that_its_head_is_new(out):
     log = (out / "reward.log").read_text()
     assert log.count("has no scalar head; a new one is initialised") == 1
     result = json.loads((out / "reward/result.json").read_text())
@@ -125,7 +125,7 @@ def test_first_ratio_is_one_and_kl_to_the_reference_starts_at_zero(out):
         assert line["kl/ref_k3"] > 0
 
 
-def test_advantages_are_white_and_the_policy_moves(out):
+def test_advantages_are_whitened_and_the_policy_changes(out):
     for line in metrics_of(out / "ppo"):
         assert line["advantage/mean"] == pytest.approx(0, abs=1e-5)
         assert line["advantage/std"] == pytest.approx(1, abs=1e-3)
@@ -185,7 +185,7 @@ def held_out_rows(assets, use: str, name: str, split: str):
     return prepare(use, tokenizer, config.data, 32 if use == "sft" else 512, eval_fraction=0.05).eval
 
 
-def test_saved_sft_model_has_in_plain_transformers_the_loss_that_was_reported(assets, out):
+def test_the_saved_sft_model_has_the_reported_loss_in_plain_transformers(assets, out):
     model = AutoModelForCausalLM.from_pretrained(out / "sft")
     total, count = 0.0, 0
     for row in held_out_rows(assets, "sft", "sft", "1,0,0"):
@@ -200,7 +200,7 @@ def test_saved_sft_model_has_in_plain_transformers_the_loss_that_was_reported(as
     )
 
 
-def test_saved_reward_model_has_in_plain_transformers_the_margin_that_was_reported(assets, out):
+def test_the_saved_reward_model_has_the_reported_margin_in_plain_transformers(assets, out):
     model = AutoModelForSequenceClassification.from_pretrained(out / "reward")
     margins = []
     for row in held_out_rows(assets, "preference", "pairs", "0,1,0"):
@@ -211,7 +211,7 @@ def test_saved_reward_model_has_in_plain_transformers_the_margin_that_was_report
     assert sum(margins) / len(margins) == pytest.approx(reported, abs=1e-5)
 
 
-def test_saved_reward_model_knows_the_spread_of_its_own_scores(assets, out):
+def test_the_saved_reward_model_records_mean_and_spread_of_its_scores(assets, out):
     model = AutoModelForSequenceClassification.from_pretrained(out / "reward")
     with torch.no_grad():
         scores = [
@@ -237,7 +237,7 @@ def test_non_finite_loss_stops_before_the_update(assets, tmp_path):
     result = run([sys.executable, str(ROOT / "training/step1_sft/main.py"), *words.split()])
     assert result.returncode == 3
     [said] = re.findall(r"^error: .*", result.stderr, re.M)
-    assert "model, step 1: the loss is not finite (rank 0, micro-batch 0); its update was left out." in said
+    assert "model, step 1: the loss is not finite (rank 0, micro-batch 0); its update was skipped." in said
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "sft/result.json").exists()
     assert not (tmp_path / "sft/model.safetensors").exists()

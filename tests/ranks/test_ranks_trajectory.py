@@ -1,4 +1,4 @@
-"""One trajectory, however the work is divided: ranks, micro-batches, ZeRO stages."""
+"""The trajectory does not depend on ranks, micro-batches or ZeRO stages."""
 
 import json
 

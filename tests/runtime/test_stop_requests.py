@@ -9,7 +9,7 @@ import multiprocess
 import pytest
 import torch
 
-from dschat_ppo.engine.build_engine import OptimizerSettings, _optimizer
+from dschat_ppo.engine.build_engine import OptimizerSettings, build_optimizer
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.process_group import init_process_group
@@ -113,7 +113,7 @@ def test_a_compilation_that_a_stop_ended_is_no_failure(monkeypatch, asked):
     monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", killed)
     settings = OptimizerSettings(0.1, 0.0, "constant", 0, 1, (0.9, 0.95), 1e-8)
     offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    for compiles in (init_process_group, lambda: _optimizer(torch.nn.Linear(1, 1), settings, offloaded)):
+    for compiles in (init_process_group, lambda: build_optimizer(torch.nn.Linear(1, 1), settings, offloaded)):
         with pytest.raises(StopRequested if asked else RuntimeError):
             compiles()
 

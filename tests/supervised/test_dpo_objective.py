@@ -1,49 +1,18 @@
-"""What step 2 computes from a model and pairs, against one forward pass of plain transformers for each answer alone."""
+"""Step 2: losses and metrics of pairs, compared with one forward pass of plain transformers per answer."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config
-from datasets import Dataset
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
-from transformers import LlamaForSequenceClassification as LlamaClassifier
+from pairs_of_answers import CPU, REAL, ROWS, config_of, language_model, run_loss
+from transformers import LlamaForCausalLM
 
-from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import FILLER
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.dpo_objective import add_reference, dpo_objective
-from dschat_ppo.supervised.reward_objective import reward_objective
-from dschat_ppo.supervised.train_preference import load_trained_model
-from dschat_ppo.supervised.trainer import score_rows
-
-CPU = torch.device("cpu")
-ROWS = Dataset.from_list(
-    [
-        {"prompt_ids": [5, 6, 7], "answers": [[8, 9, 1], [10, 1]], "margin": 0.5},
-        {"prompt_ids": [11], "answers": [[1], [12, 13, 14, 15, 1]], "margin": 0.0},
-        {"prompt_ids": [16, 17], "answers": [[18, 19, 1], [18, 20, 21, 1]], "margin": 2.0},
-        {"prompt_ids": [22, 23, 24, 25], "answers": [[26, 27], [28]], "margin": 0.0},
-        {"prompt_ids": [29], "answers": [[30, 1], [1]], "margin": 1.0},
-    ]
-)
-REAL = [4, 0, 2]  # the pairs of the batch below, beside a filler
-
-
-def config_of(*words: str):
-    return parse("reward", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o", *words])
-
-
-def language_model(seed: int, **changes) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(tiny_config(**changes)).eval()
 
 
 @torch.no_grad()
@@ -70,28 +39,8 @@ def reference():
 
 @pytest.fixture(scope="module")
 def rows(reference):
-    """The rows with what another model says of them."""
+    """The rows with the log-probs of another model."""
     return add_reference(PolicyModel(reference), ROWS, 0, CPU, batch_size=2)
-
-
-def run_loss(objective, engine, rows, indices=(4, FILLER, 0, 2), num_pairs: float = 3):
-    sums = MetricSums()
-    loss = objective.loss(engine, objective.collate(rows, indices), torch.tensor(num_pairs), sums)
-    return loss, objective.summary(sums.reduce())
-
-
-def test_rows_are_scored_in_their_order_and_without_fillers():
-    seen = []
-
-    def score(rows, indices):
-        seen.append(list(indices))
-        return torch.tensor([[float(i), len(rows[max(i, 0)]["prompt_ids"])] for i in indices])
-
-    engine = torch.nn.Linear(1, 1)
-    found = score_rows(engine, ROWS, score, 2, "title")
-    assert found.tolist() == [[0, 3], [1, 1], [2, 2], [3, 4], [4, 1]]
-    assert [len(indices) for indices in seen] == [2, 2, 1]
-    assert engine.training
 
 
 def test_logprobs_of_long_answers_are_summed_in_fp64():
@@ -109,14 +58,14 @@ def test_logprobs_of_long_answers_are_summed_in_fp64():
     assert found[2].item() == 0.0
 
 
-def test_reference_logprobs_are_those_of_each_whole_answer_alone(rows, reference):
+def test_reference_logprobs_match_a_forward_pass_per_answer(rows, reference):
     expected = logprobs_alone(reference)
     assert np.abs(expected).min() > 1
     np.testing.assert_allclose(rows["chosen_ref_logprob"], expected[:, 0], atol=2e-5)
     np.testing.assert_allclose(rows["rejected_ref_logprob"], expected[:, 1], atol=2e-5)
 
 
-def test_reference_is_measured_without_dropout_and_training_goes_on_with_it():
+def test_the_reference_has_no_dropout_and_training_mode_is_restored():
     noisy = PolicyModel(language_model(2, attention_dropout=0.5)).train()
     found = add_reference(noisy, ROWS, 0, CPU, batch_size=3)
     assert noisy.training
@@ -124,7 +73,7 @@ def test_reference_is_measured_without_dropout_and_training_goes_on_with_it():
 
 
 @pytest.mark.parametrize("held_out", [None, ROWS.select([3, 1])])
-def test_the_objective_puts_the_reference_beside_training_and_evaluation_rows(policy, held_out):
+def test_reference_logprobs_are_added_to_training_and_evaluation_rows(policy, held_out):
     objective = dpo_objective(0, CPU, config_of("--objective", "dpo"))
     prepared = objective.prepare(PolicyModel(policy), TokenRows(ROWS, held_out))
     expected = logprobs_alone(policy)
@@ -135,7 +84,7 @@ def test_the_objective_puts_the_reference_beside_training_and_evaluation_rows(po
     np.testing.assert_allclose(prepared.eval["chosen_ref_logprob"], expected[[3, 1], 0], atol=2e-5)
 
 
-def test_an_untrained_policy_leads_by_nothing(policy):
+def test_an_untrained_policy_has_no_margin_over_its_reference(policy):
     objective = dpo_objective(0, CPU, config_of("--objective", "dpo", "--beta", "1"))
     prepared = objective.prepare(PolicyModel(policy), TokenRows(ROWS, None))
     for indices in ([0], [1, 2], [0, 1, 2, 3, 4]):
@@ -176,7 +125,7 @@ def expected_of(objective: str, policy, reference, beta: float, nll_coef: float)
 
 
 @pytest.mark.parametrize("objective", PAIR)
-def test_loss_and_metrics_are_those_of_loops_over_single_answers(policy, reference, rows, objective):
+def test_loss_and_metrics_match_loops_over_single_answers(policy, reference, rows, objective):
     words = ["--objective", objective, "--beta", "0.3"]
     words += ["--label_smoothing", "0.1"] if objective in ("cdpo", "robust_dpo") else []
     words += ["--nll_coef", "0.7"] if objective == "dpo_nll" else []
@@ -188,7 +137,7 @@ def test_loss_and_metrics_are_those_of_loops_over_single_answers(policy, referen
     assert loss.dtype == torch.float32
 
 
-def test_loss_counts_pairs_of_the_whole_step(policy, rows):
+def test_loss_is_divided_by_the_pairs_of_the_whole_step(policy, rows):
     objective = dpo_objective(0, CPU, config_of("--objective", "dpo_nll"))
     assert objective.count(objective.collate(rows, [4, FILLER, 0])).item() == 2
     whole, metrics = run_loss(objective, PolicyModel(policy), rows, num_pairs=3)
@@ -198,7 +147,7 @@ def test_loss_counts_pairs_of_the_whole_step(policy, rows):
     assert same["nll"] == pytest.approx(metrics["nll"])
 
 
-def test_gradient_is_that_of_plain_transformers(reference, rows):
+def test_gradients_match_plain_transformers(reference, rows):
     trained = language_model(1)
     loss, _ = run_loss(dpo_objective(0, CPU, config_of("--objective", "dpo_nll")), PolicyModel(trained), rows)
     loss.backward()
@@ -216,80 +165,3 @@ def test_gradient_is_that_of_plain_transformers(reference, rows):
     (total / 3).backward()
     for name, parameter in trained.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
-
-
-@pytest.fixture(scope="module")
-def classifier():
-    torch.manual_seed(3)
-    return LlamaClassifier(tiny_config(num_labels=1)).eval()
-
-
-@torch.no_grad()
-def scores_alone(classifier: LlamaClassifier, numbers) -> np.ndarray:
-    """(len(numbers), 2) of the chosen and rejected answers."""
-    return np.array(
-        [
-            [float(classifier(torch.tensor([ROWS[n]["prompt_ids"] + answer])).logits) for answer in ROWS[n]["answers"]]
-            for n in numbers
-        ]
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "coefficient", "with_margin"),
-    [([], 0.0, True), (["--no_use_margin"], 0.0, False), (["--center_rewards_coef", "0.5"], 0.5, True)],
-)
-def test_reward_loss_with_margin_and_centering(classifier, words, coefficient, with_margin):
-    expected, centering = 0.0, 0.0
-    for number, (chosen, rejected) in zip(REAL, scores_alone(classifier, REAL), strict=True):
-        lead = chosen - rejected - (ROWS[number]["margin"] if with_margin else 0.0)
-        centering += (chosen + rejected) ** 2 / 3
-        expected += math.log(1 + math.exp(-lead)) / 3
-    objective = reward_objective(0, CPU, config_of(*words))
-    loss, metrics = run_loss(objective, ScalarModel(classifier), ROWS)
-    assert loss.item() == pytest.approx(expected + coefficient * centering, rel=1e-5)
-    assert metrics["loss"] == pytest.approx(loss.item())
-    assert metrics.get("centering_loss") == (pytest.approx(centering, rel=1e-5) if coefficient else None)
-
-
-@pytest.mark.parametrize(("held_out", "numbers"), [(None, range(5)), ([1, 3, 4], [1, 3, 4])])
-def test_score_statistics_are_of_evaluation_rows_or_of_training_rows_without_them(
-    classifier, held_out, numbers, tmp_path, assets
-):
-    rows = TokenRows(ROWS, None if held_out is None else ROWS.select(held_out))
-    objective = reward_objective(0, CPU, config_of("--per_device_eval_batch_size", "2", "--eval_iters", "1"))
-    model = ScalarModel(classifier)
-    described = objective.describe(model, rows)
-    scores = scores_alone(classifier, numbers).reshape(-1)
-    mean = scores.sum() / len(scores)
-    assert described["reward_mean"] == pytest.approx(mean, abs=1e-5)
-    assert described["reward_std"] == pytest.approx(math.sqrt(((scores - mean) ** 2).sum() / len(scores)), abs=1e-5)
-    save_model(SimpleNamespace(module=model), AutoTokenizer.from_pretrained(assets / "lm"), tmp_path, described)
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert {name: getattr(config, name) for name in described} == described
-    AutoModelForSequenceClassification.from_pretrained(tmp_path)
-
-
-def test_a_policy_has_no_dropout_unless_asked_for(tmp_path):
-    language_model(1, attention_dropout=0.3).save_pretrained(tmp_path)
-
-    def dropout(*words: str) -> float:
-        return load_trained_model(str(tmp_path), config_of("--dtype", "fp32", *words), None).config.attention_dropout
-
-    assert dropout("--objective", "dpo") == 0.0
-    assert dropout("--objective", "ipo", "--dropout", "0.2") == 0.2
-    assert dropout() == 0.3
-    assert dropout("--dropout", "0.1") == 0.1
-
-
-def test_the_objective_says_what_is_trained(assets):
-    kinds = {
-        objective: type(load_trained_model(str(assets / "lm"), config_of("--objective", objective), None))
-        for objective in ("reward", "dpo", "hinge")
-    }
-    assert kinds == {"reward": ScalarModel, "dpo": PolicyModel, "hinge": PolicyModel}
-
-
-def test_gradient_checkpointing_reaches_the_policy(assets):
-    words = ["--objective", "dpo", "--gradient_checkpointing"]
-    assert load_trained_model(str(assets / "lm"), config_of(*words), None).lm.is_gradient_checkpointing

@@ -1,4 +1,4 @@
-"""What steps 1 and 2 say before they read anything."""
+"""The first log lines of steps 1 and 2."""
 
 import sys
 
@@ -12,7 +12,7 @@ WORDS = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 
 
 class NothingIsRead(Exception):  # noqa: N818
-    """Where the model's folder would be looked for."""
+    """Raised in place of looking for the model's folder."""
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def first_lines(monkeypatch, said):
     ("reward", ("--objective", "ipo"), "step 2: --objective ipo trains the policy itself"),
     ("dpo", (), "step 2: --objective dpo trains the policy itself"),
 ])  # fmt: skip
-def test_the_first_line_says_what_is_trained(step, words, line, first_lines):
+def test_the_first_line_names_what_is_trained(step, words, line, first_lines):
     [found] = first_lines(step, *words)
     assert found.startswith(line)
 
 
 @pytest.mark.parametrize("step", ["sft", "reward", "dpo"])
 @pytest.mark.parametrize(("rate", "warned"), [("1e-3", True), ("1.1e-4", True), ("1e-4", False), ("2e-5", False)])
-def test_a_learning_rate_that_ruins_a_pretrained_model_is_warned_of(step, rate, warned, first_lines):
+def test_a_learning_rate_too_high_for_a_pretrained_model_gives_a_warning(step, rate, warned, first_lines):
     lines = first_lines(step, "--learning_rate", rate)
     assert any(f"--learning_rate {float(rate):g}" in line and "1e-5 to 2e-5" in line for line in lines) is warned
 

@@ -1,31 +1,102 @@
-"""The order of rows, evaluations and boundaries in steps 1 and 2, whole and resumed; the engine is a stand-in."""
+"""The training loop of steps 1 and 2, with a real engine on one rank: rows, evaluations, metrics, NaN and resuming."""
 
 import json
-from types import SimpleNamespace
+import math
+from dataclasses import replace
 
 import pytest
 import torch
+from conftest import tiny_config
 from datasets import Dataset
+from one_rank import one_rank  # noqa: F401
+from pairs_of_answers import ROWS as PAIRS
+from transformers import AutoTokenizer, LlamaForCausalLM
 
+from dschat_ppo.checkpoint.engine_state import BackgroundWriter, load_engine, save_engine
 from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, RankStates
 from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.engine.skip_update import StepResult
 from dschat_ppo.errors import NonFiniteError, StopRequested
+from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.nonfinite.policy import NonFinitePolicy
-from dschat_ppo.supervised import trainer as trainer_module
-from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
+from dschat_ppo.nonfinite.repro_bundle import ReproBundles, read_bundle
+from dschat_ppo.supervised.sft import sft_objective
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config, score_rows
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 ROWS, LAST = 7, 8  # two rows a step: four steps in each of two epochs, the fourth with one row and a filler
-LOSSES = {0: 1.0, 3: 5.0, 4: 3.0, 6: 4.0, 8: 3.0}  # evaluations, by steps done; the untrained model is not kept as best
+EVALUATED = [0, 3, 4, 6, 8]  # steps done: every third, and the ends of epochs
+RATE = 0.1
 MEASURED = ("time", "seconds/", "peak_memory_gib/")
+
+TRAIN = Dataset.from_list([
+    {"prompt_ids": [10 + row, 20 + row][: 1 + row % 2], "answers": [[40 + row, 50 + 2 * row, 1][row % 3 :]]}
+    for row in range(ROWS)
+])  # fmt: skip
+HELD_OUT = Dataset.from_list([{"prompt_ids": [10 + row], "answers": [[70 + row, 1]]} for row in range(3)])
+
+
+class Seen:
+    """The objective of step 1; notes the row numbers of its batches, after "eval" in eval mode.
+
+    The loss of training batch number `bad_batch` (from 0) is NaN.
+    """
+
+    def __init__(self, bad_batch: int | None = None):
+        self.batches: list = []
+        collated, own = [], sft_objective(0, False, dist.device())
+
+        def collate(rows, indices):
+            collated.append((own.collate(rows, indices), list(indices)))
+            return collated[-1][0]
+
+        def loss(model, batch, total, sums):
+            indices = next(indices for made, indices in collated if made is batch)
+            self.batches.append(indices if model.module.training else ["eval", *indices])
+            found = own.loss(model, batch, total, sums)
+            is_bad = model.module.training and len(self.of_training) - 1 == bad_batch
+            return found * math.nan if is_bad else found
+
+        self.objective = replace(own, collate=collate, loss=loss)
+
+    @property
+    def of_training(self) -> list[list[int]]:
+        return [batch for batch in self.batches if batch[0] != "eval"]
+
+
+def config_of(output, *more: str):
+    words = "--model_name_or_path m --data_path d --dtype fp32 --zero_stage 0 --per_device_train_batch_size 1"
+    words += " --gradient_accumulation_steps 2 --num_train_epochs 2 --eval_interval 3 --num_warmup_steps 3"
+    words += f" --per_device_eval_batch_size 2 --learning_rate {RATE} --lr_scheduler_type linear"
+    return parse("sft", [*words.split(), "--output_dir", str(output), *more])
+
+
+def make(config, seen: Seen, tokenizer=None, held_out: Dataset | None = HELD_OUT) -> SupervisedTrainer:
+    torch.manual_seed(5)
+    model = PolicyModel(LlamaForCausalLM(tiny_config(attention_dropout=0.1)))
+    bundles = ReproBundles("sft", config, tokenizer) if tokenizer else None
+    return SupervisedTrainer(
+        model, fit_ds_config(config.fit, config.run), TokenRows(TRAIN, held_out), seen.objective, config.fit,
+        config.run, NonFinitePolicy(config.safety, bundles),
+    )  # fmt: skip
+
+
+def run(trainer, folder, checkpointer=NO_CHECKPOINTS, resumed=None):
+    with MetricsWriter(folder, None, resumed) as writer:
+        trainer.run(writer, checkpointer, "title")
+
+
+def lines_of(folder) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if not name.startswith(MEASURED)} for line in lines]
 
 
 class Checkpointer:
-    """Where the trainer stands at each boundary, and whether it is the best so far; ends at one of them."""
+    """Notes where the trainer can be saved, and whether its last evaluation is the best; may stop the run there."""
 
     def __init__(self, trainer, last=None):
         self.trainer, self.last, self.passed = trainer, last, []
@@ -39,148 +110,205 @@ class Checkpointer:
         return False
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """Rows of each optimizer step; -1 before those of an evaluation."""
-    rows = []
-
-    def optimizer_step(engine, batches, loss_of):
-        for batch in batches:
-            loss_of(batch)
-        rows.append([row for batch in batches for row in batch.tolist()])
-        engine.made += 1
-        return StepResult(2.5, applied=engine.made != 3, overflow=engine.made == 3)
-
-    def train_engine(model, config, settings):
-        engine = SimpleNamespace(made=0, settings=settings, evaluates=False)
-
-        def change(evaluates):
-            engine.evaluates = evaluates
-            rows.extend(["eval"] * evaluates)
-
-        engine.eval, engine.train = lambda: change(True), lambda: change(False)
-        return engine
-
-    monkeypatch.setattr(trainer_module, "train_engine", train_engine)
-    monkeypatch.setattr(trainer_module, "select_kernels", lambda engine: None)
-    monkeypatch.setattr(trainer_module, "learning_rate", lambda engine: engine.made / 100)
-    monkeypatch.setattr(trainer_module, "optimizer_step", optimizer_step)
-    return rows
+def best_steps(lines: list[dict]) -> list[int]:
+    """Steps whose evaluation during training has a lower loss than all before."""
+    found, least = [], math.inf
+    for line in lines[1:]:
+        if line.get("eval_loss", math.inf) < least:
+            least = line["eval_loss"]
+            found.append(line["step"])
+    return found
 
 
-def make(*more) -> SupervisedTrainer:
-    words = "--model_name_or_path m --data_path d --output_dir o --per_device_train_batch_size 1"
-    words += " --gradient_accumulation_steps 2 --num_train_epochs 2 --eval_interval 3 --num_warmup_steps 3"
-    config = parse("sft", [*words.split(), *more])
-
-    def loss(engine, batch, total, sums):
-        sums.add_mean("loss", torch.tensor([LOSSES[engine.made] if engine.evaluates else 7.0]))
-        return torch.zeros(())
-
-    objective = Objective(
-        collate=lambda rows, indices: torch.tensor(indices),
-        count=lambda batch: (batch >= 0).sum(),
-        loss=loss,
-        summary=lambda metrics: metrics,
-        headline=("loss",),
-    )
-    rows = TokenRows(Dataset.from_dict({"x": list(range(ROWS))}), Dataset.from_dict({"x": [0, 1]}))
-    guard = NonFinitePolicy(SafetyFlags())
-    return SupervisedTrainer(torch.nn.Linear(1, 1), {}, rows, objective, config.fit, config.run, guard)
-
-
-def run(trainer, folder, checkpointer=NO_CHECKPOINTS, resumed=None):
-    with MetricsWriter(folder, None, resumed) as writer:
-        trainer.run(writer, checkpointer, "title")
-        return writer.saved_offset()
-
-
-def lines_of(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if not name.startswith(MEASURED)} for line in lines]
-
-
-def test_each_epoch_sees_each_row_once_and_is_evaluated(tmp_path, seen):
-    trainer = make()
-    checkpointer, judged, judge = Checkpointer(trainer), [], trainer.guard.judge
-
-    def note(role, step, result, scene):
-        judged.append((role, step, scene().constants["rows"]))
-        judge(role, step, result, scene)
-
-    trainer.guard.judge = note
+def test_each_epoch_trains_on_each_row_once_and_is_evaluated(tmp_path):
+    seen = Seen()
+    trainer = make(config_of(tmp_path), seen)
+    checkpointer = Checkpointer(trainer)
     run(trainer, tmp_path, checkpointer)
-    steps = [rows for rows in seen if rows != "eval"]
-    first, second = sum(steps[:4], []), sum(steps[4:], [])
+    rows = [row for batch in seen.of_training for row in batch]
+    first, second = rows[: ROWS + 1], rows[ROWS + 1 :]
     assert sorted(first) == sorted(second) == [-1, *range(ROWS)] and first != second
-    assert [len(rows) for rows in steps] == [2] * LAST and -1 in steps[3]
-    assert checkpointer.passed == [(step, 0, step in (3, 4)) for step in range(1, LAST + 1)]
-    assert judged == [("model", step, [[row] for row in rows]) for step, rows in enumerate(steps, start=1)]
+    assert -1 in first[-2:], "the filler completes the last step"
+    assert [len(batch) for batch in seen.of_training] == [1] * 2 * LAST
+    places = [sum(1 for batch in seen.batches[:place] if batch[0] != "eval") // 2
+              for place, batch in enumerate(seen.batches) if batch == ["eval", 0, 1]]  # fmt: skip
+    assert places == EVALUATED, "after the step"
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == list(range(LAST + 1))
-    assert {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line} == LOSSES
-    assert [number for number, rows in enumerate(seen) if rows == "eval"] == [0, 4, 6, 9, 12], "after the step"
-    assert [line["lr"] for line in lines[1:]] == [step / 100 for step in range(LAST)], "of the step, not of the next"
+    assert [line["step"] for line in lines if "eval_loss" in line] == EVALUATED
+    assert all(line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"]))
+               for line in lines if "eval_loss" in line)  # fmt: skip
     assert [line["epoch"] for line in lines[1:]] == [step / 4 for step in range(1, LAST + 1)]
-    assert [line["counted"] for line in lines[1:]] == [2, 2, 2, 1] * 2
-    assert [line["overflow/model"] for line in lines[1:]] == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert (trainer.before, trainer.after) == ({"eval_loss": 1.0}, {"eval_loss": 3.0})
-    settings = trainer.engine.settings
-    assert (settings.warmup_steps, settings.total_steps) == (3, LAST)
+    tokens = {row: len(TRAIN[row]["answers"][0]) for row in range(ROWS)} | {-1: 0}
+    counted = [sum(tokens[row] for row in rows[2 * step : 2 * step + 2]) for step in range(LAST)]
+    assert [line["counted"] for line in lines[1:]] == counted
+    warm, cold = [RATE * step / 3 for step in range(3)], [RATE * (LAST - step) / 5 for step in range(3, LAST)]
+    assert [line["lr"] for line in lines[1:]] == pytest.approx(warm + cold), "of the step, not of the next"
+    assert all(0 < line["grad_norm"] < 1e3 for line in lines[1:])
+    assert lines[-1]["loss"] < lines[1]["loss"]
+    best = best_steps(lines)
+    assert 0 < len(best) < len(EVALUATED) - 1, "some evaluation is not the best: else the test shows nothing"
+    assert checkpointer.passed == [(step, 0, step in best) for step in range(1, LAST + 1)]
+    assert trainer.best == (lines[best[-1]]["eval_loss"], best[-1])
+    for found, step in ((trainer.before, 0), (trainer.after, LAST)):
+        assert found == {name: lines[step][name] for name in ("eval_loss", "eval_perplexity")}
 
 
-def test_weights_that_are_not_finite_are_neither_measured_nor_saved(tmp_path, seen, monkeypatch):
-    trainer, saved = make(), []
-    monkeypatch.setattr(trainer_module, "save_model", lambda *arguments, **_: saved.append(arguments[2]))
-    monkeypatch.setattr(trainer_module, "answer_ends", lambda _: ())
-    trainer.engine.module = torch.nn.Linear(1, 1)
-    trainer.save(tmp_path, None)
-    assert saved == [tmp_path]
-    trainer.engine.module.bias.data.fill_(torch.inf)
-    with pytest.raises(NonFiniteError, match=r"^model: weights are not finite \(rank 0: bias\)"):
-        trainer.save(tmp_path / "bad", None)
-    assert saved == [tmp_path]
+def test_a_nan_loss_skips_the_update_and_is_written_for_replay(tmp_path, assets):
+    """Step 3 (batches 4 and 5) is skipped: the schedule does not advance."""
+    seen = Seen(bad_batch=5)
+    config = config_of(tmp_path, "--on_nonfinite", "skip")
+    trainer = make(config, seen, AutoTokenizer.from_pretrained(assets / "lm"))
+    run(trainer, tmp_path)
+    lines = lines_of(tmp_path)[1:]
+    assert [line["nonfinite/skipped"] for line in lines] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert [line["overflow/model"] for line in lines] == [0] * LAST
+    assert [line["grad_norm"] is None for line in lines] == [step == 2 for step in range(LAST)], "infinite: null"
+    assert [line["lr"] for line in lines] == pytest.approx(
+        [RATE * f for f in (0, 1 / 3, 2 / 3, 2 / 3, 1, 0.8, 0.6, 0.4)]
+    )
+    what, records, _ = read_bundle(tmp_path / "nonfinite/step_000003_rank_0")
+    step = seen.of_training[4:6]
+    assert (what["role"], what["step"], what["fault"]["micro_batch"]) == ("model", 3, 1)
+    assert what["constants"] == {"total": lines[2]["counted"], "rows": step}
+    expected = sft_objective(0, False, torch.device("cpu"))
+    for record, indices in zip(records, step, strict=True):
+        assert torch.equal(record.input_ids, expected.collate(TRAIN, indices).input_ids)
+
+
+def test_a_nan_loss_stops_the_run_before_the_update(tmp_path):
+    trainer = make(config_of(tmp_path), Seen(bad_batch=2))
+    weight = trainer.engine.module.lm.get_output_embeddings().weight
+    checkpointer = Checkpointer(trainer)
+    with pytest.raises(NonFiniteError, match=r"^model, step 2: the loss is not finite \(rank 0, micro-batch 0\)"):
+        run(trainer, tmp_path, checkpointer)
+    assert bool(weight.isfinite().all()) and trainer.position == (1, 0) and len(checkpointer.passed) == 1
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5, 8])
-def test_a_run_that_is_stopped_sees_the_rows_that_are_left(tmp_path, seen, at):
-    run(make(), tmp_path)
-    whole, lines = [rows for rows in seen if rows != "eval"], lines_of(tmp_path)
-    seen.clear()
-    before = make()
+def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at):
+    """The same numbers as of a run that was not stopped."""
+    whole = Seen()
+    run(make(config_of(tmp_path), whole), tmp_path)
+    lines = lines_of(tmp_path)
+    best, config = best_steps(lines), config_of(tmp_path)
+    stopped, left = Seen(), Seen()
+    before = make(config, stopped)
     with pytest.raises(StopRequested):
         run(before, tmp_path, Checkpointer(before, last=at))
     assert before.position == (at, 0) and before.engines_to_save == {"model": before.engine}
     save_state(tmp_path / "state", before.shared_state())
-    evaluated = [before.before, before.after]
-    after = make()
-    after.engine.made = at
+    writer = BackgroundWriter()
+    save_engine(before.engine, tmp_path / "engine", writer)
+    writer.wait()
+    random_state = torch.get_rng_state()
+
+    after = make(config, left)
+    load_engine(after.engine, tmp_path / "engine")
     after.load_state(load_state(tmp_path / "state"), RankStates(before.rank_state(), lambda: iter([])))
-    assert after.is_best is before.is_best is (at in (3, 4))
-    assert (after.position, [after.before, after.after]) == ((at, 0), evaluated)
-    assert after.best == before.best
-    assert after.guard.metrics("model") == before.guard.metrics("model")
+    torch.set_rng_state(random_state)
+    assert after.is_best is before.is_best is (at in best)
+    assert (after.position, after.before, after.after, after.best) == (
+        (at, 0), before.before, before.after, before.best)  # fmt: skip
     length = (tmp_path / "metrics.jsonl").stat().st_size
     checkpointer = Checkpointer(after)
     run(after, tmp_path, checkpointer, (length, at + 1))
-    assert checkpointer.passed == [(step, 0, step in (3, 4)) for step in range(at + 1, LAST + 1)]
-    assert [rows for rows in seen if rows != "eval"] == whole
+    assert checkpointer.passed == [(step, 0, step in best) for step in range(at + 1, LAST + 1)]
+    assert stopped.of_training + left.of_training == whole.of_training
     assert lines_of(tmp_path) == lines, "step 0 is there once"
-    assert after.before == evaluated[0]
 
 
-def test_without_evaluation_rows_nothing_is_evaluated_and_step_0_says_so_once(tmp_path, seen):
-    trainer = make()
-    trainer.rows = TokenRows(trainer.rows.train, None)
+def test_counts_of_skipped_updates_survive_a_resume(tmp_path):
+    config = config_of(tmp_path, "--on_nonfinite", "skip")
+    before = make(config, Seen(bad_batch=0))
+    with pytest.raises(StopRequested):
+        run(before, tmp_path, Checkpointer(before, last=1))
+    after = make(config, Seen())
+    after.load_state(json.loads(json.dumps(before.shared_state())), RankStates({}, lambda: iter([])))
+    assert after.nonfinite.metrics("model") == {"nonfinite/skipped": 1, "overflow/model": 0}
+
+
+def test_without_evaluation_rows_step_0_is_written_once_and_nothing_is_evaluated(tmp_path):
+    config, seen = config_of(tmp_path), Seen()
+    trainer = make(config, seen, held_out=None)
     run(trainer, tmp_path)
-    assert "eval" not in seen and trainer.before == trainer.after == {}
-    again = make()
+    assert len(seen.of_training) == len(seen.batches) and trainer.before == trainer.after == {}
+    assert not trainer.is_best
+    again = make(config, Seen(), held_out=None)
     again.load_state(trainer.shared_state(), RankStates({}, lambda: iter([])))
-    again.rows = trainer.rows
-    run(again, tmp_path / ".", resumed=((tmp_path / "metrics.jsonl").stat().st_size, 9))
+    run(again, tmp_path, resumed=((tmp_path / "metrics.jsonl").stat().st_size, 9))
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(LAST + 1))
 
 
-def test_no_interval_means_the_ends_of_epochs(tmp_path, seen):
-    run(make("--eval_interval", "0"), tmp_path)
+def test_without_an_interval_only_the_ends_of_epochs_are_evaluated(tmp_path):
+    run(make(config_of(tmp_path, "--eval_interval", "0"), Seen()), tmp_path)
     assert [line["step"] for line in lines_of(tmp_path) if "eval_loss" in line] == [0, 4, 8]
+
+
+def test_evaluation_is_the_mean_over_all_rows_without_dropout_and_may_be_cut_short(tmp_path):
+    trainer = make(config_of(tmp_path), Seen())
+    losses, tokens = [], []
+    trainer.engine.module.eval()
+    for row in range(len(HELD_OUT)):
+        batch = sft_objective(0, False, dist.device()).collate(HELD_OUT, [row])
+        with torch.no_grad():
+            losses.append(-trainer.engine.module(batch.input_ids, batch.loss_mask)[0].sum().item())
+        tokens.append(int(batch.loss_mask.sum()))
+    trainer.engine.module.train()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(losses) / sum(tokens), rel=1e-5)
+    assert trainer.engine.module.training
+    cut = make(config_of(tmp_path, "--eval_iters", "1"), Seen())
+    assert cut.evaluate()["eval_loss"] == pytest.approx(sum(losses[:2]) / sum(tokens[:2]), rel=1e-5)
+
+
+def test_rows_are_prepared_by_the_untrained_engine(tmp_path):
+    seen, asked = Seen(), []
+
+    def prepare(model, rows):
+        asked.append((model, rows.train))
+        return TokenRows(rows.train.select([6, 5]), rows.eval)
+
+    seen.objective = replace(seen.objective, prepare=prepare)
+    trainer = make(config_of(tmp_path), seen)
+    assert asked == [(trainer.engine, TRAIN)]
+    assert trainer.rows.train[0] == TRAIN[6]
+
+
+def test_a_saved_model_is_described_and_nan_weights_are_neither_measured_nor_saved(tmp_path, assets):
+    seen, asked = Seen(), []
+
+    def describe(model, rows):
+        asked.append(rows)
+        return {"reward_mean": 0.5}
+
+    seen.objective = replace(seen.objective, describe=describe)
+    trainer, tokenizer = make(config_of(tmp_path), seen), AutoTokenizer.from_pretrained(assets / "lm")
+    trainer.before, trainer.after = {"eval_loss": 2.0}, {}
+    result = trainer.save(tmp_path / "good", tokenizer)
+    assert result == {
+        "eval_loss_before": 2.0, "eval_loss_after": 2.0, "reward_mean": 0.5, "optimizer_steps": LAST, "world_size": 1
+    }  # fmt: skip
+    assert json.loads((tmp_path / "good/config.json").read_text())["reward_mean"] == 0.5
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "good")
+    weight = trainer.engine.module.lm.get_output_embeddings().weight
+    assert torch.equal(saved.get_output_embeddings().weight, weight)
+    trainer.after = {"eval_loss": 1.0}
+    assert trainer.save(tmp_path / "good", tokenizer)["eval_loss_after"] == 1.0
+    weight.data[0, 0] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"^model: weights are not finite \(rank 0: "):
+        trainer.save(tmp_path / "bad", tokenizer)
+    assert len(asked) == 2 and not (tmp_path / "bad").exists()
+
+
+def test_rows_are_scored_in_order_without_fillers():
+    seen = []
+
+    def score(rows, indices):
+        seen.append(list(indices))
+        return torch.tensor([[float(i), len(rows[max(i, 0)]["prompt_ids"])] for i in indices])
+
+    engine = torch.nn.Linear(1, 1)
+    found = score_rows(engine, PAIRS, score, 2, "title")
+    assert found.tolist() == [[0, 3], [1, 1], [2, 2], [3, 4], [4, 1]]
+    assert [len(indices) for indices in seen] == [2, 2, 1]
+    assert engine.training

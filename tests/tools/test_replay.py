@@ -1,8 +1,9 @@
-"""`python -m dschat_ppo.tools.replay`: dumps of every loss give the same number again, and say where it comes from."""
+"""`python -m dschat_ppo.tools.replay`: bundles of every loss reproduce the number and print where it comes from."""
 
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import PairBatch, PreferenceBatch, SFTBatch
-from dschat_ppo.engine.skip_update import Fault, random_state
+from dschat_ppo.engine.skip_update import random_state
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -25,8 +26,7 @@ from dschat_ppo.ppo.mini_dataset import Update
 from dschat_ppo.ppo.update import denominators
 from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.tools.replay import load_model, main
-from dschat_ppo.tools.suspects import single_rows
-from dschat_ppo.types import Experience, Rollout, ScoredRollout, select_rows, tensors_of
+from dschat_ppo.types import Experience, ScoredRollout
 
 POISON = 301  # a token whose embedding is not finite in a poisoned model
 WORDS = {
@@ -53,10 +53,10 @@ def config_of(assets, out, step: str, *words: str):
     return parse(step, [*known.split(), "--data_path", "d", "--output_dir", str(out), "--dtype", "fp32", *words])
 
 
-def dump(assets, out, step, role, scene: FailureContext, words=(), fault=None) -> str:
+def bundle(assets, out, step, role, context: FailureContext, words=(), fault=None) -> str:
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    what = {"role": role, "fault": fault or {"kind": "loss", "micro_batch": len(scene.records) - 1, "numbers": []}}
-    return ReproBundles(step, config_of(assets, out, step, *words), tokenizer).write(7, 0, scene, what)
+    what = {"role": role, "fault": fault or {"kind": "loss", "micro_batch": len(context.records) - 1, "numbers": []}}
+    return ReproBundles(step, config_of(assets, out, step, *words), tokenizer).write(7, 0, context, what)
 
 
 def ids(*rows: list[int]) -> torch.Tensor:
@@ -108,6 +108,15 @@ CASES = {
     "reward": ("reward", "model", "scalar", [REWARD], {"total": 2.0, "rows": [[5, 6]]}, (), 1),
     "dpo": ("reward", "model", "policy", [DPO], {"total": 2.0, "rows": [[5, 6]]}, ("--objective", "dpo"), 1),
     "actor": ("ppo", "actor", "policy", [experience(), experience(2)], ACTOR, (), 2),
+    "actor, whole distributions": (
+        "ppo",
+        "actor",
+        "policy",
+        [experience(), experience(2)],
+        ACTOR,
+        ("--kl_loss_coef", "0.1", "--kl_loss_estimator", "full"),
+        2,
+    ),
     "actor, text": ("ppo", "actor", "policy", [experience(), BAD_SFT], ACTOR, (), 1),
     "critic": ("ppo", "critic", "scalar", [experience(), experience(0)], denominators(UPDATE), (), 0),
 }
@@ -116,7 +125,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_token_is_found_in_every_loss(assets, tmp_path, capsys, case):
     step, role, kind, records, constants, words, row = CASES[case]
-    folder = dump(
+    folder = bundle(
         assets, tmp_path, step, role, FailureContext(records, constants, engine_of(kind, poisoned=True)), words
     )
     assert main([folder]) == 0
@@ -130,9 +139,9 @@ def test_a_bad_token_is_found_in_every_loss(assets, tmp_path, capsys, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_healthy_model_reproduces_nothing(assets, tmp_path, capsys, case):
+def test_a_healthy_model_gives_finite_numbers(assets, tmp_path, capsys, case):
     step, role, kind, records, constants, words, _ = CASES[case]
-    folder = dump(assets, tmp_path, step, role, FailureContext(records, constants, engine_of(kind)), words)
+    folder = bundle(assets, tmp_path, step, role, FailureContext(records, constants, engine_of(kind)), words)
     assert main([folder]) == 1
     said = capsys.readouterr().out
     assert said.endswith("all numbers are finite\n")
@@ -143,7 +152,7 @@ def losses_said(said: str) -> list[float]:
     return [float(number) for number in re.findall(r"micro-batch \d+: loss (\S+)", said)]
 
 
-def test_losses_are_those_of_the_run_dropout_too(assets, tmp_path, capsys):
+def test_losses_match_the_run_including_dropout(assets, tmp_path, capsys):
     engine = engine_of("policy", attention_dropout=0.5)
     engine.module.train()
     torch.manual_seed(17)
@@ -155,31 +164,31 @@ def test_losses_are_those_of_the_run_dropout_too(assets, tmp_path, capsys):
     other = [sft_loss(engine.module, batch, torch.tensor(7.0), MetricSums()).item() for batch in (GOOD_SFT, BAD_SFT)]
     assert other != losses, "dropout has no effect on this model"
     torch.manual_seed(99)
-    folder = dump(
+    folder = bundle(
         assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT, BAD_SFT], {"total": 7.0}, engine, None, state)
     )
     assert main([folder]) == 1
     assert losses_said(capsys.readouterr().out) == pytest.approx(losses, rel=1e-6)
 
 
-def test_losses_of_actor_and_critic_are_those_of_the_run(assets, tmp_path, capsys):
+def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys):
     config = config_of(assets, tmp_path, "ppo")
     actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
     by_run = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature)(rows, UPDATE, 0.01, MetricSums())
     of_text = -config.ppo.unsup_coef * actor.module(GOOD_SFT.input_ids, GOOD_SFT.loss_mask)[0].sum() / 5.0
-    main([dump(assets, tmp_path, "ppo", "actor", FailureContext([rows, GOOD_SFT], ACTOR, actor))])
+    main([bundle(assets, tmp_path, "ppo", "actor", FailureContext([rows, GOOD_SFT], ACTOR, actor))])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item(), of_text.item()], rel=1e-5)
     rows = replace(rows, values=torch.full((3, 2), 5.0))  # where the clip of values makes a difference
     by_run = critic_loss(critic.module, rows, UPDATE, config.algorithm.value_clip_eps, MetricSums())
-    main([dump(assets, tmp_path, "ppo", "critic", FailureContext([rows], denominators(UPDATE), critic))])
+    main([bundle(assets, tmp_path, "ppo", "critic", FailureContext([rows], denominators(UPDATE), critic))])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
 
 
-def test_the_model_runs_the_way_it_did(assets, tmp_path):
+def test_the_model_uses_the_kernels_of_the_run(assets, tmp_path):
     engine = engine_of("policy")
     engine.module.fused, engine.module.packed = False, True
     what = json.loads(
-        (Path(dump(assets, tmp_path, "sft", "model", FailureContext([], {}, engine))) / "what.json").read_text()
+        (Path(bundle(assets, tmp_path, "sft", "model", FailureContext([], {}, engine))) / "what.json").read_text()
     )
     model = load_model(tmp_path / "nonfinite/step_000007_rank_0", what, config_of(assets, tmp_path, "sft"), "fp32")
     assert (model.fused, model.packed) == (False, True)
@@ -188,25 +197,24 @@ def test_the_model_runs_the_way_it_did(assets, tmp_path):
 def test_an_infinite_loss_with_finite_gradients_counts(assets, tmp_path, capsys):
     """A reference of -inf on one side: log sigmoid(-inf) has the value -inf and the slope 1."""
     batch = replace(DPO, ref_logprobs=torch.tensor([math.inf, 0.0, 0.0, 0.0], dtype=torch.float64))
-    scene = FailureContext([batch], {"total": 2.0}, engine_of("policy"))
-    assert main([dump(assets, tmp_path, "reward", "model", scene, ("--objective", "dpo"))]) == 0
+    context = FailureContext([batch], {"total": 2.0}, engine_of("policy"))
+    assert main([bundle(assets, tmp_path, "reward", "model", context, ("--objective", "dpo"))]) == 0
     said = capsys.readouterr().out
     assert "micro-batch 0: loss inf" in said
     assert "gradients that are not finite" not in said
 
 
-def test_rows_are_named_as_the_data_names_them(assets, tmp_path, capsys):
+def test_rows_are_named_by_their_row_in_the_training_data(assets, tmp_path, capsys):
     step, role, kind, records, constants, words, _ = CASES["sft"]
-    main(
-        [dump(assets, tmp_path, step, role, FailureContext(records, constants, engine_of(kind, poisoned=True)), words)]
-    )
-    assert "  row 1 (training row 31, counted from 0 after the data were divided): loss nan" in capsys.readouterr().out
+    context = FailureContext(records, constants, engine_of(kind, poisoned=True))
+    main([bundle(assets, tmp_path, step, role, context, words)])
+    assert "  row 1 (row 31 of the training split, counted from 0): loss nan" in capsys.readouterr().out
 
 
 def test_bad_inputs_are_shown_with_their_tokens(assets, tmp_path, capsys):
     advantages = torch.tensor([[0.0, math.inf], [0.0, 0.0], [0.0, 0.0]])
     records = [experience(advantages=advantages)]
-    assert main([dump(assets, tmp_path, "ppo", "actor", FailureContext(records, ACTOR, engine_of("policy")))]) == 0
+    assert main([bundle(assets, tmp_path, "ppo", "actor", FailureContext(records, ACTOR, engine_of("policy")))]) == 0
     said = capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     assert f"answer: {tokenizer.decode([31, 32])!r}" in said
@@ -214,14 +222,14 @@ def test_bad_inputs_are_shown_with_their_tokens(assets, tmp_path, capsys):
     assert "advantages: not finite at tokens 1 of the answer" in said
 
 
-def test_another_number_format_tells_whether_it_is_a_matter_of_range(assets, tmp_path, capsys):
+def test_another_number_format_reproduces_an_overflow(assets, tmp_path, capsys):
     """Weights that overflow fp16's 65504 in a product, and nothing else."""
     engine = engine_of("policy")
     with torch.no_grad():
         engine.module.lm.model.layers[0].mlp.up_proj.weight.fill_(3e4)
         engine.module.lm.model.layers[0].mlp.gate_proj.weight.fill_(1.0)
         engine.module.lm.model.layers[0].mlp.down_proj.weight.fill_(1e-6)
-    folder = dump(assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine))
+    folder = bundle(assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine))
     assert main([folder]) == 1
     assert main([folder, "--dtype", "fp16"]) == 0
     said = capsys.readouterr().out
@@ -245,16 +253,16 @@ def test_log_probs_and_values_of_scoring(assets, tmp_path, capsys, role, field, 
     bad = torch.tensor([[0.0, 0.0], [0.0, 0.0], [math.nan, 0.0]])
     fault = {"kind": field, "rows": [2]}
     for poisoned, code in ((True, 0), (False, 1)):
-        scene = FailureContext([scored(**{field: bad})], {"shaping": {}}, engine_of(kind, poisoned))
-        assert main([dump(assets, tmp_path, "ppo", role, scene, fault=fault)]) == code
+        context = FailureContext([scored(**{field: bad})], {"shaping": {}}, engine_of(kind, poisoned))
+        assert main([bundle(assets, tmp_path, "ppo", role, context, fault=fault)]) == code
         said = capsys.readouterr().out
         assert f"  {field}: not finite at tokens 0 of the answer" in said
         assert ("not finite again" in said) is poisoned
 
 
-def test_scores_of_a_function_stand_as_recorded(assets, tmp_path, capsys):
+def test_scores_of_a_function_are_not_computed_again(assets, tmp_path, capsys):
     rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
-    folder = dump(
+    folder = bundle(
         assets,
         tmp_path,
         "ppo",
@@ -266,14 +274,25 @@ def test_scores_of_a_function_stand_as_recorded(assets, tmp_path, capsys):
     assert "row 1:\n" in capsys.readouterr().out
 
 
-def test_scores_of_the_reward_model_are_asked_for_again(assets, tmp_path, capsys):
+def test_scores_of_the_reward_model_are_computed_again(assets, tmp_path, capsys):
     rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
-    scene = FailureContext([rows], {"shaping": {}}, model=str(assets / "reward"))
-    assert main([dump(assets, tmp_path, "ppo", "reward", scene, fault={"kind": "scores", "rows": [1]})]) == 1
+    context = FailureContext([rows], {"shaping": {}}, model=str(assets / "reward"))
+    assert main([bundle(assets, tmp_path, "ppo", "reward", context, fault={"kind": "scores", "rows": [1]})]) == 1
     assert "another source of reward" in capsys.readouterr().out
 
 
-def test_advantages_are_made_again(assets, tmp_path, capsys):
+def test_a_reward_model_with_another_tokenizer_is_not_run_on_the_rows(assets, tmp_path, capsys):
+    other = shutil.copytree(assets / "reward", tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(other)
+    rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
+    context = FailureContext([rows], {"shaping": {}}, model=str(other))
+    assert main([bundle(assets, tmp_path, "ppo", "reward", context, fault={"kind": "scores", "rows": [1]})]) == 0
+    assert "scores: not computed again" in capsys.readouterr().out
+
+
+def test_advantages_are_computed_again(assets, tmp_path, capsys):
     """Finite scores and values whose difference is not: 3e38 - (-3e38)."""
     words = ("--reward_clip", "0")
     shaping = {"kl_coef": {}, "running": {"count": 0.0, "mean": 0.0, "squares": 0.0}}
@@ -281,56 +300,32 @@ def test_advantages_are_made_again(assets, tmp_path, capsys):
     for scores, code in ((3e38, 0), (1.0, 1)):
         values = torch.tensor([[0.0, 0.0], [0.0, 0.0], [-3e38, 0.0]]) * (scores > 1)
         rows = scored(scores=torch.tensor([0.0, 0.0, scores]), values=values)
-        folder = dump(assets, tmp_path, "ppo", "shaping", FailureContext([rows], {"shaping": shaping}), words, fault)
+        folder = bundle(assets, tmp_path, "ppo", "shaping", FailureContext([rows], {"shaping": shaping}), words, fault)
         assert main([folder]) == code
     assert "advantages:" in capsys.readouterr().out
 
 
-def test_what_adapts_is_as_it_was(assets, tmp_path):
+def test_adaptive_coefficients_are_restored(assets, tmp_path):
     """A penalty of 3e38 x 10 is infinite, one of 0.1 x 10 is not."""
     rows = scored(kl=torch.full((3, 2), 10.0))
     fault = {"kind": "rewards", "rows": [0]}
     for coefficient, code in ((3e38, 0), (0.1, 1)):
         running = {"count": 0.0, "mean": 0.0, "squares": 0.0}
-        scene = FailureContext([rows], {"shaping": {"kl_coef": {"value": coefficient}, "running": running}})
-        assert main([dump(assets, tmp_path, "ppo", "shaping", scene, ("--kl_target", "0.1"), fault)]) == code
+        context = FailureContext([rows], {"shaping": {"kl_coef": {"value": coefficient}, "running": running}})
+        assert main([bundle(assets, tmp_path, "ppo", "shaping", context, ("--kl_target", "0.1"), fault)]) == code
 
 
 # The rest
 
 
-def test_single_rows_of_pairs_keep_both_answers():
-    parts = list(single_rows(replace(REWARD, margin=torch.tensor([1.0, 2.0]))))
-    assert [part.input_ids.tolist() for part in parts] == [
-        [[11, 12, 13], [21, 22, 0]],
-        [[14, 15, 0], [23, POISON, 24]],
-    ]
-    assert [(part.lengths.tolist(), part.margin.tolist()) for part in parts] == [([3, 2], [1.0]), ([2, 3], [2.0])]
-
-
-def test_single_rows_of_answers():
-    rows: Rollout = experience()
-    parts = list(single_rows(rows))
-    assert [part.response_mask.sum().item() for part in parts] == [2, 0, 1]
-    expected = select_rows(rows, torch.tensor([2]))
-    assert all(torch.equal(value, tensors_of(expected)[name]) for name, value in tensors_of(parts[2]).items())
-
-
-def test_a_folder_that_is_no_dump_is_an_error_of_the_user(tmp_path, capsys):
+def test_a_folder_that_is_not_a_bundle_is_a_user_error(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
-    assert "is no whole dump" in capsys.readouterr().err
+    assert "is not a complete repro bundle" in capsys.readouterr().err
 
 
-def test_a_fault_says_where():
-    assert (
-        str(Fault("norm", 1, 3, [], []))
-        == "the norm of the gradients is not finite (the largest: rank 1, micro-batch 3)"
-    )
-
-
-def test_the_factor_of_ranks_and_loss_scale_is_that_of_the_run(assets, tmp_path, capsys):
+def test_losses_are_scaled_by_ranks_and_loss_scale(assets, tmp_path, capsys):
     folder = Path(
-        dump(assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine_of("policy")))
+        bundle(assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine_of("policy")))
     )
     main([str(folder)])
     what = json.loads((folder / "what.json").read_text())

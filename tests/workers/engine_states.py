@@ -1,4 +1,4 @@
-"""Saves engines of many layouts, continues training, loads the files into new engines and trains them.
+"""Saves engines of many layouts, trains on, loads the files into new engines and trains those; writes the results.
 
 engine_states.py ASSETS FOLDER first|main|last
 
@@ -22,8 +22,9 @@ from torch import nn
 from dschat_ppo.checkpoint import engine_state, reshard
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
-from dschat_ppo.engine.build_engine import OptimizerSettings, learning_rate, optimizer_step, train_engine
+from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.engine.optimizer_step import learning_rate, optimizer_step
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
@@ -148,7 +149,7 @@ def steps_of(engine) -> list[int]:
 
 
 def save_and_go_on(case: Case, folder: Path) -> dict:
-    """Train, save, continue training before anything is written, then write."""
+    """Train, save, train on before anything is written, then write."""
     engine, writer = build(case), engine_state.BackgroundWriter()
     before = train(engine, range(case.begun))
     saved, full, steps = digest(engine), full_states(engine), steps_of(engine)
@@ -169,7 +170,7 @@ def save_and_go_on(case: Case, folder: Path) -> dict:
 
 
 def resume(case: Case, folder: Path) -> dict:
-    """Load the states into a new engine with other weights, and train it."""
+    """Load into a new engine with other weights, and train on."""
     engine = build(case, seed=1)
     other = digest(engine)
     fits = engine_state.has_layout_of(engine, folder)
@@ -180,7 +181,7 @@ def resume(case: Case, folder: Path) -> dict:
 
 
 def reshard_engine(case: Case, folder: Path) -> dict:
-    """Load the states into a new engine of another layout, compare them bit for bit, and train it."""
+    """Load into a new engine of another layout, compare to the last bit, and train on."""
     expected = torch.load(folder / "expected.pt", weights_only=True)
     engine = build(case, seed=1)
     fits = engine_state.has_layout_of(engine, folder)

@@ -1,4 +1,4 @@
-"""Two ranks that reduce a number step by step, until one of them does what the case says.
+"""Two ranks that reduce a number step by step, until one of them fails as the case says.
 
 failing.py CASE OUT        OUT/ready_R holds rank R's process number once steps go by, OUT/left_R how it ended
 """
@@ -37,7 +37,7 @@ def hold_the_lock() -> None:
 
 
 def take_time() -> None:
-    """Takes longer than all limits: with heartbeats, then with the watchdog paused. Rank 0 waits."""
+    """Exceed the watchdog's limit twice: with heartbeats, then with the watchdog paused. Rank 0 waits."""
     for _ in range(int((LIMIT + 11.0) / 0.1)):
         heartbeat.heartbeat()
         time.sleep(0.1)
@@ -98,7 +98,7 @@ def train(words: list[str]) -> None:
         if step == READY + (FAULT if fault is take_time else 0):
             (out / f"ready_{dist.rank()}").write_text(str(os.getpid()))
         if bool(stop):
-            raise StopRequested(f"saved after step {step}; run the same command again to resume")
+            raise StopRequested(f"saved after step {step}; run the same command again to go on")
     raise AssertionError("nothing happened")
 
 

@@ -1,4 +1,4 @@
-"""Toggles the hybrid engine under ZeRO-3 and reports what changed.
+"""Switches the hybrid engine under ZeRO-3 between training and generation, and reports differences.
 
 hybrid.py ASSETS OUT_FILE
 """
@@ -40,7 +40,9 @@ def generate_some(trainer, count: int, max_new_tokens: int):
     batch = collate_prompts(trainer.collector.rollouts.prompts, range(count), 0)
     how = replace(trainer.collector.rollouts.how, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4)
     with trainer.engines.hybrid.generating() as model:
-        return generate(model, batch, row_seeds(count * dist.rank(), count, 0), how, trainer.engines.hybrid.agree)
+        return generate(
+            model, batch, row_seeds(count * dist.rank(), count, 0), how, trainer.engines.hybrid.max_over_ranks
+        )
 
 
 def toggle_many(trainer) -> dict:
@@ -65,7 +67,7 @@ def toggle_many(trainer) -> dict:
 
 
 def gathered_equals_engine(trainer) -> float:
-    """Largest difference between log-probs by the lent model and by the ZeRO-3 engine."""
+    """Largest difference between log-probs of the generating model and of the ZeRO-3 engine."""
     rollout = generate_some(trainer, 4, 6)
     with trainer.engines.hybrid.generating() as model:
         lent = response_logprobs(model, rollout, 1.0)
@@ -97,7 +99,7 @@ def layer_by_layer(assets: Path) -> dict:
     unpinned.collector.rollouts.how = fast
     return {
         "engine": fast.engine,
-        "collective": unpinned.engines.hybrid.agree is not None and pinned.engines.hybrid.agree is None,
+        "collective": [trainer.engines.hybrid.max_over_ranks is not None for trainer in (unpinned, pinned)],
         "same_tokens": torch.equal(expected.response_ids, found.response_ids),
         "same_tokens_padded": torch.equal(expected.response_ids, by_padded_batches.response_ids),
         "difference": float((expected.rollout_logprobs - found.rollout_logprobs).abs().max()),

@@ -1,4 +1,4 @@
-"""A rank that locks folders and lives until it is killed: RENDEZVOUS FOLDER ... A line says what became of each."""
+"""A rank that locks folders and lives until it is killed: RENDEZVOUS FOLDER ... Prints one line about each."""
 
 import os
 import sys

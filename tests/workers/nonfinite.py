@@ -1,4 +1,4 @@
-"""Bad numbers on one of two ranks: engines of every stage and format, then whole updates of PPO.
+"""NaN and infinity on one of two ranks: engines of every stage and number format, then whole updates of PPO.
 
 nonfinite.py ASSETS OUT_FOLDER
 """
@@ -22,15 +22,9 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
-from dschat_ppo.engine.build_engine import (
-    OptimizerSettings,
-    accumulate,
-    apply,
-    apply_together,
-    optimizer_step,
-    train_engine,
-)
+from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, optimizer_step
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.saving import require_finite_weights
@@ -80,7 +74,7 @@ def weights(engine) -> torch.Tensor:
 
 
 def micro_batches(step: int, kind: str, dtype: str):
-    """Three of this rank's own; the second of rank 1 is of the given kind."""
+    """Three micro-batches of this rank; the second one of rank 1 is of the given kind."""
     generator = torch.Generator().manual_seed(100 * step + dist.rank())
     rows = [torch.randn(5, 4, generator=generator).to(DTYPES[dtype]) for _ in range(3)]
     return [(x, kind if (number, dist.rank()) == (1, 1) else "good") for number, x in enumerate(rows)]
@@ -130,7 +124,7 @@ def engine_case(stage: int, dtype: str, offload: bool) -> dict:
 
 
 def bad_weights(engine, dtype: str) -> list:
-    """What is said of good weights, of one bad weight on rank 1, and of those that the optimizer makes bad."""
+    """The check's message for good weights, for one bad weight on rank 1, and after an update that overflows."""
     role = "actor"
     said_of = [outcome_of(lambda: require_finite_weights(role, engine))]
     weight = engine.module.second.weight
@@ -146,7 +140,7 @@ def bad_weights(engine, dtype: str) -> list:
 
 
 def update_too_far(engine, rate: float) -> None:
-    """Let the next update be made with a learning rate that no flag permits."""
+    """Set a learning rate for the next update that no flag permits."""
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
 
@@ -171,7 +165,7 @@ def aligned_case() -> dict:
 
 
 def smallest_scale_case() -> list:
-    """An overflow at the smallest scale is no matter of scale any more."""
+    """An overflow at the smallest loss scale."""
     engine = engine_of(2, "fp16", False)
     engine.optimizer.loss_scaler.cur_scale = engine.optimizer.loss_scaler.min_scale
     return said(optimizer_step(engine, micro_batches(0, "gradient", "fp16"), loss_of(engine)))
@@ -245,7 +239,7 @@ def skip_case(assets: Path, out: Path) -> dict:
 
 
 class Lines:
-    """Stands for the writer of metrics."""
+    """Stand-in for the metrics writer."""
 
     def __init__(self):
         self.lines = {}
@@ -268,7 +262,7 @@ def run_case(assets: Path, out: Path) -> dict:
 
 
 def saved_case(assets: Path, out: Path) -> dict:
-    """An update turns the critic's weights bad after a checkpoint: what is saved then, and what a run would resume."""
+    """An update makes the critic's weights infinite after a checkpoint: which files are saved, and what resumes."""
     folder = out / "saved"
     trainer, scored = trainer_for(assets, folder, (2, 3), "--save_minutes", 0)
     identity = RunIdentity("ppo", {}, "")
@@ -288,7 +282,7 @@ def saved_case(assets: Path, out: Path) -> dict:
 
 
 def limits_case(assets: Path, out: Path) -> dict:
-    """How many of six updates are made under each limit, and what of a forbidden one reaches the weights."""
+    """Share of six updates made under each limit; a forbidden one must not change the weights."""
     found = {}
     for name, stages, words in (
         ("none", (2, 0), ()), ("kl", (3, 1), ("--target_kl", 1e-6)), ("ratio", (2, 3), ("--max_log_ratio", 1e-4)),

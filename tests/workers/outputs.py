@@ -1,4 +1,4 @@
-"""Trains actor and critic for one step under ZeRO-3 in fp32, saves them, and writes the logits they then give.
+"""Trains actor and critic for one step under ZeRO-3 in fp32, saves them, and writes their logits.
 
 outputs.py ASSETS OUT_FOLDER
 """

@@ -38,7 +38,7 @@ def make_trainer(assets: Path, *words: object, lm: str = "lm") -> PPOTrainer:
 
 
 def trainer_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOTrainer:
-    """The trainer that `train_ppo` would build, without its checks and outputs."""
+    """The trainer that `train_ppo` builds, without its checks and outputs."""
     plan = plan_ppo(config.ppo, len(prompts), dist.world_size(), config.algorithm.critic_warmup_rollouts)
     folders = ModelFolders(config.ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder)
     engines = RLHFEngine(config, plan, folders)

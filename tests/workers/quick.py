@@ -1,4 +1,4 @@
-"""What makes a worker quick that builds many engines in one process."""
+"""Speed up a worker that builds many engines in one process."""
 
 import gc
 from functools import cache

@@ -1,9 +1,9 @@
-"""Runs of the three steps that are stopped at chosen calls of the checkpointer and run again, in the same ranks.
+"""Runs the three steps, stopped at chosen places and resumed, in the same ranks.
 
 resumes.py CASES_FILE OUT_FILE
 
-    cases: name -> [step, words, places at which to stop, whether to continue to the end]
-    out: name -> [what each start said and how it ended, ...]
+    cases: name -> [step, words, places at which to stop, whether to resume to the end]
+    out: name -> [output of each start and how it ended, ...]
 """
 
 import contextlib
@@ -29,7 +29,7 @@ TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "pp
 
 
 class StopAt:
-    """Requests a stop at the call of `requested` of this number since the start, or at the checkpoint of this name."""
+    """Requests a stop: at the check of this number since the start, or where the state is saved under this name."""
 
     def __init__(self, place: int | str | None):
         self.place, self.seen, self.name = place, 0, ""
@@ -39,11 +39,11 @@ class StopAt:
         return self.name == self.place if isinstance(self.place, str) else self.seen >= (self.place or math.inf)
 
 
-class NamedManager(CheckpointManager):
-    """Tells `StopAt` at which checkpoint it is called."""
+class NamingCheckpointManager(CheckpointManager):
+    """Tells `StopAt` the name of the checkpoint that would be saved."""
 
     def save_if_due(self) -> None:
-        stop_requests.requested.name = checkpoint_name(*self._trainer.position)
+        stop_requests.requested.name = checkpoint_name(*self._subject.position)
         super().save_if_due()
         stop_requests.requested.name = ""
 
@@ -58,12 +58,12 @@ def start(step: str, words: list[str], stop_at: int | str | None) -> dict:
     except StopRequested as reason:
         ended = str(reason)
     print(said.getvalue()[-1500:], ended, flush=True)
-    return {"said": said.getvalue(), "ended": ended, "calls": stop_requests.requested.seen}
+    return {"said": said.getvalue(), "ended": ended, "boundaries": stop_requests.requested.seen}
 
 
 def main() -> None:
     be_quick()
-    session.CheckpointManager = NamedManager
+    session.CheckpointManager = NamingCheckpointManager
     found = {}
     for name, (step, words, stops, to_the_end) in json.loads(Path(sys.argv[-2]).read_text()).items():
         print("---", name, flush=True)

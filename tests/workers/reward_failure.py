@@ -1,5 +1,5 @@
-"""A problem that rank 1 alone has: each rank writes into OUT/RANK what it was told, and a function's scores; then what
-a function's faults are on rank 1 alone, and on both."""
+"""A failure on rank 1 only: each rank writes the error and a function's scores to OUT/RANK; then failures of a function
+on rank 1 only, and on both ranks."""
 
 import sys
 from pathlib import Path
@@ -49,7 +49,7 @@ def mixed() -> str:
 
 
 def faults(function: FunctionReward) -> list[str]:
-    """Where no row has the column, on rank 1 and then on both."""
+    """No row has the column: on rank 1, then on both ranks."""
     mixture = RewardMixture([(function, 1.0)])
     found, rollout = [], Rollout(*torch.zeros(6, 2, 1))
     function.take_calls()

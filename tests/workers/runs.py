@@ -1,4 +1,4 @@
-"""Runs of the three steps one after another in the same ranks: what they said, and how they ended.
+"""Runs the three steps one after another in the same ranks; writes their output and how they ended.
 
 runs.py CASES_FILE OUT_FILE       cases: name -> [step, words]; out: name -> {"error": text or null, "said": text}
 """
@@ -21,7 +21,7 @@ TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "pp
 
 
 def ended(step: str, words: list[str]) -> str | None:
-    """The message of the `UserError` that every rank raised, which must be the same; None: the run came to its end."""
+    """The message of the `UserError` that every rank raised, which must be the same; None if the run finished."""
     problem = None
     try:
         TRAIN[step](parse(step, words))

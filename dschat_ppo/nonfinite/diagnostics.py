@@ -1,0 +1,124 @@
+"""NaN diagnostics: which numbers of a record, which weights, gradients and module outputs are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.data.collators import PairBatch, PreferenceBatch
+from dschat_ppo.types import Rollout, select_rows, tensors_of
+
+# Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses of the recorded
+# log-probs is in `old_logprobs` or in the weights of the importance correction.
+UNUSED = ("source_scores", "rollout_logprobs")
+SHOWN_TOKENS = 12
+
+
+def bad_places(record: Any) -> dict[str, list[list[int]]]:
+    """Field -> index ([row] or [row, token]) of each NaN or infinity; {} if all numbers are finite.
+
+    Args:
+        record: a dataclass of tensors. If it has a `response_mask` (B, R), fields of that shape are checked only where
+            the mask is True.
+    """
+    values = {name: value for name, value in tensors_of(record).items() if name not in UNUSED}
+    mask = values.get("response_mask")
+    found = {}
+    for name, value in values.items():
+        if value.is_floating_point():
+            bad = ~value.isfinite()
+            if mask is not None and value.shape == mask.shape:
+                bad &= mask
+            if bool(bad.any()):
+                found[name] = torch.nonzero(bad).tolist()
+    return found
+
+
+def bad_weights(model: nn.Module) -> list[str]:
+    """Names of the parameters that are not finite."""
+    return [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+
+
+def bad_gradients(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradients are not finite."""
+    pairs = [(name, parameter.grad) for name, parameter in model.named_parameters()]
+    return [name for name, gradient in pairs if gradient is not None and not bool(gradient.isfinite().all())]
+
+
+class FirstBadOutput:
+    """Context manager that watches the outputs of a model's modules; `first` describes the first one that is not
+    finite, or is None."""
+
+    def __init__(self, model: nn.Module):
+        self.first: str | None = None
+        self._model = model
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> FirstBadOutput:
+        for name, module in self._model.named_modules():
+
+            def check(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+                if self.first is None and not _is_finite(output):
+                    state = "its inputs are finite" if _is_finite(inputs) else "so are its inputs"
+                    self.first = f"{name or 'the model'} ({type(module).__name__}; {state})"
+
+            self._hooks.append(module.register_forward_hook(check))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether every number is finite in a tensor, or in the tensors of nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or bool(value.isfinite().all())
+    if isinstance(value, tuple | list):
+        return all(_is_finite(part) for part in value)
+    return all(_is_finite(part) for part in value.values()) if isinstance(value, dict) else True
+
+
+def single_rows(record: Any) -> Iterator[Any]:
+    """Split a record into records of one row each (one pair each for a batch of pairs)."""
+    values: dict[str, Any] = tensors_of(record)
+    if type(record) in (PairBatch, PreferenceBatch):
+        pairs = len(record.pair_mask)
+        for number in range(pairs):
+            # a tensor has one line per pair, or all chosen answers and then all rejected ones
+            yield replace(record, **{
+                name: value[[number]] if len(value) == pairs else value[[number, number + pairs]]
+                for name, value in values.items()
+            })  # fmt: skip
+        return
+    for number in range(len(next(iter(values.values())))):
+        if isinstance(record, Rollout):
+            yield select_rows(record, torch.tensor([number], device=record.response_ids.device))
+        else:
+            yield replace(record, **{name: value[number : number + 1] for name, value in values.items()})
+
+
+def describe_row(alone: Any, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Lines about a record of one row or pair: its tokens as text, and its numbers that are not finite."""
+    if isinstance(alone, Rollout):
+        texts = {
+            "prompt": alone.prompt_ids[0][alone.prompt_mask[0]],
+            "answer": alone.response_ids[0][alone.response_mask[0]],
+        }
+    else:
+        names = ("chosen", "rejected") if len(alone.input_ids) == 2 else ("row",)
+        texts = dict(zip(names, alone.input_ids, strict=True))
+    lines = [f"{name}: {tokenizer.decode(ids.tolist())!r}" for name, ids in texts.items()]
+    for name, places in bad_places(alone).items():
+        tokens = [place[1] for place in places if len(place) == 2]
+        shown = ", ".join(map(str, tokens[:SHOWN_TOKENS])) + (", ..." if len(tokens) > SHOWN_TOKENS else "")
+        lines.append(f"{name}: not finite" + (f" at tokens {shown} of the answer" if tokens else ""))
+    return lines

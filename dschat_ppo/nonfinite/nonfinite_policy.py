@@ -1,0 +1,109 @@
+"""What a run does about NaN and infinity: stop, or skip the update (`--on_nonfinite`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.engine.skip_update import StepResult
+from dschat_ppo.errors import NonFiniteError
+from dschat_ppo.nonfinite.diagnostics import bad_places
+from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
+
+SHOWN_PLACES = 100  # of each field
+
+
+class NonFinitePolicy:
+    """Stops the run at the first failure, or counts skipped updates; the same on every rank.
+
+    Args:
+        flags: `--on_nonfinite` and `--max_nonfinite_skips`.
+        bundles: writes a repro bundle for each failure; None writes nothing.
+    """
+
+    def __init__(self, flags: SafetyFlags, bundles: ReproBundles | None = None):
+        self.flags = flags
+        self.bundles = bundles
+        self._in_a_row = Counter[str]()
+        self._skipped = 0
+        self._overflows = Counter[str]()
+
+    def handle(self, role: str, step: int, result: StepResult, context: Callable[[], FailureContext]) -> None:
+        """Handle the outcome of an optimizer step. Collective if it has a fault.
+
+        Args:
+            role: name of the model.
+            step: number of the optimizer step or PPO step.
+            result: outcome of the optimizer step.
+            context: called if there is a fault.
+
+        Raises:
+            NonFiniteError: the step has a fault, and the run stops.
+        """
+        self._overflows[role] += result.overflow
+        if result.applied:
+            self.reset(role)
+        if result.fault is None:
+            return
+        fault, failure = result.fault, context()
+        details = {
+            "role": role,
+            "fault": {"kind": fault.kind, "micro_batch": fault.micro_batch, "numbers": fault.numbers},
+            "bad_inputs": [shown_places(bad_places(record)) for record in failure.records],
+        }
+        problem = f"{role}, step {step}: {fault}; its update was skipped"
+        self.report(role, step, fault.rank, problem, failure, details)
+
+    def report(
+        self, role: str, step: int, rank: int, problem: str, context: FailureContext, details: dict[str, Any]
+    ) -> None:
+        """Write a repro bundle and count the failure. Collective.
+
+        Args:
+            role: counter of consecutive failures to increase.
+            step: number of the optimizer step or PPO step.
+            rank: the rank whose records are written.
+            problem: the message, one line.
+            context: of this rank.
+            details: further entries of the bundle's `what.json`.
+
+        Raises:
+            NonFiniteError: the run stops.
+        """
+        folder = self.bundles.write(step, rank, context, details) if self.bundles else "(no repro bundle)"
+        self._in_a_row[role] += 1
+        self._skipped += 1
+        replay = folder if folder.startswith("(") else f"Replay: python -m dschat_ppo.tools.replay {folder}"
+        if self.flags.on_nonfinite == "stop":
+            advice = "Lower the learning rate, use --dtype fp32, or --on_nonfinite skip."
+            raise NonFiniteError(f"{problem}. {advice} {replay}")
+        in_a_row = self._in_a_row[role]
+        if in_a_row > self.flags.max_nonfinite_skips:
+            raise NonFiniteError(f"{problem}; that makes {in_a_row} in a row (--max_nonfinite_skips). {replay}")
+        logger().warning(f"{problem}. {replay}")
+
+    def reset(self, role: str) -> None:
+        """Reset the count of consecutive failures of `role`: all its numbers were finite."""
+        self._in_a_row[role] = 0
+
+    def metrics(self, *roles: str) -> dict[str, float]:
+        """Counts since the start of the run: skipped updates, and fp16 overflows of each role."""
+        counts = {f"overflow/{role}": float(self._overflows[role]) for role in roles}
+        return {"nonfinite/skipped": float(self._skipped), **counts}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, for a resumed run."""
+        return {"in_a_row": dict(self._in_a_row), "skipped": self._skipped, "overflows": dict(self._overflows)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()`."""
+        self._in_a_row, self._skipped = Counter(state["in_a_row"]), state["skipped"]
+        self._overflows = Counter(state["overflows"])
+
+
+def shown_places(places: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    """The first `SHOWN_PLACES` places of each field, for `what.json`."""
+    return {name: found[:SHOWN_PLACES] for name, found in places.items()}

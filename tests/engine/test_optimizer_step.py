@@ -1,0 +1,182 @@
+"""One optimizer step on one rank: micro-batches add up, and a NaN or infinity changes nothing."""
+
+import math
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from one_rank import one_rank  # noqa: F401
+from torch import nn
+
+from dschat_ppo.common import dist
+from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
+from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, learning_rate, optimizer_step
+from dschat_ppo.models.loading import DTYPES
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
+
+
+def engine_of(stage: int, dtype: str = "fp32"):
+    torch.manual_seed(0)
+    config = train_config(stage, dtype, False, 1, 1.0)
+    config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 1}
+    model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.2), nn.Linear(9, 3)).to(DTYPES[dtype])
+    return train_engine(model, config, SETTINGS)
+
+
+def weights(engine) -> torch.Tensor:
+    return torch.cat([parameter.detach().float().flatten() for parameter in engine.module.parameters()])
+
+
+def batches(step: int, dtype: str = "fp32") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(2, 4, generator=generator).to(dist.device(), DTYPES[dtype]) for _ in range(3)]
+
+
+def good(engine):
+    return lambda x: engine(x).float().pow(2).sum() / 18  # 18 numbers in a step
+
+
+def bad_in(engine, number: int, bad):
+    """The loss `good`, changed by `bad(loss, output)` in each micro-batch of this number."""
+    calls = [0]
+
+    def loss_of(x):
+        y = engine(x).float()
+        calls[0] += 1
+        loss = y.pow(2).sum() / 18
+        return bad(loss, y) if (calls[0] - 1) % 3 == number else loss
+
+    return loss_of
+
+
+def nan_loss(loss, y):
+    return loss * math.nan
+
+
+def infinite_loss_with_finite_gradients(loss, y):
+    return loss + math.inf
+
+
+def nan_gradient(loss, y):  # the slope of the root at 0 is infinite, times 0
+    return loss + torch.where(torch.zeros_like(y, dtype=torch.bool), (y - y.detach()).abs().sqrt(), 0.0).sum()
+
+
+def huge_gradient(loss, y):  # finite, but the sum of its squares is not
+    return loss + 1e30 * (y - y.detach()).sum()
+
+
+def test_micro_batches_add_up_to_one_batch():
+    split, whole = engine_of(0), engine_of(0)
+    for engine in (split, whole):
+        engine.module.eval()
+    for step in range(3):
+        parts = batches(step)
+        first = optimizer_step(split, parts, good(split))
+        second = optimizer_step(whole, [torch.cat(parts)], good(whole))
+        assert first.applied and first.fault is None
+        assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
+    torch.testing.assert_close(weights(split), weights(whole))
+
+
+def test_the_first_step_is_adam_by_hand():
+    """With gradients clipped to norm 1, Adam's first update is the learning rate times the gradient's sign."""
+    engine = engine_of(0)
+    before = weights(engine)
+    result = optimizer_step(engine, batches(0), good(engine))
+    moved = (weights(engine) - before).abs()
+    assert result.grad_norm > 0 and learning_rate(engine) == pytest.approx(0.01 * 19 / 20)
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(("bad", "kind"), [
+    (nan_loss, "loss"), (infinite_loss_with_finite_gradients, "loss"), (nan_gradient, "gradient"),
+    (huge_gradient, "norm"),
+])  # fmt: skip
+def test_a_bad_number_skips_the_update_and_is_located(stage, bad, kind):
+    """The engine then trains like one that never saw the step."""
+    engine, spared = engine_of(stage), engine_of(stage)
+    for step in range(4):
+        if step == 2:
+            before, rate, skipped = weights(engine), learning_rate(engine), engine.skipped_steps
+            result = optimizer_step(engine, batches(9), bad_in(engine, 1, bad))
+            assert (result.applied, result.overflow, result.grad_norm) == (False, False, math.inf)
+            assert (result.fault.kind, result.fault.rank, result.fault.micro_batch) == (kind, 0, 1)
+            assert torch.equal(weights(engine), before) and learning_rate(engine) == rate
+            assert engine.skipped_steps > skipped
+        results = []
+        for one in (engine, spared):
+            torch.manual_seed(step)  # dropout
+            results.append(optimizer_step(one, batches(step), good(one)))
+        assert results[0] == results[1] and results[0].applied
+    assert torch.equal(weights(engine), weights(spared))
+
+
+def test_the_search_for_a_bad_gradient_repeats_dropout_and_draws_nothing():
+    engine, seen = engine_of(0), []
+
+    def loss_of(x):
+        y = engine(x)
+        seen.append(y.detach())
+        return nan_gradient(y.sum(), y)
+
+    torch.manual_seed(3)
+    result = optimizer_step(engine, batches(0), loss_of)
+    after = torch.rand(2)
+    assert result.fault.kind == "gradient" and len(seen) == 6
+    assert all(torch.equal(a, b) for a, b in zip(seen[:3], seen[3:], strict=True))
+    torch.manual_seed(3)
+    for x in batches(0):
+        engine(x)
+    assert torch.equal(torch.rand(2), after)
+
+
+def test_an_update_can_be_refused():
+    engine, spared = engine_of(0), engine_of(0)
+    result = apply(accumulate(engine, batches(9), good(engine)), refused=True)
+    assert (result.applied, result.fault) == (False, None)
+    for one in (engine, spared):
+        torch.manual_seed(1)
+        assert optimizer_step(one, batches(1), good(one)).applied
+    assert torch.equal(weights(engine), weights(spared))
+
+
+@pytest.fixture
+def fp16(monkeypatch):
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+
+
+def scale(engine) -> float:
+    return engine.optimizer.loss_scaler.cur_scale
+
+
+def test_an_fp16_overflow_lowers_the_scale_and_is_no_fault(fp16):
+    engine = engine_of(2, "fp16")
+    result = optimizer_step(engine, batches(0, "fp16"), bad_in(engine, 1, nan_gradient))
+    assert (result.applied, result.overflow, result.fault, scale(engine)) == (False, True, None, 128)
+    assert optimizer_step(engine, batches(1, "fp16"), good(engine)).applied
+
+
+def test_an_overflow_at_the_smallest_scale_is_a_fault(fp16):
+    engine = engine_of(2, "fp16")
+    engine.optimizer.loss_scaler.cur_scale = engine.optimizer.loss_scaler.min_scale
+    result = optimizer_step(engine, batches(0, "fp16"), bad_in(engine, 2, nan_gradient))
+    assert (result.overflow, result.fault.kind, result.fault.micro_batch) == (False, "gradient", 2)
+    assert scale(engine) == engine.optimizer.loss_scaler.min_scale
+
+
+def test_one_overflow_skips_the_updates_of_both_engines_and_lowers_only_its_own_scale(fp16):
+    engines = engine_of(2, "fp16"), engine_of(2, "fp16")
+    before = [weights(engine) for engine in engines]
+    losses = good(engines[0]), bad_in(engines[1], 0, nan_gradient)
+    parts = [accumulate(e, batches(0, "fp16"), loss_of) for e, loss_of in zip(engines, losses, strict=True)]
+    results = apply_together(parts)
+    assert [(result.applied, result.overflow) for result in results] == [(False, False), (False, True)]
+    assert all(torch.equal(weights(engine), old) for engine, old in zip(engines, before, strict=True))
+    assert [scale(engine) for engine in engines] == [256, 128]
+    parts = [accumulate(engine, batches(1, "fp16"), good(engine)) for engine in engines]
+    assert [result.applied for result in apply_together(parts)] == [True, True]

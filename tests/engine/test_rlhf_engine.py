@@ -1,0 +1,70 @@
+"""The engines of step 3 on one rank."""
+
+import pytest
+import torch
+from one_rank import one_rank  # noqa: F401
+
+from dschat_ppo.common import dist
+from dschat_ppo.config.batch_plan import plan_ppo
+from dschat_ppo.config.cli import parse
+from dschat_ppo.engine.optimizer_step import learning_rate
+from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def engines_of(assets, *words: str, critic: bool = True, reward: bool = True) -> RLHFEngine:
+    lm, scalar = str(assets / "lm"), str(assets / "reward")
+    flags = ["--actor_model_name_or_path", lm, "--critic_model_name_or_path", scalar, "--data_path", "d"]
+    flags += ["--output_dir", "o", "--dtype", "fp32", "--actor_zero_stage", "0", "--critic_zero_stage", "0"]
+    flags += ["--actor_learning_rate", "0.25", "--critic_learning_rate", "0.5", "--num_warmup_steps", "0", *words]
+    config = parse("ppo", flags)
+    plan = plan_ppo(config.ppo, 40, 1, 0)
+    return RLHFEngine(config, plan, ModelFolders(lm, scalar if critic else None, scalar if reward else None))
+
+
+def logprobs(engine) -> torch.Tensor:
+    ids = torch.tensor([[5, 6, 7, 8]], device=dist.device())
+    return engine(ids, torch.ones_like(ids, dtype=torch.bool))[0]
+
+
+def test_actor_and_critic_train_and_reference_and_reward_do_not(assets):
+    engines = engines_of(assets)
+    kinds = [type(e.module) for e in (engines.actor, engines.reference, engines.critic, engines.reward)]
+    assert kinds == [PolicyModel, PolicyModel, ScalarModel, ScalarModel]
+    assert engines.trained == {"actor": engines.actor, "critic": engines.critic}
+    assert [learning_rate(engine) for engine in engines.trained.values()] == [0.25, 0.5]
+    assert torch.equal(logprobs(engines.actor), logprobs(engines.reference)), "to the last bit"
+    frozen = [*engines.reference.module.parameters(), *engines.reward.module.parameters()]
+    assert not any(parameter.requires_grad for parameter in frozen)
+    assert engines.actor_average is None
+    assert engines.hybrid.model is engines.actor.module.lm
+    assert engines.reward.module.packed is engines.critic.module.packed
+
+
+def test_train_and_eval_switch_dropout_of_actor_and_critic_alone(assets):
+    engines = engines_of(assets, "--actor_dropout", "0.5")
+    assert not torch.equal(logprobs(engines.actor), logprobs(engines.actor)), "training mode, with dropout"
+    engines.eval()
+    assert not engines.critic.module.training
+    assert torch.equal(logprobs(engines.actor), logprobs(engines.reference))
+    engines.train()
+    assert engines.actor.module.training and engines.critic.module.training
+    assert not engines.reference.module.training and not engines.reward.module.training
+
+
+def test_roles_that_the_run_does_not_use_are_none(assets):
+    words = ("--advantage_estimator", "grpo", "--n_samples_per_prompt", "2", "--kl_loss_coef", "0")
+    engines = engines_of(assets, *words, critic=False, reward=False)
+    assert engines.critic is engines.reward is engines.reference is None
+    assert list(engines.trained) == ["actor"]
+
+
+def test_checkpointing_and_the_moving_average_follow_their_flags(assets):
+    words = ("--actor_gradient_checkpointing", "--critic_gradient_checkpointing", "--enable_ema")
+    engines = engines_of(assets, *words)
+    assert engines.actor.module.lm.is_gradient_checkpointing
+    assert engines.critic.module.classifier.is_gradient_checkpointing
+    assert set(engines.actor_average.state_dict()) == {name for name, _ in engines.actor.module.lm.named_parameters()}

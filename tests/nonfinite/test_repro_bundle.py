@@ -1,0 +1,62 @@
+"""Repro bundles: written, read back, bounded in number, refused if damaged."""
+
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_experience import experience, ppo_bundles, with_bad
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.nonfinite.repro_bundle import FailureContext, read_bundle
+
+NAN, INF = math.nan, math.inf
+
+
+def test_a_bundle_round_trips(tmp_path):
+    rows = experience(advantages=with_bad(NAN, (0, 1)))
+    state = [torch.get_rng_state()]
+    folder = ppo_bundles(tmp_path).write(
+        12, 0, FailureContext([rows, rows], {"x": INF}, random_state=state), {"role": "actor"}
+    )
+    assert folder == str(tmp_path / "nonfinite/step_000012_rank_0")
+    what, records, states = read_bundle(tmp_path / "nonfinite/step_000012_rank_0")
+    assert (what["step"], what["rank"], what["role"], what["constants"]) == (12, 0, "actor", {"x": "inf"})
+    assert len(records) == 2
+    for name, value in vars(rows).items():
+        if value is None:
+            assert getattr(records[1], name) is None
+        else:
+            assert torch.equal(value.nan_to_num(7.5), getattr(records[1], name).nan_to_num(7.5)), name
+    assert torch.equal(states[0], state[0])
+
+
+def test_the_newest_bundles_are_kept(tmp_path):
+    bundles = ppo_bundles(tmp_path, "--max_nonfinite_skips", "2")
+    names = [bundles.write(step, 0, FailureContext([experience()], {}), {}).split("/")[-1] for step in (3, 3, 4, 5)]
+    assert names == ["step_000003_rank_0", "step_000003_rank_0_2", "step_000004_rank_0", "step_000005_rank_0"]
+    assert sorted(path.name for path in (tmp_path / "nonfinite").iterdir()) == names[1:]
+
+
+def test_nothing_is_written_to_a_disk_that_is_nearly_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**24))
+    assert "has 16777216 bytes left" in ppo_bundles(tmp_path).write(1, 0, FailureContext([experience()], {}), {})
+    assert not list((tmp_path / "nonfinite").iterdir())
+
+
+@pytest.mark.parametrize("damage", ["what.json", "batch.safetensors", "newer"])
+def test_damaged_bundles_and_newer_formats_are_refused(tmp_path, damage):
+    folder = tmp_path / "nonfinite/step_000001_rank_0"
+    ppo_bundles(tmp_path).write(1, 0, FailureContext([experience()], {}), {})
+    if damage == "newer":
+        (folder / "what.json").write_text((folder / "what.json").read_text().replace('"format": 1', '"format": 2'))
+    else:
+        (folder / damage).write_bytes((folder / damage).read_bytes()[:-9])
+    with pytest.raises(UserError, match="newer version" if damage == "newer" else "is not a complete repro bundle"):
+        read_bundle(folder)
+
+
+def test_a_missing_folder_is_explained(tmp_path):
+    with pytest.raises(UserError, match="no such folder; a run keeps its newest repro bundles"):
+        read_bundle(tmp_path / "nonfinite/step_000001_rank_0")

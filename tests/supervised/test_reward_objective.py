@@ -1,0 +1,67 @@
+"""Step 2, reward model: loss and score statistics, compared with one forward pass of plain transformers per answer."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_config
+from pairs_of_answers import CPU, REAL, ROWS, config_of, run_loss
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import LlamaForSequenceClassification as LlamaClassifier
+
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.supervised.reward_objective import reward_objective
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    torch.manual_seed(3)
+    return LlamaClassifier(tiny_config(num_labels=1)).eval()
+
+
+@torch.no_grad()
+def scores_alone(classifier: LlamaClassifier, numbers) -> np.ndarray:
+    """(len(numbers), 2) of the chosen and rejected answers."""
+    return np.array(
+        [
+            [float(classifier(torch.tensor([ROWS[n]["prompt_ids"] + answer])).logits) for answer in ROWS[n]["answers"]]
+            for n in numbers
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "coefficient", "with_margin"),
+    [([], 0.0, True), (["--no_use_margin"], 0.0, False), (["--center_rewards_coef", "0.5"], 0.5, True)],
+)
+def test_reward_loss_with_margin_and_centering(classifier, words, coefficient, with_margin):
+    expected, centering = 0.0, 0.0
+    for number, (chosen, rejected) in zip(REAL, scores_alone(classifier, REAL), strict=True):
+        lead = chosen - rejected - (ROWS[number]["margin"] if with_margin else 0.0)
+        centering += (chosen + rejected) ** 2 / 3
+        expected += math.log(1 + math.exp(-lead)) / 3
+    objective = reward_objective(0, CPU, config_of(*words))
+    loss, metrics = run_loss(objective, ScalarModel(classifier), ROWS)
+    assert loss.item() == pytest.approx(expected + coefficient * centering, rel=1e-5)
+    assert metrics["loss"] == pytest.approx(loss.item())
+    assert metrics.get("centering_loss") == (pytest.approx(centering, rel=1e-5) if coefficient else None)
+
+
+@pytest.mark.parametrize(("held_out", "numbers"), [(None, range(5)), ([1, 3, 4], [1, 3, 4])])
+def test_score_statistics_use_evaluation_rows_if_there_are_any(classifier, held_out, numbers, tmp_path, assets):
+    rows = TokenRows(ROWS, None if held_out is None else ROWS.select(held_out))
+    objective = reward_objective(0, CPU, config_of("--per_device_eval_batch_size", "2", "--eval_iters", "1"))
+    model = ScalarModel(classifier)
+    described = objective.describe(model, rows)
+    scores = scores_alone(classifier, numbers).reshape(-1)
+    mean = scores.sum() / len(scores)
+    assert described["reward_mean"] == pytest.approx(mean, abs=1e-5)
+    assert described["reward_std"] == pytest.approx(math.sqrt(((scores - mean) ** 2).sum() / len(scores)), abs=1e-5)
+    save_model(SimpleNamespace(module=model), AutoTokenizer.from_pretrained(assets / "lm"), tmp_path, described)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert {name: getattr(config, name) for name in described} == described
+    AutoModelForSequenceClassification.from_pretrained(tmp_path)

@@ -1,0 +1,46 @@
+"""Records of three answers for tests."""
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import torch
+
+from dschat_ppo.config.cli import parse
+from dschat_ppo.nonfinite.repro_bundle import ReproBundles
+from dschat_ppo.types import Experience, ScoredRollout
+
+
+def experience(**changes) -> Experience:
+    """Three answers of 3, 0 and 1 tokens."""
+    mask = torch.tensor([[True, True, True], [False, False, False], [True, False, False]])
+    numbers = {name: torch.zeros(3, 3) for name in (
+        "rollout_logprobs", "old_logprobs", "ref_logprobs", "kl", "values", "rewards", "advantages", "returns",
+        "loss_weights",
+    )}  # fmt: skip
+    made = {
+        "prompt_ids": torch.tensor([[0, 7], [8, 9], [5, 6]]),
+        "prompt_mask": torch.tensor([[False, True], [True, True], [True, True]]),
+        "response_ids": torch.arange(9).view(3, 3), "response_mask": mask, "loss_mask": mask,
+        "finish_reason": torch.zeros(3, dtype=torch.int8), "entropies": None, "selected": None, "baselines": None,
+        "source_scores": torch.zeros(3, 2), "scores": torch.tensor([1.0, 2.0, 3.0]), "groups": torch.arange(3),
+        **numbers,
+    }  # fmt: skip
+    return Experience(**{**made, **changes})
+
+
+def scored(**changes) -> ScoredRollout:
+    made = experience(**changes)
+    return ScoredRollout(**{field.name: getattr(made, field.name) for field in fields(ScoredRollout)})
+
+
+def with_bad(value: float, *places: tuple[int, ...], shape=(3, 3)) -> torch.Tensor:
+    made = torch.zeros(shape)
+    for place in places:
+        made[place] = value
+    return made
+
+
+def ppo_bundles(folder, *words: str) -> ReproBundles:
+    """Repro bundles of step 3 below `folder`."""
+    flags = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d".split()
+    return ReproBundles("ppo", parse("ppo", [*flags, "--output_dir", str(folder), *words]), SimpleNamespace())
