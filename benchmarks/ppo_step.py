@@ -37,7 +37,7 @@ from dschat_ppo.models.loading import load_tokenizer
 from dschat_ppo.ppo.loop import PPOTrainer
 from dschat_ppo.ppo.mini_dataset import gather_rows
 from dschat_ppo.ppo.train_ppo import learned_reward
-from dschat_ppo.rewards.reward_sources import build_sources
+from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.runtime.launch import leave

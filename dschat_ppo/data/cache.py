@@ -39,7 +39,7 @@ POLL_SECONDS = 0.5
 _FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of the rows
 
 
-def cached_rows(root: str | None, key: str, make: Callable[[Path], Dataset]) -> Dataset:
+def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) -> Dataset:
     """The rows of an entry of the cache.
 
     Args:
@@ -64,7 +64,7 @@ def cached_rows(root: str | None, key: str, make: Callable[[Path], Dataset]) -> 
     return rows
 
 
-def hub_rows(spec: str, config_name: str | None, root: str | None) -> datasets.DatasetDict:
+def hub_dataset(spec: str, config_name: str | None, root: str | None) -> datasets.DatasetDict:
     """The splits of a hub data set, from the files that `datasets` makes of it in its cache.
 
     Files that cannot be read, or hold fewer rows than there should be, are made again from what was downloaded.

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from dschat_ppo.data.sampler import FILLER
+from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.types import PromptBatch
 
 
@@ -60,7 +60,7 @@ REFERENCE_COLUMNS = ("chosen_ref_logprob", "rejected_ref_logprob")
 
 def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
     """(token rows, whether each is real). Fillers stand in as copies of row 0."""
-    return [rows[max(index, 0)] for index in indices], [index != FILLER for index in indices]
+    return [rows[max(index, 0)] for index in indices], [index != PADDING_ROW for index in indices]
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def load_table(builder: str, settings: dict[str, Any]) -> Dataset:
         raise problem.__cause__ or problem from None
 
 
-def find_fault(builder: str, settings: dict[str, Any]) -> str | None:
+def conversion_error(builder: str, settings: dict[str, Any]) -> str | None:
     """Convert a file in a forked process; what is wrong with it, `EMPTY` for no rows, or None.
 
     The result stays in the cache of `datasets`, where `load_table` finds it. So the file is read once, and a file that

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.schema import DataFlags, parse_data_split
-from dschat_ppo.data.cache import cached_rows, token_key
-from dschat_ppo.data.records import layout_of, read_row
-from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
+from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.examples import layout_of, read_example
+from dschat_ppo.data.splits import ORIGIN, hold_out, load_splits, split_of_step
 from dschat_ppo.data.templates import encode_answer, encode_prompt, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
@@ -85,7 +85,7 @@ def _tokenise(
 ) -> dict[str, Any]:
     end_if_asked(_DOING)  # this may take hours
     where = row[ORIGIN]
-    parsed = read_row(row, layout, use, where)
+    parsed = read_example(row, layout, use, where)
     try:
         prompt = encode_prompt(tokenizer, parsed.prompt)
         answers = [encode_answer(tokenizer, parsed.prompt, answer) for answer in parsed.answers]
@@ -140,7 +140,7 @@ def tokenise_rows(
                 features=datasets.Features(_FEATURES | ({"row": datasets.Value("string")} if use == "prompt" else {})),
             )
 
-    rows = cached_rows(flags.data_output_path, key, make)
+    rows = cached_dataset(flags.data_output_path, key, make)
     done = Counter(rows["fitted"])
     logger().info(f"data: {name}: {len(rows)} rows; " + ", ".join(f"{count} {what}" for what, count in done.items()))
     if for_training and set(done) == {_CUT_ANSWER}:
@@ -158,7 +158,7 @@ def tokenise_rows(
 
 
 def _part_of_this_step(rows: Dataset, name: str, use: str, flags: DataFlags) -> Dataset:
-    part = part_of(rows, parse_data_split(flags.data_split), PARTS[use], flags.data_split_seed)
+    part = split_of_step(rows, parse_data_split(flags.data_split), PARTS[use], flags.data_split_seed)
     if len(part) == 0:
         raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
     if len(part) < len(rows):
@@ -193,7 +193,7 @@ def prepare(
         wanted = [(spec, "--data_path") for spec in flags.data_path]
         wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
         for spec, flag in wanted:
-            source = load_source(spec, flag, flags.data_output_path)
+            source = load_splits(spec, flag, flags.data_output_path)
             train, evaluation = source.train, source.eval
             if flag == "--data_path":
                 train = _part_of_this_step(train, spec, use, flags)
@@ -206,7 +206,7 @@ def prepare(
                 held_out = tokenise_rows(evaluation, f"{spec} (eval)", tokenizer, use, limit, flags, for_training=False)
                 eval_parts.append(held_out)
         for spec in eval_paths or []:
-            source = load_source(spec, "--eval_data_path", flags.data_output_path)
+            source = load_splits(spec, "--eval_data_path", flags.data_output_path)
             eval_parts.append(tokenise_rows(source.train, spec, tokenizer, use, limit, flags, for_training=False))
     evaluation = datasets.concatenate_datasets(eval_parts) if eval_parts else None
     return TokenRows(datasets.concatenate_datasets(train_parts), evaluation if evaluation else None)

@@ -9,7 +9,7 @@ import torch
 
 from dschat_ppo.common.seeding import shared_generator
 
-FILLER = -1
+PADDING_ROW = -1
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
@@ -24,18 +24,18 @@ def optimizer_steps(
 
     A step takes the next `micro_batch * accumulation * world_size` rows, so every rank and every micro-batch split
     sees the same rows in the same step. A short last step makes as many micro-batches, only smaller ones, and is filled
-    up with `FILLER` where it does not divide: all ranks make the same number of micro-batches of the same size.
+    up with `PADDING_ROW` where it does not divide: all ranks make the same number of micro-batches of the same size.
     """
     lots = accumulation * world_size
     for start in range(0, len(order), micro_batch * lots):
         step = list(order[start : start + micro_batch * lots])
         size = -(-len(step) // lots)
-        step += [FILLER] * (size * lots - len(step))
+        step += [PADDING_ROW] * (size * lots - len(step))
         mine = step[rank * accumulation * size : (rank + 1) * accumulation * size]
         yield [mine[i : i + size] for i in range(0, len(mine), size)]
 
 
-class RowStream:
+class IndexStream:
     """Row numbers, epoch after epoch, as many at a time as are asked for. The same on every rank.
 
     Args:

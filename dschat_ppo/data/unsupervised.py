@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.schema import DataFlags
-from dschat_ppo.data.cache import cached_rows, token_key
-from dschat_ppo.data.sources import load_source
+from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
 from dschat_ppo.runtime.stop_requests import end_if_asked, helpers_may_end
@@ -41,7 +41,7 @@ def text_blocks(
         UserError: no such data set, or no column `text`.
     """
     with main_rank_of_node_first(), helpers_may_end(_DOING):
-        rows = load_source(spec, FLAG, flags.data_output_path, config_name).train
+        rows = load_splits(spec, FLAG, flags.data_output_path, config_name).train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(rows.column_names)
             raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a column 'text' that holds text")
@@ -59,7 +59,7 @@ def text_blocks(
                     cache_file_name=str(folder / "blocks.arrow"),
                 )
 
-        blocks = cached_rows(flags.data_output_path, key, make)
+        blocks = cached_dataset(flags.data_output_path, key, make)
     if not len(blocks):
         raise UserError(f"{FLAG} {spec}: holds no text of two tokens or more")
     logger().info(f"data: {spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")

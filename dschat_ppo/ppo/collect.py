@@ -15,7 +15,7 @@ from dschat_ppo.common.logging import logger, say
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.sampler import RowStream
+from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.errors import RolloutCancelled, UserError
 from dschat_ppo.ppo.generate import Rollouts
@@ -53,7 +53,7 @@ class ExperienceCollector:
         self.rounds = algorithm.dynamic_sampling_rounds
         self.pool = GroupPool(plan.rollout_rows, shaped) if algorithm.dynamic_sampling else None
         self.print_every = ppo.print_answers_interval if ppo.print_answers else 0
-        self.stream = RowStream(len(rollouts.prompts), config.run.seed)
+        self.stream = IndexStream(len(rollouts.prompts), config.run.seed)
         how = Scoring(ppo.temperature, plan.micro_batch_tokens, config.recompute_old_logprobs, algorithm.kl_estimator)
         self.maker = ModelScorer(engines.actor, engines.reference, engines.critic, how)
 
@@ -105,7 +105,7 @@ class ExperienceCollector:
         _give_up_if_asked(checkpointer)
         try:
             scored = self.score(rollout, indices, first, step)
-            return gather_rows(scored), self.judge.count_faults()
+            return gather_rows(scored), self.judge.count_failed_rows()
         except UserError:  # of a reward, on every rank; who stops a run may have stopped its service first
             _give_up_if_asked(checkpointer)
             raise

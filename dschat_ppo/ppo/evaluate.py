@@ -19,7 +19,7 @@ from dschat_ppo.algorithms.pass_at_k import pass_at_k
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.config.evaluation_flags import ValidationFlags
-from dschat_ppo.data.sampler import FILLER, optimizer_steps
+from dschat_ppo.data.sampler import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.generate import Rollouts, greedily
 from dschat_ppo.ppo.reward_scorer import RewardScorer
@@ -136,7 +136,7 @@ class Evaluation:
     def run(self, step: int) -> dict[str, float]:
         """Metrics; writes the answers, and keeps the models if they are trained and the best so far. Collective."""
         rows = self._answer_all()
-        faults = self.judge.count_faults()
+        faults = self.judge.count_failed_rows()
         metrics = summary(rows, self.flags.eval_pass_score)
         metrics["eval/function_faults"] = float(faults)
         problem = dist.broadcast_object(self._write(rows, step) if dist.is_main() else None)
@@ -164,7 +164,7 @@ class Evaluation:
         mine: list[Answered] = []
         size, ranks = self.flags.eval_batch_size, dist.world_size()
         for [indices] in optimizer_steps(range(len(self.prompts)), size, 1, ranks, dist.rank()):
-            mine += self._answer([max(index, 0) for index in indices], [i != FILLER for i in indices])
+            mine += self._answer([max(index, 0) for index in indices], [i != PADDING_ROW for i in indices])
         return sorted((row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index)
 
     def _answer(self, indices: list[int], real: list[bool]) -> list[Answered]:

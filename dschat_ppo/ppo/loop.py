@@ -36,7 +36,7 @@ from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.reward_scorer import RewardScorer
 from dschat_ppo.ppo.state import PPOState
 from dschat_ppo.ppo.update import Outcome, Updater
-from dschat_ppo.rewards.mixture import RewardMixture
+from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.types import Experience
 
 HEADLINE = (

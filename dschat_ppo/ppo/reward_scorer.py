@@ -10,8 +10,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.rewards.mixture import MixedScores, RewardMixture
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.reward_mixture import MixedScores, RewardMixture
+from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import FinishReason, Rollout
 
 
@@ -65,7 +65,7 @@ class RewardScorer:
         device = rollout.response_ids.device
         return MixedScores(found.scores.to(device), found.by_source.to(device))
 
-    def count_faults(self) -> int:
+    def count_failed_rows(self) -> int:
         """Rows of all ranks that got a function's default score since the last count. Collective.
 
         Raises:
@@ -73,4 +73,4 @@ class RewardScorer:
                 an answer.
         """
         refuse_all, self._counted = not self._counted, True
-        return self.mixture.count_faults(refuse_all)
+        return self.mixture.count_failed_rows(refuse_all)

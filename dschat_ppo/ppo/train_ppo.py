@@ -43,12 +43,17 @@ from dschat_ppo.ppo.loop import PPOTrainer
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.reward_scorer import RewardScorer
 from dschat_ppo.ppo.score import ModelScorer
-from dschat_ppo.rewards.functions import FunctionReward, function_files, parse_function
-from dschat_ppo.rewards.learned_reward import ForeignModelReward, ModelReward
-from dschat_ppo.rewards.mixture import RewardMixture
-from dschat_ppo.rewards.reward_request import RewardSource
-from dschat_ppo.rewards.reward_sources import build_sources, check_sources
-from dschat_ppo.rewards.standardised import STATISTICS, StandardisedReward, saved_statistics
+from dschat_ppo.rewards.build_rewards import build_sources, check_sources
+from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
+from dschat_ppo.rewards.learned_reward import (
+    STATISTICS,
+    ModelReward,
+    RetokenizedModelReward,
+    StandardisedReward,
+    saved_statistics,
+)
+from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.session.begin_run import begin, naming, show_plan
 from dschat_ppo.session.session import open_session
 
@@ -219,7 +224,7 @@ def learned_reward(
     if own is not None:
         length = _foreign_length(config, folder)
         logger().info(f"the reward model has a tokenizer of its own: answers are encoded anew, up to {length} tokens")
-        source = ForeignModelReward(engines.reward, own, length, dist.device(), batch_tokens)
+        source = RetokenizedModelReward(engines.reward, own, length, dist.device(), batch_tokens)
     if config.algorithm.normalize_rewards == "model":
         source = StandardisedReward(source, *saved_statistics(model_config, config.reward_folder))
     return source

@@ -17,8 +17,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import filler_id
 from dschat_ppo.models.micro_batches import even_passes
-from dschat_ppo.rewards.reward_failure import agree_on_failure
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource, raise_on_any_rank
 from dschat_ppo.types import Rollout, full_sequences
 
 BATCH_TOKENS = 16384
@@ -51,7 +50,7 @@ class ModelReward:
         return last_token_scores(self.engine, *full_sequences(rollout))
 
 
-class ForeignModelReward:
+class RetokenizedModelReward:
     """Scores text with a reward model that has a tokenizer of its own.
 
     Args:
@@ -95,7 +94,7 @@ class ForeignModelReward:
             rows = [self._encode(*row) for row in given]
         except UserError as refused:
             problem = str(refused)
-        agree_on_failure(problem)  # the others would wait in the passes
+        raise_on_any_rank(problem)  # the others would wait in the passes
         cut = [row[-self.max_length :] for row in rows]
         too_long = sum(len(row) > self.max_length for row in rows)
         if too_long:
@@ -137,3 +136,48 @@ def scores_in_batches(engine: Any, input_ids: Tensor, lengths: Tensor, batch_tok
         width = int(lengths[part].max())
         scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()
     return scores
+
+
+STATISTICS = ("reward_mean", "reward_std")  # in the model's config, written by step 2
+
+
+class StandardisedReward:
+    """`(score - mean) / std` of another source.
+
+    Args:
+        source: gives the scores.
+        mean, std: of scores on the reward model's own evaluation data; std above 0.
+    """
+
+    def __init__(self, source: RewardSource, mean: float, std: float):
+        self.source = source
+        self.mean = mean
+        self.std = std
+
+    @property
+    def name(self) -> str:
+        """The source's own."""
+        return self.source.name
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """(B,) fp32."""
+        return (self.source(request, rollout) - self.mean) / self.std
+
+
+def saved_statistics(config: Any, folder: str) -> tuple[float, float]:
+    """Mean and standard deviation that step 2 saved with a reward model.
+
+    Args:
+        config: the model's configuration.
+        folder: of the model, for the message.
+
+    Raises:
+        UserError: the model has none, or a standard deviation of 0.
+    """
+    mean, std = (config.to_dict().get(name) for name in STATISTICS)
+    if mean is None or std is None or not std > 0:
+        raise UserError(
+            f"--normalize_rewards model: {folder}/config.json has no {' and '.join(STATISTICS)} above 0; train the "
+            "reward model with step 2, or use --normalize_rewards running"
+        )
+    return float(mean), float(std)

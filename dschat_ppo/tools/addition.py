@@ -18,7 +18,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dschat_ppo.tools.toy_model import EOS, PAD, make_as_asked, untrained_llama, write_task
+from dschat_ppo.tools.toy_model import EOS, PAD, task_command, untrained_llama, write_task
 
 NUMBERS = range(10, 100)
 COUNTS = {"sft": 20_000, "prompts": 1024, "heldout": 256}
@@ -105,4 +105,4 @@ def make(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    make_as_asked("Make the model, tokenizer and data of two-digit addition.", make)
+    task_command("Make the model, tokenizer and data of two-digit addition.", make)

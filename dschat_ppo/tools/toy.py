@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dschat_ppo.tools.toy_model import EOS, PAD, make_as_asked, untrained_llama, write_task
+from dschat_ppo.tools.toy_model import EOS, PAD, task_command, untrained_llama, write_task
 
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
 COLOURS = "red blue green black white yellow brown grey pink golden".split()
@@ -169,4 +169,4 @@ def make(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    make_as_asked("Make the embedded model, tokenizer and data.", make)
+    task_command("Make the embedded model, tokenizer and data.", make)

@@ -59,7 +59,7 @@ def write_task(
     move_files_up(partial)
 
 
-def make_as_asked(description: str, make: Callable[[Path, int], None]) -> None:
+def task_command(description: str, make: Callable[[Path, int], None]) -> None:
     """Read the command line `FOLDER [--seed N]` of a task and `make(FOLDER, N)` it."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path, help="where to write `model/` and `data/`")

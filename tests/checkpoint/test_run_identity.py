@@ -24,7 +24,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.fingerprint import BLOCK_BYTES, BLOCKS, model_fingerprint
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.train_ppo import inputs_of
-from dschat_ppo.rewards.functions import function_files
+from dschat_ppo.rewards.function_reward import function_files
 from dschat_ppo.session.session import open_session
 from dschat_ppo.supervised.supervised_run import supervised_inputs
 

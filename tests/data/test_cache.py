@@ -10,9 +10,9 @@ from filelock import FileLock
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data import cache
-from dschat_ppo.data.cache import cached_rows, hub_rows
+from dschat_ppo.data.cache import cached_dataset, hub_dataset
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.sources import load_source
+from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.tools import toy
@@ -34,7 +34,7 @@ class Rows:
         return datasets.concatenate_datasets(parts)
 
     def read(self):
-        return cached_rows(str(self.root), "key", self.make)["a"][:]
+        return cached_dataset(str(self.root), "key", self.make)["a"][:]
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_the_users_file_is_not_blamed_for_a_damaged_cache(tmp_path):
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/dschat_ppo: cannot be written \(.*name another .* --data_output_path"):
-        cached_rows(str(tmp_path / "file"), "key", Rows(tmp_path).make)
+        cached_dataset(str(tmp_path / "file"), "key", Rows(tmp_path).make)
 
 
 def test_who_waits_for_another_process_says_so_and_can_be_stopped(tmp_path, monkeypatch):
@@ -137,23 +137,23 @@ def test_rows_of_the_hub_that_cannot_be_read_are_made_again(monkeypatch):
     again = datasets.DownloadMode.REUSE_CACHE_IF_EXISTS
     short = DatasetDict(train=Dataset.from_dict({"a": [1]}))
     short["train"].info.splits = {"train": datasets.SplitInfo("train", num_examples=2)}
-    assert hub(monkeypatch, whole) == [] and len(hub_rows("x", None, None)["train"]) == 2
+    assert hub(monkeypatch, whole) == [] and len(hub_dataset("x", None, None)["train"]) == 2
     for damaged in (pyarrow.ArrowInvalid("null or length 0"), ValueError("Expecting value"), short):
         modes = hub(monkeypatch, damaged, whole)
-        assert len(hub_rows("x", None, None)["train"]) == 2
+        assert len(hub_dataset("x", None, None)["train"]) == 2
         assert modes == [None, again]
 
 
 def test_what_is_wrong_with_a_name_of_the_hub_is_said_all_the_same(monkeypatch):
     hub(monkeypatch, ValueError("Config name is missing"), ValueError("Config name is missing"))
     with pytest.raises(ValueError, match="Config name is missing"):
-        hub_rows("x", None, None)
+        hub_dataset("x", None, None)
 
 
 def test_splits_of_the_hub_without_rows_do_not_count(monkeypatch):
     rows, none = Dataset.from_dict({"prompt": ["a"]}), Dataset.from_dict({"prompt": []})
     hub(monkeypatch, DatasetDict(train=rows, validation=none, test=rows), DatasetDict(train=none))
-    source = load_source("name", "--data_path", None)
+    source = load_splits("name", "--data_path", None)
     assert (len(source.train), len(source.eval)) == (1, 1)
     with pytest.raises(UserError, match=r"--data_path name: has no 'train' split with rows \(it has no rows\)"):
-        load_source("name", "--data_path", None)
+        load_splits("name", "--data_path", None)

@@ -13,7 +13,7 @@ from dschat_ppo.data.collators import (
     rows_at,
     with_reference,
 )
-from dschat_ppo.data.sampler import FILLER
+from dschat_ppo.data.sampler import PADDING_ROW
 
 PAD = 99
 
@@ -67,13 +67,13 @@ def test_sft_loss_mask_does_not_depend_on_the_padding_id():
 
 def test_filler_rows_have_no_loss_but_some_tokens():
     for train_on_prompt in (False, True):
-        batch = collate_sft(sft_rows(), [1, FILLER], PAD, train_on_prompt)
+        batch = collate_sft(sft_rows(), [1, PADDING_ROW], PAD, train_on_prompt)
         assert batch.loss_mask[0].any()
         assert not batch.loss_mask[1].any()
 
 
 def test_rows_at_says_which_rows_are_real():
-    records, real = rows_at(sft_rows(), [2, FILLER, 0])
+    records, real = rows_at(sft_rows(), [2, PADDING_ROW, 0])
     assert [record["prompt_ids"] for record in records] == [[9], [1, 2, 3], [1, 2, 3]]
     assert real == [True, False, True]
 
@@ -92,7 +92,7 @@ def test_pairs_put_all_chosen_answers_first():
 
 
 def test_filler_pairs_are_masked():
-    batch = collate_pairs(pair_rows(), [1, FILLER], PAD)
+    batch = collate_pairs(pair_rows(), [1, PADDING_ROW], PAD)
     assert batch.pair_mask.tolist() == [True, False]
     assert batch.input_ids.shape[0] == 4
 
@@ -115,7 +115,7 @@ def test_answers_that_begin_alike_count_whole():
 
 
 def test_filler_pairs_have_no_answer():
-    batch = collate_answers(pair_rows(), [FILLER, 1], 0)
+    batch = collate_answers(pair_rows(), [PADDING_ROW, 1], 0)
     assert batch.pair_mask.tolist() == [False, True]
     assert batch.answer_mask.sum(dim=1).tolist() == [0, 2, 0, 1]
 
@@ -123,10 +123,10 @@ def test_filler_pairs_have_no_answer():
 def test_reference_logprobs_go_with_their_answers():
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -1 / 3]], dtype=torch.float64)
     rows = with_reference(pair_rows(), logprobs)
-    batch = collate_preferences(rows, [1, 0, FILLER], PAD)
+    batch = collate_preferences(rows, [1, 0, PADDING_ROW], PAD)
     assert batch.ref_logprobs.tolist() == [-3.0, -1.0, -1.0, -1 / 3, -2.0, -2.0]
     assert batch.ref_logprobs.dtype == torch.float64
-    plain = collate_answers(pair_rows(), [1, 0, FILLER], PAD)
+    plain = collate_answers(pair_rows(), [1, 0, PADDING_ROW], PAD)
     for name in ("input_ids", "answer_mask", "pair_mask"):
         assert torch.equal(getattr(batch, name), getattr(plain, name))
 

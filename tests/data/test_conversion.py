@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dschat_ppo.data import conversion
-from dschat_ppo.data.conversion import EMPTY, find_fault, load_table
+from dschat_ppo.data.conversion import EMPTY, conversion_error, load_table
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.processes import children
@@ -27,20 +27,20 @@ def own_signals():
 
 
 def test_what_the_process_converted_is_found_in_the_cache(settings, monkeypatch):
-    assert find_fault("json", settings) is None
+    assert conversion_error("json", settings) is None
     monkeypatch.setattr("datasets.builder.DatasetBuilder._download_and_prepare", None)  # a conversion would call it
     assert load_table("json", settings)["prompt"][:] == ["a", "b"]
 
 
 def test_no_rows_are_told_from_a_fault(settings, tmp_path):
     (tmp_path / "rows.jsonl").write_text("[]")
-    assert find_fault("json", settings) == EMPTY
+    assert conversion_error("json", settings) == EMPTY
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
 def test_a_process_that_is_killed_is_a_fault_of_the_file(settings, monkeypatch, capfd, number):
     monkeypatch.setattr(conversion, "load_table", lambda *_: os.kill(os.getpid(), number))
-    fault = find_fault("json", settings)
+    fault = conversion_error("json", settings)
     assert fault.startswith(f"its reader ended with {number.name}: ")
     assert capfd.readouterr().err == ""
 
@@ -50,7 +50,7 @@ def test_one_that_is_killed_because_the_run_is_to_stop_is_not(settings, monkeypa
     stop_requests.install()
     stop_requests.tell()
     with pytest.raises((EOFError, StopRequested)):  # whichever is seen first
-        find_fault("json", settings)
+        conversion_error("json", settings)
 
 
 def test_a_stop_does_not_wait_for_a_long_conversion(settings, monkeypatch):
@@ -59,7 +59,7 @@ def test_a_stop_does_not_wait_for_a_long_conversion(settings, monkeypatch):
     stop_requests.install()
     threading.Timer(0.2, stop_requests.tell).start()
     with pytest.raises(StopRequested, match="while it prepared the data"):
-        find_fault("json", settings)
+        conversion_error("json", settings)
     assert time.monotonic() - began < 30
     assert set(children()) <= before
 
@@ -72,6 +72,6 @@ def test_a_second_interrupt_does_not_wait_for_the_process(settings, monkeypatch)
     monkeypatch.setattr(conversion, "load_table", interrupt)
     before, began = set(children()), time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        find_fault("json", settings)
+        conversion_error("json", settings)
     assert time.monotonic() - began < 30
     assert set(children()) <= before

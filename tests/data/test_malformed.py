@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from transformers import CodeGenConfig, CodeGenForCausalLM
 
-from dschat_ppo.data.sources import load_source
+from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -50,7 +50,7 @@ def read_model(folder: Path) -> None:
 
 
 def read_rows(path: Path) -> None:
-    load_source(str(path), "--data_path", None).train.to_list()
+    load_splits(str(path), "--data_path", None).train.to_list()
 
 
 @pytest.fixture
@@ -236,8 +236,8 @@ def test_flipped_bytes_of_data(tmp_path, name, content, refused_of_30):
 def test_a_folder_or_a_dead_link_named_like_a_file_is_refused(tmp_path):
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
-        load_source(str(tmp_path), "--data_path", None)
+        load_splits(str(tmp_path), "--data_path", None)
     (tmp_path / "a.jsonl").rmdir()
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
-        load_source(str(tmp_path), "--data_path", None)
+        load_splits(str(tmp_path), "--data_path", None)

@@ -8,10 +8,10 @@ import pytest
 from datasets import Dataset
 
 from dschat_ppo.config.schema import DataFlags
+from dschat_ppo.data import examples
 from dschat_ppo.data import prepare as prepare_module
-from dschat_ppo.data import records
 from dschat_ppo.data.prepare import fit_row, prepare
-from dschat_ppo.data.sources import hold_out, load_source, part_of
+from dschat_ppo.data.splits import hold_out, load_splits, split_of_step
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.tools.toy import make_tokenizer
@@ -47,7 +47,7 @@ def parquet_of(columns: dict[str, list]) -> bytes:
 
 
 def load(tmp_path: Path, path: Path | str):
-    return load_source(str(path), "--data_path", str(tmp_path / "cache"))
+    return load_splits(str(path), "--data_path", str(tmp_path / "cache"))
 
 
 # The length limit
@@ -151,7 +151,7 @@ def test_nothing_left_under_the_limit_is_an_error(tmp_path):
 @pytest.mark.parametrize("count", [1, 7, 100])
 def test_parts_are_disjoint_and_complete(shares, count):
     rows = Dataset.from_dict({"id": list(range(count))})
-    parts = [part_of(rows, shares, part, seed=5)["id"] for part in range(3)]
+    parts = [split_of_step(rows, shares, part, seed=5)["id"] for part in range(3)]
     assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(count))
     for part, share in zip(parts, shares, strict=True):
         assert abs(len(part) - count * share / sum(shares)) <= 1
@@ -159,9 +159,9 @@ def test_parts_are_disjoint_and_complete(shares, count):
 
 def test_parts_are_random_and_reproducible():
     rows = Dataset.from_dict({"id": list(range(100))})
-    first = list(part_of(rows, (1, 1, 1), 0, seed=5)["id"])
-    assert first == list(part_of(rows, (1, 1, 1), 0, seed=5)["id"])
-    assert first != list(part_of(rows, (1, 1, 1), 0, seed=6)["id"])
+    first = list(split_of_step(rows, (1, 1, 1), 0, seed=5)["id"])
+    assert first == list(split_of_step(rows, (1, 1, 1), 0, seed=5)["id"])
+    assert first != list(split_of_step(rows, (1, 1, 1), 0, seed=6)["id"])
     assert sorted(first) != list(range(33))
 
 
@@ -325,13 +325,13 @@ def test_cached_rows_are_not_used_for_another_limit_policy_or_template(tmp_path)
 def test_a_request_to_stop_ends_the_preparation_at_the_next_row(tmp_path, monkeypatch):
     path, read = write_jsonl(tmp_path / "d.jsonl", ROWS), []
 
-    def read_row(*words):
+    def read_example(*words):
         read.append(words)
         if len(read) == 3:
             stop_requests.tell()
-        return records.read_row(*words)
+        return examples.read_example(*words)
 
-    monkeypatch.setattr(prepare_module, "read_row", read_row)
+    monkeypatch.setattr(prepare_module, "read_row", read_example)
     stop_requests.install()
     try:
         for rows in (3, 3):  # the second time it is not begun

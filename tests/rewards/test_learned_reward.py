@@ -9,10 +9,9 @@ from dschat_ppo.data.collators import right_padded
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.scalar_head import ScalarModel
 from dschat_ppo.rewards import learned_reward as rewards_model
-from dschat_ppo.rewards import reward_failure
-from dschat_ppo.rewards.learned_reward import ForeignModelReward, ModelReward, scores_in_batches
-from dschat_ppo.rewards.reward_failure import RewardServiceError
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards import reward_source
+from dschat_ppo.rewards.learned_reward import ModelReward, RetokenizedModelReward, scores_in_batches
+from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 from dschat_ppo.types import Rollout
 
 TEMPLATE = (
@@ -102,7 +101,7 @@ def test_a_model_of_the_actors_vocabulary(engine):
 def foreign(engine, tokenizer, rows, max_length=128, ended=None, **others):
     reasons = torch.zeros(len(rows), dtype=torch.int8) if ended is None else torch.where(torch.tensor(ended), 0, 2)
     rollout = Rollout(*torch.zeros(5, len(rows), 1), finish_reason=reasons)
-    return ForeignModelReward(engine, tokenizer, max_length, torch.device("cpu"), **others)(request(*rows), rollout)
+    return RetokenizedModelReward(engine, tokenizer, max_length, torch.device("cpu"), **others)(request(*rows), rollout)
 
 
 def test_text_is_encoded_anew_and_ends_with_eos(engine, tokenizer):
@@ -158,7 +157,7 @@ def test_a_template_that_refuses_a_prompt_is_the_users_to_mend(engine, tokenizer
 
 
 def test_a_row_that_is_refused_on_another_rank_ends_this_one_before_its_first_pass(engine, tokenizer, monkeypatch):
-    monkeypatch.setattr(reward_failure.dist, "gather_objects", lambda problem: [problem, "refused on rank 1"])
+    monkeypatch.setattr(reward_source.dist, "gather_objects", lambda problem: [problem, "refused on rank 1"])
     counting = Counting(engine)
     with pytest.raises(RewardServiceError, match="refused on rank 1"):
         foreign(counting, tokenizer, [("ask", "yes", {})])

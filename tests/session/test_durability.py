@@ -18,7 +18,7 @@ from dschat_ppo.checkpoint.metrics_copy import keep_aside, restore_metrics
 from dschat_ppo.checkpoint.resume import _set_aside_later_ones
 from dschat_ppo.checkpoint.saved_config import write_config
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.cache import hub_rows
+from dschat_ppo.data.cache import hub_dataset
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_head import ScalarModel
@@ -121,7 +121,7 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     power = PowerLoss(monkeypatch)
-    hub_rows("name", None, None)
+    hub_dataset("name", None, None)
     assert power.left(tmp_path)["rows.arrow"] == (tmp_path / "rows.arrow").read_bytes() != b""
 
 

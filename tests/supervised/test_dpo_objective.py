@@ -13,7 +13,7 @@ from transformers import LlamaForSequenceClassification as LlamaClassifier
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.sampler import FILLER
+from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.policy import PolicyModel
 from dschat_ppo.models.saving import save_model
@@ -74,7 +74,7 @@ def rows(reference):
     return add_reference(PolicyModel(reference), ROWS, 0, CPU, batch_size=2)
 
 
-def run_loss(objective, engine, rows, indices=(4, FILLER, 0, 2), num_pairs: float = 3):
+def run_loss(objective, engine, rows, indices=(4, PADDING_ROW, 0, 2), num_pairs: float = 3):
     sums = MetricSums()
     loss = objective.loss(engine, objective.collate(rows, indices), torch.tensor(num_pairs), sums)
     return loss, objective.summary(sums.reduce())
@@ -190,7 +190,7 @@ def test_loss_and_metrics_are_those_of_loops_over_single_answers(policy, referen
 
 def test_loss_counts_pairs_of_the_whole_step(policy, rows):
     objective = dpo_objective(0, CPU, config_of("--objective", "dpo_nll"))
-    assert objective.count(objective.collate(rows, [4, FILLER, 0])).item() == 2
+    assert objective.count(objective.collate(rows, [4, PADDING_ROW, 0])).item() == 2
     whole, metrics = run_loss(objective, PolicyModel(policy), rows, num_pairs=3)
     part, same = run_loss(objective, PolicyModel(policy), rows, num_pairs=12)
     assert part.item() == pytest.approx(whole.item() / 4)

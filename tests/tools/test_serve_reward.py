@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards.remote import RemoteReward
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.remote_reward import RemoteReward
+from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.tools import serve_reward
 from dschat_ppo.tools.serve_reward import Batcher, RefusedError, RewardServer, Scorer, read_arguments, read_request
 

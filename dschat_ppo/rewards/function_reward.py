@@ -17,9 +17,8 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import say
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.rewards.pool import CallError, Signature, Target, WorkerPool
-from dschat_ppo.rewards.reward_failure import Calls
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.reward_source import Calls, RewardRequest
+from dschat_ppo.rewards.worker_pool import CallError, Signature, Target, WorkerPool
 from dschat_ppo.types import Rollout
 
 FLAG = "--reward_function"
@@ -202,7 +201,7 @@ class FunctionReward:
     def _warn(self, text: str) -> None:
         say(f"warning: rank {dist.rank()}: reward function {self.name}: {text}")
 
-    def take_calls(self) -> Calls:
+    def take_counts(self) -> Calls:
         """What became of this rank's rows since the last time that this was asked."""
         calls, self.calls = self.calls, Calls()
         return calls

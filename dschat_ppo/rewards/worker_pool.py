@@ -18,7 +18,7 @@ from pickle import PicklingError, dumps
 from typing import Any, NoReturn
 
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.rewards.worker import LENGTH
+from dschat_ppo.rewards.worker_process import LENGTH
 
 _BEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
@@ -27,7 +27,7 @@ _DIED = "its process ended (a crash, os._exit, or killed for want of memory)"
 _GARBAGE = "its process answered what is no answer"
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dschat_ppo.rewards.worker import main; main(sys.argv[2:])"
+    "from dschat_ppo.rewards.worker_process import main; main(sys.argv[2:])"
 )
 
 

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from dschat_ppo.data.records import layout_of, read_row
+from dschat_ppo.data.examples import layout_of, read_example
 from dschat_ppo.data.templates import encode_answer, encode_prompt, is_messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.toy import EOS, make_tokenizer
@@ -165,43 +165,46 @@ def test_wrong_columns_are_named_with_those_that_would_do(use):
 
 def test_deepspeed_chat_rows_serve_sft_with_their_chosen_answer():
     row = {"prompt": "Human: hi Assistant:", "chosen": " Hello.", "rejected": " Go away."}
-    parsed = read_row(row, layout_of(list(row), "sft", "d"), "sft", "d, row 0")
+    parsed = read_example(row, layout_of(list(row), "sft", "d"), "sft", "d, row 0")
     assert (parsed.prompt, parsed.answers) == ("Human: hi Assistant:", [" Hello."])
 
 
 def test_pairs_keep_both_answers_and_the_margin():
     row = {"prompt": "p", "chosen": "c", "rejected": "r", "margin": 2}
-    parsed = read_row(row, ("prompt", "chosen", "rejected"), "preference", "d, row 0")
+    parsed = read_example(row, ("prompt", "chosen", "rejected"), "preference", "d, row 0")
     assert (parsed.prompt, parsed.answers, parsed.margin) == ("p", ["c", "r"], 2.0)
 
 
 @pytest.mark.parametrize("row", [{}, {"margin": None}])
 def test_a_missing_margin_is_zero(row):
     row = {"prompt": "p", "chosen": "c", "rejected": "r", **row}
-    assert read_row(row, ("prompt", "chosen", "rejected"), "preference", "d, row 0").margin == 0.0
+    assert read_example(row, ("prompt", "chosen", "rejected"), "preference", "d, row 0").margin == 0.0
 
 
 def test_messages_are_divided_before_the_last_answer():
     messages = [*ASK, {"role": "assistant", "content": "In the hall."}]
-    parsed = read_row({"messages": messages}, ("messages",), "sft", "d, row 0")
+    parsed = read_example({"messages": messages}, ("messages",), "sft", "d, row 0")
     assert (parsed.prompt, parsed.answers) == (ASK, ["In the hall."])
 
 
 def test_messages_as_ppo_prompts_lose_their_answer():
     messages = [*ASK, {"role": "assistant", "content": "In the hall."}]
-    assert read_row({"messages": messages}, ("messages",), "prompt", "d, row 0").prompt == ASK
-    assert read_row({"messages": ASK}, ("messages",), "prompt", "d, row 0").prompt == ASK
+    assert read_example({"messages": messages}, ("messages",), "prompt", "d, row 0").prompt == ASK
+    assert read_example({"messages": ASK}, ("messages",), "prompt", "d, row 0").prompt == ASK
 
 
 def test_answers_given_as_messages_are_their_last_turn():
     row = {"prompt": ASK, "chosen": [*ASK, {"role": "assistant", "content": "Here."}], "rejected": "No."}
-    parsed = read_row(row, ("prompt", "chosen", "rejected"), "preference", "d, row 0")
+    parsed = read_example(row, ("prompt", "chosen", "rejected"), "preference", "d, row 0")
     assert parsed.answers == ["Here.", "No."]
 
 
 def test_empty_fields_that_a_table_adds_to_messages_are_left_out():
     turn = {"role": "user", "content": "hi", "tool_calls": None}
-    assert read_row({"prompt": [turn]}, ("prompt",), "prompt", "d, row 0").prompt == [{"role": "user", "content": "hi"}]
+    read = read_example({"prompt": [turn]}, ("prompt",), "prompt", "d, row 0")
+    assert read.prompt == [{"role": "user", "content": "hi"}]
+        {"role": "user", "content": "hi"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,6 @@ def test_empty_fields_that_a_table_adds_to_messages_are_left_out():
 )
 def test_bad_rows_are_named_with_their_column(row, use, column):
     with pytest.raises(UserError) as problem:
-        read_row(row, layout_of(list(row), use, "data.jsonl"), use, "data.jsonl, row 17")
+        read_example(row, layout_of(list(row), use, "data.jsonl"), use, "data.jsonl, row 17")
     assert "data.jsonl, row 17" in str(problem.value)
     assert f"'{column}'" in str(problem.value)

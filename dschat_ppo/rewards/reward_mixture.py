@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
-from dschat_ppo.rewards.reward_failure import Calls, RewardFunctionError, RewardServiceError, agree_on_failure
-from dschat_ppo.rewards.reward_request import RewardRequest, RewardSource
+from dschat_ppo.rewards.reward_source import (
+    Calls,
+    RewardFunctionError,
+    RewardRequest,
+    RewardServiceError,
+    RewardSource,
+    raise_on_any_rank,
+)
 from dschat_ppo.types import Rollout
 
 
 @runtime_checkable
-class HasProcesses(Protocol):
+class HasWorkers(Protocol):
     """A source with processes of its own, whose failures cost rows and are counted.
 
     `spec` names it as the user did.
@@ -25,7 +31,7 @@ class HasProcesses(Protocol):
 
     spec: object
 
-    def take_calls(self) -> Calls:
+    def take_counts(self) -> Calls:
         """What became of this rank's rows since the last time that this was asked."""
 
     def close(self) -> None:
@@ -79,12 +85,12 @@ class RewardMixture:
                 columns.append(source(request, rollout).to(device=device, dtype=torch.float32))
             except RewardServiceError as failure:
                 problem = problem or str(failure)
-        agree_on_failure(problem)
+        raise_on_any_rank(problem)
         weighted = [weight * column for (_, weight), column in zip(self.sources, columns, strict=True) if weight != 0]
         scores = torch.stack(weighted).sum(dim=0) if weighted else torch.zeros(len(request), device=device)
         return MixedScores(scores, torch.stack(columns, dim=1))
 
-    def count_faults(self, refuse_all: bool) -> int:
+    def count_failed_rows(self, refuse_all: bool) -> int:
         """Rows of all ranks that got a function's default score since the last count. Collective.
 
         Args:
@@ -93,8 +99,8 @@ class RewardMixture:
         Raises:
             RewardFunctionError: there is such a function; the same text on every rank, because rank 0 alone prints it.
         """
-        functions = [source for source, _ in self.sources if isinstance(source, HasProcesses)]
-        ranks = dist.gather_objects([function.take_calls() for function in functions])
+        functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]
+        ranks = dist.gather_objects([function.take_counts() for function in functions])
         for function, calls in zip(functions, zip(*ranks, strict=True), strict=True):
             rows = sum(on_rank.rows for on_rank in calls)
             if refuse_all and rows and all(on_rank.failed == on_rank.rows for on_rank in calls):
@@ -108,5 +114,5 @@ class RewardMixture:
     def close(self) -> None:
         """End the processes of all sources."""
         for source, _ in self.sources:
-            if isinstance(source, HasProcesses):
+            if isinstance(source, HasWorkers):
                 source.close()

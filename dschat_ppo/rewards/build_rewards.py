@@ -5,10 +5,10 @@ from __future__ import annotations
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.rewards.functions import FLAG, FunctionReward, FunctionSpec, parse_function
-from dschat_ppo.rewards.mixture import RewardMixture
-from dschat_ppo.rewards.remote import RemoteReward, check_url
-from dschat_ppo.rewards.reward_request import RewardSource
+from dschat_ppo.rewards.function_reward import FLAG, FunctionReward, FunctionSpec, parse_function
+from dschat_ppo.rewards.remote_reward import RemoteReward, check_url
+from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.rewards.sandbox import Limits, missing_isolation
 
 WEAKER = {

@@ -7,9 +7,9 @@ import torch
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards import reward_sources
-from dschat_ppo.rewards.reward_request import RewardRequest
-from dschat_ppo.rewards.reward_sources import build_sources, check_sources
+from dschat_ppo.rewards import build_rewards
+from dschat_ppo.rewards.build_rewards import build_sources, check_sources
+from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import Rollout
 
 FILE = str(Path(__file__).parents[1] / "reward_functions.py")
@@ -59,7 +59,7 @@ def test_functions_alone():
     # "yes" is no program that runs; the second test of "x = 1" divides by 0; no answer here is a number: the default
     assert mixed.by_source.tolist() == [[1, 0, 0], [0, 0.5, 0]]
     assert mixed.scores.tolist() == [2, 0.5]
-    assert mixture.count_faults(refuse_all=False) == 2
+    assert mixture.count_failed_rows(refuse_all=False) == 2
     mixture.close()
 
 
@@ -93,12 +93,12 @@ def test_what_is_refused_before_models_load(changes, problem):
 def test_good_sources_pass_and_leave_no_process(monkeypatch):
     made = []
 
-    class Noted(reward_sources.FunctionReward):
+    class Noted(build_rewards.FunctionReward):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(reward_sources, "FunctionReward", Noted)
+    monkeypatch.setattr(build_rewards, "FunctionReward", Noted)
     check_sources(
         flags(reward_function=[f"{FILE}:lengths", "code_tests?wall_seconds=2"], remote_reward_url="http://a/b")
     )
@@ -106,12 +106,12 @@ def test_good_sources_pass_and_leave_no_process(monkeypatch):
 
 
 def test_weaker_isolation_is_said_once(monkeypatch, capsys):
-    monkeypatch.setattr(reward_sources, "missing_isolation", lambda: ["network", "files"])
+    monkeypatch.setattr(build_rewards, "missing_isolation", lambda: ["network", "files"])
     check_sources(flags(reward_function=["code_tests", "code_tests:2"]))
     said = capsys.readouterr().out
     assert said.count("weaker isolation") == 2
     assert "kept from the network by Python alone" in said and "may write every file" in said
-    monkeypatch.setattr(reward_sources, "missing_isolation", list)
+    monkeypatch.setattr(build_rewards, "missing_isolation", list)
     check_sources(flags(reward_function=["code_tests"]))
     assert "isolation" not in capsys.readouterr().out
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards import remote
-from dschat_ppo.rewards.remote import RemoteReward
-from dschat_ppo.rewards.reward_failure import RewardServiceError
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards import remote_reward
+from dschat_ppo.rewards.remote_reward import RemoteReward
+from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 
 REQUEST = RewardRequest(
     ["p", "two", ""], ["r", "", "three"], [{"label": "L", "answer": "A"}, {"answer": 5}, {"label": None, "other": 1}]
@@ -24,7 +23,7 @@ REQUEST = RewardRequest(
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(remote_reward, "FIRST_WAIT_SECONDS", 0.02)
 
 
 class Service:
@@ -135,8 +134,8 @@ def test_retries_go_to_the_next_address(serve):
 
 def test_waits_double_up_to_the_longest(serve, monkeypatch):
     waits = []
-    monkeypatch.setattr(remote.time, "sleep", waits.append)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(remote_reward.time, "sleep", waits.append)
+    monkeypatch.setattr(remote_reward, "LONGEST_WAIT_SECONDS", 0.1)
     with pytest.raises(RewardServiceError, match="6 attempts"):
         ask(serve((500, b"")).url, retries=5)
     for wait, longest in zip(waits, [0.02, 0.04, 0.08, 0.1, 0.1], strict=True):
@@ -194,7 +193,7 @@ def test_garbage_is_an_error_at_once(serve, body, problem):
 
 
 def test_an_answer_that_is_too_long(serve, monkeypatch):
-    monkeypatch.setattr(remote, "_MOST_BYTES", 50)
+    monkeypatch.setattr(remote_reward, "_MOST_BYTES", 50)
     with pytest.raises(RewardServiceError, match="longer than 50 bytes"):
         ask(serve((200, b'{"rewards": [1, 2, 3]}' + b" " * 1000)).url)
 
@@ -221,8 +220,8 @@ def test_a_request_within_its_limit_is_no_hang(serve, monkeypatch):
         handler.answer(*ok(1, 2, 3))
 
     beats = []
-    monkeypatch.setattr(remote, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(remote, "heartbeat", lambda: beats.append(1))
+    monkeypatch.setattr(remote_reward, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(remote_reward, "heartbeat", lambda: beats.append(1))
     assert ask(serve(late).url).tolist() == [1, 2, 3]
     assert len(beats) > 2
 
@@ -281,4 +280,4 @@ def test_addresses_that_are_refused(url):
 
 @pytest.mark.parametrize("url", ["http://localhost:5000/get_reward", "https://a.b", "http://[::1]:80/x"])
 def test_addresses_that_are_taken(url):
-    remote.check_url(url)
+    remote_reward.check_url(url)

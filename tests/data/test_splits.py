@@ -8,7 +8,7 @@ from conftest import tiny_config  # noqa: F401  (sets the environment before tra
 from dschat_ppo.checkpoint.saved_config import write_config
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.sources import load_source
+from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.session.begin_run import begin, open_outputs, tensorboard_folder
 from dschat_ppo.tools import toy
@@ -21,7 +21,7 @@ def flags(path):
 def test_every_csv_column_is_text(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('prompt,response\n1,4\ntwo,N/A\nthree,\nfour,"a, b"\n')
-    rows = load_source(str(path), "--data_path", None).train
+    rows = load_splits(str(path), "--data_path", None).train
     assert rows["prompt"][:] == ["1", "two", "three", "four"]
     assert rows["response"][:] == ["4", "N/A", "", "a, b"]
 
@@ -30,8 +30,8 @@ def test_brackets_in_a_path_are_no_pattern(tmp_path):
     folder = tmp_path / "data[1]"
     folder.mkdir()
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
-    assert len(load_source(str(folder / "rows.jsonl"), "--data_path", None).train) == 1
-    assert len(load_source(str(folder), "--data_path", None).train) == 1
+    assert len(load_splits(str(folder / "rows.jsonl"), "--data_path", None).train) == 1
+    assert len(load_splits(str(folder), "--data_path", None).train) == 1
 
 
 def test_another_eos_makes_other_rows_in_spite_of_the_cache(tmp_path):

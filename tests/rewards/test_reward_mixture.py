@@ -5,10 +5,15 @@ import torch
 from launch import deepspeed, succeed
 
 from dschat_ppo.common import dist
-from dschat_ppo.rewards.functions import FunctionReward, parse_function
-from dschat_ppo.rewards.mixture import RewardMixture
-from dschat_ppo.rewards.reward_failure import Calls, RewardFunctionError, RewardServiceError, agree_on_failure
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
+from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import (
+    Calls,
+    RewardFunctionError,
+    RewardRequest,
+    RewardServiceError,
+    raise_on_any_rank,
+)
 from dschat_ppo.types import Rollout
 
 REQUEST = RewardRequest(["p", "q", "r"], ["yes", "", "longer"], [{"answer": "yes"}, {"answer": "no"}, {}])
@@ -66,8 +71,8 @@ def test_faults_are_counted_and_processes_end():
     sources = [(FunctionReward(spec, 1, 5.0, 0.25), spec.weight), (Fixed("b", [1, 2, 3]), 1.0)]
     mixture = RewardMixture(sources)
     assert mixture(REQUEST, ROLLOUT).scores.tolist() == [3, 2, 3.5]  # the last row has no answer: the default
-    assert mixture.count_faults(refuse_all=True) == 1
-    assert mixture.count_faults(refuse_all=True) == 0, "no rows are no failure"
+    assert mixture.count_failed_rows(refuse_all=True) == 1
+    assert mixture.count_failed_rows(refuse_all=True) == 0, "no rows are no failure"
     mixture.close()
     assert [worker.process for worker in sources[0][0].pool.workers] == [None]
 
@@ -79,7 +84,7 @@ class Function(Fixed):
         super().__init__(name, [0, 0, 0])
         self.spec, self.ended = f"--reward_function {name}", list(calls)
 
-    def take_calls(self):
+    def take_counts(self):
         return self.ended.pop(0)
 
     def close(self):
@@ -110,12 +115,12 @@ def test_one_function_that_fails_on_every_row_of_all_ranks_is_an_error(monkeypat
         return RewardMixture([(Fixed("a", [1, 2, 3]), 1), (Function("f", first[0]), 0), (Function("g", second[0]), 1)])
 
     if isinstance(expected, int):
-        assert mixture().count_faults(refuse_all=True) == expected
+        assert mixture().count_failed_rows(refuse_all=True) == expected
         return
     with pytest.raises(RewardFunctionError, match=expected) as refused:
-        mixture().count_faults(refuse_all=True)
+        mixture().count_failed_rows(refuse_all=True)
     assert len(str(refused.value).splitlines()) == 1
-    assert mixture().count_faults(refuse_all=False) == sum(calls.failed for calls in [*first, *second])
+    assert mixture().count_failed_rows(refuse_all=False) == sum(calls.failed for calls in [*first, *second])
 
 
 def test_after_a_failure_the_other_sources_are_asked_all_the_same():
@@ -127,9 +132,9 @@ def test_after_a_failure_the_other_sources_are_asked_all_the_same():
 
 
 def test_agreement_alone():
-    agree_on_failure(None)
+    raise_on_any_rank(None)
     with pytest.raises(RewardServiceError, match="^the cause$"):
-        agree_on_failure("the cause")
+        raise_on_any_rank("the cause")
 
 
 @pytest.mark.ranks

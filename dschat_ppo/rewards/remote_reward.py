@@ -17,8 +17,7 @@ from urllib3.exceptions import HTTPError, ReadTimeoutError
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards.reward_failure import RewardServiceError
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 from dschat_ppo.types import Rollout
 
 FLAG = "--remote_reward_url"

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards import functions, pool
-from dschat_ppo.rewards.functions import FunctionReward, FunctionSpec, parse_function
-from dschat_ppo.rewards.pool import CallError, Target, Worker, WorkerPool
-from dschat_ppo.rewards.reward_failure import Calls
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards import function_reward, worker_pool
+from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
+from dschat_ppo.rewards.reward_source import Calls, RewardRequest
+from dschat_ppo.rewards.worker_pool import CallError, Target, Worker, WorkerPool
 
 HERE = Path(__file__).parents[1]
 FILE = str(HERE / "reward_functions.py")
@@ -32,7 +31,7 @@ def ask(name, request=REQUEST, workers=2, timeout=10.0, default=-9.0, settings=(
     try:
         scores = reward(request, None)
         assert scores.dtype == torch.float32
-        return scores.tolist(), reward.take_calls().failed
+        return scores.tolist(), reward.take_counts().failed
     finally:
         reward.close()
 
@@ -196,7 +195,7 @@ def test_a_cause_names_the_deepest_line_of_the_functions_own_file(tmp_path):
     for name, line in (("plain", 5), ("waits", 5), ("judge", 19), ("outer", 5)):
         reward = FunctionReward(parse_function(f"{tmp_path}/mine.py:{name}"), 1, 10.0, 0.0)
         reward(of_responses("{"), None)
-        assert reward.take_calls().cause.endswith(f" ({tmp_path}/mine.py:{line})"), name
+        assert reward.take_counts().cause.endswith(f" ({tmp_path}/mine.py:{line})"), name
         reward.close()
     (tmp_path / "bad.py").write_text("\n1 / 0\n")
     with pytest.raises(UserError, match=rf"cannot be used: ZeroDivisionError: .* \({tmp_path}/bad.py:2\)"):
@@ -204,7 +203,7 @@ def test_a_cause_names_the_deepest_line_of_the_functions_own_file(tmp_path):
     rule = FunctionReward(parse_function("numeric_match"), 1, 10.0, 0.0)
     rule(of_responses("{"), None)
     expected = "ValueError: the row has no column 'answer' (no row has a column 'answer')"
-    assert rule.take_calls() == Calls(1, 1, expected)
+    assert rule.take_counts() == Calls(1, 1, expected)
     rule.close()
 
 
@@ -221,8 +220,8 @@ def test_a_worker_that_hung_is_replaced_for_the_next_step():
     assert reward(of_responses("abc", "exit"), None).tolist() == [3, -9]
     assert reward(of_responses("abcd"), None).tolist() == [4]
     assert reward.pool.workers[0].process.pid != old
-    assert reward.take_calls() == Calls(5, 2, "took longer than 1 s (--reward_timeout) and was killed")
-    assert reward.take_calls() == Calls()
+    assert reward.take_counts() == Calls(5, 2, "took longer than 1 s (--reward_timeout) and was killed")
+    assert reward.take_counts() == Calls()
     reward.close()
 
 
@@ -247,8 +246,8 @@ def test_who_interrupts_waits_for_the_calls_at_work_alone():
 
 def test_a_call_within_its_limit_is_no_hang(monkeypatch):
     beats = []
-    monkeypatch.setattr(pool, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(pool, "heartbeat", lambda: beats.append(1))
+    monkeypatch.setattr(worker_pool, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(worker_pool, "heartbeat", lambda: beats.append(1))
     assert ask("waits", of_responses("late"), workers=1) == ([1.0], 0)
     assert len(beats) > 2
 
@@ -287,17 +286,17 @@ def test_large_rows_go_through_the_pipe():
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("exact_match", (functions.RULES["exact_match"], "exact_match", 1.0, ())),
-        ("exact_match:0.5", (functions.RULES["exact_match"], "exact_match", 0.5, ())),
+        ("exact_match", (function_reward.RULES["exact_match"], "exact_match", 1.0, ())),
+        ("exact_match:0.5", (function_reward.RULES["exact_match"], "exact_match", 0.5, ())),
         (f"{FILE}:lengths", (FILE, "lengths", 1.0, ())),
         (f"{FILE}:lengths:-2e-1", (FILE, "lengths", -0.2, ())),
         ("some.module:name:3", ("some.module", "name", 3.0, ())),
         (f"{FILE}:scaled?factor=2&word=a%26b:0.25", (FILE, "scaled", 0.25, (("factor", "2"), ("word", "a&b")))),
         (
             r"format_match?pattern=(?:\d+|a)%3A2:0.5",
-            (functions.RULES["format_match"], "format_match", 0.5, (("pattern", r"(?:\d+|a):2"),)),
+            (function_reward.RULES["format_match"], "format_match", 0.5, (("pattern", r"(?:\d+|a):2"),)),
         ),
-        ("length?unit=words", (functions.RULES["length"], "length", 1.0, (("unit", "words"),))),
+        ("length?unit=words", (function_reward.RULES["length"], "length", 1.0, (("unit", "words"),))),
     ],
 )  # fmt: skip
 def test_specs(spec, expected):
@@ -337,7 +336,7 @@ def test_messages_name_the_flag_that_named_the_function(spec):
 
 
 def test_a_rule_whose_extra_is_missing(monkeypatch):
-    monkeypatch.setattr(functions.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(function_reward.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"boxed_math: needs math_verify.*dschat_ppo\[math\]"):
         parse_function("boxed_math")
     assert parse_function("exact_match").rule == "exact_match"
@@ -362,7 +361,7 @@ def test_functions_that_cannot_be_used(name, settings, problem):
 
 
 def test_a_module_that_raises_ends_or_hangs_when_imported(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "START_SECONDS", 0.5)
+    monkeypatch.setattr(worker_pool, "START_SECONDS", 0.5)
     for text, cause in (("1 / 0", "ZeroDivisionError"), ("import os; os._exit(0)", "ended"),
                         ("import time; time.sleep(60)", "not imported within 0.5 s")):  # fmt: skip
         (tmp_path / "bad.py").write_text(text)
@@ -421,8 +420,8 @@ def test_signals_of_the_launcher_do_not_reach_a_function(tmp_path):
 
 PARENT = """
 import sys
-from dschat_ppo.rewards.functions import FunctionReward, FunctionSpec
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec
+from dschat_ppo.rewards.reward_source import RewardRequest
 reward = FunctionReward(FunctionSpec(sys.argv[1], "leaves_a_process"), 2, 60.0, 0.0)
 reward(RewardRequest(["", ""], sys.argv[2:], [{}, {}]), None)
 """

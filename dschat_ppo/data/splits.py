@@ -15,8 +15,8 @@ import torch
 from datasets import Dataset, Features, Value
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.cache import cached_rows, file_key, hub_rows
-from dschat_ppo.data.conversion import EMPTY, find_fault, load_table
+from dschat_ppo.data.cache import cached_dataset, file_key, hub_dataset
+from dschat_ppo.data.conversion import EMPTY, conversion_error, load_table
 from dschat_ppo.errors import UserError, in_one_line, reading
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -36,7 +36,7 @@ class Source:
     eval: Dataset | None
 
 
-def load_source(spec: str, flag: str, cache_dir: str | None, config_name: str | None = None) -> Source:
+def load_splits(spec: str, flag: str, cache_dir: str | None, config_name: str | None = None) -> Source:
     """Read one data set.
 
     Args:
@@ -99,7 +99,7 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
 
     def make(folder: Path) -> Dataset:
         where = {"data_files": glob.escape(str(path)), "cache_dir": str(folder), "keep_in_memory": False, **settings}
-        fault = find_fault(builder, where)
+        fault = conversion_error(builder, where)
         if fault is not None and fault != EMPTY and builder == "json":
             fault = _first_odd_line(path) or fault
         if fault is not None:
@@ -107,7 +107,7 @@ def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
         with reading(f"{flag} {path}: cannot be read as a table"):
             return load_table(builder, where)
 
-    return _with_origin(cached_rows(cache_dir, file_key(path, builder, settings), make), str(path), flag)
+    return _with_origin(cached_dataset(cache_dir, file_key(path, builder, settings), make), str(path), flag)
 
 
 def _all_text(path: Path, flag: str) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _first_odd_line(path: Path) -> str:
 
 def _load_hub(spec: str, flag: str, cache_dir: str | None, config_name: str | None) -> Source:
     with reading(f"{flag} {spec}: neither a local file or folder nor a hub data set that can be read"):
-        found = hub_rows(spec, config_name, cache_dir)
+        found = hub_dataset(spec, config_name, cache_dir)
     splits = {str(name): _with_origin(rows, f"{spec} ({name})", flag) for name, rows in found.items() if len(rows)}
     if "train" not in splits:
         raise UserError(f"{flag} {spec}: has no 'train' split with rows (it has {', '.join(splits) or 'no rows'})")
@@ -172,7 +172,7 @@ def _load_hub(spec: str, flag: str, cache_dir: str | None, config_name: str | No
     return Source(splits["train"], evaluation)
 
 
-def part_of(rows: Dataset, shares: tuple[float, float, float], part: int, seed: int) -> Dataset:
+def split_of_step(rows: Dataset, shares: tuple[float, float, float], part: int, seed: int) -> Dataset:
     """The rows of step `part` (0 SFT, 1 reward, 2 PPO): disjoint random shares that together are all rows.
 
     Depends on the number of rows, `shares` and `seed` alone, so the three steps cut the same way.

@@ -38,7 +38,7 @@ def layout_of(columns: list[str], use: str, name: str) -> tuple[str, ...]:
     raise UserError(f"{name}: has the columns {', '.join(map(repr, columns))}; this step needs {wanted}")
 
 
-def read_row(row: dict[str, Any], layout: tuple[str, ...], use: str, where: str) -> Row:
+def read_example(row: dict[str, Any], layout: tuple[str, ...], use: str, where: str) -> Row:
     """Check and normalise one row.
 
     Args:
