@@ -203,8 +203,6 @@ def test_empty_fields_that_a_table_adds_to_messages_are_left_out():
     turn = {"role": "user", "content": "hi", "tool_calls": None}
     read = read_example({"prompt": [turn]}, ("prompt",), "prompt", "d, row 0")
     assert read.prompt == [{"role": "user", "content": "hi"}]
-        {"role": "user", "content": "hi"}
-    ]
 
 
 @pytest.mark.parametrize(
