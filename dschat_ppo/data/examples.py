@@ -1,4 +1,4 @@
-"""One row of a data set -> prompt and answers, whatever the layout of its columns."""
+"""One row of a data set, in any of the supported column layouts, to a prompt and its answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row in the form that all steps use: `answers` is [response], [chosen, rejected] or []."""
+class Example:
+    """A prompt, and as `answers` [response] (SFT), [chosen, rejected] (preference) or [] (PPO prompt)."""
 
     prompt: str | Messages
     answers: list[str]
@@ -26,10 +26,10 @@ class Row:
 
 
 def layout_of(columns: list[str], use: str, name: str) -> tuple[str, ...]:
-    """The first layout of `use` ("sft", "preference", "prompt") whose columns are all there.
+    """The first layout of `use` ("sft", "preference", "prompt") whose columns all exist.
 
     Raises:
-        UserError: none is; says which columns the data set has and which would do.
+        UserError: no layout fits; the message lists the columns that exist and those that are accepted.
     """
     for layout in LAYOUTS[use]:
         if set(layout) <= set(columns):
@@ -38,7 +38,7 @@ def layout_of(columns: list[str], use: str, name: str) -> tuple[str, ...]:
     raise UserError(f"{name}: has the columns {', '.join(map(repr, columns))}; this step needs {wanted}")
 
 
-def read_example(row: dict[str, Any], layout: tuple[str, ...], use: str, where: str) -> Row:
+def read_example(row: dict[str, Any], layout: tuple[str, ...], use: str, where: str) -> Example:
     """Check and normalise one row.
 
     Args:
@@ -48,59 +48,50 @@ def read_example(row: dict[str, Any], layout: tuple[str, ...], use: str, where: 
         where: data set and row number, for messages.
 
     Raises:
-        UserError: a field that is neither text nor chat messages, or a margin that is not a number. An empty answer
-            is a legitimate one: it becomes the token that ends it, alone.
+        UserError: a field is neither text nor chat messages, or a margin is not a number. An empty answer is valid: its
+            only token is the one that ends it.
     """
     if layout == ("messages",):
         return _from_messages(row["messages"], use, where)
     prompt = row["prompt"]
     if not isinstance(prompt, str) and not is_messages(prompt):
         raise UserError(f"{where}: 'prompt' is {_kind(prompt)}; expected text or a list of role/content messages")
-    answers = [_answer_text(row[name], name, where) for name in layout[1:]]
-    return Row(_plain(prompt), answers, _margin(row.get("margin"), where))
-
-
-def _margin(value: Any, where: str) -> float:
-    """The `margin` column as a number: absent or empty is 0; text of a number (from CSV) is read."""
+    answers = []
+    for column in layout[1:]:
+        value = row[column]
+        if is_messages(value) and value[-1]["role"] == "assistant":
+            value = value[-1]["content"]
+        if not isinstance(value, str):
+            expected = "text (or messages that end with the assistant's)"
+            raise UserError(f"{where}: '{column}' is {_kind(value)}; expected {expected}")
+        answers.append(value)
+    margin = row.get("margin")
     try:
-        margin = float(value or 0)
+        number = float(margin or 0)  # a missing or empty margin is 0; CSV files hold numbers as text
     except (TypeError, ValueError):
-        margin = math.nan
-    if not math.isfinite(margin):
-        raise UserError(f"{where}: 'margin' is {_kind(value)}; expected a number")
-    return margin
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{where}: 'margin' is {_kind(margin)}; expected a number")
+    return Example(prompt if isinstance(prompt, str) else _turns(prompt), answers, number)
 
 
-def _from_messages(messages: Any, use: str, where: str) -> Row:
+def _from_messages(messages: Any, use: str, where: str) -> Example:
+    """Split a conversation before its last answer."""
     if not is_messages(messages):
         raise UserError(f"{where}: 'messages' is {_kind(messages)}; expected a list of role/content messages")
-    turns = _plain(messages)
-    assert isinstance(turns, list)
-    if turns[-1]["role"] == "assistant":
-        prompt, answer = turns[:-1], turns[-1]["content"]
+    prompt, answer = _turns(messages), ""
+    if prompt[-1]["role"] == "assistant":
+        answer = prompt.pop()["content"]
     elif use == "sft":
         raise UserError(f"{where}: 'messages' does not end with the assistant's answer")
-    else:
-        prompt, answer = turns, ""
     if not prompt:
         raise UserError(f"{where}: 'messages' has nothing before the assistant's answer")
-    return Row(prompt, [answer] if use == "sft" else [], 0.0)
+    return Example(prompt, [answer] if use == "sft" else [], 0.0)
 
 
-def _answer_text(value: Any, column: str, where: str) -> str:
-    """An answer as text: a string, or messages whose last one is the assistant's."""
-    if isinstance(value, str):
-        return value
-    if is_messages(value) and value[-1]["role"] == "assistant":
-        return str(value[-1]["content"])
-    raise UserError(f"{where}: '{column}' is {_kind(value)}; expected text (or messages that end with the assistant's)")
-
-
-def _plain(prompt: Any) -> str | Messages:
-    """Messages with role and content alone (a table adds empty columns to turns that lack them)."""
-    if isinstance(prompt, str):
-        return prompt
-    return [{"role": turn["role"], "content": turn["content"]} for turn in prompt]
+def _turns(messages: Messages) -> Messages:
+    """Messages with role and content only (a table adds empty columns to turns that lack them)."""
+    return [{"role": turn["role"], "content": turn["content"]} for turn in messages]
 
 
 def _kind(value: Any) -> str:
