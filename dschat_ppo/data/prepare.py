@@ -153,7 +153,7 @@ def tokenise_rows(
     if done[_DROPPED]:
         rows = rows.select([i for i, what in enumerate(rows["fitted"]) if what != _DROPPED])
     if for_training and len(rows) == 0:
-        raise UserError(f"{name}: no row fits into {limit} tokens; raise the limit, or use --truncation left")
+        raise UserError(f"{name}: no row is within the limit of {limit} tokens; raise it, or use --truncation left")
     return rows.remove_columns("fitted")
 
 

@@ -12,7 +12,7 @@ from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.schema import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
-from dschat_ppo.data.splits import load_splits
+from dschat_ppo.data.splits import ORIGIN, load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
 from dschat_ppo.runtime.stop_requests import end_if_asked, helpers_may_end
@@ -43,7 +43,7 @@ def text_blocks(
     with main_rank_of_node_first(), helpers_may_end(_DOING):
         rows = load_splits(spec, FLAG, flags.data_output_path, config_name).train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
-            columns = ", ".join(rows.column_names)
+            columns = ", ".join(name for name in rows.column_names if name != ORIGIN)
             raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
         key = token_key(rows, tokenizer, "text blocks", length, _FORMAT)
 
