@@ -1,18 +1,21 @@
-"""A reward service of OpenRLHF's form: POST `{"query", "prompts", "labels"}`, answered by `{"rewards"}`."""
+"""A remote reward service with the API of OpenRLHF: POST `{"query", "prompts", "labels"}`, reply `{"rewards"}`."""
 
 from __future__ import annotations
 
+import base64
 import json
 import random
+import string
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from http.client import HTTPException, HTTPResponse
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.error import URLError
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
 
-import requests
 import torch
 from torch import Tensor
-from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
@@ -23,12 +26,12 @@ from dschat_ppo.types import Rollout
 FLAG = "--remote_reward_url"
 LABELS = ("label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
-_MOST_BYTES, _PIECE_BYTES = 2**26, 2**16
-_BEAT_SECONDS = 1.0
+_MOST_BYTES, _CHUNK_BYTES = 2**26, 2**16
+_HEARTBEAT_SECONDS = 1.0
 
 
-class _NotNowError(Exception):
-    """The service may answer later; the message says what happened."""
+class _RetryableError(Exception):
+    """The request failed, but a later attempt may succeed; the message is the cause."""
 
 
 def check_url(url: str) -> None:
@@ -43,13 +46,13 @@ def check_url(url: str) -> None:
 
 
 class RemoteReward:
-    """Scores text by one or several services that give the same scores.
+    """Scores text with one or several services that return the same scores.
 
     Args:
-        urls: addresses. Batches go to them in turn, as many at once as there are addresses.
-        timeout: seconds for each request (waiting for the last bytes may exceed it once).
-        retries: further attempts of a request, each at the next address.
-        batch_size: most rows of a request.
+        urls: addresses. Batches are distributed over them in turn, with one request at a time to each.
+        timeout: seconds for each request (reading the last bytes may exceed it once).
+        retries: further attempts of a failed request, each at the next address.
+        batch_size: most responses in a request.
     """
 
     name = "remote"
@@ -66,43 +69,45 @@ class RemoteReward:
         """(B,) fp32 on the CPU.
 
         Raises:
-            RewardServiceError: a request was refused (a status below 500 other than 429), was answered by what is not
-                one finite number for each row, or was not answered in `1 + retries` attempts.
+            RewardServiceError: the service rejects a request (a status below 500 other than 429), replies with anything
+                but one finite number per response, or does not reply in `1 + retries` attempts.
         """
         starts = range(0, len(request), self.batch_size)
         threads, scores = ThreadPoolExecutor(len(self.urls), thread_name_prefix="remote"), list[float]()
         try:
-            for part in [threads.submit(self._batch, request, start) for start in starts]:
-                while not wait([part], _BEAT_SECONDS).done:
-                    heartbeat()  # the request's own limits tell a service that hangs
-                scores += part.result()
-        finally:  # who interrupts does not wait for a service that hangs
+            for batch in [threads.submit(self._score_batch, request, start) for start in starts]:
+                while not wait([batch], _HEARTBEAT_SECONDS).done:
+                    heartbeat()  # a service that hangs is found by the time limit of the request
+                scores += batch.result()
+        finally:  # after an interrupt, do not wait for a service that hangs
             threads.shutdown(wait=False, cancel_futures=True)
         return torch.tensor(scores, dtype=torch.float32)
 
-    def _batch(self, request: RewardRequest, start: int) -> list[float]:
+    def _score_batch(self, request: RewardRequest, start: int) -> list[float]:
+        """Scores of one batch.
+
+        The wait doubles from attempt to attempt. Each is shortened at random by up to a half, so that ranks do not
+        retry at the same time.
+        """
         rows = slice(start, start + self.batch_size)
         prompts, responses = request.prompts[rows], request.responses[rows]
-        body = {
+        query = {
             "query": [prompt + response for prompt, response in zip(prompts, responses, strict=True)],
             "prompts": prompts,
             "labels": [label_of(row) for row in request.rows[rows]],
         }
-        return self._ask(json.dumps(body, default=str).encode(), len(prompts), dist.rank() + start // self.batch_size)
-
-    def _ask(self, body: bytes, rows: int, first: int) -> list[float]:
-        """Scores of one batch. Waits double from attempt to attempt, each shortened at random by up to a half, so that
-        ranks do not come back together."""
+        body = json.dumps(query, default=str).encode()
+        first = dist.rank() + start // self.batch_size
         for attempt in range(self.retries + 1):
             url = self.urls[(first + attempt) % len(self.urls)]
             try:
-                return read_rewards(post(url, body, self.timeout), rows, url)
-            except _NotNowError as problem:
+                return read_rewards(post(url, body, self.timeout), len(prompts), url)
+            except _RetryableError as problem:
                 cause = str(problem)
             if attempt < self.retries:
                 longest = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt)
                 time.sleep(longest * random.uniform(0.5, 1.0))
-        raise RewardServiceError(f"{FLAG} {url}: no answer in {self.retries + 1} attempts; the last: {cause}")
+        raise RewardServiceError(f"{FLAG} {url}: no reply in {self.retries + 1} attempts; the last: {cause}")
 
 
 def label_of(row: dict[str, Any]) -> Any:
@@ -111,47 +116,61 @@ def label_of(row: dict[str, Any]) -> Any:
 
 
 def post(url: str, body: bytes, timeout: float) -> bytes:
-    """The body of the service's answer of status 200.
+    """Send JSON and return the body of a reply with status 200.
+
+    Proxies are those of the environment variables. Redirections are not followed. A user name and a password in the
+    address become an `Authorization` header.
 
     Raises:
-        _NotNowError: no connection, no whole answer in time, status 429 or 5xx.
-        RewardServiceError: another status, or an answer of more than 64 MiB.
+        _RetryableError: no connection, no complete reply in time, status 429 or 5xx.
+        RewardServiceError: another status, or a reply of more than 64 MiB.
     """
     deadline = time.monotonic() + timeout
-    late = f"no whole answer in {timeout:g} s (--remote_reward_timeout)"
+    late = f"no complete reply in {timeout:g} s (--remote_reward_timeout)"
+    parts = urlsplit(quote(url, safe=string.punctuation))
+    user, _, host = parts.netloc.rpartition("@")
     headers = {"Content-Type": "application/json"}
+    if user:
+        headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
+    client = OpenerDirector()  # without the handlers that follow redirections and turn a status into an exception
+    for handler in (ProxyHandler(), HTTPHandler(), HTTPSHandler()):
+        client.add_handler(handler)
     try:
-        with requests.post(
-            url, data=body, headers=headers, timeout=timeout, stream=True, allow_redirects=False
-        ) as answer:
-            status, content = answer.status_code, _body(answer, deadline)
-    except (requests.Timeout, ReadTimeoutError):
-        raise _NotNowError(late) from None
-    except (requests.RequestException, HTTPError, OSError) as problem:
-        raise _NotNowError(f"{type(problem).__name__}: {problem}") from None
+        with client.open(Request(urlunsplit(parts._replace(netloc=host)), body, headers), timeout=timeout) as reply:
+            status, content = reply.status, _read_body(reply, deadline)
+    except (OSError, HTTPException) as problem:
+        cause = problem.reason if isinstance(problem, URLError) else problem
+        if isinstance(cause, TimeoutError):
+            raise _RetryableError(late) from None
+        raise _RetryableError(f"{type(cause).__name__}: {cause}") from None
     if content is None:
-        raise _NotNowError(late)
-    said = content[:200].decode(errors="replace")
+        raise _RetryableError(late)
+    start = content[:200].decode(errors="replace")
     if status == 429 or status >= 500:
-        raise _NotNowError(f"status {status}: {said}")
+        raise _RetryableError(f"status {status}: {start}")
     if status != 200:
-        raise RewardServiceError(f"{FLAG} {url}: refused the request with status {status}: {said}")
+        raise RewardServiceError(f"{FLAG} {url}: refused the request with status {status}: {start}")
     if len(content) > _MOST_BYTES:
-        raise RewardServiceError(f"{FLAG} {url}: its answer is longer than {_MOST_BYTES} bytes")
+        raise RewardServiceError(f"{FLAG} {url}: its reply is longer than {_MOST_BYTES} bytes")
     return content
 
 
-def _body(answer: requests.Response, deadline: float) -> bytes | None:
-    """All of the answer, or a little more than `_MOST_BYTES` of it; None if the deadline passes before its end.
+def _read_body(reply: HTTPResponse, deadline: float) -> bytes | None:
+    """All of the body, or slightly more than `_MOST_BYTES` of it; None if the deadline passes first.
 
-    The time limit of `requests` is for each piece; a service that sends byte after byte would never exceed it.
+    The timeout of the socket applies to each read, so a service that sends byte after byte never exceeds it.
+
+    Raises:
+        ConnectionError: the connection ends before the declared length.
     """
-    content = b""
-    while len(content) <= _MOST_BYTES:
-        piece = answer.raw.read1(_PIECE_BYTES, decode_content=True)
-        if not piece:
-            return content
-        content += piece
+    length, content = reply.length, b""
+    while len(content) <= _MOST_BYTES and (length is None or len(content) < length):
+        chunk = reply.read1(_CHUNK_BYTES)
+        if not chunk and length is not None:
+            raise ConnectionError(f"the connection ended after {len(content)} of {length} bytes")
+        if not chunk:
+            break
+        content += chunk
         if time.monotonic() > deadline:
             return None
     return content
@@ -163,22 +182,21 @@ def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
     Raises:
         RewardServiceError: another form, another count than `rows`, or a number that is not finite in fp32.
     """
-    problem = None
+    problem, rewards = None, None
     try:
-        answer = json.loads(content)
+        reply = json.loads(content)
+        rewards = reply.get("rewards") if isinstance(reply, dict) else None
+        if not isinstance(rewards, list):
+            problem = "has no list 'rewards'"
+        elif len(rewards) != rows:
+            problem = f"has {len(rewards)} rewards for {rows} responses"
+        elif bad := [value for value in rewards if not is_finite_number(value)]:
+            problem = f"has {bad[0]!r} for a reward"
     except (ValueError, RecursionError):
-        answer, problem = None, "is not JSON"
-    rewards = answer.get("rewards") if isinstance(answer, dict) else None
-    if problem is None and not isinstance(rewards, list):
-        problem = "has no list 'rewards'"
-    elif isinstance(rewards, list) and len(rewards) != rows:
-        problem = f"has {len(rewards)} rewards for {rows} rows"
-    elif isinstance(rewards, list):
-        bad = [value for value in rewards if not is_finite_number(value)]
-        problem = f"has {bad[0]!r} for a reward" if bad else None
+        problem = "is not JSON"
     if problem is not None:
         start = content[:200].decode(errors="replace")
-        raise RewardServiceError(f"{FLAG} {url}: its answer {problem} (it begins with {start!r})")
+        raise RewardServiceError(f"{FLAG} {url}: its reply {problem} (it starts with {start!r})")
     assert rewards is not None
     return [float(value) for value in rewards]
 

@@ -1,4 +1,4 @@
-"""Several sources of reward and their weights as one."""
+"""Several reward sources and their weights as one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.rewards.reward_source import (
-    Calls,
+    CallCounts,
     RewardFunctionError,
     RewardRequest,
     RewardServiceError,
@@ -24,23 +24,23 @@ from dschat_ppo.types import Rollout
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """A source with processes of its own, whose failures cost rows and are counted.
+    """A reward source with worker processes. A failed call gives its response a default score and is counted.
 
-    `spec` names it as the user did.
+    `spec` is the source as the user named it.
     """
 
     spec: object
 
-    def take_counts(self) -> Calls:
-        """What became of this rank's rows since the last time that this was asked."""
+    def take_counts(self) -> CallCounts:
+        """Counts of this rank since the last call of this method."""
 
     def close(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
 
 
 @dataclass(frozen=True)
 class MixedScores:
-    """`scores` (B,) fp32, the weighted sum; `by_source` (B, K) fp32, what each source gave, unweighted."""
+    """`scores` (B,) fp32, the weighted sum; `by_source` (B, K) fp32, the unweighted scores of each source."""
 
     scores: Tensor
     by_source: Tensor
@@ -50,7 +50,7 @@ class RewardMixture:
     """`scores_i = sum_k w_k r_k(i)` over the sources k.
 
     Args:
-        sources: (source, weight) pairs. A weight of 0 asks the source but leaves it out of the sum, whatever it gives.
+        sources: (source, weight) pairs. A source of weight 0 is called and reported, but never enters the sum.
     """
 
     def __init__(self, sources: Sequence[tuple[RewardSource, float]]):
@@ -60,7 +60,7 @@ class RewardMixture:
 
     @property
     def names(self) -> list[str]:
-        """Names of the sources, in order; the second of one name is `name_2`."""
+        """Names of the sources, in order; the second source of a name is `name_2`."""
         seen, names = Counter[str](), list[str]()
         for source, _ in self.sources:
             seen[source.name] += 1
@@ -68,15 +68,15 @@ class RewardMixture:
         return names
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> MixedScores:
-        """Ask every source. Collective: all ranks ask the same sources in the same order.
+        """Call every source. Collective: all ranks call the same sources in the same order.
 
         Args:
-            request: B rows as text.
-            rollout: the same rows as tokens; results are on its device.
+            request: B responses as text.
+            rollout: the same responses as tokens; results are on its device.
 
         Raises:
-            RewardServiceError: a source cannot be had on some rank. The others are asked all the same, because they may
-                be collective, and then every rank raises.
+            RewardServiceError: a source failed on some rank. The remaining sources still run, because they may be
+                collective; then every rank raises.
         """
         device, problem = rollout.response_ids.device, None
         columns: list[Tensor] = []
@@ -88,31 +88,31 @@ class RewardMixture:
         raise_on_any_rank(problem)
         weighted = [weight * column for (_, weight), column in zip(self.sources, columns, strict=True) if weight != 0]
         scores = torch.stack(weighted).sum(dim=0) if weighted else torch.zeros(len(request), device=device)
-        return MixedScores(scores, torch.stack(columns, dim=1))
+        return MixedScores(scores, torch.stack(columns, dim=1))  # (B,), (B, K)
 
     def count_failed_rows(self, refuse_all: bool) -> int:
-        """Rows of all ranks that got a function's default score since the last count. Collective.
+        """Responses of all ranks that got a function's default score since the last count. Collective.
 
         Args:
-            refuse_all: a function that failed on every row of every rank is an error.
+            refuse_all: raise if a function failed on every response of every rank.
 
         Raises:
-            RewardFunctionError: there is such a function; the same text on every rank, because rank 0 alone prints it.
+            RewardFunctionError: see `refuse_all`. Every rank raises the same text, because only rank 0 prints it.
         """
         functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]
         ranks = dist.gather_objects([function.take_counts() for function in functions])
-        for function, calls in zip(functions, zip(*ranks, strict=True), strict=True):
-            rows = sum(on_rank.rows for on_rank in calls)
-            if refuse_all and rows and all(on_rank.failed == on_rank.rows for on_rank in calls):
-                cause = next(on_rank.cause for on_rank in calls if on_rank.cause)
+        for function, counts in zip(functions, zip(*ranks, strict=True), strict=True):
+            rows = sum(on_rank.rows for on_rank in counts)
+            if refuse_all and rows and all(on_rank.failed == on_rank.rows for on_rank in counts):
+                cause = next(on_rank.cause for on_rank in counts if on_rank.cause)
                 raise RewardFunctionError(
                     f"{function.spec}: failed on every one of the first {rows} answers; the first cause: {cause}; "
-                    "mend the function, its settings or the columns of the data"
+                    "correct the function, its settings or the columns of the data"
                 )
-        return sum(on_rank.failed for calls in ranks for on_rank in calls)
+        return sum(on_rank.failed for counts in ranks for on_rank in counts)
 
     def close(self) -> None:
-        """End the processes of all sources."""
+        """End the worker processes of all sources."""
         for source, _ in self.sources:
             if isinstance(source, HasWorkers):
                 source.close()

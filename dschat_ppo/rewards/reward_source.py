@@ -1,4 +1,4 @@
-"""What a source of reward is asked, and what a source is."""
+"""The interface of reward sources: request, protocol, failures and their counts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dschat_ppo.types import Rollout
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """Rows to be scored, as text.
+    """B responses to score, as text.
 
-    `prompts` and `responses`: B texts each, special tokens left out of responses. `rows`: B rows of the data set, every
-    column of the row that each prompt came from.
+    `prompts` and `responses`: B texts each; responses without special tokens. `rows`: for each prompt the row of the
+    data set that it comes from, with all columns.
     """
 
     prompts: list[str]
@@ -27,34 +27,34 @@ class RewardRequest:
     def __post_init__(self) -> None:
         if not len(self.prompts) == len(self.responses) == len(self.rows):
             counts = f"{len(self.prompts)} prompts, {len(self.responses)} responses, {len(self.rows)} rows"
-            raise ValueError(f"a reward request needs as many of each, got {counts}")
+            raise ValueError(f"a reward request needs equally many of each, got {counts}")
 
     def __len__(self) -> int:
         return len(self.responses)
 
 
 class RewardSource(Protocol):
-    """Anything with a name that turns the same rows, as text and as tokens, into one score each."""
+    """A named function from B responses, given as text and as tokens, to B scores."""
 
     @property
     def name(self) -> str:
-        """Under which the source's scores are reported."""
+        """The name of the source in metrics."""
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32, on the CPU or the rollout's device."""
 
 
 class RewardServiceError(UserError):
-    """A source of reward gave no usable answer. The message names the source and the cause."""
+    """A reward source returned no usable result. The message names the source and the cause."""
 
 
 class RewardFunctionError(UserError):
-    """A reward function failed on every row that it was given. The message names it, the rows and the first cause."""
+    """A reward function failed on every response. The message names the function, the count and the first cause."""
 
 
 @dataclass(frozen=True)
-class Calls:
-    """What became of the rows that a function was given: how many, how many it failed on, and the first cause."""
+class CallCounts:
+    """How many responses a function was called for, how many of these calls failed, and the cause of the first."""
 
     rows: int = 0
     failed: int = 0
@@ -65,11 +65,11 @@ def raise_on_any_rank(problem: str | None) -> None:
     """Raise on every rank if any rank has a problem. Collective.
 
     Args:
-        problem: what went wrong on this rank; None: nothing.
+        problem: what went wrong on this rank, or None.
 
     Raises:
-        RewardServiceError: with the problem of the first rank that has one, the same text on every rank, because rank 0
-            alone prints it.
+        RewardServiceError: with the problem of the first rank that has one. Every rank raises the same text, because
+            only rank 0 prints it.
     """
     first = dist.first_problem(problem)
     if first is not None:

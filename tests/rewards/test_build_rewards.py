@@ -110,7 +110,7 @@ def test_weaker_isolation_is_said_once(monkeypatch, capsys):
     check_sources(flags(reward_function=["code_tests", "code_tests:2"]))
     said = capsys.readouterr().out
     assert said.count("weaker isolation") == 2
-    assert "kept from the network by Python alone" in said and "may write every file" in said
+    assert "only Python keeps programs from the network" in said and "can write every file" in said
     monkeypatch.setattr(build_rewards, "missing_isolation", list)
     check_sources(flags(reward_function=["code_tests"]))
     assert "isolation" not in capsys.readouterr().out

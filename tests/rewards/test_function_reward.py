@@ -14,7 +14,7 @@ import torch
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import function_reward, worker_pool
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
-from dschat_ppo.rewards.reward_source import Calls, RewardRequest
+from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
 from dschat_ppo.rewards.worker_pool import CallError, Target, Worker, WorkerPool
 
 HERE = Path(__file__).parents[1]
@@ -156,7 +156,7 @@ CAUSES = {
     "bare": "KeyError (", "long": "RuntimeError: xxx", "lines": "OSError: one two (",
     "subclass": "OfTextsError: harmless", "hang": "longer than 1 s", "exit": "process ended", "quit": "SystemExit: 3",
     "crash": "process ended", "surrogate": r"ValueError: \ud800", "nan": "nan", "inf": "-inf", "huge": "1e+39",
-    "text": "no number", "none": "no number", "complex": "no number",
+    "text": "not a number", "none": "not a number", "complex": "not a number",
 }  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def test_a_cause_names_the_deepest_line_of_the_functions_own_file(tmp_path):
     rule = FunctionReward(parse_function("numeric_match"), 1, 10.0, 0.0)
     rule(of_responses("{"), None)
     expected = "ValueError: the row has no column 'answer' (no row has a column 'answer')"
-    assert rule.take_counts() == Calls(1, 1, expected)
+    assert rule.take_counts() == CallCounts(1, 1, expected)
     rule.close()
 
 
@@ -220,8 +220,8 @@ def test_a_worker_that_hung_is_replaced_for_the_next_step():
     assert reward(of_responses("abc", "exit"), None).tolist() == [3, -9]
     assert reward(of_responses("abcd"), None).tolist() == [4]
     assert reward.pool.workers[0].process.pid != old
-    assert reward.take_counts() == Calls(5, 2, "took longer than 1 s (--reward_timeout) and was killed")
-    assert reward.take_counts() == Calls()
+    assert reward.take_counts() == CallCounts(5, 2, "took longer than 1 s (--reward_timeout) and was killed")
+    assert reward.take_counts() == CallCounts()
     reward.close()
 
 
@@ -246,7 +246,7 @@ def test_who_interrupts_waits_for_the_calls_at_work_alone():
 
 def test_a_call_within_its_limit_is_no_hang(monkeypatch):
     beats = []
-    monkeypatch.setattr(worker_pool, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(worker_pool, "_HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(worker_pool, "heartbeat", lambda: beats.append(1))
     assert ask("waits", of_responses("late"), workers=1) == ([1.0], 0)
     assert len(beats) > 2
@@ -347,7 +347,7 @@ def test_a_rule_whose_extra_is_missing(monkeypatch):
     [
         ("absent", (), "has no attribute 'absent'"),
         ("not_callable", (), "not a function"),
-        ("by_position", (), "by position"),
+        ("by_position", (), "positional only"),
         ("lengths", (("colour", "red"),), "no setting 'colour'"),
         ("lengths", (("responses", "red"),), "no setting 'responses'"),
         ("scaled", (("factor", "much"),), "factor must be a number"),
@@ -361,9 +361,10 @@ def test_functions_that_cannot_be_used(name, settings, problem):
 
 
 def test_a_module_that_raises_ends_or_hangs_when_imported(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_pool, "START_SECONDS", 0.5)
     for text, cause in (("1 / 0", "ZeroDivisionError"), ("import os; os._exit(0)", "ended"),
                         ("import time; time.sleep(60)", "not imported within 0.5 s")):  # fmt: skip
+        if "sleep" in text:
+            monkeypatch.setattr(worker_pool, "START_SECONDS", 0.5)
         (tmp_path / "bad.py").write_text(text)
         with pytest.raises(CallError, match=cause):
             WorkerPool(Target(str(tmp_path / "bad.py"), "f"), 1, 1.0)

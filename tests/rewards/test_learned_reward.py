@@ -145,7 +145,7 @@ def test_long_rows_lose_their_start_and_are_counted(engine, tokenizer, capsys):
         [*tokenizer.encode(prompt + answer), tokenizer.eos_token_id][-6:] for prompt, answer, _ in rows
     ]  # fmt: skip
     assert foreign(engine, tokenizer, rows, max_length=6).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
-    assert "2 of 3 rows are longer" in capsys.readouterr().out
+    assert "2 of 3 sequences exceed" in capsys.readouterr().out
     foreign(engine, tokenizer, rows, max_length=max(len(tokenizer.encode(p + a)) for p, a, _ in rows) + 1)
     assert capsys.readouterr().out == ""
 

@@ -8,7 +8,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import (
-    Calls,
+    CallCounts,
     RewardFunctionError,
     RewardRequest,
     RewardServiceError,
@@ -91,8 +91,8 @@ class Function(Fixed):
         pass
 
 
-GOOD, SOME, ALL = Calls(3), Calls(3, 2, "KeyError: 'a'"), Calls(3, 3, "KeyError: 'b'")
-OTHER = Calls(4, 4, "ValueError: c")
+GOOD, SOME, ALL = CallCounts(3), CallCounts(3, 2, "KeyError: 'a'"), CallCounts(3, 3, "KeyError: 'b'")
+OTHER = CallCounts(4, 4, "ValueError: c")
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ OTHER = Calls(4, 4, "ValueError: c")
         ([GOOD, GOOD], [GOOD, GOOD], 0),
         ([SOME, GOOD], [ALL, SOME], 7),
         ([ALL, GOOD], [GOOD, ALL], 6),
-        ([ALL, ALL], [GOOD, SOME], r"^--reward_function f: .* first 6 answers; .*: KeyError: 'b'; mend"),
-        ([OTHER, ALL], [ALL, ALL], r"^--reward_function f: .* first 7 answers; .*: ValueError: c; mend"),
-        ([SOME, SOME], [ALL, OTHER], r"^--reward_function g: .* first 7 answers; .*: KeyError: 'b'; mend"),
-        ([Calls(), ALL], [GOOD, SOME], r"^--reward_function f: .* first 3 answers; .*: KeyError: 'b'; mend"),
+        ([ALL, ALL], [GOOD, SOME], r"^--reward_function f: .* first 6 answers; .*: KeyError: 'b'; correct"),
+        ([OTHER, ALL], [ALL, ALL], r"^--reward_function f: .* first 7 answers; .*: ValueError: c; correct"),
+        ([SOME, SOME], [ALL, OTHER], r"^--reward_function g: .* first 7 answers; .*: KeyError: 'b'; correct"),
+        ([CallCounts(), ALL], [GOOD, SOME], r"^--reward_function f: .* first 3 answers; .*: KeyError: 'b'; correct"),
     ],
 )
 def test_one_function_that_fails_on_every_row_of_all_ranks_is_an_error(monkeypatch, first, second, expected):
@@ -148,6 +148,6 @@ def test_ranks_agree(tmp_path):
         assert (scores, on_one) == ("0.0, 1.0]", "2")
         assert on_both == (
             "--reward_function exact_match: failed on every one of the first 4 answers; the first cause: "
-            "ValueError: the row has no column 'answer' (no row has a column 'answer'); mend the function, its "
+            "ValueError: the row has no column 'answer' (no row has a column 'answer'); correct the function, its "
             "settings or the columns of the data"
         )
