@@ -1,4 +1,4 @@
-"""From the flags to sources, and what is found out before a model is loaded."""
+"""Reward sources from flags, and the checks before a model is loaded."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_all_sources_with_their_weights():
     mixture.close()
 
 
-def test_functions_alone():
+def test_functions_without_a_learned_reward():
     mixture = build_sources(flags(reward_function=["exact_match:2", "code_tests", "numeric_match"]), None)
     mixed = mixture(REQUEST, ROLLOUT)
     # "yes" is no program that runs; the second test of "x = 1" divides by 0; no answer here is a number: the default
@@ -63,7 +63,7 @@ def test_functions_alone():
     mixture.close()
 
 
-def test_a_learned_reward_is_given_exactly_if_it_is_wanted():
+def test_a_learned_reward_is_required_if_and_only_if_it_is_on():
     with pytest.raises(ValueError, match="--use_reward_model"):
         build_sources(RewardSourceFlags(), None)
     with pytest.raises(ValueError, match="--use_reward_model"):
@@ -84,13 +84,13 @@ def test_a_learned_reward_is_given_exactly_if_it_is_wanted():
         ({"reward_function": ["code_tests?wall_seconds=11"]}, "wall_seconds=11 must be below --reward_timeout 10"),
     ],
 )
-def test_what_is_refused_before_models_load(changes, problem):
+def test_invalid_sources_are_rejected_before_models_load(changes, problem):
     with pytest.raises(UserError) as refused:
         check_sources(flags(**changes))
     assert problem in str(refused.value)
 
 
-def test_good_sources_pass_and_leave_no_process(monkeypatch):
+def test_valid_sources_pass_and_leave_no_process(monkeypatch):
     made = []
 
     class Noted(build_rewards.FunctionReward):
@@ -105,7 +105,7 @@ def test_good_sources_pass_and_leave_no_process(monkeypatch):
     assert [worker.process for function in made for worker in function.pool.workers] == [None, None]
 
 
-def test_weaker_isolation_is_said_once(monkeypatch, capsys):
+def test_missing_isolation_is_logged_once(monkeypatch, capsys):
     monkeypatch.setattr(build_rewards, "missing_isolation", lambda: ["network", "files"])
     check_sources(flags(reward_function=["code_tests", "code_tests:2"]))
     said = capsys.readouterr().out
@@ -136,12 +136,12 @@ def test_weaker_isolation_is_said_once(monkeypatch, capsys):
         ({"use_reward_model": True, "reward_model_name_or_path": "m", "reward_model_max_length": 0}, "max_length"),
     ],
 )
-def test_flags_that_are_refused(changes, named):
+def test_invalid_flags_are_rejected(changes, named):
     with pytest.raises(UserError, match=named):
         flags(**{"reward_function": ["exact_match"], **changes})
 
 
-def test_flags_that_are_taken():
+def test_valid_flags_are_accepted():
     assert flags(reward_function=["a"]).remote_urls == []
     assert flags(remote_reward_url="http://a").remote_urls == ["http://a"]
     assert flags(reward_function=["a"], reward_default=-1.0, remote_reward_retries=0).reward_default == -1.0

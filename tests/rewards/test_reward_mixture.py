@@ -1,4 +1,4 @@
-"""Several sources as one, and how a failure on one rank stops all."""
+"""Several reward sources as one, and a failure on one rank that stops all."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ROLLOUT = Rollout(*torch.zeros(6, 3, 1))
 
 
 class Fixed:
-    """A source that gives fixed scores and writes down that it was asked."""
+    """A source that returns fixed scores and records its calls."""
 
     def __init__(self, name, scores, calls=None):
         self.name, self.scores, self.calls = name, scores, [] if calls is None else calls
@@ -44,14 +44,14 @@ def test_scores_are_the_weighted_sum():
     assert calls == ["a", "b"]
 
 
-def test_a_weight_of_zero_only_reports():
+def test_a_source_of_weight_zero_is_reported_but_not_added():
     mixed = RewardMixture([(Fixed("a", [1, 2, 3]), 1.0), (Fixed("b", [float("nan")] * 3), 0.0)])(REQUEST, ROLLOUT)
     assert mixed.scores.tolist() == [1, 2, 3]
     assert mixed.by_source[:, 1].isnan().all()
     assert RewardMixture([(Fixed("a", [1, 2, 3]), 0.0)])(REQUEST, ROLLOUT).scores.tolist() == [0, 0, 0]
 
 
-def test_names_differ():
+def test_sources_of_one_name_are_numbered():
     sources = [(Fixed(name, [0, 0, 0]), 1.0) for name in ("a", "b", "a", "a")]
     assert RewardMixture(sources).names == ["a", "b", "a_2", "a_3"]
 
@@ -61,12 +61,12 @@ def test_no_sources():
         RewardMixture([])
 
 
-def test_a_request_needs_as_many_of_each():
+def test_a_request_needs_equally_many_of_each():
     with pytest.raises(ValueError, match="2 prompts, 1 responses, 2 rows"):
         RewardRequest(["a", "b"], ["c"], [{}, {}])
 
 
-def test_faults_are_counted_and_processes_end():
+def test_failed_calls_are_counted_and_close_ends_the_workers():
     spec = parse_function("exact_match:2")
     sources = [(FunctionReward(spec, 1, 5.0, 0.25), spec.weight), (Fixed("b", [1, 2, 3]), 1.0)]
     mixture = RewardMixture(sources)
@@ -78,7 +78,7 @@ def test_faults_are_counted_and_processes_end():
 
 
 class Function(Fixed):
-    """A source with processes, whose calls ended as told."""
+    """A source with workers whose counts are given."""
 
     def __init__(self, name, *calls):
         super().__init__(name, [0, 0, 0])
@@ -107,8 +107,8 @@ OTHER = CallCounts(4, 4, "ValueError: c")
         ([CallCounts(), ALL], [GOOD, SOME], r"^--reward_function f: .* first 3 answers; .*: KeyError: 'b'; correct"),
     ],
 )
-def test_one_function_that_fails_on_every_row_of_all_ranks_is_an_error(monkeypatch, first, second, expected):
-    """Of each function the calls on rank 0 and on rank 1; the other sources and functions do well."""
+def test_a_function_that_fails_on_every_row_of_all_ranks_is_an_error(monkeypatch, first, second, expected):
+    """`first`, `second`: counts of two functions on (rank 0, rank 1); the other sources succeed."""
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [first[1], second[1]]])
 
     def mixture():
@@ -123,7 +123,7 @@ def test_one_function_that_fails_on_every_row_of_all_ranks_is_an_error(monkeypat
     assert mixture().count_failed_rows(refuse_all=False) == sum(calls.failed for calls in [*first, *second])
 
 
-def test_after_a_failure_the_other_sources_are_asked_all_the_same():
+def test_after_a_failure_the_other_sources_still_run():
     calls = []
     sources = [(Fixed("a", "away", calls), 1), (Fixed("b", [1, 2, 3], calls), 1), (Fixed("c", "second", calls), 1)]
     with pytest.raises(RewardServiceError, match="away"):
@@ -131,14 +131,14 @@ def test_after_a_failure_the_other_sources_are_asked_all_the_same():
     assert calls == ["a", "b", "c"]
 
 
-def test_agreement_alone():
+def test_raise_on_any_rank_with_one_rank():
     raise_on_any_rank(None)
     with pytest.raises(RewardServiceError, match="^the cause$"):
         raise_on_any_rank("the cause")
 
 
 @pytest.mark.ranks
-def test_ranks_agree(tmp_path):
+def test_every_rank_raises_the_same_error(tmp_path):
     succeed(deepspeed(2, "tests/workers/reward_failure.py", tmp_path))
     for rank in range(2):
         told = (tmp_path / str(rank)).read_text(encoding="utf-8")
