@@ -5,10 +5,10 @@
 32 prompts, one update. Actor, critic, reference and reward model have 31.6 M random bf16 parameters each. "fixed": 128
 + 128 tokens. "varied": prompts of 32 to 128 tokens, answers lognormal with mean 63, at most 256. Both contenders use
 the same DeepSpeed engines. The trainer skips the pass for old log-probs (`--old_logprobs rollout`); `recompute`, its
-default in bf16, can be measured too. It runs with `--micro_batch_tokens 3072`, a quarter of the baseline's tokens per pass.
-Peak memory is compared at a vocabulary of 32768, without the memory of models and optimizers. Its ratio is trainer to
-baseline (less is better); the other ratios are the cost of the baseline to that of the trainer (more is better).
-`--compare trl` also measures TRL's PPO and GRPO trainers, if TRL is installed.
+default in bf16, can be measured too. It runs with `--micro_batch_tokens 3072`, a quarter of the baseline's tokens per
+pass. Peak memory is compared at a vocabulary of 32768, without the memory of models and optimizers. Its ratio is
+trainer to baseline (less is better); the other ratios are the cost of the baseline to that of the trainer (more is
+better). `--compare trl` also measures TRL's PPO and GRPO trainers, if TRL is installed.
 """
 
 from __future__ import annotations
