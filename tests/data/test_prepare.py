@@ -91,11 +91,11 @@ def test_rows_with_an_empty_answer_are_counted(tmp_path, capsys):
     assert "this step uses" not in printed
 
 
-@pytest.mark.parametrize(("many", "said"), [(3, 1), (4, 0)])
-def test_large_data_sets_are_announced_before_tokenising(tmp_path, capsys, monkeypatch, many, said):
+@pytest.mark.parametrize(("many", "logged"), [(3, 1), (4, 0)])
+def test_large_data_sets_are_announced_before_tokenising(tmp_path, capsys, monkeypatch, many, logged):
     monkeypatch.setattr(prepare_module, "_MANY_ROWS", many)
     prepare("sft", TOKENIZER, flags_for(tmp_path, write_jsonl(tmp_path / "d.jsonl", ROWS[:3])), 64)
-    assert capsys.readouterr().out.count("tokenising 3 rows") == said
+    assert capsys.readouterr().out.count("tokenising 3 rows") == logged
 
 
 def test_dropped_rows_are_counted_and_logged(tmp_path, capsys):

@@ -108,9 +108,9 @@ def test_valid_sources_pass_and_leave_no_process(monkeypatch):
 def test_missing_isolation_is_logged_once(monkeypatch, capsys):
     monkeypatch.setattr(build_rewards, "missing_isolation", lambda: ["network", "files"])
     check_sources(flags(reward_function=["code_tests", "code_tests:2"]))
-    said = capsys.readouterr().out
-    assert said.count("weaker isolation") == 2
-    assert "only Python keeps programs from the network" in said and "can write every file" in said
+    printed = capsys.readouterr().out
+    assert printed.count("weaker isolation") == 2
+    assert "only Python keeps programs from the network" in printed and "can write every file" in printed
     monkeypatch.setattr(build_rewards, "missing_isolation", list)
     check_sources(flags(reward_function=["code_tests"]))
     assert "isolation" not in capsys.readouterr().out

@@ -54,8 +54,8 @@ def test_a_column_that_no_row_has_is_reported_once(capsys):
             reward(REQUEST, None)
     finally:
         reward.close()
-    said = "warning: rank 0: reward function named_column: no row has a column 'missing': its argument is None\n"
-    assert capsys.readouterr().out == said
+    warning = "warning: rank 0: reward function named_column: no row has a column 'missing': its argument is None\n"
+    assert capsys.readouterr().out == warning
     assert ask("per_row", settings=())[1] == 0  # its column `answer` is in some rows
     assert capsys.readouterr().out == ""
 

@@ -68,16 +68,16 @@ def test_sequences_are_scored_in_passes_of_a_token_budget(engine):
 
 
 def test_a_rank_with_fewer_passes_repeats_its_last(engine, monkeypatch):
-    counting, asked = Counting(engine), []
+    counting, requested = Counting(engine), []
 
     def busiest_makes_four(value, op):
-        asked.append((int(value), op))
+        requested.append((int(value), op))
         return torch.tensor(4)
 
     monkeypatch.setattr(rewards_model.dist, "all_reduce", busiest_makes_four)
     rows = [[5, 6, 7], [8], [9, 10]]
     scores = scores_in_batches(counting, *right_padded(rows, 0), 6)
-    assert asked == [(2, "max")]
+    assert requested == [(2, "max")]
     assert counting.shapes == [(2, 3), (1, 1), (1, 1), (1, 1)]
     assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
 

@@ -86,8 +86,8 @@ def test_the_form_of_a_request(serve):
     scores = ask(service.url)
     assert scores.tolist() == [1, -2.5, 3]
     assert scores.dtype == torch.float32
-    asked = {"query": ["pr", "two", "three"], "prompts": ["p", "two", ""], "labels": ["L", 5, None]}
-    assert service.requests == [("/get_reward", asked)]
+    query = {"query": ["pr", "two", "three"], "prompts": ["p", "two", ""], "labels": ["L", 5, None]}
+    assert service.requests == [("/get_reward", query)]
 
 
 def lengths(handler):

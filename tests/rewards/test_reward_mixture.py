@@ -141,8 +141,8 @@ def test_raise_on_any_rank_with_one_rank():
 def test_every_rank_raises_the_same_error(tmp_path):
     succeed(deepspeed(2, "tests/workers/reward_failure.py", tmp_path))
     for rank in range(2):
-        told = (tmp_path / str(rank)).read_text(encoding="utf-8")
-        before, _, function = told.partition(" / [")
+        text = (tmp_path / str(rank)).read_text(encoding="utf-8")
+        before, _, function = text.partition(" / [")
         assert before == "none / the service é is away / the service é is away"
         scores, on_one, on_both = function.split(" / ")
         assert (scores, on_one) == ("0.0, 1.0]", "2")

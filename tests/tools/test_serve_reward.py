@@ -269,7 +269,7 @@ def test_the_default_host_is_this_machine():
 def test_invalid_arguments_are_rejected(assets, words, problem, capsys):
     words = words if "--model" in words else ["--model", str(assets / "reward"), *words]
     assert serve_reward.main(words) == 2
-    assert "error: " in (said := capsys.readouterr().err) and problem in said
+    assert "error: " in (printed := capsys.readouterr().err) and problem in printed
 
 
 def test_a_model_without_a_classifier_is_rejected(assets):
