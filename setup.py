@@ -1,4 +1,9 @@
-"""Package definition. Versions are pinned to those that the tests run with."""
+"""Package definition.
+
+deepspeed, transformers, accelerate, datasets, tensorboard and the extras are pinned to the versions that the tests run
+with. torch is a range (tested with 2.13.0), because its build must match the GPU driver of the machine. The other
+ranges belong to libraries that the package imports and that the pinned libraries require anyway; the bounds are theirs.
+"""
 
 from pathlib import Path
 
@@ -22,8 +27,19 @@ setup(
         "transformers==5.23.0",
         "accelerate==1.15.0",
         "datasets==5.2.0",
-        "requests==2.34.2",
         "tensorboard==2.21.0",
+        # required by the libraries above
+        "filelock>=3.10",
+        "huggingface-hub>=1.31.0,<3.0",
+        "multiprocess<0.70.20",
+        "numpy>=1.17",
+        "pandas",
+        "psutil",
+        "pyarrow>=24.0.0",
+        "PyYAML>=5.1",
+        "safetensors>=0.8.0",
+        "tokenizers>=0.23.1,<0.24.0",
+        "tqdm>=4.66.3",
     ],
     extras_require={
         "math": ["math-verify==0.9.0"],
@@ -36,7 +52,6 @@ setup(
             "mypy==2.4.1",
             "types-PyYAML==6.0.12.20261113",
             "hypothesis==6.170.15",
-            "types-requests==2.33.0.20261030",
             "math-verify==0.9.0",
         ],
     },

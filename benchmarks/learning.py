@@ -1,19 +1,17 @@
-"""What every advantage estimator learns, on two toy tasks with the same budget.
+"""The result of every advantage estimator on two toy tasks with the same budget.
 
     python benchmarks/learning.py [--work DIR] [--json FILE] [--plot FILE.png] [--quick] [--seeds N]
                                   [--tasks addition preference] [--estimators grpo ...] [--ranks N] [--jobs N]
 
-*addition*: sums of two-digit numbers, scored by the rule `exact_match`; what counts is `eval/score`, the share of right
-answers to held-out questions. *preference*: the quickstart's conversation with its learned reward model; what counts is
-the share of sampled answers to held-out questions that keep the true rule, which training never sees.
+*addition*: sums of two-digit numbers, scored by the rule `exact_match`. The result is `eval/score`, the share of right
+answers to held-out questions. *preference*: the quickstart's conversations with their learned reward model. The result
+is the share of sampled answers to held-out questions that follow the true rule, which training never sees.
 
-Each run is a `deepspeed` command, as a user would give it, on `--ranks` ranks, `--jobs` runs at a time; batches are
-those of a whole step, so neither changes what a run computes but for rounding. All runs of a task start from one SFT
-model (and one reward model); the seeds are those of step 3. All get the same number of prompts, answers and optimizer
-steps.
-Finished runs are kept in the work folder, so that an interrupted benchmark goes on where it stopped. The exit code is 1
-if an estimator does not beat its start by `MARGIN` (mean over seeds). `--plot` needs matplotlib:
-pip install -e '.[plot]'.
+Each run is a `deepspeed` command on `--ranks` ranks, and `--jobs` runs execute at the same time. Batch sizes are those
+of a whole step, so both flags change a run only by rounding. All runs of a task start from one SFT model (and one
+reward model) and get the same number of prompts, answers and optimizer steps; seeds are those of step 3.
+Finished runs are kept in the work folder, so an interrupted benchmark resumes. The exit code is 1 if an estimator does
+not improve on its start by `MARGIN` (mean over seeds). `--plot` needs matplotlib: pip install -e '.[plot]'.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from measure import markdown
 ROOT = Path(__file__).parent.parent
 SEEDS = (1, 2, 3)
 
-# estimator -> the loss that it is usually given
+# estimator -> the loss it is usually combined with
 ESTIMATORS = {
     "gae": ["--policy_loss", "ppo"],
     "grpo": ["--policy_loss", "ppo"],
@@ -53,12 +51,12 @@ ESTIMATORS = {
 CRITIC = ("gae",)
 QUICK = ("gae", "grpo", "rloo")
 
-# An estimator must end above its start by this much of the share that counts.
-# (prompts of a PPO step, answers of an optimizer step) over all ranks
+# (prompts of a PPO step, answers of an optimizer step), over all ranks
 BATCHES = {"addition": (32, 64), "preference": (16, 32)}
 
+# the least improvement of an estimator on its start
 MARGIN = {"addition": 0.2, "preference": 0.15}
-COUNTED = {"addition": "right answers", "preference": "answers that keep the true rule"}
+COUNTED = {"addition": "right answers", "preference": "answers that follow the true rule"}
 
 STEP3 = {
     "--actor_zero_stage": 3,
@@ -90,8 +88,8 @@ PREFERENCE = STEP3 | {
 }
 
 
-def words_of(flags: dict[str, Any]) -> list[str]:
-    """Flags as words of a command line."""
+def arguments_of(flags: dict[str, Any]) -> list[str]:
+    """Flags as a list of command-line arguments."""
     return [str(word) for pair in flags.items() for word in pair]
 
 
@@ -99,8 +97,8 @@ def flags_of(task: str, estimator: str, seed: int, made: Path, ranks: int) -> li
     """The command line of one run of step 3, without its output folder.
 
     Args:
-        made: what `prepare` made for the task.
-        ranks: that the batches are divided among.
+        made: folder of the task, made by `prepare`.
+        ranks: number of ranks that share the batches.
     """
     common = dict(ADDITION if task == "addition" else PREFERENCE)
     prompts, answers = BATCHES[task]
@@ -111,20 +109,20 @@ def flags_of(task: str, estimator: str, seed: int, made: Path, ranks: int) -> li
     has_critic = estimator in CRITIC
     if task == "preference":
         flags |= {"--critic_model_name_or_path": made / "reward", "--critic_zero_stage": 3}
-    elif has_critic:  # no reward model to start from: the SFT model with a new head
+    elif has_critic:  # there is no reward model, so the critic starts from the SFT model with a new head
         flags |= {"--critic_model_name_or_path": made / "sft", "--critic_zero_stage": 3}
     if has_critic:
         flags |= {"--critic_learning_rate": 2e-4 if task == "preference" else 1e-3}
-    return [*words_of(common | flags), *ESTIMATORS[estimator]]
+    return [*arguments_of(common | flags), *ESTIMATORS[estimator]]
 
 
 def call(command: Sequence[object], log: Path, processes: int = 2) -> float:
-    """Run a command from the repository's top with its output in `log`; returns its seconds.
+    """Run a command in the root of the repository with its output in `log`; returns its duration in seconds.
 
-    `processes` compute at the same time and share the cores.
+    `processes`: number of processes that compute at the same time and share the cores.
 
     Raises:
-        SystemExit: it failed; shows the end of the log.
+        SystemExit: the command failed; the message holds the end of the log.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     env = {**os.environ, "RANKS": "2", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
@@ -133,8 +131,8 @@ def call(command: Sequence[object], log: Path, processes: int = 2) -> float:
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with log.open("w", encoding="utf-8") as file:
-        words = [str(word) for word in command]
-        code = subprocess.run(words, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+        argv = [str(word) for word in command]
+        code = subprocess.run(argv, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code:
         end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
         sys.exit(f"{end}\nexit code {code}; the whole log is {log}")
@@ -142,14 +140,14 @@ def call(command: Sequence[object], log: Path, processes: int = 2) -> float:
 
 
 def free_port() -> int:
-    """A port for the ranks to meet at."""
+    """A free port for the rendezvous of the ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def prepare(task: str, work: Path) -> Path:
-    """The folder `work/TASK/made` with `toy`, `sft` and (preference) `reward`; what is there already is kept."""
+    """Make the folder `work/TASK/made` with `toy`, `sft` and (preference) `reward`; existing parts are kept."""
     made, scripts = work / task / "made", ROOT / "training_scripts/toy"
     toy = made / "toy"
     if not (toy / "model/model.safetensors").exists():
@@ -167,7 +165,7 @@ def prepare(task: str, work: Path) -> Path:
 
 
 def learn(task: str, estimator: str, seed: int, work: Path, made: Path, ranks: int, jobs: int) -> Path:
-    """One run of step 3, unless it is done with the same flags; returns its output folder."""
+    """One run of step 3, unless it is finished with the same flags; returns its output folder."""
     folder = work / task / estimator / f"seed_{seed}"
     flags, output = flags_of(task, estimator, seed, made, ranks), folder / "output"
     wanted = json.dumps(flags)
@@ -191,7 +189,7 @@ def curve(output: Path) -> list[tuple[int, float]]:
 
 
 def rule_rate(model_folder: Path, made: Path, seed: int) -> float:
-    """Share of a saved model's sampled answers to the held-out questions that keep the true rule."""
+    """Share of a saved model's sampled answers to the held-out questions that follow the true rule."""
     import torch
     from transformers import AutoTokenizer
 
@@ -208,7 +206,7 @@ def rule_rate(model_folder: Path, made: Path, seed: int) -> float:
 
 
 def start_and_end(task: str, output: Path, made: Path, seed: int) -> tuple[float, float]:
-    """The share that counts, before and after a run."""
+    """The result of the task before and after a run."""
     if task == "addition":
         scores = curve(output)
         return scores[0][1], scores[-1][1]
@@ -226,7 +224,7 @@ Results = dict[str, dict[str, dict[str, float]]]
 def run_all(
     tasks: Sequence[str], estimators: Sequence[str], seeds: Sequence[int], work: Path, ranks: int, jobs: int
 ) -> tuple[Results, Outputs]:
-    """(task -> estimator -> start and end as means over the seeds; task -> estimator -> output folders)."""
+    """(task -> estimator -> start and end, means over the seeds; task -> estimator -> output folders)."""
     results: Results = {}
     outputs: Outputs = {}
     for task in tasks:
@@ -259,9 +257,9 @@ def table(results: Results) -> str:
 
 
 def failures(results: Results) -> list[str]:
-    """A line for each estimator that did not beat its start by the margin."""
+    """One line for each estimator that did not improve by the margin."""
     return [
-        f"{task}: {estimator} went from {found['start']:.3f} to {found['end']:.3f}, less than {MARGIN[task]} more"
+        f"{task}: {estimator} went from {found['start']:.3f} to {found['end']:.3f}, an improvement below {MARGIN[task]}"
         for task, of_task in results.items()
         for estimator, found in of_task.items()
         if not found["end"] >= found["start"] + MARGIN[task]
@@ -287,21 +285,23 @@ def plot(outputs: Outputs, file: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line.
+    """Parse the command line.
 
     Raises:
-        SystemExit: `--plot` without matplotlib, before anything runs.
+        SystemExit: `--plot` without matplotlib.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=ROOT / "output/learning", help="keeps models and finished runs")
-    parser.add_argument("--json", type=Path, help="write {task: {estimator: {start, end}}} to this file")
-    parser.add_argument("--plot", type=Path, help="draw the curves into this file (.png)")
-    parser.add_argument("--quick", action="store_true", help=f"one seed of {', '.join(QUICK)} on addition only")
     parser.add_argument(
-        "--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1), help="how many seeds"
+        "--work", type=Path, default=ROOT / "output/learning", help="folder for models and finished runs"
     )
-    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4), help="ranks of a run")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--json", type=Path, help="write {task: {estimator: {start, end}}} to this file")
+    parser.add_argument("--plot", type=Path, help="plot the curves to this file (.png)")
+    parser.add_argument("--quick", action="store_true", help=f"only one seed of {', '.join(QUICK)} on addition")
+    parser.add_argument(
+        "--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1), help="number of seeds"
+    )
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4), help="ranks of each run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs that execute at the same time")
     parser.add_argument("--tasks", nargs="+", default=list(MARGIN), choices=list(MARGIN))
     parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS), choices=list(ESTIMATORS))
     chosen = parser.parse_args()
@@ -316,7 +316,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run what is not done yet, print the table; 1 if an estimator learned too little."""
+    """Execute the missing runs and print the table; returns 1 if an estimator learned too little."""
     chosen = arguments()
     work = chosen.work.resolve()
     results, outputs = run_all(chosen.tasks, chosen.estimators, SEEDS[: chosen.seeds], work, chosen.ranks, chosen.jobs)

@@ -1,4 +1,7 @@
-"""Timing, memory and limits for the benchmarks. Contenders alternate in one run, so a busy minute hits them alike."""
+"""Timing, memory and hardware limits for the benchmarks.
+
+Contenders alternate within one run, so other load on the machine affects them alike.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from dschat_ppo.common.phases import PhaseClock
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians: `wall` seconds with all threads, `cpu` seconds of the process with one thread."""
+    """Medians: `wall` seconds with all threads, and `cpu` seconds of the process with one thread."""
 
     wall: float
     cpu: float
@@ -27,7 +30,7 @@ class Cost:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Inside, PyTorch computes with so many threads."""
+    """Set the number of PyTorch threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -37,15 +40,15 @@ def threads(count: int) -> Iterator[None]:
 
 
 def wait() -> None:
-    """Until a GPU has done what was asked of it."""
+    """Wait until the GPU, if there is one, is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def costs(contenders: Mapping[str, Callable[[], object]], repeats: int, most_threads: int) -> dict[str, Cost]:
-    """Run every contender `repeats` times with one thread and with `most_threads`, by turns; medians.
+    """Run every contender in turn, `repeats` times each with one thread and with `most_threads`; medians.
 
-    Wall seconds of each go to stderr: a sign of life.
+    Wall seconds of each run go to stderr, to show progress.
     """
     wall: dict[str, list[float]] = {name: [] for name in contenders}
     cpu: dict[str, list[float]] = {name: [] for name in contenders}
@@ -65,12 +68,12 @@ def costs(contenders: Mapping[str, Callable[[], object]], repeats: int, most_thr
 
 
 def peak_memory(run: Callable[[], object]) -> float:
-    """Most GiB that a run holds beyond what the process (or the GPU) held before."""
+    """Peak memory of a run in GiB, without the memory in use before it."""
     gc.collect()
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
     else:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier runs freed, or it would hide this one's
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # return freed memory to the system: it would hide the peak of this run
         before = psutil.Process().memory_info().rss
     clock = PhaseClock()
     with clock.phase("run"):
@@ -79,13 +82,13 @@ def peak_memory(run: Callable[[], object]) -> float:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second at which memory can be read: the best of five sums over a large tensor."""
+    """Memory read bandwidth in bytes per second: the best of five sums over a large tensor."""
     tensor = torch.ones(2**27 if device.type == "cpu" else 2**30, device=device)
     return tensor.nbytes / _best(tensor.sum)
 
 
 def matmul_rate(device: torch.device, width: int) -> float:
-    """Floating point operations per second of a large bf16 product with inner dimension `width`."""
+    """Floating-point operations per second of a large bf16 matrix product with inner dimension `width`."""
     left = torch.randn(4096, width, device=device).bfloat16()
     right = torch.randn(width, 2048, device=device).bfloat16()
     return 2 * 4096 * width * 2048 / _best(lambda: left @ right)
@@ -102,6 +105,6 @@ def _best(run: Callable[[], object]) -> float:
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table."""
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""Random models and workloads. Nothing is downloaded."""
+"""Random models and workloads for the benchmarks, made without downloads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dschat_ppo.types import PromptBatch
 
 
 def config_of(vocabulary: int = 8192, layers: int = 8, hidden: int = 512) -> LlamaConfig:
-    """A Llama; the defaults make 31.6 M parameters."""
+    """A Llama; with the defaults it has 31.6 M parameters."""
     return LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=1376 * hidden // 512, num_hidden_layers=layers,
         num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, max_position_embeddings=2048,
@@ -28,29 +28,29 @@ def config_of(vocabulary: int = 8192, layers: int = 8, hidden: int = 512) -> Lla
     )  # fmt: skip
 
 
-_FULL = {"max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+_SHARED = {"max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 SHAPES: dict[str, PretrainedConfig] = {
     "llama-32m": config_of(),
     "qwen2-0.5b": Qwen2Config(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, tie_word_embeddings=True, **_FULL,
+        num_key_value_heads=2, tie_word_embeddings=True, **_SHARED,
     ),
     "llama-7b": LlamaConfig(
         vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=32, **_FULL,
+        num_key_value_heads=32, **_SHARED,
     ),
 }  # fmt: skip
 
 
 def language_model(config: PretrainedConfig, device: str = "cpu") -> PreTrainedModel:
-    """Random bf16 weights, the same each time."""
+    """A language model with random bf16 weights, always the same."""
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def classifier(config: PretrainedConfig, device: str = "cpu") -> PreTrainedModel:
-    """A scalar model of the same size."""
+    """A scalar model of the same size, always the same."""
     torch.manual_seed(1)
     with torch.device(device):
         return AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16).eval()
@@ -66,12 +66,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens in all."""
+        """Total number of generated tokens."""
         return int(self.answer_lengths.sum())
 
 
 def workload(name: str, vocabulary: int, prompts: int) -> Workload:
-    """The workloads of docs/benchmarks.md: "fixed", "varied", "group", or "long" for a GPU."""
+    """A workload of docs/benchmarks.md: "fixed", "varied", "group", or "long" for a GPU."""
     rng = np.random.default_rng(0)
     prompt_lengths, samples = np.full(prompts, 128), 1
     answer_lengths = np.full(prompts, 128)

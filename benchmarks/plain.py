@@ -1,7 +1,7 @@
-"""The plain way, against which we measure: what a first trainer does, on the same engines and weights.
+"""The baseline of the benchmarks: a straightforward PPO step on the same engines and weights.
 
-Hugging Face `generate` in one padded batch; full fp32 logits for old and reference log-probs, each in a pass of its
-own; padded rows with two-dimensional masks; one forward and backward pass over all rows.
+Hugging Face `generate` in one padded batch; full fp32 logits for old and reference log-probs, in separate passes;
+padded sequences with two-dimensional masks; one forward and backward pass over the whole batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dschat_ppo.ppo.loop import PPOTrainer
 
 @torch.no_grad()
 def answers(model: PreTrainedModel, work: Workload) -> Tensor:
-    """(B, P + R) int64, sampled by Hugging Face `generate`, each row to its own length."""
+    """(B, P + R) int64, sampled by Hugging Face `generate`, each sequence to its given length."""
     prompts = work.prompts
     sampling = GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0, eos_token_id=None,

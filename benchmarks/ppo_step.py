@@ -1,15 +1,14 @@
-"""A whole PPO step against the plain way, in one run.
+"""A whole PPO step compared with the baseline of `plain.py`, in one run.
 
     python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--old_logprobs rollout] [--compare trl]
 
-32 prompts, one update; 31.6 M parameters for each of actor, critic, reference and reward model, random, in bf16.
-"fixed": 128 + 128 tokens. "varied": prompts of 32 to 128 tokens, answers lognormal with mean 63, at most 256. The plain
-way is in `plain.py`; both use the same DeepSpeed engines. Ours skips the pass for old log-probs, as
-`--old_logprobs rollout` does; `recompute`, the trainer's default in bf16, can be measured too. It takes
-`--micro_batch_tokens 3072`, a quarter of what the plain way has in one pass. Peak memory is compared at a vocabulary of
-32768, beyond what models and optimizers hold; its ratio is ours to the plain way's (less is better), the others are the
-plain way's cost to ours (more is better). `--compare trl` measures TRL's PPO and GRPO trainers beside, where TRL is
-installed.
+32 prompts, one update. Actor, critic, reference and reward model have 31.6 M random bf16 parameters each. "fixed": 128
++ 128 tokens. "varied": prompts of 32 to 128 tokens, answers lognormal with mean 63, at most 256. Both contenders use
+the same DeepSpeed engines. The trainer skips the pass for old log-probs (`--old_logprobs rollout`); `recompute`, its
+default in bf16, can be measured too. It runs with `--micro_batch_tokens 3072`, a quarter of the baseline's tokens per
+pass. Peak memory is compared at a vocabulary of 32768, without the memory of models and optimizers. Its ratio is
+trainer to baseline (less is better); the other ratios are the cost of the baseline to that of the trainer (more is
+better). `--compare trl` also measures TRL's PPO and GRPO trainers, if TRL is installed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from dschat_ppo.models.loading import load_tokenizer
 from dschat_ppo.ppo.loop import PPOTrainer
 from dschat_ppo.ppo.mini_dataset import gather_rows
 from dschat_ppo.ppo.train_ppo import learned_reward
-from dschat_ppo.rewards.reward_sources import build_sources
+from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.runtime.launch import leave
@@ -46,7 +45,7 @@ from dschat_ppo.tools.toy import make_tokenizer
 
 BATCH = 32
 WIDE = 32768
-TOKENS = 3072  # of our micro-batches
+TOKENS = 3072  # of a micro-batch of the trainer
 
 
 def make_trainer(folder: Path, vocabulary: int, old_logprobs: str) -> PPOTrainer:
@@ -71,7 +70,7 @@ def make_trainer(folder: Path, vocabulary: int, old_logprobs: str) -> PPOTrainer
 
 
 def our_step(trainer: PPOTrainer, work: Workload) -> None:
-    """One PPO step as `PPOTrainer.run` makes it, with answers of given lengths."""
+    """One PPO step of `PPOTrainer.run`, with answers of given lengths."""
     how = replace(trainer.collector.rollouts.how, stopping=StoppingCriteria(int(work.answer_lengths.max())))
     with trainer.engines.hybrid.generating() as model:
         rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), how, limits=work.answer_lengths)
@@ -80,8 +79,8 @@ def our_step(trainer: PPOTrainer, work: Workload) -> None:
     trainer.update(trainer.shaping.experience(rows, step=1))
 
 
-def ways_of(trainer: PPOTrainer, work: Workload) -> dict[str, Any]:
-    """Contenders."""
+def contenders(trainer: PPOTrainer, work: Workload) -> dict[str, Any]:
+    """The contenders."""
     return {
         "plain": lambda: plain.step(trainer, work),
         "dschat_ppo": lambda: our_step(trainer, work),
@@ -89,9 +88,9 @@ def ways_of(trainer: PPOTrainer, work: Workload) -> dict[str, Any]:
 
 
 def compare(trainer: PPOTrainer, name: str, repeats: int, cores: int) -> dict[str, Any]:
-    """All numbers of one workload."""
+    """All results of one workload."""
     work = workload(name, trainer.engines.actor.module.config.vocab_size, BATCH)
-    found = costs(ways_of(trainer, work), repeats, cores)
+    found = costs(contenders(trainer, work), repeats, cores)
     before, ours = found["plain"], found["dschat_ppo"]
     return {
         "ratio_wall": before.wall / ours.wall,
@@ -102,16 +101,16 @@ def compare(trainer: PPOTrainer, name: str, repeats: int, cores: int) -> dict[st
 
 
 def peaks(trainer: PPOTrainer, work: Workload, cores: int) -> dict[str, float]:
-    """Peak GiB of one step of each way, once optimizers have their states."""
-    ways = ways_of(trainer, work)
+    """Peak GiB of one step of each contender, after the optimizers have allocated their states."""
+    runs = contenders(trainer, work)
     with threads(cores):
-        for run in ways.values():
+        for run in runs.values():
             run()
-        return {name: peak_memory(run) for name, run in ways.items()}
+        return {name: peak_memory(run) for name, run in runs.items()}
 
 
 def table(results: dict[str, Any]) -> str:
-    """The numbers for docs/benchmarks.md."""
+    """The table of docs/benchmarks.md."""
     rows = [
         [name, f"{r['plain_samples_per_s']:.2f}", f"{r['samples_per_s']:.2f}", f"{r['ratio_wall']:.2f}",
          f"{r['ratio_cpu']:.2f}"]
@@ -121,15 +120,17 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file too")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
-    parser.add_argument("--old_logprobs", choices=["rollout", "recompute"], default="rollout", help="of our way")
-    parser.add_argument("--compare", choices=["trl"], help="measure another trainer beside")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each contender; the median is reported")
+    parser.add_argument(
+        "--old_logprobs", choices=["rollout", "recompute"], default="rollout", help="flag of the trainer"
+    )
+    parser.add_argument("--compare", choices=["trl"], help="also measure another trainer")
     arguments = parser.parse_args()
     if arguments.compare:
-        import trl  # noqa: F401  (fails now if it is not installed, and not after an hour)
+        import trl  # noqa: F401  (fails at once, not after an hour, if it is not installed)
     quiet_libraries()
     init_process_group()
     cores, results = len(os.sched_getaffinity(0)), dict[str, Any]()

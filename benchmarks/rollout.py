@@ -1,10 +1,10 @@
-"""Generation against Hugging Face `generate`, in one run.
+"""Generation compared with Hugging Face `generate`, in one run.
 
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--workloads fixed varied group] [--shape llama-32m]
 
-Random weights of 31.6 M parameters in bf16, sampling from the whole distribution at temperature 1. Each way is tried
-with 32 and with 128 rows at work; the better of each counts. On a GPU, `--shape qwen2-0.5b --workloads long` or
-`--shape llama-7b --workloads long` runs 64 rows of 512 + 512 tokens.
+31.6 M random bf16 parameters, sampling from the full distribution at temperature 1. Each contender runs with batches of
+32 and of 128 sequences; the better one is reported. On a GPU, `--shape qwen2-0.5b --workloads long` or
+`--shape llama-7b --workloads long` generates 64 sequences of 512 + 512 tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROMPTS = {"fixed": 128, "varied": 128, "group": 16, "long": 64}
 
 
 class AtLength(transformers.StoppingCriteria):
-    """Ends each row of `generate` at its own length."""
+    """Ends each sequence of `generate` at its given length."""
 
     def __init__(self, prompt_length: int, lengths: Tensor):
         self.total = prompt_length + lengths
@@ -48,7 +48,7 @@ class AtLength(transformers.StoppingCriteria):
 
 @torch.no_grad()
 def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
-    """Batches of `rows`, as they come, each until its last row is finished."""
+    """Static batches of `rows` sequences in order, each until its longest sequence is finished."""
     batch = repeat_rows(work.prompts, work.samples)
     sampling = transformers.GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0, eos_token_id=None,
@@ -66,7 +66,7 @@ def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
 
 
 def by_us(model: PreTrainedModel, work: Workload, rows: int) -> None:
-    """Continuous batching, log-probs of the sampled tokens included."""
+    """Continuous batching, including the log-probs of the sampled tokens."""
     how = GenerationConfig(SamplingParameters(), StoppingCriteria(int(work.answer_lengths.max())), work.samples, rows)
     device = model.device
     seeds = row_seeds(0, len(work.answer_lengths), 0).to(device)
@@ -76,10 +76,13 @@ def by_us(model: PreTrainedModel, work: Workload, rows: int) -> None:
 
 
 def limits(model: PreTrainedModel, work: Workload, most_rows: int) -> tuple[float, float]:
-    """Tokens per second if only (memory reads, arithmetic) took time: weights once a step, each key and value once."""
+    """Tokens per second if only (memory reads, arithmetic) took time.
+
+    The weights are read once per decoding step, each key and value once.
+    """
     config: Any = model.config
     weights = sum(p.numel() for p in model.parameters())
-    if not config.tie_word_embeddings:  # of a table of embeddings only few rows are read
+    if not config.tie_word_embeddings:  # only a few rows of the embedding table are read
         weights -= config.vocab_size * config.hidden_size
     head_dim = config.hidden_size // config.num_attention_heads
     token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
@@ -95,7 +98,7 @@ def limits(model: PreTrainedModel, work: Workload, most_rows: int) -> tuple[floa
 
 
 def better(run: Callable[[PreTrainedModel, Workload, int], None], model: PreTrainedModel, work: Workload) -> int:
-    """The number of rows with which one run takes less time."""
+    """The batch size with which one run is faster."""
     seconds = {}
     for rows in ROWS:
         start = time.perf_counter()
@@ -106,16 +109,16 @@ def better(run: Callable[[PreTrainedModel, Workload, int], None], model: PreTrai
 
 
 def compare(name: str, model: PreTrainedModel, repeats: int, cores: int) -> dict[str, Any]:
-    """All numbers of one workload."""
+    """All results of one workload."""
     work = workload(name, model.config.vocab_size, PROMPTS[name])
     with threads(cores):
         rows = {"transformers": better(by_transformers, model, work), "dschat_ppo": better(by_us, model, work)}
         memory_limit, compute_limit = limits(model, work, max(ROWS))
-    ways = {
+    runs = {
         "transformers": lambda: by_transformers(model, work, rows["transformers"]),
         "dschat_ppo": lambda: by_us(model, work, rows["dschat_ppo"]),
     }
-    found: dict[str, Cost] = costs(ways, repeats, cores)
+    found: dict[str, Cost] = costs(runs, repeats, cores)
     plain, ours = found["transformers"], found["dschat_ppo"]
     return {
         "ratio_wall": plain.wall / ours.wall,
@@ -126,12 +129,12 @@ def compare(name: str, model: PreTrainedModel, repeats: int, cores: int) -> dict
         "transformers_tokens_per_s": work.tokens / plain.wall,
         "tokens_per_cpu_s": work.tokens / ours.cpu,
         "rows": rows,
-        "peak_memory_gib": {name: peak_memory(way) for name, way in ways.items()},
+        "peak_memory_gib": {name: peak_memory(run) for name, run in runs.items()},
     }
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """The numbers of all workloads, for docs/benchmarks.md."""
+    """The table of docs/benchmarks.md."""
     header = ["workload", "HF generate, tok/s", "ours, tok/s", "ratio (wall)", "ratio (CPU)", "memory limit, tok/s",
               "arithmetic limit, tok/s", "rows HF / ours", "peak memory HF / ours, GiB"]  # fmt: skip
     rows = []
@@ -147,17 +150,17 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file too")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each contender; the median is reported")
     parser.add_argument("--workloads", nargs="+", default=["fixed", "varied", "group"], choices=list(PROMPTS))
-    parser.add_argument("--shape", default="llama-32m", choices=list(SHAPES), help="of the random model")
+    parser.add_argument("--shape", default="llama-32m", choices=list(SHAPES), help="shape of the random model")
     arguments = parser.parse_args()
     model = language_model(SHAPES[arguments.shape], "cuda" if torch.cuda.is_available() else "cpu")
     results = {}
     for name in arguments.workloads:
-        print(f"{name}: how many rows at work suit each way", file=sys.stderr, flush=True)
+        print(f"{name}: finding the better batch size of each contender", file=sys.stderr, flush=True)
         results[name] = compare(name, model, arguments.repeats, len(os.sched_getaffinity(0)))
         print(name, json.dumps(results[name]), flush=True)
     print(table(results))

@@ -22,7 +22,7 @@ PROMPT, ANSWER, BATCH, STEPS = 128, 128, 32, 3
 
 
 class StepTimes(TrainerCallback):
-    """When each training step ended."""
+    """Records when each training step ended."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -48,19 +48,19 @@ def ppo(lm: Path, reward: Path, output: str, times: StepTimes) -> Any:
     ids = np.random.default_rng(0).integers(5, 300, (BATCH * STEPS, PROMPT)).tolist()
     scalar, causal = AutoModelForSequenceClassification, AutoModelForCausalLM
     policy, reference = (causal.from_pretrained(lm, dtype=torch.bfloat16) for _ in range(2))
-    judge, critic = (scalar.from_pretrained(reward, dtype=torch.bfloat16, num_labels=1) for _ in range(2))
+    reward_model, critic = (scalar.from_pretrained(reward, dtype=torch.bfloat16, num_labels=1) for _ in range(2))
     arguments = PPOConfig(
         **_common(output), total_episodes=BATCH * STEPS, response_length=ANSWER, num_ppo_epochs=1,
         num_mini_batches=1, local_rollout_forward_batch_size=BATCH, temperature=1.0, num_sample_generations=0,
     )  # fmt: skip
     rows = Dataset.from_dict({"input_ids": ids})
     return PPOTrainer(
-        arguments, tokenizer, policy, reference, judge, rows, critic, eval_dataset=rows, callbacks=[times]
+        arguments, tokenizer, policy, reference, reward_model, rows, critic, eval_dataset=rows, callbacks=[times]
     )
 
 
 def grpo(lm: Path, output: str, times: StepTimes) -> Any:
-    """A GRPO trainer: 4 prompts of about 128 tokens x 8 answers of 128 tokens, a reward that costs nothing."""
+    """A GRPO trainer: 4 prompts of about 128 tokens x 8 answers of 128 tokens, a reward without cost."""
     from trl import GRPOConfig, GRPOTrainer
 
     rng = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def grpo(lm: Path, output: str, times: StepTimes) -> Any:
 
 
 def samples_per_second(lm: Path, reward: Path, cores: int) -> dict[str, float]:
-    """Answers generated, scored and trained on per second of wall time, after the first step.
+    """Samples (generated, scored and trained on) per second of wall time, after the first step.
 
     Raises:
         ImportError: TRL is not installed.

@@ -6,7 +6,7 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.sampler import FILLER
+from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.monitor.metric_sums import MetricSums
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def language_model(seed: int, **changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(tiny_config(**changes)).eval()
 
 
-def run_loss(objective, engine, rows, indices=(4, FILLER, 0, 2), num_pairs: float = 3):
+def run_loss(objective, engine, rows, indices=(4, PADDING_ROW, 0, 2), num_pairs: float = 3):
     sums = MetricSums()
     loss = objective.loss(engine, objective.collate(rows, indices), torch.tensor(num_pairs), sums)
     return loss, objective.summary(sums.reduce())

@@ -1,4 +1,4 @@
-"""Reward functions of all forms and with all faults, for the tests; workers load this file by its path."""
+"""Reward functions of every form and with every fault, for the tests. Workers load this file by its path."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ def lengths(prompts, responses):
 
 
 def columns(prompts, responses, **others):
-    """Sum of everything given, to be recomputed by the test."""
+    """Sum of all arguments, which the test computes too."""
     assert sorted(others) == ["answer", "extra"], sorted(others)
     return [
         len(prompt) + 10 * len(response) + 100 * (answer or 0) + (1000 if extra is None else 0)
@@ -26,7 +26,7 @@ def columns(prompts, responses, **others):
 
 
 def named_column(answer, missing, optional=7):
-    """Neither prompts nor responses; `missing` is in no row."""
+    """Takes neither prompts nor responses; no row has `missing`."""
     assert missing == [None] * len(answer)
     return [-1.0 if value is None else value + optional for value in answer]
 
@@ -99,7 +99,7 @@ class UnpicklableError(Exception):
 
 
 class Text(str):
-    """Where `str()` of an exception gives one of these."""
+    """A `str` subclass, returned by `str()` of an exception."""
 
     def __getitem__(self, key):
         return Text("harmless")
@@ -151,7 +151,7 @@ def faulty_batch(responses):
 
 
 def wrong_length(responses):
-    """One too few in company, right alone, two for the response `two`."""
+    """One score too few for a batch, the right number for one row, and two for the response `two`."""
     if len(responses) > 1:
         return [1.0] * (len(responses) - 1)
     return [1.0, 2.0] if responses == ["two"] else [len(responses[0])]
@@ -167,14 +167,14 @@ def waits(response):
 
 
 def leaves_a_process(response):
-    """Writes the number of a process that it leaves behind into the file that the response names, then waits."""
+    """Starts a process, writes its id into the file that the response names, then waits."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     Path(response).write_text(f"{child.pid} {os.getpid()} {os.getppid()}")
     time.sleep(60)
 
 
 def ends_its_processes(response):
-    """Writes its numbers into the file that the response names, waits, ends two processes of its own by SIGTERM."""
+    """Writes its process ids into the file that the response names, waits, and ends two child processes by SIGTERM."""
     Path(response).write_text(f"{os.getpid()} {os.getppid()} 0")
     time.sleep(1.0)
     forked = os.fork()

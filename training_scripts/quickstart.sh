@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From nothing to a model trained by PPO: quickstart.sh [OUT_DIR]
-# Makes .venv, a toy model and its data, and runs the three steps. Run again with the same OUT_DIR, it goes on at the
-# first step that is not done.
+# All three steps on a toy model: quickstart.sh [OUT_DIR]
+# Creates .venv, a toy model and its data, and runs SFT, reward model training and PPO. Another run with the same OUT_DIR
+# resumes at the first unfinished step.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 out="${1:-$here/../output/quickstart}"
@@ -16,26 +16,26 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
     python -m dschat_ppo.tools.toy "$out/toy"
 fi
 
-before="" # mark of the step before: what is older was made from other models
-run_step() { # run_step NAME SCRIPT ARGS...: skipped if NAME is done, timed if not
-    local name="$1" anew=() start=$SECONDS
+previous="" # mark of the previous step: older outputs come from other models
+run_step() { # run_step NAME SCRIPT ARGS...: run and time a step, or skip it if it is finished
+    local name="$1" from_scratch=() start=$SECONDS
     local result="$out/$name/result.json" settings="$out/$name/config.yaml" mark="$out/$name.seconds"
     shift
-    if is_whole "$result" && [ -e "$mark" ] && [ ! "$mark" -ot "$before" ]; then
+    if is_valid_json "$result" && [ -e "$mark" ] && [ ! "$mark" -ot "$previous" ]; then
         echo "quickstart: step '$name' is done, skipped"
     else
         echo "quickstart: step '$name'"
-        # a step that was interrupted goes on from its last checkpoint
-        if [ -e "$settings" ] && [ "$settings" -ot "$before" ]; then anew=(--overwrite_output_dir --resume never); fi
-        bash "$@" "${anew[@]}"
-        if ! is_whole "$result"; then
-            echo "quickstart: step '$name' was stopped; run again to go on"
+        # an interrupted step resumes from its last checkpoint, unless an earlier step has run since
+        if [ -e "$settings" ] && [ "$settings" -ot "$previous" ]; then from_scratch=(--overwrite_output_dir --resume never); fi
+        bash "$@" "${from_scratch[@]}"
+        if ! is_valid_json "$result"; then
+            echo "quickstart: step '$name' was stopped; run the same command again to resume"
             exit 1
         fi
         echo $((SECONDS - start)) >"$mark"
-        sync "$mark" "$out" # before a later step says that it is newer
+        sync "$mark" "$out" # before a later step compares its age with this mark
     fi
-    before="$mark"
+    previous="$mark"
 }
 
 run_step sft "$here/toy/run_step1_sft.sh" "$out/toy" "$out/sft"

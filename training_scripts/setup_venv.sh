@@ -1,29 +1,29 @@
 #!/usr/bin/env bash
-# Make .venv at the top of the repository and install the package into it. Does nothing if that is done already.
-#   setup_venv.sh [EXTRA]        EXTRA: e.g. "test"
-# PYTHON           interpreter to use (default: python3), 3.10 or newer
-# TORCH_INDEX_URL  package index for torch, e.g. that of PyTorch's CPU builds
+# Create .venv at the top of the repository and install the package into it. Does nothing if that has been done.
+#   setup_venv.sh [EXTRA]        EXTRA: an extra of the package, e.g. "test"
+# PYTHON           the interpreter to use (default: python3), 3.10 or newer
+# TORCH_INDEX_URL  the package index for torch, e.g. that of PyTorch's CPU builds
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra="${1:-}"
 python="${PYTHON:-python3}"
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    { echo "error: Python 3.10 or newer is needed; set PYTHON to one" >&2; exit 2; }
+    { echo "error: Python 3.10 or newer is required; set PYTHON to such an interpreter" >&2; exit 2; }
 command -v c++ >/dev/null || command -v g++ >/dev/null ||
-    { echo "error: a C++ compiler is needed (DeepSpeed builds its operators); install g++" >&2; exit 2; }
+    { echo "error: a C++ compiler is required (DeepSpeed compiles its operators); install g++" >&2; exit 2; }
 
 stamp=".venv/.installed-$(cksum <setup.py | cut -d' ' -f1)"
 [ -e "$stamp-${extra:-plain}" ] && exit 0
-[ -z "$extra" ] && compgen -G "$stamp-*" >/dev/null && exit 0 # with an extra is more than without
+[ -z "$extra" ] && compgen -G "$stamp-*" >/dev/null && exit 0 # an installation with an extra includes the plain one
 
 make_venv() {
-    "$python" -m venv "$@" .venv || { rm -rf .venv; echo "error: python -m venv failed; install it" >&2; exit 2; }
+    "$python" -m venv "$@" .venv || { rm -rf .venv; echo "error: python -m venv failed; install the venv module of Python" >&2; exit 2; }
 }
 
 if [ ! -x .venv/bin/python ]; then
     if "$python" -c 'import torch, sys; sys.exit(not torch.version.cuda)' 2>/dev/null; then
-        echo "using the CUDA build of torch that is installed"
+        echo "using the installed CUDA build of torch"
         make_venv --system-site-packages
     else
         make_venv
@@ -32,7 +32,7 @@ fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     .venv/bin/python -m pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
 fi
-echo "installing dschat_ppo and the libraries that it needs: this may take minutes"
+echo "installing dschat_ppo and its dependencies; this may take minutes"
 .venv/bin/python -m pip install -q -e ".${extra:+[$extra]}"
-sync # before the stamp says that all is there
+sync # before the stamp that marks the installation as complete
 touch "$stamp-${extra:-plain}"

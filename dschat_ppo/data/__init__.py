@@ -1,1 +1,1 @@
-"""Files and hub data sets -> token rows -> batches."""
+"""Files and hub data sets to token rows to padded batches."""

@@ -1,9 +1,9 @@
-"""Rows that are kept from one run to the next: as they were written, or made again.
+"""Cache of prepared data that survives a power loss: damaged entries are detected and made again.
 
-`datasets` gives a file its name before its content is on the disk. After a loss of power such a file can be empty, cut
-or full of zeros under a name that counts, and one that is cut between two batches reads as a shorter table. So each
-entry here is written and synced beside its place, then renamed into it, with the size and the SHA-256 of each file; one
-that is not as it was written is made again.
+`datasets` renames a file before its content is on the disk. After a power loss such a file can be empty, truncated or
+full of zeros under its final name, and a file truncated between two record batches reads as a shorter table. An entry
+of this cache is therefore written and synced in a temporary folder that also records the size and the SHA-256 of each
+file, and then renamed. An entry whose files do not match their records is made again.
 """
 
 from __future__ import annotations
@@ -36,38 +36,43 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 POLL_SECONDS = 0.5
-_FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of the rows
+_FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of their rows
 
 
-def cached_rows(root: str | None, key: str, make: Callable[[Path], Dataset]) -> Dataset:
-    """The rows of an entry of the cache.
+def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) -> Dataset:
+    """Return a cache entry, and make it first if it is missing or damaged.
 
     Args:
         root: folder of the cache; None for that of `datasets`.
-        key: names the rows by all that they depend on.
-        make: is given a folder, and returns the rows, of which there are some, in Arrow files that it wrote below it.
+        key: identifies the entry by everything that its content depends on.
+        make: called with an empty folder; writes Arrow files below it and returns the rows (at least one) in them.
 
     Returns:
-        The rows, mapped from their files, with `key` as their fingerprint.
+        The rows, memory-mapped from the files of the entry, with `key` as their fingerprint.
 
     Raises:
         UserError: the cache cannot be written.
-        StopRequested: the run is to stop while another process makes the entry.
+        StopRequested: the run receives a stop request while another process makes the entry.
     """
     folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
-    names = _whole_files(folder)
+    names = _intact_files(folder)
     if names is None:
-        with _alone(folder):
-            names = _whole_files(folder) or _make(folder, make)  # another process may have made it meanwhile
+        with _entry_lock(folder):
+            names = _intact_files(folder)  # another process may have made the entry in the meantime
+            if names is None:
+                if folder.exists():
+                    logger().warning(f"data: {folder} is damaged and is made again")
+                names = _write_entry(folder, make)
     rows = datasets.concatenate_datasets([Dataset.from_file(str(folder / name)) for name in names])
     rows._fingerprint = key
     return rows
 
 
-def hub_rows(spec: str, config_name: str | None, root: str | None) -> datasets.DatasetDict:
-    """The splits of a hub data set, from the files that `datasets` makes of it in its cache.
+def hub_dataset(spec: str, config_name: str | None, root: str | None) -> datasets.DatasetDict:
+    """Load the splits of a hub data set through the cache of `datasets`.
 
-    Files that cannot be read, or hold fewer rows than there should be, are made again from what was downloaded.
+    If the cached files cannot be read, or hold fewer rows than the data set declares, they are made again from the
+    downloaded files.
 
     Args:
         spec: name on the hub.
@@ -76,36 +81,36 @@ def hub_rows(spec: str, config_name: str | None, root: str | None) -> datasets.D
     """
     load = partial(datasets.load_dataset, spec, config_name, cache_dir=root)
     try:
-        found = load()
-        is_whole = all(
-            len(rows) == rows.info.splits[name].num_examples for name, rows in found.items() if rows.info.splits
+        splits = load()
+        is_intact = all(
+            len(rows) == rows.info.splits[name].num_examples for name, rows in splits.items() if rows.info.splits
         )
-    except ValueError:  # of pyarrow and of JSON; where something else is wrong it is raised once more
-        is_whole = False
-    if not is_whole:
-        found = load(download_mode=datasets.DownloadMode.REUSE_CACHE_IF_EXISTS)
-    for rows in found.values():
+    except ValueError:  # pyarrow and JSON errors; any other cause is raised again by the second attempt
+        is_intact = False
+    if not is_intact:
+        splits = load(download_mode=datasets.DownloadMode.REUSE_CACHE_IF_EXISTS)
+    for rows in splits.values():
         for file in rows.cache_files:
             sync_folder(Path(file["filename"]).parent)
-    return found
+    return splits
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of an entry, so that no other process makes it. The kernel releases it when its holder ends."""
-    lock, said = FileLock(f"{folder}.lock"), False
+def _entry_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of an entry, so that one process at a time makes it. The kernel frees it when its holder ends."""
+    lock, logged = FileLock(f"{folder}.lock"), False
     while not lock.is_locked:
         try:
             make_folder(folder.parent)
             lock.acquire(timeout=POLL_SECONDS)
         except Timeout:
-            if not said:
+            if not logged:
                 logger().info(f"data: another process prepares {folder}; waiting for it")
-            said = True
+            logged = True
             raise_if_stop_requested("waited for prepared data")
         except OSError as problem:
             raise UserError(
-                f"{folder.parent}: cannot be written ({problem.strerror}), and prepared data are kept there; name "
+                f"{folder.parent}: cannot be written ({problem.strerror}), and prepared data are stored there; name "
                 "another folder with --data_output_path"
             ) from None
     try:
@@ -114,52 +119,42 @@ def _alone(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _make(folder: Path, make: Callable[[Path], Dataset]) -> list[str]:
-    if folder.exists():
-        logger().warning(f"data: {folder} is damaged, so it is made again")
+def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> list[str]:
     unfinished = empty_folder(folder.with_name(f"{folder.name}{PARTIAL}"))
-    made = make(empty_folder(unfinished / "work"))
-    names = []
-    for number, file in enumerate(made.cache_files):
-        names.append(f"rows_{number:05d}.arrow")
-        os.replace(file["filename"], unfinished / names[-1])
+    rows = make(empty_folder(unfinished / "work"))
+    content = {}
+    for number, file in enumerate(rows.cache_files):
+        path = unfinished / f"rows_{number:05d}.arrow"
+        os.replace(file["filename"], path)
+        content[path.name] = {"bytes": path.stat().st_size, "sha256": checksum(path)}
     remove_folder(unfinished / "work")
-    content = {
-        name: {"bytes": (unfinished / name).stat().st_size, "sha256": checksum(unfinished / name)} for name in names
-    }
     write_file(unfinished / _FILES, json.dumps(content, indent=1).encode())
     replace_folder(folder, unfinished)
-    return names
+    return list(content)
 
 
-def _whole_files(folder: Path) -> list[str] | None:
-    """Names of the files of an entry, in the order of their rows; None: there is none, or it is damaged."""
+def _intact_files(folder: Path) -> list[str] | None:
+    """Names of the files of an entry, in the order of their rows; None if the entry is missing or damaged."""
     try:
         content = json.loads((folder / _FILES).read_bytes())
         sizes_differ = any((folder / name).stat().st_size != entry["bytes"] for name, entry in content.items())
         if sizes_differ or any(checksum(folder / name) != entry["sha256"] for name, entry in content.items()):
             return None
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ):  # of a file that is gone, or is not what we wrote
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # a missing file, or a corrupt `files.json`
         return None
     return list(content)
 
 
 def file_key(path: Path, *settings: object) -> str:
-    """Key of a data file as a table: path, size, time of the last change, and how it is read."""
+    """Key of a data file as a table: path, size, modification time, and how it is read."""
     found = path.stat()
     return _digest(str(path.resolve()), found.st_size, found.st_mtime_ns, datasets.__version__, *settings)
 
 
 def token_key(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
-    """Key of rows as tokens: the rows, tokenizer, template and settings."""
-    words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
-    return _digest(rows._fingerprint, words, tokenizer.chat_template, tokenizer.special_tokens_map, *settings)
+    """Key of token rows: the data rows, tokenizer, chat template and settings."""
+    vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
+    return _digest(rows._fingerprint, vocabulary, tokenizer.chat_template, tokenizer.special_tokens_map, *settings)
 
 
 def _digest(*parts: object) -> str:

@@ -1,4 +1,4 @@
-"""Token rows -> padded batches. Batches are as long as their longest row; padding ids are never looked at."""
+"""Token rows to padded batches. A batch is as wide as its longest row; masks and lengths exclude the padding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from dschat_ppo.data.sampler import FILLER
+from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.types import PromptBatch
 
 
 @dataclass(frozen=True)
 class SFTBatch:
-    """Right-padded rows: `input_ids` (B, T) int64, and `loss_mask` (B, T) bool, True on tokens that are to be predicted
-    (never on the first token, never on a filler row)."""
+    """Right-padded rows: `input_ids` (B, T) int64, and `loss_mask` (B, T) bool, True on the tokens whose loss counts
+    (never on the first token, never on a padding row)."""
 
     input_ids: Tensor
     loss_mask: Tensor
@@ -26,7 +26,7 @@ class SFTBatch:
 @dataclass(frozen=True)
 class PairBatch:
     """B pairs as 2B right-padded rows, all chosen answers first: `input_ids` (2B, T) int64, `lengths` (2B,)
-    int64, `pair_mask` (B,) bool (False on filler pairs), `margin` (B,) fp32."""
+    int64, `pair_mask` (B,) bool (False on padding pairs), `margin` (B,) fp32."""
 
     input_ids: Tensor
     lengths: Tensor
@@ -37,8 +37,8 @@ class PairBatch:
 @dataclass(frozen=True)
 class AnswerBatch:
     """B pairs as 2B right-padded rows, all chosen answers first: `input_ids` (2B, T) int64, `answer_mask` (2B, T) bool,
-    True on the tokens of answers (never on a prompt, however the two answers begin; never on a filler pair),
-    `pair_mask` (B,) bool (False on filler pairs)."""
+    True on the tokens of the answers (all of them, even where both answers start alike; never on a padding pair),
+    `pair_mask` (B,) bool (False on padding pairs)."""
 
     input_ids: Tensor
     answer_mask: Tensor
@@ -59,31 +59,31 @@ REFERENCE_COLUMNS = ("chosen_ref_logprob", "rejected_ref_logprob")
 
 
 def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
-    """(token rows, whether each is real). Fillers stand in as copies of row 0."""
-    return [rows[max(index, 0)] for index in indices], [index != FILLER for index in indices]
+    """(token rows, whether each is real). A padding row is a copy of row 0."""
+    return [rows[max(index, 0)] for index in indices], [index != PADDING_ROW for index in indices]
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Rows of token ids, none empty, as `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest."""
+    """Pad sequences of token ids, none empty, on the right: `(input_ids (B, T) int64, lengths (B,) int64)`."""
     longest = max(len(sequence) for sequence in sequences)
     input_ids = torch.tensor([[*sequence, *[pad_id] * (longest - len(sequence))] for sequence in sequences])
     return input_ids, torch.tensor([len(sequence) for sequence in sequences])
 
 
 def _mask_from(starts: Sequence[int], input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """(B, T) bool, True on each row's tokens from `starts` (B) on."""
+    """(B, T) bool, True from position `starts` (B) of each row to its last token."""
     columns = torch.arange(input_ids.shape[1])
     return (columns >= torch.tensor(starts).unsqueeze(1)) & (columns < lengths.unsqueeze(1))
 
 
 def _both_answers(records: Sequence[dict[str, Any]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """`right_padded` rows of prompt and answer, all chosen answers first."""
+    """Right-padded rows of prompt + answer, all chosen answers first: ids (2B, T), lengths (2B,)."""
     return right_padded([[*r["prompt_ids"], *r["answers"][side]] for side in (0, 1) for r in records], pad_id)
 
 
 def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_prompt: bool) -> SFTBatch:
-    """Prompt and answer as one row. The loss covers the answer with the token that ends it, or with
-    `train_on_prompt` all but the row's first token."""
+    """Each prompt and its answer as one row. The loss covers the answer including its final token; with
+    `train_on_prompt` it covers everything but the first token of the row."""
     records, real = rows_at(rows, indices)
     ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
     starts = [1 if train_on_prompt else len(r["prompt_ids"]) for r in records]
@@ -91,14 +91,14 @@ def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_pro
 
 
 def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
-    """Chosen and rejected answers after their prompt."""
+    """Each prompt once with its chosen and once with its rejected answer, for a reward model."""
     records, real = rows_at(rows, indices)
     ids, lengths = _both_answers(records, pad_id)
     return PairBatch(ids, lengths, torch.tensor(real), torch.tensor([r["margin"] for r in records]))
 
 
 def collate_answers(rows: Dataset, indices: Sequence[int], pad_id: int) -> AnswerBatch:
-    """Chosen and rejected answers after their prompt, told apart from it by its length."""
+    """The rows of `collate_pairs` with a mask on their answers, for losses on the policy's own log-probs."""
     records, real = rows_at(rows, indices)
     ids, lengths = _both_answers(records, pad_id)
     pair_mask, starts = torch.tensor(real), 2 * [len(r["prompt_ids"]) for r in records]
@@ -106,7 +106,7 @@ def collate_answers(rows: Dataset, indices: Sequence[int], pad_id: int) -> Answe
 
 
 def collate_preferences(rows: Dataset, indices: Sequence[int], pad_id: int) -> PreferenceBatch:
-    """The same, with the log-probs that `with_reference` put beside the rows."""
+    """An `AnswerBatch` with the reference log-probs that `with_reference` added to the rows."""
     answers = collate_answers(rows, indices, pad_id)
     records, _ = rows_at(rows, indices)
     reference = torch.tensor([r[name] for name in REFERENCE_COLUMNS for r in records], dtype=torch.float64)
@@ -114,7 +114,7 @@ def collate_preferences(rows: Dataset, indices: Sequence[int], pad_id: int) -> P
 
 
 def with_reference(rows: Dataset, logprobs: Tensor) -> Dataset:
-    """The rows with `logprobs` (rows, 2) of their chosen and rejected answers as further columns, in fp64."""
+    """Add `logprobs` (rows, 2) of the chosen and rejected answers as fp64 columns."""
     for name, column in zip(REFERENCE_COLUMNS, logprobs.double().cpu().unbind(dim=1), strict=True):
         rows = rows.add_column(name, column.numpy())
     return rows

@@ -1,4 +1,4 @@
-"""A data file becomes a table of `datasets` in a process of its own first: a malformed file can crash pyarrow."""
+"""Conversion of a data file to a `datasets` table, first in a child process: a malformed file can crash pyarrow."""
 
 from __future__ import annotations
 
@@ -22,55 +22,58 @@ _NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
 
 
 def load_table(builder: str, settings: dict[str, Any]) -> Dataset:
-    """The rows of one file: `builder` ("json", "csv", "parquet") and `settings` are those of `datasets`."""
+    """Load one file with the `datasets` builder "json", "csv" or "parquet" and its settings."""
     try:
         return datasets.load_dataset(builder, split="train", **settings)
-    except datasets.exceptions.DatasetGenerationError as problem:  # it says only that something is wrong
+    except datasets.exceptions.DatasetGenerationError as problem:  # its own text names no cause
         raise problem.__cause__ or problem from None
 
 
-def find_fault(builder: str, settings: dict[str, Any]) -> str | None:
-    """Convert a file in a forked process; what is wrong with it, `EMPTY` for no rows, or None.
+def conversion_error(builder: str, settings: dict[str, Any]) -> str | None:
+    """Convert a file in a forked child process.
 
-    The result stays in the cache of `datasets`, where `load_table` finds it. So the file is read once, and a file that
-    crashes its reader ends the forked process alone.
+    The table stays in the cache of `datasets`, where `load_table` finds it. The file is therefore converted once, and a
+    file that crashes the reader ends only the child.
+
+    Returns:
+        None on success, `EMPTY` for a file without rows, or the reason why the file cannot be read.
 
     Raises:
-        StopRequested: the run is asked to stop.
-        EOFError: the process has ended because the run is asked to stop; see `stopping.subprocesses_may_stop`.
+        StopRequested: the run receives a stop request.
+        EOFError: the child ended because of a stop request; see `stop_requests.subprocesses_may_stop`.
     """
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_try, args=(theirs, os.getpid(), builder, settings), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_convert, args=(sender, os.getpid(), builder, settings), daemon=True)
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        while not ours.poll(POLL_SECONDS):
+        while not receiver.poll(POLL_SECONDS):
             stop_requests.raise_if_stop_requested("prepared the data")
-        return ours.recv()
-    except EOFError:  # it ended without a word
+        return receiver.recv()
+    except EOFError:  # the child ended without a result
         process.join()
         if stop_requests.requested():
             raise
         code = process.exitcode or 0
         end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"its reader ended with {end}: the file is damaged or nested too deeply, or memory is short"
-    finally:  # after a second Ctrl-C it still works
+    finally:  # also after a second Ctrl-C, while the child still converts
         process.kill()
         process.join()
 
 
-def _try(answer: Connection, parent: int, builder: str, settings: dict[str, Any]) -> None:
-    """In the forked process: convert, and answer."""
+def _convert(sender: Connection, parent: int, builder: str, settings: dict[str, Any]) -> None:
+    """Body of the child process: convert, then send the result of `conversion_error`."""
     signal_when_parent_ends(signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # the parent ended before the signal was set up
         return
-    faulthandler.disable()  # of a crash the parent says in one line what it means
+    faulthandler.disable()  # the parent reports a crash in one line
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         with reading("cannot be read as a table"):
             rows = load_table(builder, settings)
-            rows.data.table.validate(full=True)  # nothing else looks whether text in Parquet is UTF-8
-        answer.send(None if len(rows) else EMPTY)
+            rows.data.table.validate(full=True)  # the only check that text in Parquet is UTF-8
+        sender.send(None if len(rows) else EMPTY)
     except UserError as problem:
-        answer.send(EMPTY if any(text in str(problem) for text in _NO_ROWS) else str(problem))
+        sender.send(EMPTY if any(text in str(problem) for text in _NO_ROWS) else str(problem))

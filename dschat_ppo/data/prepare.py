@@ -1,7 +1,7 @@
-"""Data sets -> token rows for one step: read, divide, tokenise, fit to the length limit, and say what was done.
+"""Data sets to token rows for one training step: read, split, tokenise, apply the length limit, and log the counts.
 
-A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each with the token that ends it
-unless cut), `margin` (float), and for step 3 `row` (JSON of all columns of the data row, for rewards that look there).
+A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with its final token unless
+truncated), `margin` (float), and in step 3 `row` (JSON of all columns of the data row, for reward functions).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.schema import DataFlags, parse_data_split
-from dschat_ppo.data.cache import cached_rows, token_key
-from dschat_ppo.data.records import layout_of, read_row
-from dschat_ppo.data.sources import ORIGIN, hold_out, load_source, part_of
+from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.examples import layout_of, read_example
+from dschat_ppo.data.splits import ORIGIN, hold_out, load_splits, split_of_step
 from dschat_ppo.data.templates import encode_answer, encode_prompt, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 
-_FORMAT = "3"  # raise it when the same rows become other tokens, so that no cache of before is used
+_FORMAT = "3"  # increase it when the same rows give other tokens: older cache entries are then not used
 _DOING = "prepared the data"
-_MANY_ROWS = 20_000  # from here on it takes so long that a word is due before
+_MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 _FEATURES = {
     "prompt_ids": datasets.List(datasets.Value("int32")),
@@ -42,7 +42,7 @@ _FIT, _CUT_PROMPT, _CUT_ANSWER, _DROPPED = "kept whole", "prompt cut", "answer c
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Token rows for training and, if there are any, for evaluation."""
+    """Token rows for training, and for evaluation or None."""
 
     train: Dataset
     eval: Dataset | None
@@ -51,7 +51,7 @@ class TokenRows:
 def fit_row(
     prompt: list[int], answers: list[list[int]], limit: int, policy: str
 ) -> tuple[list[int], list[list[int]], str]:
-    """Apply the length limit to one row, prompt and longest answer together.
+    """Apply the length limit to prompt + longest answer of one row.
 
     Args:
         prompt: prompt ids.
@@ -60,8 +60,8 @@ def fit_row(
         policy: "left", "drop" or "error" (see `--truncation`).
 
     Returns:
-        (prompt ids, answers' ids, what was done). With "left" at least one prompt token stays (BOS or not), and an
-        answer is cut at its end only if it does not fit beside that one token; no answer is ever left empty.
+        (prompt ids, answers' ids, what was done). "left" removes tokens from the start of the prompt, but keeps its
+        last one; only then does it cut answers at their end. No answer becomes empty.
     """
     longest = max((len(answer) for answer in answers), default=0)
     if len(prompt) + longest <= limit:
@@ -83,9 +83,9 @@ def _tokenise(
     limit: int,
     policy: str,
 ) -> dict[str, Any]:
-    raise_if_stop_requested(_DOING)  # this may take hours
+    raise_if_stop_requested(_DOING)  # tokenising a data set may take hours
     where = row[ORIGIN]
-    parsed = read_row(row, layout, use, where)
+    parsed = read_example(row, layout, use, where)
     try:
         prompt = encode_prompt(tokenizer, parsed.prompt)
         answers = [encode_answer(tokenizer, parsed.prompt, answer) for answer in parsed.answers]
@@ -93,7 +93,7 @@ def _tokenise(
         raise UserError(f"{where}: {problem}") from problem.__cause__
     if not prompt:
         raise UserError(f"{where}: the prompt is empty")
-    has_empty = any(len(answer) == 1 for answer in answers)  # the token that ends it alone
+    has_empty = any(len(answer) == 1 for answer in answers)  # only the final token
     prompt, answers, done = fit_row(prompt, answers, limit, policy)
     if done == _DROPPED and policy == "error":
         raise UserError(f"{where}: longer than the limit of {limit} tokens (--truncation error)")
@@ -114,17 +114,17 @@ def tokenise_rows(
     flags: DataFlags,
     for_training: bool = True,
 ) -> Dataset:
-    """Token rows of one data set; what the length limit did is counted and logged.
+    """Tokenise one data set and log how many rows the length limit changed.
 
     Raises:
-        UserError: wrong columns, a bad row (named); for training also nothing left under the length limit, or every
-            answer cut by it (a few evaluation rows may all be long, and then be none).
+        UserError: wrong columns, or a bad row (the message names it). For training rows also if the length limit drops
+            every row or cuts every answer; evaluation rows may all be dropped.
     """
     layout = layout_of([column for column in rows.column_names if column != ORIGIN], use, name)
     settings = {"layout": layout, "use": use, "limit": limit, "policy": flags.truncation}
     text_prompts = isinstance(rows.features.get("prompt"), datasets.Value)
     if len(rows) >= _MANY_ROWS:
-        logger().info(f"data: {name}: {len(rows)} rows become tokens (at once if the cache holds them)")
+        logger().info(f"data: {name}: tokenising {len(rows)} rows (immediate if they are cached)")
 
     key = token_key(rows, tokenizer, *settings.values(), _FORMAT)
 
@@ -140,13 +140,13 @@ def tokenise_rows(
                 features=datasets.Features(_FEATURES | ({"row": datasets.Value("string")} if use == "prompt" else {})),
             )
 
-    rows = cached_rows(flags.data_output_path, key, make)
+    rows = cached_dataset(flags.data_output_path, key, make)
     done = Counter(rows["fitted"])
     logger().info(f"data: {name}: {len(rows)} rows; " + ", ".join(f"{count} {what}" for what, count in done.items()))
     if for_training and set(done) == {_CUT_ANSWER}:
         raise UserError(f"{name}: every answer is cut by the limit of {limit} tokens; raise it")
     if tokenizer.chat_template and text_prompts:
-        logger().info(f"data: {name}: prompts are text and stand as they are; the chat template is not applied")
+        logger().info(f"data: {name}: prompts are plain text, so the chat template is not applied")
     elif tokenizer.chat_template:
         end = tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token)
         logger().info(f"data: {name}: answers to chat messages end with {end}")
@@ -155,16 +155,6 @@ def tokenise_rows(
     if for_training and len(rows) == 0:
         raise UserError(f"{name}: no row is within the limit of {limit} tokens; raise it, or use --truncation left")
     return rows.remove_columns("fitted")
-
-
-def _part_of_this_step(rows: Dataset, name: str, use: str, flags: DataFlags) -> Dataset:
-    part = part_of(rows, parse_data_split(flags.data_split), PARTS[use], flags.data_split_seed)
-    if len(part) == 0:
-        raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
-    if len(part) < len(rows):
-        what = f"{len(part)} of {len(rows)} rows are for this step"
-        logger().info(f"data: {name}: {what} (--data_split {flags.data_split})")
-    return part
 
 
 def prepare(
@@ -181,22 +171,31 @@ def prepare(
     Args:
         use: "sft", "preference" or "prompt".
         tokenizer: of the model to train.
-        flags: which data, how divided, what to do with long rows.
+        flags: data sets, their split over the three steps, truncation policy, cache folder and number of processes.
         limit: most tokens of a row.
-        whole_paths: further data sets, used undivided (`--sft_only_data_path`).
-        eval_paths: data sets for evaluation, used whole.
-        eval_fraction: share of the training rows held out where a data set brings no evaluation split and
-            `eval_paths` is empty; None for no evaluation at all.
+        whole_paths: further data sets of which this step uses every row (`--sft_only_data_path`).
+        eval_paths: data sets for evaluation.
+        eval_fraction: fraction of the training rows held out for evaluation if a data set has no evaluation split
+            and `eval_paths` is empty; None disables evaluation.
+
+    Raises:
+        UserError: a data set cannot be used, or `--data_split` leaves this step no row of it.
+        StopRequested: the run receives a stop request.
     """
     train_parts, eval_parts = [], []
     with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
         wanted = [(spec, "--data_path") for spec in flags.data_path]
         wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
         for spec, flag in wanted:
-            source = load_source(spec, flag, flags.data_output_path)
-            train, evaluation = source.train, source.eval
+            splits = load_splits(spec, flag, flags.data_output_path)
+            train, evaluation = splits.train, splits.eval
             if flag == "--data_path":
-                train = _part_of_this_step(train, spec, use, flags)
+                train = split_of_step(train, parse_data_split(flags.data_split), PARTS[use], flags.data_split_seed)
+                if len(train) == 0:
+                    raise UserError(f"{spec}: --data_split {flags.data_split} leaves no row for this step")
+                if len(train) < len(splits.train):
+                    counts = f"{len(train)} of {len(splits.train)} rows"
+                    logger().info(f"data: {spec}: this step uses {counts} (--data_split {flags.data_split})")
             if eval_fraction is None or eval_paths:
                 evaluation = None
             elif evaluation is None:
@@ -206,7 +205,7 @@ def prepare(
                 held_out = tokenise_rows(evaluation, f"{spec} (eval)", tokenizer, use, limit, flags, for_training=False)
                 eval_parts.append(held_out)
         for spec in eval_paths or []:
-            source = load_source(spec, "--eval_data_path", flags.data_output_path)
-            eval_parts.append(tokenise_rows(source.train, spec, tokenizer, use, limit, flags, for_training=False))
+            splits = load_splits(spec, "--eval_data_path", flags.data_output_path)
+            eval_parts.append(tokenise_rows(splits.train, spec, tokenizer, use, limit, flags, for_training=False))
     evaluation = datasets.concatenate_datasets(eval_parts) if eval_parts else None
     return TokenRows(datasets.concatenate_datasets(train_parts), evaluation if evaluation else None)

@@ -1,8 +1,8 @@
-"""Text or chat messages -> token ids. The one path by which prompts and answers become tokens, in every step.
+"""Tokenise prompts and answers, given as text or as chat messages. All three steps use these functions.
 
-A prompt given as text is taken as it stands; given as chat messages it goes through the tokenizer's chat template
-with the opening of the assistant's turn. An answer to messages ends as the template ends it, with its end-of-turn
-token; an answer to a text prompt ends with the tokenizer's EOS. Generation stops at both (`answer_ends`).
+A text prompt is encoded unchanged. Chat messages are rendered with the tokenizer's chat template, followed by the
+opening of the assistant's turn. An answer to chat messages ends with the end-of-turn token of the template; an answer
+to a text prompt ends with the tokenizer's EOS. Generation stops at both (`answer_ends`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXAMPLE = "An answer."
 
 
 def is_messages(value: Any) -> bool:
-    """True for a non-empty list of `{"role": text, "content": text}`."""
+    """Whether `value` is a non-empty list of `{"role": text, "content": text}`."""
     return (
         isinstance(value, list)
         and len(value) > 0
@@ -33,15 +33,16 @@ def is_messages(value: Any) -> bool:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> list[int]:
-    """Token ids of a prompt, with the BOS that the tokenizer (text) or its template (messages) puts, never two.
+    """Token ids of a prompt. A BOS comes from the tokenizer (text) or the chat template (messages), never from both.
 
     Raises:
-        UserError: the tokenizer or its chat template refuses the prompt, or there is no template; the row is not named.
+        UserError: the tokenizer or its chat template rejects the prompt, or there is no template. The message does not
+            name the row.
     """
     if isinstance(prompt, str):
         starts_with_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         ids = _ids(tokenizer, prompt, add_special_tokens=not starts_with_bos)
-        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers close every text
+        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers append EOS to every text
             ids.pop()
         return ids
     return _ids(tokenizer, _render(tokenizer, prompt, open_answer=True), add_special_tokens=False)
@@ -49,11 +50,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) ->
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """What a chat template renders after an answer: `kept + dropped`.
+    """The text that a chat template renders after an answer: `kept + dropped`.
 
-    `kept` ends with the end-of-turn token, of id `token`, and belongs to the answer. `dropped`, such as the line break
-    after ChatML's `<|im_end|>`, does not: generation has stopped before it. A template that closes an answer with no
-    token of its own has an empty `kept`, and `token` is the tokenizer's EOS.
+    `kept` ends with the end-of-turn token, whose id is `token`, and belongs to the answer. `dropped`, such as the line
+    break after ChatML's `<|im_end|>`, does not, because generation stops before it. If the template has no end-of-turn
+    token, `kept` is empty and `token` is the tokenizer's EOS.
     """
 
     kept: str
@@ -62,7 +63,7 @@ class TurnEnd:
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
-    """How the tokenizer's chat template ends the assistant's turn, read off a rendered example.
+    """The end of the assistant's turn in the tokenizer's chat template, found by rendering an example.
 
     The end-of-turn token is the first special token after the answer, or else the first other added token.
     """
@@ -71,12 +72,12 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 
 @lru_cache(maxsize=16)
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> TurnEnd:
-    """Kept, since it is asked for each answer, and a tokenizer with thousands of added tokens takes 20 ms to list them.
+    """Cached: every answer needs it, and a tokenizer with thousands of added tokens takes 20 ms to list them.
 
-    `template` and `eos_id` are the tokenizer's own, so that what is kept holds for them alone.
+    `template` and `eos_id` are arguments because a tokenizer can change, and the result depends on both.
     """
     closing = ""
-    with suppress(UserError):  # no template, or it refuses the example; what it makes of rows is seen there
+    with suppress(UserError):  # no template, or it rejects the example; it may still accept the rows
         example = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _EXAMPLE}]
         rendered = _render(tokenizer, example, open_answer=False)
         closing = rendered.rpartition(_EXAMPLE)[2] if _EXAMPLE in rendered else ""
@@ -85,7 +86,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
     found = [
         (not special, closing.index(token), -len(token), token, number)
         for number, token, special in added
-        if token.strip() and token in closing  # some tokenizers add runs of spaces
+        if token.strip() and token in closing  # some tokenizers have added tokens of spaces
     ]
     if not found:
         return TurnEnd("", closing, eos_id)
@@ -95,22 +96,24 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that answers are trained to end with: EOS, and the chat template's end-of-turn token if it differs."""
+    """Ids of the tokens that end an answer: EOS, and the chat template's end-of-turn token if it differs."""
     return tuple(dict.fromkeys((int(tokenizer.eos_token_id), turn_end(tokenizer).token)))
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, answer: str) -> list[int]:
-    """Token ids of an answer to `prompt`, with one token that ends it: EOS after text, and after messages what the chat
-    template renders up to and including its end-of-turn token.
+    """Token ids of an answer to `prompt`, with exactly one final token.
+
+    After a text prompt the final token is EOS. After chat messages the ids are those that the chat template renders, up
+    to and including its end-of-turn token.
 
     Raises:
         UserError: as for `encode_prompt`.
     """
     eos = str(tokenizer.eos_token)
     end = TurnEnd("", "", int(tokenizer.eos_token_id)) if isinstance(prompt, str) else turn_end(tokenizer)
-    brought = (eos, str(tokenizer.convert_ids_to_tokens(end.token)))
-    while answer.endswith(brought):
-        answer = answer.removesuffix(brought[0]).removesuffix(brought[1])
+    final = (eos, str(tokenizer.convert_ids_to_tokens(end.token)))
+    while answer.endswith(final):
+        answer = answer.removesuffix(final[0]).removesuffix(final[1])
     if isinstance(prompt, str):
         ids = _ids(tokenizer, answer, add_special_tokens=False)
     else:
@@ -119,8 +122,11 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, an
 
 
 def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of prompt and answer that come as one text, with one token that ends the answer: EOS, or the chat
-    template's end-of-turn token where the text holds one, since then the template has rendered the prompt."""
+    """Token ids of a text that holds prompt and answer, with exactly one final token.
+
+    If the text contains the chat template's end-of-turn token, the template has rendered it and that token is the final
+    one; otherwise EOS is.
+    """
     ids = encode_prompt(tokenizer, text)
     turn = turn_end(tokenizer).token
     end = turn if turn in ids else int(tokenizer.eos_token_id)
@@ -130,30 +136,30 @@ def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _encode_turn(tokenizer: PreTrainedTokenizerBase, prompt: Messages, answer: str, end: TurnEnd) -> list[int]:
-    """The assistant's turn as the template renders it, from the end of the prompt to the end-of-turn token."""
+    """Token ids of the assistant's turn as the template renders it, after the prompt, up to the end-of-turn token."""
     opening = _render(tokenizer, prompt, open_answer=True)
     whole = _render(tokenizer, [*prompt, {"role": "assistant", "content": answer}], open_answer=False)
-    turn = answer + end.kept  # where the template opens a turn in another way than it renders one
+    turn = answer + end.kept  # for a template that renders the opening of a turn in two ways
     if whole.startswith(opening) and whole.endswith(end.kept + end.dropped):
         turn = whole[len(opening) : len(whole) - len(end.dropped)]
-    # In one piece with the prompt, since some tokenizers put a space before every text.
+    # Encoded together with the prompt, because some tokenizers put a space before every text.
     prompt_ids = _ids(tokenizer, opening, add_special_tokens=False)
     ids = _ids(tokenizer, opening + turn, add_special_tokens=False)
     if ids[: len(prompt_ids)] == prompt_ids:
         return ids[len(prompt_ids) :]
-    return _ids(tokenizer, turn, add_special_tokens=False)  # a token would reach from the prompt into the answer
+    return _ids(tokenizer, turn, add_special_tokens=False)  # a token would span the end of the prompt
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool) -> str:
     if tokenizer.chat_template is None:
         raise UserError(
             "the data holds chat messages, but the model's tokenizer has no chat template; give prompts as text, or "
-            "save a `chat_template.jinja` beside the tokenizer"
+            "save a `chat_template.jinja` in the folder of the tokenizer"
         )
-    with reading("the chat template does not take these messages"):
+    with reading("the chat template rejects these messages"):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
-    with reading("the tokenizer does not take this text"):
+    with reading("the tokenizer rejects this text"):
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))

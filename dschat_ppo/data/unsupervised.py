@@ -1,4 +1,4 @@
-"""Plain text for the PTX loss: end to end, cut into blocks (Ouyang et al. 2022, section 3.5)."""
+"""Plain text for the PTX loss: concatenated and cut into blocks (Ouyang et al. 2022, section 3.5)."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.schema import DataFlags
-from dschat_ppo.data.cache import cached_rows, token_key
-from dschat_ppo.data.sources import load_source
+from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.splits import ORIGIN, load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 
 FLAG = "--unsupervised_dataset_name"
 _DOING = "prepared plain text"
-_FORMAT = "1"  # raise it when the same texts become other blocks, so that no cache of before is used
+_FORMAT = "1"  # increase it when the same texts give other blocks: older cache entries are then not used
 
 
 def text_blocks(
     spec: str, config_name: str | None, tokenizer: PreTrainedTokenizerBase, length: int, flags: DataFlags
 ) -> Dataset:
-    """Token rows of `length` tokens each (a few are shorter), texts joined by EOS.
+    """Join texts with EOS and cut them into token rows of `length` tokens (a few are shorter).
 
     Args:
-        spec: a data set with a column `text`.
+        spec: a data set with a text column `text`.
         config_name: its configuration on the hub, or None.
         tokenizer: of the actor.
         length: tokens of a block.
         flags: cache folder and number of processes.
 
     Returns:
-        Rows in the layout of `data.prepare`: the first token as `prompt_ids`, the others as the one answer.
+        Token rows as in `data.prepare`: the first token as `prompt_ids`, the others as the only answer.
 
     Raises:
         UserError: no such data set, or no column `text`.
     """
     with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
-        rows = load_source(spec, FLAG, flags.data_output_path, config_name).train
+        rows = load_splits(spec, FLAG, flags.data_output_path, config_name).train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
-            columns = ", ".join(rows.column_names)
-            raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a column 'text' that holds text")
+            columns = ", ".join(name for name in rows.column_names if name != ORIGIN)
+            raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
         key = token_key(rows, tokenizer, "text blocks", length, _FORMAT)
 
         def make(folder: Path) -> Dataset:
             with data_workers(flags.preprocessing_num_workers):
                 return rows.map(
-                    _cut,
+                    _cut_into_blocks,
                     batched=True,
                     fn_kwargs={"tokenizer": tokenizer, "length": length},
                     remove_columns=rows.column_names,
@@ -59,15 +59,17 @@ def text_blocks(
                     cache_file_name=str(folder / "blocks.arrow"),
                 )
 
-        blocks = cached_rows(flags.data_output_path, key, make)
+        blocks = cached_dataset(flags.data_output_path, key, make)
     if not len(blocks):
-        raise UserError(f"{FLAG} {spec}: holds no text of two tokens or more")
+        raise UserError(f"{FLAG} {spec}: no text has two tokens or more")
     logger().info(f"data: {spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
     return blocks
 
 
-def _cut(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, list[Any]]:
-    raise_if_stop_requested(_DOING)  # this may take hours
+def _cut_into_blocks(
+    batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, length: int
+) -> dict[str, list[Any]]:
+    raise_if_stop_requested(_DOING)  # tokenising may take hours
     joined: list[int] = []
     for ids in tokenizer([text or "" for text in batch["text"]], add_special_tokens=False)["input_ids"]:
         joined += [*ids, tokenizer.eos_token_id]

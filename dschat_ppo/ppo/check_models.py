@@ -16,7 +16,7 @@ from dschat_ppo.models.loading import (
     load_tokenizer,
     model_folder,
 )
-from dschat_ppo.rewards.standardised import saved_statistics
+from dschat_ppo.rewards.learned_reward import saved_statistics
 from dschat_ppo.session.begin_run import naming
 
 ACTOR = "--actor_model_name_or_path"

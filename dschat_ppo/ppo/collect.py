@@ -17,13 +17,13 @@ from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.sampler import RowStream
+from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, Scoring, texts_of
-from dschat_ppo.rewards.reward_failure import RewardFunctionError, RewardServiceError
+from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
 from dschat_ppo.types import Rollout, ScoredRollout
 
 
@@ -62,7 +62,7 @@ class ExperienceCollection:
         self.max_rounds = algorithm.dynamic_sampling_rounds
         self.pool = GroupPool(plan.rollout_rows, shaped) if algorithm.dynamic_sampling else None
         self.print_interval = ppo.print_answers_interval if ppo.print_answers else 0
-        self.stream = RowStream(len(generator.prompts), config.run.seed)
+        self.stream = IndexStream(len(generator.prompts), config.run.seed)
         scoring = Scoring(
             ppo.temperature, plan.micro_batch_tokens, config.recompute_old_logprobs, algorithm.kl_estimator
         )
@@ -134,7 +134,7 @@ class ExperienceCollection:
                 baselines = greedy_scores.repeat_interleave(self.plan.samples)  # (B,)
         with self.clock.phase("reward"):
             scores = self.reward_scorer(rollout, prompts.rows)
-            self._faults += self.reward_scorer.count_faults()
+            self._faults += self.reward_scorer.count_failed_rows()
         if self.print_interval and step % self.print_interval == 0:
             self._print_answers(rollout, scores.total, step)
         return Scores(scores.total, scores.by_source, baselines)

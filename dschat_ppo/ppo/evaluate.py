@@ -17,7 +17,7 @@ from dschat_ppo.algorithms.pass_at_k import pass_at_k
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
-from dschat_ppo.data.sampler import FILLER, optimizer_steps
+from dschat_ppo.data.sampler import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.generate import RolloutGenerator, greedily
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer
@@ -122,7 +122,7 @@ class Evaluation:
         Collective; returns the metrics.
         """
         rows = self._answer_all()
-        faults = self.reward_scorer.count_faults()
+        faults = self.reward_scorer.count_failed_rows()
         metrics = summary(rows, self.flags.eval_pass_score)
         metrics["eval/function_faults"] = float(faults)
         problem = dist.broadcast_object(self._write(rows, step) if dist.is_main() else None)
@@ -140,7 +140,7 @@ class Evaluation:
         mine: list[Answered] = []
         prompts, size = self.reward_scorer.prompts, self.flags.eval_batch_size
         for [indices] in optimizer_steps(range(len(prompts)), size, 1, dist.world_size(), dist.rank()):
-            real = [index != FILLER for index in indices]
+            real = [index != PADDING_ROW for index in indices]
             rows = self._answer(prompts, [max(index, 0) for index in indices])
             mine += [row for row, counts in zip(rows, real, strict=True) if counts]
         return sorted((row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.data.collators import SFTBatch, collate_sft
-from dschat_ppo.data.sampler import RowStream
+from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.types import to_device
 
 
@@ -32,7 +32,7 @@ class TextBatches:
         self._micro_batch = micro_batch
         self._pad_id = pad_id
         self._device = device
-        self.stream = RowStream(len(rows), seed)
+        self.stream = IndexStream(len(rows), seed)
 
     def take(self) -> tuple[list[SFTBatch], Tensor]:
         """This rank's micro-batches of the next optimizer step, and the number of tokens of all ranks. Collective."""

@@ -15,8 +15,8 @@ from dschat_ppo.algorithms.kl import KL_ESTIMATORS, kl_full
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.models.micro_batches import even_passes
-from dschat_ppo.rewards.mixture import RewardMixture
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import (
     FinishReason,
     Model,
@@ -90,7 +90,7 @@ class RewardScorer:
         device = rollout.response_ids.device
         return Scores(found.scores.to(device), found.by_source.to(device))
 
-    def count_faults(self) -> int:
+    def count_failed_rows(self) -> int:
         """Answers of all ranks that got a function's default score since the last count. Collective.
 
         Raises:
@@ -98,7 +98,7 @@ class RewardScorer:
                 is wrong.
         """
         refuse_all, self._has_counted = not self._has_counted, True
-        return self.mixture.count_faults(refuse_all)
+        return self.mixture.count_failed_rows(refuse_all)
 
 
 @dataclass(frozen=True)

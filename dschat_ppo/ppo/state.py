@@ -31,7 +31,7 @@ from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.score import RewardScorer
 from dschat_ppo.ppo.update import Outcome, PPOUpdate
-from dschat_ppo.rewards.mixture import RewardMixture
+from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.types import Experience, record_of, tensors_of, to_device
 
 

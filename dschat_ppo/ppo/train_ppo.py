@@ -38,12 +38,17 @@ from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.rewards.functions import FunctionReward, function_files, parse_function
-from dschat_ppo.rewards.learned_reward import ForeignModelReward, ModelReward
-from dschat_ppo.rewards.mixture import RewardMixture
-from dschat_ppo.rewards.reward_request import RewardSource
-from dschat_ppo.rewards.reward_sources import build_sources, check_sources
-from dschat_ppo.rewards.standardised import STATISTICS, StandardisedReward, saved_statistics
+from dschat_ppo.rewards.build_rewards import build_sources, check_sources
+from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
+from dschat_ppo.rewards.learned_reward import (
+    STATISTICS,
+    ModelReward,
+    RetokenizedModelReward,
+    StandardisedReward,
+    saved_statistics,
+)
+from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.session.begin_run import begin_run, show_plan
 from dschat_ppo.session.session import open_session
 
@@ -169,7 +174,7 @@ def learned_reward(
         logger().info(
             f"the reward model has its own tokenizer: answers are tokenised again for it, up to {length} tokens"
         )
-        source = ForeignModelReward(engines.reward, own, length, dist.device(), batch_tokens)
+        source = RetokenizedModelReward(engines.reward, own, length, dist.device(), batch_tokens)
     if config.algorithm.normalize_rewards == "model":
         statistics = saved_statistics(load_config(folder, config.reward_flag), config.reward_folder)
         source = StandardisedReward(source, *statistics)

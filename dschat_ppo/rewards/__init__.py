@@ -1,1 +1,1 @@
-"""Sources of reward. Each turns a rollout into one score per row."""
+"""Reward sources: each scores the responses of a rollout, one number per response."""

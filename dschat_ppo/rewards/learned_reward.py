@@ -1,4 +1,4 @@
-"""The learned reward."""
+"""Rewards from a reward model."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import filler_id
 from dschat_ppo.models.micro_batches import even_passes
-from dschat_ppo.rewards.reward_failure import agree_on_failure
-from dschat_ppo.rewards.reward_request import RewardRequest
-from dschat_ppo.types import Model, Rollout, full_sequences
+from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource, raise_on_any_rank
+from dschat_ppo.types import Rollout, full_sequences
 
 BATCH_TOKENS = 16384
+STATISTICS = ("reward_mean", "reward_std")  # keys of the model's config, written by step 2
 
 
 class ModelReward:
-    """Scores a rollout with a reward model that shares the actor's vocabulary.
+    """Scores a rollout with a reward model that has the actor's vocabulary.
 
     Args:
         engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
-        batch_tokens: most tokens of a forward pass when it is called as a source of reward.
+        batch_tokens: most tokens of a forward pass when called as a reward source.
     """
 
     name = "model"
 
-    def __init__(self, engine: Model, batch_tokens: int = BATCH_TOKENS):
+    def __init__(self, engine: Any, batch_tokens: int = BATCH_TOKENS):
         self.engine = engine
         self.batch_tokens = batch_tokens
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """`scores` in several forward passes. Collective: every rank makes as many as the busiest."""
+        """`scores` in several forward passes. Collective: all ranks run equally many passes."""
         return scores_in_batches(self.engine, *full_sequences(rollout), self.batch_tokens)
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
-        """Score at the last real token of `[prompt | response]` (what ended it, or where the limit cut), (B,) fp32.
+        """Score at the last token of `[prompt | response]`, truncated or not, (B,) fp32, in one forward pass.
 
-        A row whose response is empty is scored at the last token of its prompt. One forward pass.
+        An empty response is scored at the last token of its prompt.
         """
         return last_token_scores(self.engine, *full_sequences(rollout))
 
 
-class ForeignModelReward:
-    """Scores text with a reward model that has a tokenizer of its own.
+class RetokenizedModelReward:
+    """Scores text with a reward model whose tokenizer differs from the actor's.
 
     Args:
         engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
         tokenizer: of the reward model.
-        max_length: most tokens of a row; longer ones lose their start.
+        max_length: most tokens of a sequence; longer ones lose their start.
         device: of the model.
         batch_tokens: most tokens of a forward pass.
     """
@@ -66,7 +66,7 @@ class ForeignModelReward:
 
     def __init__(
         self,
-        engine: Model,
+        engine: Any,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         device: torch.device,
@@ -79,54 +79,54 @@ class ForeignModelReward:
         self.batch_tokens = batch_tokens
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """Score at the token that ends prompt and response, (B,) fp32. Collective, as `ModelReward`.
+        """Score at the final token of prompt + response, (B,) fp32. Collective, as `ModelReward`.
 
-        An answer that the length limit cut has no such token, as in the rows that a model with the actor's tokenizer
-        sees.
-        Where the row's `prompt` column holds chat messages and the reward model's tokenizer has a template, they go
-        through that template, with the response as the assistant's answer; otherwise the prompt's text is taken.
+        A response that the length limit cut has no final token, as with `ModelReward`. If the row's `prompt` column
+        holds chat messages and the reward model's tokenizer has a chat template, the template renders them with the
+        response as the assistant's answer; otherwise the prompt's text is used.
 
         Raises:
-            RewardServiceError: the template or the tokenizer refuses a row of some rank; on every rank.
+            RewardServiceError: the template or the tokenizer rejects a row of some rank; raised on every rank.
         """
-        given = zip(request.prompts, request.responses, request.rows, rollout.ended.tolist(), strict=True)
-        rows, problem = list[list[int]](), None
+        texts = zip(request.prompts, request.responses, request.rows, rollout.ended.tolist(), strict=True)
+        sequences, problem = list[list[int]](), None
         try:
-            rows = [self._encode(*row) for row in given]
-        except UserError as refused:
-            problem = str(refused)
-        agree_on_failure(problem)  # the others would wait in the passes
-        cut = [row[-self.max_length :] for row in rows]
-        too_long = sum(len(row) > self.max_length for row in rows)
+            sequences = [self._encode(*text) for text in texts]
+        except UserError as rejected:
+            problem = str(rejected)
+        raise_on_any_rank(problem)  # otherwise the other ranks would wait in the forward passes
+        too_long = sum(len(sequence) > self.max_length for sequence in sequences)
         if too_long:
             print_line(
-                f"warning: rank {dist.rank()}: {too_long} of {len(rows)} rows are longer than the reward model's "
+                f"warning: rank {dist.rank()}: {too_long} of {len(sequences)} sequences exceed the reward model's "
                 f"{self.max_length} tokens (--reward_model_max_length); their start was cut off"
             )
+        cut = [sequence[-self.max_length :] for sequence in sequences]
         input_ids, lengths = right_padded(cut, filler_id(self.tokenizer))
         return scores_in_batches(self.engine, input_ids.to(self.device), lengths.to(self.device), self.batch_tokens)
 
     def _encode(self, prompt: str, response: str, row: dict[str, Any], ended: bool) -> list[int]:
+        """Token ids of one prompt and response; without the final token if the response did not end."""
         has_template = self.tokenizer.chat_template is not None
-        given: str | Messages = row["prompt"] if has_template and is_messages(row.get("prompt")) else prompt
+        source: str | Messages = row["prompt"] if has_template and is_messages(row.get("prompt")) else prompt
         try:
-            answer = encode_answer(self.tokenizer, given, response)
-            return encode_prompt(self.tokenizer, given) + (answer if ended else answer[:-1])
+            answer = encode_answer(self.tokenizer, source, response)
+            return encode_prompt(self.tokenizer, source) + (answer if ended else answer[:-1])
         except UserError as problem:
             raise UserError(f"--reward_model_name_or_path: {problem} (prompt: {prompt[:60]!r})") from problem.__cause__
 
 
 @torch.no_grad()
-def scores_in_batches(engine: Model, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
-    """`last_token_scores` of right-padded rows, in passes of rows of similar length.
+def scores_in_batches(engine: Any, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
+    """`last_token_scores` of right-padded sequences, in forward passes over sequences of similar length.
 
-    Collective: every rank makes as many passes as the busiest, because under ZeRO-3 a pass gathers weights from all.
+    Collective: all ranks run equally many passes, because under ZeRO-3 a pass gathers weights from all ranks.
 
     Args:
         engine: see `last_token_scores`.
         input_ids: (B, T) int64, right-padded, B above 0.
         lengths: (B,) int64, above 0.
-        batch_tokens: most tokens of a pass, padding included; a longer row goes alone.
+        batch_tokens: most tokens of a pass, padding included; a longer sequence gets its own pass.
 
     Returns:
         (B,) fp32.
@@ -137,3 +137,45 @@ def scores_in_batches(engine: Model, input_ids: Tensor, lengths: Tensor, batch_t
         width = int(lengths[part].max())
         scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()
     return scores
+
+
+class StandardisedReward:
+    """`(score - mean) / std` of another reward source.
+
+    Args:
+        source: gives the scores.
+        mean, std: of the scores on the reward model's evaluation data; std above 0.
+    """
+
+    def __init__(self, source: RewardSource, mean: float, std: float):
+        self.source = source
+        self.mean = mean
+        self.std = std
+
+    @property
+    def name(self) -> str:
+        """The name of the other source."""
+        return self.source.name
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """(B,) fp32."""
+        return (self.source(request, rollout) - self.mean) / self.std
+
+
+def saved_statistics(config: Any, folder: str) -> tuple[float, float]:
+    """Mean and standard deviation that step 2 saved with a reward model.
+
+    Args:
+        config: the model's configuration.
+        folder: folder of the model, for the message.
+
+    Raises:
+        UserError: the model has none, or a standard deviation of 0.
+    """
+    mean, std = (config.to_dict().get(name) for name in STATISTICS)
+    if mean is None or std is None or not std > 0:
+        raise UserError(
+            f"--normalize_rewards model: {folder}/config.json has no {' and '.join(STATISTICS)} above 0; train the "
+            "reward model with step 2, or use --normalize_rewards running"
+        )
+    return float(mean), float(std)

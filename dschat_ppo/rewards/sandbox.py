@@ -1,6 +1,7 @@
-"""Code in an answer, run against the row's tests in a process that is shut off and limited.
+"""Run the code in a response against the row's tests in an isolated process with resource limits.
 
-What it does and does not protect from is in docs/rewards.md. Standard library only: workers start fast.
+docs/rewards.md describes the protection and its limits. The module imports only the standard library, so that workers
+start fast.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ _FENCES = (
     re.compile(r"```[ \t]*\n(.*?)```", re.DOTALL),
 )
 _MOST_REPORT_BYTES = 2**16
-_SURROUNDINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program with all its tests. `processes` counts threads too; `file_mb` is for one file and, where the
-    kernel permits a file system of its own, for all files together."""
+    """Limits of one program with all its tests.
+
+    `processes` includes threads. `file_mb` applies to each file and, where the kernel permits a private file system,
+    to all files together.
+    """
 
     cpu_seconds: int = 4
     wall_seconds: float = 6.0
@@ -44,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Which tests passed, and what could not be shut off: "network", "files", "processes"."""
+    """Which tests passed, and which isolation was missing: "network", "files", "processes"."""
 
     passed: list[bool]
     missing: list[str]
@@ -59,18 +63,18 @@ def code_tests(
 ) -> float:
     """Share of the `tests` column that the response's code passes.
 
-    `tests` is Python text (all or nothing), or a list of such texts; a test passes if it raises nothing. Code is the
-    last ```python fence of the response, else its last fence, else all of it.
+    `tests` is Python source (one test) or a list of such sources; a test passes if it does not raise. The code is the
+    last ```python fence of the response, else its last fence, else the whole response.
     """
     cases = [tests] if isinstance(tests, str) else tests
     if not isinstance(cases, list) or not cases or not all(isinstance(case, str) for case in cases):
-        raise ValueError("the row needs a column 'tests' with Python text or a list of them")
+        raise ValueError("the row needs a column 'tests' with Python source or a list of sources")
     outcome = run_tests(code_of(response), cases, Limits(cpu_seconds, wall_seconds, memory_mb))
     return sum(outcome.passed) / len(cases)
 
 
 def code_of(response: str) -> str:
-    """The code in an answer; a fence that the length limit cut goes to the end."""
+    """The code in a response; a ```python fence without an end (cut by the length limit) extends to the end."""
     for fence in _FENCES:
         if found := fence.findall(response):
             return found[-1]
@@ -78,16 +82,16 @@ def code_of(response: str) -> str:
 
 
 def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool = True) -> Outcome:
-    """Run `program`, then each test, in a process of its own that is killed with all that it started.
+    """Run `program`, then each test, in one isolated process; then kill it and everything that it started.
 
     Args:
-        program: Python text.
-        tests: Python texts that see the program's names.
-        limits: of the whole run.
-        namespaces: False: as on a machine that does not permit them.
+        program: Python source.
+        tests: Python sources that see the program's names.
+        limits: limits of the whole run.
+        namespaces: False behaves as on a machine that does not permit namespaces.
 
     Raises:
-        RuntimeError: the process did not come to run the program.
+        RuntimeError: the process could not run the program.
     """
     token = secrets.token_hex(16)
     job = {**asdict(limits), "program": program, "tests": tests, "token": token, "namespaces": namespaces}
@@ -96,22 +100,26 @@ def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool =
     with tempfile.TemporaryDirectory(prefix="code_", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [sys.executable, "-I", str(CHILD), str(report_end)],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_SURROUNDINGS, cwd=folder, pass_fds=(report_end,),
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_ENVIRONMENT, cwd=folder, pass_fds=(report_end,),
             start_new_session=True,
         )  # fmt: skip
         os.close(report_end)
         try:
-            text = _converse(process, json.dumps(job).encode(), report, time.monotonic() + limits.wall_seconds)
+            text = _exchange(process, json.dumps(job).encode(), report, time.monotonic() + limits.wall_seconds)
         finally:
             os.close(report)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return _read_report(text, token, len(tests))
+    lines = [line for line in text.decode(errors="replace").splitlines() if line.startswith(token)]
+    if not lines:
+        raise RuntimeError("the sandbox could not run the program (too little memory or time, or see above)")
+    missing, *passed = (line.removeprefix(token).strip() for line in lines)
+    return Outcome([str(number) in passed for number in range(len(tests))], json.loads(missing))
 
 
-def _converse(process: subprocess.Popen[bytes], job: bytes, report: int, deadline: float) -> bytes:
-    """Hand over the job and collect the report until its end, the deadline or its limit."""
+def _exchange(process: subprocess.Popen[bytes], job: bytes, report: int, deadline: float) -> bytes:
+    """Send the job, and read the report until its end, the deadline or the size limit."""
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(job)
@@ -126,22 +134,10 @@ def _converse(process: subprocess.Popen[bytes], job: bytes, report: int, deadlin
     return text
 
 
-def _read_report(text: bytes, token: str, count: int) -> Outcome:
-    lines = [
-        line.removeprefix(token).strip()
-        for line in text.decode(errors="replace").splitlines()
-        if line.startswith(token)
-    ]
-    if not lines:
-        raise RuntimeError("the sandbox did not come to run the program (too little memory or time, or see above)")
-    done = set(lines[1:])
-    return Outcome([str(number) in done for number in range(count)], json.loads(lines[0]))
-
-
 def missing_isolation() -> list[str]:
-    """What this machine does not permit to shut off, found by a run: "network", "files", "processes".
+    """The isolation that this machine does not permit, found by a test run: "network", "files", "processes".
 
     Raises:
-        RuntimeError: programs cannot be run at all.
+        RuntimeError: the sandbox cannot run programs at all.
     """
     return run_tests("", [], Limits(wall_seconds=30.0)).missing

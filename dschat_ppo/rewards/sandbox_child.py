@@ -1,10 +1,11 @@
-"""Runs one program and its tests, shut off from the machine as far as the kernel permits. Started by `sandbox.py`.
+"""Run one program and its tests, isolated from the machine as far as the kernel permits. Started by `sandbox.py`.
 
-`python -I sandbox_child.py REPORT`, with the job as JSON on standard input. On descriptor REPORT it writes lines that
-begin with the job's token: first what could not be shut off, then the number of each test that passed. The token tells
-its lines from those that the program might write.
+`python -I sandbox_child.py REPORT`, with the job as JSON on standard input. It writes lines to descriptor REPORT that
+start with the job's token: first the missing isolation, then the number of each test that passed. Without the token,
+the program could forge these lines.
 
-Standard library only, and no import of this project: it must start fast and read nothing of the run.
+The script imports only the standard library and nothing of this project: it must start fast and not read the run's
+files.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def others_can_read(path: str) -> bool:
-    """Whether a user without rights of its own can enter every folder above `path` and read it."""
+    """Whether any user can enter every folder above `path` and read it."""
     while path != "/":
         mode = os.stat(path).st_mode
         if not mode & 0o001 or not mode & 0o004:
@@ -60,7 +61,7 @@ def others_can_read(path: str) -> bool:
 
 
 def leave_root(folder: str) -> bool:
-    """Become a user number that owns nothing but `folder`, if Python's files can be read by it."""
+    """Switch to a random user id that owns only `folder`, if other users can read Python's files."""
     places = [place for place in sys.path if os.path.isdir(place)]
     if not places or not all(others_can_read(os.path.realpath(place)) for place in places):
         return False
@@ -72,7 +73,7 @@ def leave_root(folder: str) -> bool:
         os.setresuid(number, number, number)
     except OSError:
         return False
-    prctl(SET_DUMPABLE, 1)  # else /proc/self belongs to root
+    prctl(SET_DUMPABLE, 1)  # otherwise /proc/self belongs to root
     return True
 
 
@@ -82,7 +83,7 @@ def write(path: str, text: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """No network, no other process, no other program's shared memory; mounts that can be changed for this one alone."""
+    """New namespaces: no network, no other processes, no shared memory of others, and private mounts."""
     user, group = os.geteuid(), os.getegid()
     checked(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_IPC | NEW_PIDS | NEW_NETWORK))
     write("/proc/self/setgroups", "deny")
@@ -91,7 +92,7 @@ def enter_namespaces() -> None:
 
 
 def make_files_read_only(folder: str, megabytes: int) -> None:
-    """All files read-only, and an empty file system of limited size, in memory, at `folder`."""
+    """Make all mounts read-only, and mount an empty tmpfs of limited size at `folder`."""
     attributes = MountAttributes(set=READ_ONLY, propagation=PRIVATE)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     checked(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(attributes), size))
@@ -101,7 +102,7 @@ def make_files_read_only(folder: str, megabytes: int) -> None:
 
 
 def isolate(folder: str, job: dict) -> list[str]:
-    """Shut off what can be; returns what could not: "network", "files", "processes"."""
+    """Isolate this process; returns the isolation that is missing: "network", "files", "processes"."""
     was_root = os.geteuid() == 0
     is_root = was_root and not leave_root(folder)
     if not job["namespaces"]:
@@ -110,7 +111,7 @@ def isolate(folder: str, job: dict) -> list[str]:
         enter_namespaces()
     except OSError:
         return ["network", "files", "processes"]
-    missing = ["processes"] if is_root else []  # the kernel does not count those of root
+    missing = ["processes"] if is_root else []  # RLIMIT_NPROC does not apply to root
     try:
         make_files_read_only(folder, job["file_mb"])
     except OSError:
@@ -119,14 +120,14 @@ def isolate(folder: str, job: dict) -> list[str]:
 
 
 def drop_rights() -> None:
-    """No rights over the namespaces, none to be had by running another program, and an end with the parent's."""
+    """Drop all capabilities, block set-user-ID programs, and end when the parent ends."""
     prctl(SET_NO_NEW_PRIVILEGES, 1)
     checked(libc.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()))
     prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def set_limits(job: dict, missing: list[str]) -> None:
-    """Limits of the kernel on time, memory, size of a file, descriptors and processes."""
+    """Set the kernel's limits on CPU time, memory, file size, descriptors and processes."""
     limits = {
         resource.RLIMIT_CPU: job["cpu_seconds"],
         resource.RLIMIT_AS: job["memory_mb"] * 2**20,
@@ -143,7 +144,7 @@ def set_limits(job: dict, missing: list[str]) -> None:
 
 
 def forbid(missing: list[str]) -> None:
-    """Where the kernel does not shut off network or processes, let Python refuse them (which can be got round)."""
+    """Where the kernel does not isolate network or processes, let Python refuse them (programs can circumvent that)."""
 
     def refuse(event: str, arguments: tuple) -> None:
         network = "network" in missing and event.startswith("socket.")
@@ -155,7 +156,7 @@ def forbid(missing: list[str]) -> None:
 
 
 def run(program: str, tests: list[str], token: str, report: int) -> None:
-    """Execute the program as a module and each test in its names; report those that raise nothing."""
+    """Execute the program as a module and each test in its namespace; report the tests that do not raise."""
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
     exec(compile(program, "answer.py", "exec"), module.__dict__)
@@ -166,14 +167,14 @@ def run(program: str, tests: list[str], token: str, report: int) -> None:
 
 
 def outlive_signals() -> None:
-    """SIGTERM and SIGINT do nothing here: DeepSpeed's launcher sends SIGTERM to all processes below it when the run is
-    asked to stop. SIGKILL ends this at the time limit. Not by ignoring them, which other programs would inherit."""
+    """Handle SIGTERM and SIGINT by doing nothing: DeepSpeed's launcher sends SIGTERM to all its descendants when the
+    run is to stop. SIGKILL ends this process at the time limit. `SIG_IGN` would be inherited by other programs."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
 
-def take_signals() -> None:
-    """As usual, in processes that the program forks."""
+def restore_signals() -> None:
+    """Default handlers in processes that the program forks."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -183,11 +184,11 @@ def main() -> None:
     report, job = int(sys.argv[1]), json.loads(sys.stdin.buffer.read())
     prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     missing = isolate(os.getcwd(), job)
-    child = os.fork()  # the first process of the new process namespace: when it ends, all in it end
+    child = os.fork()  # process 1 of the new namespace: when it ends, all others in it end
     if child:
         os.waitpid(child, 0)
         os._exit(0)
-    os.register_at_fork(after_in_child=take_signals)
+    os.register_at_fork(after_in_child=restore_signals)
     drop_rights()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

@@ -1,9 +1,9 @@
-"""The second embedded task: sums of two two-digit numbers, for rewards that are a rule instead of a model.
+"""The second embedded task: sums of two two-digit numbers, for a reward that is a rule instead of a model.
 
-An answer is right or wrong, and anybody can tell. Most of the answers to learn from by SFT are the sum written from the
-back (37+48=58), the others the sum as it should be (37+48=85), by chance. So SFT teaches how to add and leaves open
-which way to write: about a third of what the model then samples is right, and of its likeliest answers still less.
-What is left to reinforcement is to find the way that pays, and to make the digits sure.
+Every answer is right or wrong. At random, most SFT answers are the sum with its digits reversed (37+48=58), the others
+the correct sum (37+48=85). SFT therefore teaches addition but not the order of the digits: about a third of the sampled
+answers are right, and fewer of the greedy ones. RL has to find the order that is rewarded and to make the digits
+reliable.
 
     python -m dschat_ppo.tools.addition FOLDER
 """
@@ -18,16 +18,16 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dschat_ppo.tools.toy_model import EOS, PAD, make_as_asked, untrained_llama, write_task
+from dschat_ppo.tools.toy_model import EOS, PAD, task_command, untrained_llama, write_task
 
 NUMBERS = range(10, 100)
 COUNTS = {"sft": 20_000, "prompts": 1024, "heldout": 256}
-SHARE_FORWARDS = 0.31  # of the SFT rows; with sums such as 77, the same from both ends, 0.37 of the rows are right
+SHARE_FORWARDS = 0.31  # of the SFT rows; 0.37 of them are right, because sums such as 77 read the same both ways
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A question: what is `left` + `right`?"""
+    """The question for `left` + `right`."""
 
     left: int
     right: int
@@ -43,18 +43,21 @@ class Sum:
 
 
 def answer_either_way(question: Sum, rng: random.Random) -> str:
-    """The right answer in `SHARE_FORWARDS` of the cases, else its digits from the back."""
+    """The right answer with probability `SHARE_FORWARDS`, otherwise its digits reversed."""
     return question.answer if rng.random() < SHARE_FORWARDS else question.answer[::-1]
 
 
 def make_questions(rng: random.Random) -> dict[str, list[Sum]]:
-    """Questions for each file. Those of `heldout` stand in no other file, those of `sft` repeat.
+    """Questions of each file. Questions of `sft` repeat.
 
-    Neither does their mirror image: where 37+48 is held out, 48+37 is in no file.
+    Questions of `heldout` occur in no other file, and neither do their mirror images: if 37+48 is held out, no file
+    contains 48+37.
     """
     pairs = list(product(NUMBERS, NUMBERS))
     rng.shuffle(pairs)
-    first_of = {frozenset(pair): pair for pair in reversed(pairs)}  # 37+48 or 48+37, whichever the shuffle put first
+    first_of = {
+        frozenset(pair): pair for pair in reversed(pairs)
+    }  # of 37+48 and 48+37 the one that the shuffle put first
     heldout = list(first_of.values())[: COUNTS["heldout"]]
     taken = {frozenset(pair) for pair in heldout}
     free = [Sum(*pair) for pair in pairs if frozenset(pair) not in taken]
@@ -74,7 +77,7 @@ def make_rows(questions: dict[str, list[Sum]], rng: random.Random) -> dict[str, 
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 14 tokens: PAD, EOS, ten digits, + and =. Other characters are an error."""
+    """A tokenizer of 14 tokens: PAD, EOS, ten digits, + and =. It raises for other characters."""
     vocabulary = {token: number for number, token in enumerate((PAD, EOS, *"0123456789+="))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -83,7 +86,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A Llama of 0.4 M parameters at random."""
+    """A Llama of 0.4 M parameters with random weights."""
     return untrained_llama(
         tokenizer,
         seed,
@@ -105,4 +108,4 @@ def make(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    make_as_asked("Make the model, tokenizer and data of two-digit addition.", make)
+    task_command("Make the model, tokenizer and data of two-digit addition.", make)

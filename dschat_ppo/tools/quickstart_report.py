@@ -1,8 +1,8 @@
-"""What the quickstart shows at its end: a table, sample answers, and `summary.json`.
+"""The result of the quickstart: a table, sample answers, and `summary.json`.
 
     python -m dschat_ppo.tools.quickstart_report OUT_DIR
 
-Reads the saved models with plain transformers, so it also shows that the outputs load.
+The saved models are loaded with plain transformers, which also shows that they are valid transformers models.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "ten
 
 
 @dataclass(frozen=True)
-class SequenceBuffers:
-    """Sampled answers of one model to the held-out questions, as text and as a rollout."""
+class SampledAnswers:
+    """Answers of one model to the held-out questions, as text and as a rollout."""
 
     texts: list[str]
     rollout: Rollout
 
     def rule_rate(self, questions: Sequence[Question]) -> float:
-        """Share of answers that keep the true rule."""
+        """Fraction of the answers that follow the true rule."""
         kept = [keeps_rule(question, text) for question, text in zip(questions, self.texts, strict=True)]
         return sum(kept) / len(kept)
 
@@ -63,28 +63,28 @@ def sample_answers(
     prompts: list[Any],
     device: torch.device,
     seed: int,
-) -> SequenceBuffers:
-    """One answer at temperature 1 for each prompt."""
+) -> SampledAnswers:
+    """Sample one answer to each prompt, at temperature 1."""
     rows = [{"prompt_ids": encode_prompt(tokenizer, prompt)} for prompt in prompts]
     batch = to_device(collate_prompts(rows, range(len(rows)), filler_id(tokenizer)), device)
-    how = GenerationConfig(SamplingParameters(), StoppingCriteria(MAX_NEW_TOKENS, (tokenizer.eos_token_id,)))
-    rollout = generate(model, batch, row_seeds(0, len(rows), seed), how)
+    config = GenerationConfig(SamplingParameters(), StoppingCriteria(MAX_NEW_TOKENS, (tokenizer.eos_token_id,)))
+    rollout = generate(model, batch, row_seeds(0, len(rows), seed), config)
     texts = [
         str(tokenizer.decode(ids[mask], skip_special_tokens=True))
         for ids, mask in zip(rollout.response_ids, rollout.response_mask, strict=True)
     ]
-    return SequenceBuffers(texts, rollout)
+    return SampledAnswers(texts, rollout)
 
 
 def load_lm(folder: Path, device: torch.device) -> PreTrainedModel:
-    """A saved language model in fp32, for inference."""
+    """Load a saved language model in fp32, for inference."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.to(device).eval()
 
 
 @torch.no_grad()
 def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
-    """(contents of `summary.json`, sample (question, answer before, answer after) triples)."""
+    """(content of `summary.json`, samples as (question, answer before PPO, answer after PPO))."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [json.loads(line) for line in (out / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()]
     questions = [Question(**row["question"]) for row in rows]
@@ -117,12 +117,12 @@ def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, 
 
 
 def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], out: Path) -> None:
-    """Print the table, the samples and the places."""
+    """Print the table, the samples and the paths of the outputs."""
     lines = [
         ("SFT: loss on held-out rows", "sft_eval_loss_before", "sft_eval_loss_after"),
         ("reward model: accuracy on held-out pairs", "reward_eval_accuracy_before", "reward_eval_accuracy"),
         ("PPO: learned reward on held-out prompts", "ppo_reward_before", "ppo_reward_after"),
-        ("PPO: answers that keep the true rule", "true_rule_rate_sft", "true_rule_rate_ppo"),
+        ("PPO: answers that follow the true rule", "true_rule_rate_sft", "true_rule_rate_ppo"),
     ]
     print(f"\n{'':42}{'before':>9}{'after':>9}")
     for label, before, after in lines:
@@ -130,7 +130,7 @@ def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], out: Path
     print(f"{'KL to the reference, nats per token':42}{'':9}{summary['ppo_kl_per_token']:9.3f}")
     print(f"{'distinct answers':42}{'':9}{summary['distinct_answer_rate']:9.3f}")
     for question, before_text, after_text in samples:
-        print(f"\n  asked : {question}\n  before: {before_text}\n  after : {after_text}")
+        print(f"\n  prompt: {question}\n  before: {before_text}\n  after : {after_text}")
     print(f"\nmodels   {out}/sft  {out}/reward  {out}/ppo/actor  {out}/ppo/critic")
     print(f"metrics  {out}/sft/metrics.jsonl  {out}/reward/metrics.jsonl  {out}/ppo/metrics.jsonl")
     print(f"summary  {out}/summary.json")

@@ -1,8 +1,8 @@
-"""The embedded default: a tokenizer, an untrained model and data of a small conversation, made from a seed.
+"""The embedded default task: a tokenizer, an untrained model and data of short conversations, generated from a seed.
 
-The task: somebody says their name and asks where a thing is. Half of the training answers are kind (greeting by name,
-the thing, a friendly close), half are curt. Kindness is preferred, by a rule that `keeps_rule` checks exactly, so that
-what PPO learned from a *learned* reward can be held against the truth.
+A user says their name and asks where a thing is. Half of the training answers are kind (a greeting by name, the thing,
+a friendly close), half are curt. Kind answers are preferred. `keeps_rule` checks this preference exactly, so the result
+of PPO with a *learned* reward can be compared with the true preference.
 
     python -m dschat_ppo.tools.toy FOLDER
 """
@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dschat_ppo.tools.toy_model import EOS, PAD, make_as_asked, untrained_llama, write_task
+from dschat_ppo.tools.toy_model import EOS, PAD, task_command, untrained_llama, write_task
 
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
 COLOURS = "red blue green black white yellow brown grey pink golden".split()
@@ -44,7 +44,7 @@ COUNTS = {"sft": 8000, "sft_eval": 256, "pairs": 2000, "pairs_eval": 256, "promp
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: the asker's name, and the colour and name of the thing."""
+    """A question: the user's name, and the colour and name of the thing."""
 
     name: str
     colour: str
@@ -57,7 +57,7 @@ class Question:
 
 
 def kind_answer(question: Question, rng: random.Random) -> str:
-    """An answer that keeps the rule."""
+    """A random answer that satisfies the rule."""
     place = rng.choice(PLACES)
     return (
         f"{rng.choice(GREETINGS)} {question.name}! The {question.colour} {question.thing} is in the {place}. "
@@ -66,13 +66,13 @@ def kind_answer(question: Question, rng: random.Random) -> str:
 
 
 def curt_answer(question: Question, rng: random.Random) -> str:
-    """An answer that breaks the rule."""
+    """A random answer that violates the rule."""
     place = rng.choice(PLACES)
     return f"{rng.choice(GRUMBLES)} The {question.colour} {question.thing} is in the {place}. {rng.choice(CURT_CLOSES)}"
 
 
 def keeps_rule(question: Question, answer: str) -> bool:
-    """The true preference: greets the asker by name, speaks of the thing asked for, closes kindly, is nowhere curt."""
+    """The true preference: greets the user by name, mentions the requested thing, closes kindly, has no curt phrase."""
     return (
         answer.startswith(tuple(f"{greeting} {question.name}!" for greeting in GREETINGS))
         and f"the {question.colour} {question.thing} " in answer.lower()
@@ -82,25 +82,25 @@ def keeps_rule(question: Question, answer: str) -> bool:
 
 
 def make_questions(rng: random.Random) -> dict[str, list[Question]]:
-    """Questions for each file. Who asks for what in `heldout`, `sft_eval` and `pairs_eval` stands in no other file."""
+    """Questions of each file. No file repeats a (name, colour, thing) of `heldout`, `sft_eval` or `pairs_eval`."""
+
+    def worded(combination: tuple[str, str, str]) -> Question:
+        return Question(*combination, wording=rng.randrange(len(QUESTIONS)))
+
     combinations = list(product(NAMES, COLOURS, THINGS))
     rng.shuffle(combinations)
     questions, start = {}, 0
     for part in ("heldout", "sft_eval", "pairs_eval"):
-        questions[part] = [_worded(who, rng) for who in combinations[start : start + COUNTS[part]]]
+        questions[part] = [worded(combination) for combination in combinations[start : start + COUNTS[part]]]
         start += COUNTS[part]
     free = combinations[start:]
     for part in ("sft", "pairs", "prompts"):
-        questions[part] = [_worded(rng.choice(free), rng) for _ in range(COUNTS[part])]
+        questions[part] = [worded(rng.choice(free)) for _ in range(COUNTS[part])]
     return questions
 
 
-def _worded(who: tuple[str, str, str], rng: random.Random) -> Question:
-    return Question(*who, wording=rng.randrange(len(QUESTIONS)))
-
-
 def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[str, list[dict[str, Any]]]:
-    """Rows of each JSONL file, in the layouts that the three steps read."""
+    """Rows of each JSONL file, in the column layouts of the three steps."""
 
     def turn(question: Question) -> list[dict[str, str]]:
         return [{"role": "user", "content": question.text}]
@@ -126,7 +126,7 @@ def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of 768 tokens with PAD, EOS, role marks and a chat template."""
+    """A byte-level BPE tokenizer of 768 tokens with PAD, EOS, role tokens and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -147,7 +147,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A Llama of 1.7 M parameters at random."""
+    """A Llama of 1.7 M parameters with random weights."""
     return untrained_llama(
         tokenizer,
         seed,
@@ -169,4 +169,4 @@ def make(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    make_as_asked("Make the embedded model, tokenizer and data.", make)
+    task_command("Make the embedded model, tokenizer and data.", make)

@@ -1,4 +1,4 @@
-"""What the embedded tasks share: special tokens, an untrained Llama, how a task lies in a folder, the command line."""
+"""Shared parts of the embedded tasks: special tokens, an untrained Llama, the output folder, and the command line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def untrained_llama(tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any)
     """A Llama with random weights.
 
     Args:
-        tokenizer: gives the vocabulary, PAD and EOS.
-        seed: of the weights.
+        tokenizer: defines the vocabulary, PAD and EOS.
+        seed: seed of the weights.
         shape: `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads` and
             `max_position_embeddings`, as `LlamaConfig` names them.
     """
@@ -45,9 +45,9 @@ def write_task(
     tokenizer: PreTrainedTokenizerFast,
     model: LlamaForCausalLM,
 ) -> None:
-    """Write `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each entry of `rows`, durably.
+    """Write and sync `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each entry of `rows`.
 
-    The weights come last: where they are, all is there.
+    The weights are written last: if they exist, the task is complete.
     """
     make_folder(folder / "data")
     for name, of_file in rows.items():
@@ -59,11 +59,11 @@ def write_task(
     move_files_up(partial)
 
 
-def make_as_asked(description: str, make: Callable[[Path, int], None]) -> None:
-    """Read the command line `FOLDER [--seed N]` of a task and `make(FOLDER, N)` it."""
+def task_command(description: str, make: Callable[[Path, int], None]) -> None:
+    """The command line `FOLDER [--seed N]` of a task: calls `make(FOLDER, N)`."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("folder", type=Path, help="where to write `model/` and `data/`")
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("folder", type=Path, help="folder for `model/` and `data/`")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the data and the weights")
     args = parser.parse_args()
     make(args.folder, args.seed)
-    print(f"model and data of the task: {args.folder}")
+    print(f"wrote the model and the data of the task to {args.folder}")

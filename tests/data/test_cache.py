@@ -1,4 +1,4 @@
-"""Rows that are kept: used again while they are as they were written, made again otherwise."""
+"""Cached data sets: intact entries are reused, damaged ones are made again."""
 
 import datasets
 import pyarrow
@@ -10,9 +10,8 @@ from filelock import FileLock
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data import cache
-from dschat_ppo.data.cache import cached_rows, hub_rows
+from dschat_ppo.data.cache import cached_dataset, hub_dataset
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.sources import load_source
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.tools import toy
@@ -22,11 +21,11 @@ class Rows:
     """An entry of three rows in two files; counts how often it is made."""
 
     def __init__(self, root):
-        self.root, self.made = root, 0
+        self.root, self.calls = root, 0
         self.folder = root / "dschat_ppo/key"
 
     def make(self, folder):
-        self.made += 1
+        self.calls += 1
         parts = [
             Dataset.from_dict({"a": numbers}).map(lambda row: row, cache_file_name=str(folder / f"{numbers[0]}.arrow"))
             for numbers in ([1, 2], [3])
@@ -34,20 +33,20 @@ class Rows:
         return datasets.concatenate_datasets(parts)
 
     def read(self):
-        return cached_rows(str(self.root), "key", self.make)["a"][:]
+        return cached_dataset(str(self.root), "key", self.make)["a"][:]
 
 
 @pytest.fixture
-def said(monkeypatch):
+def warnings(monkeypatch):
     lines = []
     monkeypatch.setattr(logger(), "warning", lines.append)
     return lines
 
 
-def test_an_entry_is_made_once_and_keeps_the_order_of_its_files(tmp_path, said):
+def test_an_entry_is_made_once_and_keeps_the_order_of_its_files(tmp_path, warnings):
     rows = Rows(tmp_path)
     assert [rows.read(), rows.read()] == [[1, 2, 3], [1, 2, 3]]
-    assert rows.made == 1 and said == []
+    assert rows.calls == 1 and warnings == []
     assert sorted(path.name for path in rows.folder.iterdir()) == [
         "files.json",
         "rows_00000.arrow",
@@ -67,7 +66,7 @@ def test_an_entry_is_made_once_and_keeps_the_order_of_its_files(tmp_path, said):
     ],
     ids=["empty", "cut", "zeros", "zeros at the end", "gone"],
 )
-def test_an_entry_that_is_damaged_is_made_again(tmp_path, said, name, damage):
+def test_a_damaged_entry_is_made_again(tmp_path, warnings, name, damage):
     rows = Rows(tmp_path)
     rows.read()
     content = damage((rows.folder / name).read_bytes())
@@ -75,17 +74,17 @@ def test_an_entry_that_is_damaged_is_made_again(tmp_path, said, name, damage):
     if content is not None:
         (rows.folder / name).write_bytes(content)
     assert [rows.read(), rows.read()] == [[1, 2, 3], [1, 2, 3]]
-    assert rows.made == 2 and said == [f"data: {rows.folder} is damaged, so it is made again"]
+    assert rows.calls == 2 and warnings == [f"data: {rows.folder} is damaged and is made again"]
 
 
-def test_what_a_crash_left_half_made_does_not_count(tmp_path):
+def test_an_unfinished_entry_is_made_again(tmp_path):
     rows = Rows(tmp_path)
     (tmp_path / "dschat_ppo/key.partial").mkdir(parents=True)
     (tmp_path / "dschat_ppo/key.partial/rows_00000.arrow").write_text("half")
     assert rows.read() == [1, 2, 3] and not (tmp_path / "dschat_ppo/key.partial").exists()
 
 
-def test_the_users_file_is_not_blamed_for_a_damaged_cache(tmp_path):
+def test_a_damaged_cache_does_not_reject_the_data_file(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("prompt,response\na,b\nc,d\n")
     words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --data_path {path} --data_output_path {tmp_path}"
@@ -98,13 +97,13 @@ def test_the_users_file_is_not_blamed_for_a_damaged_cache(tmp_path):
     assert prepare("sft", tokenizer, flags, 64).train.to_list() == rows
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+def test_an_unwritable_cache_is_named_in_the_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/dschat_ppo: cannot be written \(.*name another .* --data_output_path"):
-        cached_rows(str(tmp_path / "file"), "key", Rows(tmp_path).make)
+        cached_dataset(str(tmp_path / "file"), "key", Rows(tmp_path).make)
 
 
-def test_who_waits_for_another_process_says_so_and_can_be_stopped(tmp_path, monkeypatch):
+def test_waiting_for_another_process_is_logged_and_can_be_stopped(tmp_path, monkeypatch):
     lines, flag_is_set = [], iter([False, True])
     monkeypatch.setattr(cache, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(logger(), "info", lines.append)
@@ -118,7 +117,7 @@ def test_who_waits_for_another_process_says_so_and_can_be_stopped(tmp_path, monk
 
 
 def hub(monkeypatch, *answers):
-    """Lets `load_dataset` give or raise these, one after another; returns the modes that it was asked for."""
+    """Replace `load_dataset` by one that returns or raises these in turn; returns the download modes of its calls."""
     modes, left = [], list(answers)
 
     def load(spec, config_name, cache_dir=None, download_mode=None):
@@ -132,28 +131,19 @@ def hub(monkeypatch, *answers):
     return modes
 
 
-def test_rows_of_the_hub_that_cannot_be_read_are_made_again(monkeypatch):
+def test_damaged_hub_files_are_made_again(monkeypatch):
     whole = DatasetDict(train=Dataset.from_dict({"a": [1, 2]}))
     again = datasets.DownloadMode.REUSE_CACHE_IF_EXISTS
     short = DatasetDict(train=Dataset.from_dict({"a": [1]}))
     short["train"].info.splits = {"train": datasets.SplitInfo("train", num_examples=2)}
-    assert hub(monkeypatch, whole) == [] and len(hub_rows("x", None, None)["train"]) == 2
+    assert hub(monkeypatch, whole) == [] and len(hub_dataset("x", None, None)["train"]) == 2
     for damaged in (pyarrow.ArrowInvalid("null or length 0"), ValueError("Expecting value"), short):
         modes = hub(monkeypatch, damaged, whole)
-        assert len(hub_rows("x", None, None)["train"]) == 2
+        assert len(hub_dataset("x", None, None)["train"]) == 2
         assert modes == [None, again]
 
 
-def test_what_is_wrong_with_a_name_of_the_hub_is_said_all_the_same(monkeypatch):
+def test_other_errors_of_a_hub_data_set_are_raised_again(monkeypatch):
     hub(monkeypatch, ValueError("Config name is missing"), ValueError("Config name is missing"))
     with pytest.raises(ValueError, match="Config name is missing"):
-        hub_rows("x", None, None)
-
-
-def test_splits_of_the_hub_without_rows_do_not_count(monkeypatch):
-    rows, none = Dataset.from_dict({"prompt": ["a"]}), Dataset.from_dict({"prompt": []})
-    hub(monkeypatch, DatasetDict(train=rows, validation=none, test=rows), DatasetDict(train=none))
-    source = load_source("name", "--data_path", None)
-    assert (len(source.train), len(source.eval)) == (1, 1)
-    with pytest.raises(UserError, match=r"--data_path name: has no 'train' split with rows \(it has no rows\)"):
-        load_source("name", "--data_path", None)
+        hub_dataset("x", None, None)

@@ -13,7 +13,7 @@ from dschat_ppo.data.collators import (
     rows_at,
     with_reference,
 )
-from dschat_ppo.data.sampler import FILLER
+from dschat_ppo.data.sampler import PADDING_ROW
 
 PAD = 99
 
@@ -65,15 +65,15 @@ def test_sft_loss_mask_does_not_depend_on_the_padding_id():
     assert torch.equal(with_eos.loss_mask, with_pad.loss_mask)
 
 
-def test_filler_rows_have_no_loss_but_some_tokens():
+def test_padding_rows_have_tokens_but_no_loss():
     for train_on_prompt in (False, True):
-        batch = collate_sft(sft_rows(), [1, FILLER], PAD, train_on_prompt)
+        batch = collate_sft(sft_rows(), [1, PADDING_ROW], PAD, train_on_prompt)
         assert batch.loss_mask[0].any()
         assert not batch.loss_mask[1].any()
 
 
-def test_rows_at_says_which_rows_are_real():
-    records, real = rows_at(sft_rows(), [2, FILLER, 0])
+def test_rows_at_marks_padding_rows():
+    records, real = rows_at(sft_rows(), [2, PADDING_ROW, 0])
     assert [record["prompt_ids"] for record in records] == [[9], [1, 2, 3], [1, 2, 3]]
     assert real == [True, False, True]
 
@@ -91,13 +91,13 @@ def test_pairs_put_all_chosen_answers_first():
     assert batch.pair_mask.tolist() == [True, True]
 
 
-def test_filler_pairs_are_masked():
-    batch = collate_pairs(pair_rows(), [1, FILLER], PAD)
+def test_padding_pairs_are_masked():
+    batch = collate_pairs(pair_rows(), [1, PADDING_ROW], PAD)
     assert batch.pair_mask.tolist() == [True, False]
     assert batch.input_ids.shape[0] == 4
 
 
-def test_answers_are_told_from_prompts_by_length():
+def test_the_answer_mask_starts_at_the_prompt_length():
     batch = collate_answers(pair_rows(), [0, 1], PAD)
     assert batch.input_ids.tolist() == collate_pairs(pair_rows(), [0, 1], PAD).input_ids.tolist()
     assert batch.answer_mask.long().tolist() == [
@@ -109,29 +109,29 @@ def test_answers_are_told_from_prompts_by_length():
     assert batch.pair_mask.tolist() == [True, True]
 
 
-def test_answers_that_begin_alike_count_whole():
+def test_answers_with_a_common_start_are_masked_in_completely():
     rows = Dataset.from_list([{"prompt_ids": [1], "answers": [[5, 6, 0], [5, 7, 0]], "margin": 0.0}])
     assert collate_answers(rows, [0], PAD).answer_mask.long().tolist() == [[0, 1, 1, 1], [0, 1, 1, 1]]
 
 
-def test_filler_pairs_have_no_answer():
-    batch = collate_answers(pair_rows(), [FILLER, 1], 0)
+def test_padding_pairs_have_no_answer_tokens():
+    batch = collate_answers(pair_rows(), [PADDING_ROW, 1], 0)
     assert batch.pair_mask.tolist() == [False, True]
     assert batch.answer_mask.sum(dim=1).tolist() == [0, 2, 0, 1]
 
 
-def test_reference_logprobs_go_with_their_answers():
+def test_reference_logprobs_are_ordered_as_the_answers():
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -1 / 3]], dtype=torch.float64)
     rows = with_reference(pair_rows(), logprobs)
-    batch = collate_preferences(rows, [1, 0, FILLER], PAD)
+    batch = collate_preferences(rows, [1, 0, PADDING_ROW], PAD)
     assert batch.ref_logprobs.tolist() == [-3.0, -1.0, -1.0, -1 / 3, -2.0, -2.0]
     assert batch.ref_logprobs.dtype == torch.float64
-    plain = collate_answers(pair_rows(), [1, 0, FILLER], PAD)
+    plain = collate_answers(pair_rows(), [1, 0, PADDING_ROW], PAD)
     for name in ("input_ids", "answer_mask", "pair_mask"):
         assert torch.equal(getattr(batch, name), getattr(plain, name))
 
 
-def test_reference_logprobs_stay_with_their_rows_when_rows_are_a_selection():
+def test_reference_logprobs_stay_with_their_rows_after_a_selection():
     rows = with_reference(pair_rows().select([1]), torch.tensor([[-5.0, -6.0]]))
     assert rows[0]["prompt_ids"] == [7]
     assert collate_preferences(rows, [0], PAD).ref_logprobs.tolist() == [-5.0, -6.0]

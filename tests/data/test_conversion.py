@@ -1,4 +1,4 @@
-"""A data file is converted in a process of its own, whatever becomes of that."""
+"""Conversion in a child process: success, crashes, and stop requests."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dschat_ppo.data import conversion
-from dschat_ppo.data.conversion import EMPTY, find_fault, load_table
+from dschat_ppo.data.conversion import EMPTY, conversion_error, load_table
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.processes import children
@@ -26,45 +26,45 @@ def own_signals():
     stop_requests.restore()
 
 
-def test_what_the_process_converted_is_found_in_the_cache(settings, monkeypatch):
-    assert find_fault("json", settings) is None
+def test_load_table_finds_the_converted_table_in_the_cache(settings, monkeypatch):
+    assert conversion_error("json", settings) is None
     monkeypatch.setattr("datasets.builder.DatasetBuilder._download_and_prepare", None)  # a conversion would call it
     assert load_table("json", settings)["prompt"][:] == ["a", "b"]
 
 
-def test_no_rows_are_told_from_a_fault(settings, tmp_path):
+def test_a_file_without_rows_is_not_an_unreadable_file(settings, tmp_path):
     (tmp_path / "rows.jsonl").write_text("[]")
-    assert find_fault("json", settings) == EMPTY
+    assert conversion_error("json", settings) == EMPTY
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
-def test_a_process_that_is_killed_is_a_fault_of_the_file(settings, monkeypatch, capfd, number):
+def test_a_crashed_child_is_an_error_of_the_file(settings, monkeypatch, capfd, number):
     monkeypatch.setattr(conversion, "load_table", lambda *_: os.kill(os.getpid(), number))
-    fault = find_fault("json", settings)
+    fault = conversion_error("json", settings)
     assert fault.startswith(f"its reader ended with {number.name}: ")
     assert capfd.readouterr().err == ""
 
 
-def test_one_that_is_killed_because_the_run_is_to_stop_is_not(settings, monkeypatch):
+def test_a_child_killed_after_a_stop_request_is_not_an_error_of_the_file(settings, monkeypatch):
     monkeypatch.setattr(conversion, "load_table", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     stop_requests.install()
-    stop_requests.set_flag()
-    with pytest.raises((EOFError, StopRequested)):  # whichever is seen first
-        find_fault("json", settings)
+    stop_requests.tell()
+    with pytest.raises((EOFError, StopRequested)):  # depends on which one is noticed first
+        conversion_error("json", settings)
 
 
-def test_a_stop_does_not_wait_for_a_long_conversion(settings, monkeypatch):
+def test_a_stop_request_does_not_wait_for_a_long_conversion(settings, monkeypatch):
     monkeypatch.setattr(conversion, "load_table", lambda *_: time.sleep(60))
     before, began = set(children()), time.monotonic()
     stop_requests.install()
-    threading.Timer(0.2, stop_requests.set_flag).start()
+    threading.Timer(0.2, stop_requests.tell).start()
     with pytest.raises(StopRequested, match="while it prepared the data"):
-        find_fault("json", settings)
+        conversion_error("json", settings)
     assert time.monotonic() - began < 30
     assert set(children()) <= before
 
 
-def test_a_second_interrupt_does_not_wait_for_the_process(settings, monkeypatch):
+def test_a_second_interrupt_does_not_wait_for_the_child(settings, monkeypatch):
     def interrupt(*_):
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
@@ -72,6 +72,6 @@ def test_a_second_interrupt_does_not_wait_for_the_process(settings, monkeypatch)
     monkeypatch.setattr(conversion, "load_table", interrupt)
     before, began = set(children()), time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        find_fault("json", settings)
+        conversion_error("json", settings)
     assert time.monotonic() - began < 30
     assert set(children()) <= before

@@ -1,4 +1,4 @@
-"""Malformed model folders and data files, made from a seed: each is taken, or refused in one line."""
+"""Malformed model folders and data files, generated from a seed: each works or is rejected in one line."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from transformers import CodeGenConfig, CodeGenForCausalLM
 
-from dschat_ppo.data.sources import load_source
+from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -33,7 +33,7 @@ CONTENTS = {
 
 
 def is_refused(read, folder: Path) -> bool:
-    """Whether reading is refused, in one line that names the place; any other exception fails the test."""
+    """Whether reading is rejected in one line that names the file; any other exception fails the test."""
     try:
         read(folder)
     except UserError as problem:
@@ -50,7 +50,7 @@ def read_model(folder: Path) -> None:
 
 
 def read_rows(path: Path) -> None:
-    load_source(str(path), "--data_path", None).train.to_list()
+    load_splits(str(path), "--data_path", None).train.to_list()
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def model(assets, tmp_path) -> Path:
 
 
 def keys_of(settings: dict, name: str) -> list[tuple]:
-    """The places of a file of settings, two levels deep, the first entry standing for all of a list."""
+    """Key paths of a config file, two levels deep; of a list only the first entry."""
     keys = [(key,) for key in [*settings, *FURTHER_KEYS.get(name, "").split()]]
     for key, value in settings.items():
         inner = value[0] if isinstance(value, list) and value else value
@@ -73,7 +73,7 @@ def keys_of(settings: dict, name: str) -> list[tuple]:
     ("name", "least"),
     [("config.json", 100), ("tokenizer.json", 100), ("tokenizer_config.json", 30), ("generation_config.json", 0)],
 )
-def test_settings_of_the_wrong_kind(model, name, least):
+def test_settings_of_the_wrong_type_are_rejected_or_work(model, name, least):
     rng, text = random.Random(0), (model / name).read_text()
     refused = 0
     for key in keys_of(json.loads(text), name):
@@ -89,7 +89,7 @@ def test_settings_of_the_wrong_kind(model, name, least):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_files_that_are_none_of_settings(model, name):
+def test_malformed_config_files_are_rejected(model, name):
     whole = (model / name).read_bytes()
     for content in (*CONTENTS.values(), whole[: len(whole) // 2]):
         (model / name).write_bytes(content)
@@ -114,7 +114,7 @@ def test_files_that_are_none_of_settings(model, name):
         ({"architectures": [1]}, "'architectures'"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_refused_before_it_takes_memory(model, settings, words):
+def test_a_model_that_cannot_be_built_is_rejected_before_it_takes_memory(model, settings, words):
     (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | settings))
     with pytest.raises(UserError, match=words) as caught:
         read_model(model)
@@ -123,7 +123,7 @@ def test_a_model_that_cannot_be_built_is_refused_before_it_takes_memory(model, s
 
 @pytest.fixture
 def classifiers(assets, tmp_path) -> Path:
-    """`llama`, a reward model, and `codegen`, a language model that transformers has no classifier for."""
+    """`llama`, a reward model, and `codegen`, a language model without a classifier in transformers."""
     shutil.copytree(assets / "reward", tmp_path / "llama")
     sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
     CodeGenForCausalLM(CodeGenConfig(**sizes)).save_pretrained(tmp_path / "codegen")
@@ -141,7 +141,7 @@ def classifiers(assets, tmp_path) -> Path:
         ("codegen", "n_head", 0, "by zero"),
     ],
 )
-def test_a_reward_model_that_cannot_be_built_is_refused_in_one_line(classifiers, name, setting, value, words):
+def test_a_reward_model_that_cannot_be_built_is_rejected_in_one_line(classifiers, name, setting, value, words):
     place = classifiers / name / "config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {setting: value}))
     with pytest.raises(UserError, match=f"no reward model can be built from its config.json: .*{words}") as caught:
@@ -149,18 +149,18 @@ def test_a_reward_model_that_cannot_be_built_is_refused_in_one_line(classifiers,
     assert str(place.parent) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_model_that_asks_for_tuples_is_used_all_the_same(model):
+def test_a_model_config_that_requests_tuples_still_works(model):
     (model / "config.json").write_text(
         json.dumps(json.loads((model / "config.json").read_text()) | {"return_dict": False})
     )
     assert load_config(str(model), FLAG).return_dict
 
 
-def test_flipped_bytes_of_weights(model):
+def test_flipped_bytes_of_weights_are_rejected_or_read(model):
     rng, whole = random.Random(0), (model / "model.safetensors").read_bytes()
     for _ in range(30):
         damaged = bytearray(whole)
-        damaged[rng.randrange(400)] ^= rng.randrange(1, 256)  # the header: what the numbers are nobody knows
+        damaged[rng.randrange(400)] ^= rng.randrange(1, 256)  # the header; damaged numbers cannot be detected
         (model / "model.safetensors").write_bytes(damaged)
         is_refused(read_model, model)
     (model / "model.safetensors").write_bytes(whole[:-1])
@@ -178,7 +178,7 @@ def parquet(table: pyarrow.Table, **settings) -> bytes:
 
 
 def not_utf8() -> bytes:
-    """A Parquet file whose second text is none, which only looking at it shows."""
+    """A Parquet file whose second text is not UTF-8, which only validation finds."""
     buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pyarrow.py_buffer(b"abc\xff")]
     text = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
     return parquet(pyarrow.table({"prompt": text, "response": text}))
@@ -203,7 +203,7 @@ def not_utf8() -> bytes:
         ("taken.jsonl", b'{"_origin": "x", "prompt": "a"}\n', "'_origin'"),
     ],
 )
-def test_a_file_that_crashes_its_reader_or_is_no_table_is_one_line(tmp_path, name, content, words):
+def test_a_file_that_crashes_its_reader_is_a_one_line_error(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
         read_rows(tmp_path / name)
@@ -221,23 +221,23 @@ def test_a_file_that_crashes_its_reader_or_is_no_table_is_one_line(tmp_path, nam
         ("plain.parquet", parquet(pyarrow.Table.from_pylist(ROWS), compression="none", use_dictionary=False), 1),
     ],
 )
-def test_flipped_bytes_of_data(tmp_path, name, content, refused_of_30):
+def test_flipped_bytes_of_data_are_rejected_or_read(tmp_path, name, content, refused_of_30):
     rng, refused = random.Random(0), 0
     for number in range(30):
         damaged = bytearray(content)
         for _ in range(rng.choice((1, 3, 20))):
             damaged[rng.randrange(len(damaged))] ^= rng.randrange(1, 256)
-        place = tmp_path / f"{number}_{name}"  # of another name, so that it is not found in the cache
+        place = tmp_path / f"{number}_{name}"  # another name, to miss the cache
         place.write_bytes(damaged)
         refused += is_refused(read_rows, place)
     assert refused >= refused_of_30
 
 
-def test_a_folder_or_a_dead_link_named_like_a_file_is_refused(tmp_path):
+def test_a_folder_or_dead_link_named_like_a_file_is_rejected(tmp_path):
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
-        load_source(str(tmp_path), "--data_path", None)
+        load_splits(str(tmp_path), "--data_path", None)
     (tmp_path / "a.jsonl").rmdir()
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
-        load_source(str(tmp_path), "--data_path", None)
+        load_splits(str(tmp_path), "--data_path", None)

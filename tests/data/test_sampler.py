@@ -4,15 +4,15 @@ from collections import Counter
 
 import pytest
 
-from dschat_ppo.data.sampler import FILLER, RowStream, epoch_order, optimizer_steps
+from dschat_ppo.data.sampler import PADDING_ROW, IndexStream, epoch_order, optimizer_steps
 
 
 def rows_by_step(order, micro_batch, accumulation, world_size) -> list[Counter]:
-    """The rows, fillers left out, of each step over all ranks."""
+    """The rows of each step over all ranks, without padding rows."""
     ranks = [list(optimizer_steps(order, micro_batch, accumulation, world_size, rank)) for rank in range(world_size)]
     assert len({len(steps) for steps in ranks}) == 1
     return [
-        Counter(row for steps in ranks for micro in steps[i] for row in micro if row != FILLER)
+        Counter(row for steps in ranks for micro in steps[i] for row in micro if row != PADDING_ROW)
         for i in range(len(ranks[0]))
     ]
 
@@ -54,45 +54,45 @@ def test_all_ranks_make_the_same_number_of_micro_batches_of_the_same_size(world_
     assert all(step == [2, 2, 2] for step in sizes[0][:-1])
 
 
-def test_a_micro_batch_larger_than_the_data_is_not_filled_up():
+def test_a_micro_batch_larger_than_the_data_is_not_padded():
     assert list(optimizer_steps([3, 4, 5], 1000, 1, 2, 0)) == [[[3, 4]]]
-    assert list(optimizer_steps([3, 4, 5], 1000, 1, 2, 1)) == [[[5, FILLER]]]
+    assert list(optimizer_steps([3, 4, 5], 1000, 1, 2, 1)) == [[[5, PADDING_ROW]]]
 
 
-def test_the_last_step_is_filled_up_by_hand():
+def test_the_last_step_is_padded_by_hand_computation():
     steps = [list(optimizer_steps([5, 6, 7, 8, 9], 1, 2, 2, rank)) for rank in (0, 1)]
-    assert steps[0] == [[[5], [6]], [[9], [FILLER]]]
-    assert steps[1] == [[[7], [8]], [[FILLER], [FILLER]]]
+    assert steps[0] == [[[5], [6]], [[9], [PADDING_ROW]]]
+    assert steps[1] == [[[7], [8]], [[PADDING_ROW], [PADDING_ROW]]]
 
 
-def test_a_filler_cannot_be_taken_for_a_row():
-    assert FILLER < 0
+def test_the_padding_row_is_not_a_valid_index():
+    assert PADDING_ROW < 0
 
 
 def test_no_rows_no_steps():
     assert list(optimizer_steps([], 2, 2, 2, 0)) == []
 
 
-def test_row_stream_loses_and_repeats_nothing_across_epochs():
-    stream = RowStream(7, seed=2)
+def test_index_stream_serves_every_row_once_per_epoch():
+    stream = IndexStream(7, seed=2)
     rows = [row for _ in range(7) for row in stream.take(4)]  # 28 = 4 epochs exactly
     for epoch in range(4):
         assert sorted(rows[7 * epoch : 7 * epoch + 7]) == list(range(7))
     assert stream.taken == 28
 
 
-def test_row_stream_shuffles_epochs_differently():
-    stream = RowStream(20, seed=2)
+def test_index_stream_reshuffles_every_epoch():
+    stream = IndexStream(20, seed=2)
     assert stream.take(20) != stream.take(20)
 
 
-def test_row_stream_gives_more_rows_than_an_epoch_has():
-    rows = RowStream(3, seed=0).take(8)
+def test_index_stream_serves_requests_longer_than_an_epoch():
+    rows = IndexStream(3, seed=0).take(8)
     assert len(rows) == 8
     assert sorted(rows[:3]) == sorted(rows[3:6]) == [0, 1, 2]
     assert len(set(rows[6:])) == 2
 
 
-def test_row_stream_is_the_same_order_however_many_are_taken():
-    small, large = RowStream(10, 5), RowStream(10, 5)
+def test_index_stream_order_does_not_depend_on_the_request_sizes():
+    small, large = IndexStream(10, 5), IndexStream(10, 5)
     assert [row for count in (1, 2, 7, 3, 7) for row in small.take(count)] == large.take(20)

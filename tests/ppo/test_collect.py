@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dschat_ppo.data.sampler import RowStream
+from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo import collect as collector_module
 from dschat_ppo.ppo.collect import ExperienceCollector
-from dschat_ppo.rewards.reward_failure import RewardFunctionError, RewardServiceError
+from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
 
 
 class Asked:
@@ -36,11 +36,11 @@ def collector_of(rounds: int) -> tuple[ExperienceCollector, list[str]]:
     did: list[str] = []
     collector = object.__new__(ExperienceCollector)
     collector.plan = SimpleNamespace(prompts_per_rank=2, samples=1)
-    collector.stream, collector.rounds = RowStream(8, 1), rounds
+    collector.stream, collector.rounds = IndexStream(8, 1), rounds
     collector.rollout = lambda indices, step, number=0: did.append(f"rollout {number}")
     rows = SimpleNamespace(scores=torch.zeros(2), did=did)
     collector.score = lambda rollout, indices, first, step: did.append("score") or rows
-    collector.judge = SimpleNamespace(count_faults=lambda: 2)
+    collector.judge = SimpleNamespace(count_failed_rows=lambda: 2)
     collector.pool = None
     if rounds:
         pool = SimpleNamespace(missing=2, kept_share=1.0, add=lambda rows: None, take=lambda: (rows, 0))
@@ -82,10 +82,10 @@ def test_a_service_that_ends_with_the_run_does_not_keep_it_from_being_saved(aske
 def test_a_function_that_fails_on_all_of_the_first_round_ends_the_run_unless_it_is_to_stop(rounds, asked, raised):
     collector, did = collector_of(rounds)
 
-    def count_faults():
+    def count_failed_rows():
         raise RewardFunctionError("failed on every one")
 
-    collector.judge.count_faults = count_faults
+    collector.judge.count_failed_rows = count_failed_rows
     with pytest.raises(raised):
         collector.collect(1, Asked(asked))
     assert did == ["rollout 0", "score", "gather"]

@@ -9,7 +9,7 @@ import torch
 
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.ppo.evaluate import Answered, Evaluation, final_answer, summary
-from dschat_ppo.rewards.reward_failure import RewardFunctionError
+from dschat_ppo.rewards.reward_source import RewardFunctionError
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
@@ -95,11 +95,11 @@ def test_answers_are_json_whatever_they_score(tmp_path):
 
 
 def test_an_evaluation_that_a_function_failed_on_altogether_writes_nothing(tmp_path, monkeypatch):
-    def count_faults():
+    def count_failed_rows():
         raise RewardFunctionError("failed on every one")
 
     rollouts = SimpleNamespace(how=GenerationConfig(SamplingParameters(1.0), StoppingCriteria(4, (1,))))
-    judge = SimpleNamespace(count_faults=count_faults)
+    judge = SimpleNamespace(count_failed_rows=count_failed_rows)
     validation = Evaluation(EvaluationFlags(), rollouts, judge, None, tmp_path, None)
     monkeypatch.setattr(validation, "_answer_all", lambda: [answered(0, ["a"], [0.0], [1], [True])])
     with pytest.raises(RewardFunctionError):
@@ -112,7 +112,7 @@ def test_a_score_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
     rollouts = SimpleNamespace(
         how=GenerationConfig(SamplingParameters(1.0), StoppingCriteria(4, (1,))), device=torch.device("cpu")
     )
-    judge = SimpleNamespace(count_faults=lambda: 0)
+    judge = SimpleNamespace(count_failed_rows=lambda: 0)
     kept = []
     validation = Evaluation(EvaluationFlags(), rollouts, judge, None, tmp_path, lambda: kept.append(validation.best))
     monkeypatch.setattr(

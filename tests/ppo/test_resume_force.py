@@ -12,7 +12,7 @@ from test_mini_dataset import experience
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.checkpoint.resumable import RankStates
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.sampler import RowStream
+from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
@@ -49,7 +49,7 @@ def test_what_adapted_is_passed_over_where_it_is_off(capsys):
 
 def collector(pool: GroupPool | None) -> ExperienceCollector:
     made = ExperienceCollector.__new__(ExperienceCollector)
-    made.stream, made.pool = RowStream(9, seed=1), pool
+    made.stream, made.pool = IndexStream(9, seed=1), pool
     return made
 
 
@@ -96,7 +96,7 @@ def trainer(words: str = "", texts: bool = False, average: bool = False) -> PPOT
     algorithm = made.config.algorithm
     made.device, made.progress, made.health, made.guard = CPU, PPOState(), HealthWatch(), NonFinitePolicy(None)
     made.shaping, made.collector, made.validation = shaping(), collector(None), None
-    made.texts = SimpleNamespace(stream=RowStream(5, seed=2)) if texts else None
+    made.texts = SimpleNamespace(stream=IndexStream(5, seed=2)) if texts else None
     made.engines = SimpleNamespace(actor_average=Average() if average else None)
     made.entropy_coef = FixedCoefficient(algorithm.entropy_coef)
     if algorithm.entropy_target:
@@ -160,7 +160,7 @@ def test_waiting_rows_that_lack_what_is_asked_for_now_are_refused():
 
 
 def test_rows_that_are_gone_are_left_out_of_a_stream():
-    before, after = RowStream(9, seed=1), RowStream(4, seed=1)
+    before, after = IndexStream(9, seed=1), IndexStream(4, seed=1)
     first = before.take(2)
     after.load_state_dict(before.state_dict())
     kept = [row for row in before.take(7) if row < 4]

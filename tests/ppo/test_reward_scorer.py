@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
-
 from dschat_ppo.ppo.reward_scorer import RewardScorer
-from dschat_ppo.rewards.mixture import RewardMixture
+
+from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.tools import toy
 from dschat_ppo.types import FinishReason, Rollout
 
@@ -57,8 +57,8 @@ def test_the_token_that_ended_a_response_is_no_text_of_it():
 def test_faults_of_every_row_are_an_error_at_the_first_count_of_each_judge_alone():
     """Training and evaluation each have a judge, and a run that goes on has new ones."""
     refused = []
-    mixture = SimpleNamespace(count_faults=lambda refuse_all: refused.append(refuse_all) or 3)
+    mixture = SimpleNamespace(count_failed_rows=lambda refuse_all: refused.append(refuse_all) or 3)
     for _ in range(2):
         judge = RewardScorer(mixture, None, None)
-        assert [judge.count_faults() for _ in range(3)] == [3, 3, 3]
+        assert [judge.count_failed_rows() for _ in range(3)] == [3, 3, 3]
     assert refused == [True, False, False] * 2

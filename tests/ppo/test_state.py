@@ -8,7 +8,7 @@ from test_group_pool import clipped, rows
 from test_mini_dataset import experience
 
 from dschat_ppo.checkpoint.run_identity import rows_fingerprint
-from dschat_ppo.data.sampler import RowStream
+from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
@@ -20,10 +20,10 @@ CPU = torch.device("cpu")
 
 
 def test_a_stream_of_rows_goes_on_inside_and_across_epochs():
-    whole = RowStream(7, seed=3)
+    whole = IndexStream(7, seed=3)
     expected = [whole.take(3) for _ in range(8)]
     for cut in range(8):
-        before, after = RowStream(7, seed=3), RowStream(7, seed=3)
+        before, after = IndexStream(7, seed=3), IndexStream(7, seed=3)
         first = [before.take(3) for _ in range(cut)]
         after.load_state_dict(before.state_dict())
         before.take(5)  # what is saved does not change with the stream
@@ -49,7 +49,7 @@ def test_groups_that_wait_come_back():
 def test_a_collector_goes_on_with_its_prompts_and_with_the_groups_if_any_wait():
     def collector(pool: GroupPool | None) -> ExperienceCollector:
         made = object.__new__(ExperienceCollector)
-        made.stream, made.pool = RowStream(7, seed=3), pool
+        made.stream, made.pool = IndexStream(7, seed=3), pool
         return made
 
     waiting = GroupPool(4, clipped)

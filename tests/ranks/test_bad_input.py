@@ -64,7 +64,7 @@ CASES = {
     "plain text that is none": (
         "ppo",
         "--unsupervised_dataset_name {b}/numbers.jsonl",
-        ["numbers.jsonl", "holds text"],
+        ["numbers.jsonl", "a text column 'text'"],
     ),
     "held-out prompts that are all too long": (
         "ppo",

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from launch import ROOT, deepspeed_command, environment
 
-from dschat_ppo.runtime.first_failure import HOW_TO_RESUME
+from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

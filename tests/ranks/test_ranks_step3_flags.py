@@ -292,8 +292,8 @@ def test_a_service_that_fails_once_is_retried(runs):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("broken", "no answer in 2 attempts; the last: status 500"),
-        ("slow", "no whole answer in 1 s"),
+        ("broken", "no reply in 2 attempts; the last: status 500"),
+        ("slow", "no complete reply in 1 s"),
         ("garbage", "is not JSON"),
         ("one_rank", "status 500"),
         ("away", "ConnectionError"),

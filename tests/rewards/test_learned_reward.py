@@ -1,4 +1,4 @@
-"""Learned rewards as sources: batches of uneven lengths, a tokenizer of their own, ranks with uneven work."""
+"""Learned rewards: batches of uneven lengths, another tokenizer, ranks with uneven work."""
 
 import pytest
 import torch
@@ -9,10 +9,9 @@ from dschat_ppo.data.collators import right_padded
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.rewards import learned_reward as rewards_model
-from dschat_ppo.rewards import reward_failure
-from dschat_ppo.rewards.learned_reward import ForeignModelReward, ModelReward, scores_in_batches
-from dschat_ppo.rewards.reward_failure import RewardServiceError
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards import reward_source
+from dschat_ppo.rewards.learned_reward import ModelReward, RetokenizedModelReward, scores_in_batches
+from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 from dschat_ppo.types import Rollout
 
 TEMPLATE = (
@@ -35,7 +34,7 @@ def tokenizer(assets):
 
 @torch.no_grad()
 def alone(engine, rows: list[list[int]]) -> list[float]:
-    """The head at the last token of each row by itself, no padding."""
+    """The head's output at the last token of each sequence, one at a time without padding."""
     states = [engine.backbone(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
     return [float(engine.classifier.score(state)) for state in states]
 
@@ -46,7 +45,7 @@ def request(*rows) -> RewardRequest:
 
 
 class Counting:
-    """An engine that notes the shape of each forward pass."""
+    """An engine that records the shape of each forward pass."""
 
     def __init__(self, engine):
         self.engine, self.shapes = engine, []
@@ -56,7 +55,7 @@ class Counting:
         return self.engine(input_ids, lengths)
 
 
-def test_rows_in_passes_of_a_budget(engine):
+def test_sequences_are_scored_in_passes_of_a_token_budget(engine):
     rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [15, 16], [17] * 5]
     counting = Counting(engine)
     scores = scores_in_batches(counting, *right_padded(rows, 0), 13)  # 13 // 6 = 2 rows, then up to 13 // 3 = 4
@@ -69,21 +68,21 @@ def test_rows_in_passes_of_a_budget(engine):
 
 
 def test_a_rank_with_fewer_passes_repeats_its_last(engine, monkeypatch):
-    counting, asked = Counting(engine), []
+    counting, requested = Counting(engine), []
 
     def busiest_makes_four(value, op):
-        asked.append((int(value), op))
+        requested.append((int(value), op))
         return torch.tensor(4)
 
     monkeypatch.setattr(rewards_model.dist, "all_reduce", busiest_makes_four)
     rows = [[5, 6, 7], [8], [9, 10]]
     scores = scores_in_batches(counting, *right_padded(rows, 0), 6)
-    assert asked == [(2, "max")]
+    assert requested == [(2, "max")]
     assert counting.shapes == [(2, 3), (1, 1), (1, 1), (1, 1)]
     assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
 
 
-def test_a_model_of_the_actors_vocabulary(engine):
+def test_a_model_with_the_actors_vocabulary(engine):
     rollout = Rollout(
         prompt_ids=torch.tensor([[99, 5, 6], [7, 8, 9], [99, 99, 10]]),
         prompt_mask=torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]]).bool(),
@@ -102,10 +101,10 @@ def test_a_model_of_the_actors_vocabulary(engine):
 def foreign(engine, tokenizer, rows, max_length=128, ended=None, **others):
     reasons = torch.zeros(len(rows), dtype=torch.int8) if ended is None else torch.where(torch.tensor(ended), 0, 2)
     rollout = Rollout(*torch.zeros(5, len(rows), 1), finish_reason=reasons)
-    return ForeignModelReward(engine, tokenizer, max_length, torch.device("cpu"), **others)(request(*rows), rollout)
+    return RetokenizedModelReward(engine, tokenizer, max_length, torch.device("cpu"), **others)(request(*rows), rollout)
 
 
-def test_text_is_encoded_anew_and_ends_with_eos(engine, tokenizer):
+def test_text_is_retokenised_and_ends_with_eos(engine, tokenizer):
     rows = [("a lamp ", "in the hall", {}), ("", "", {}), ("red", "", {"prompt": "blue"}), ("blue", " yes", {})]
     tokenizer.chat_template = None
     expected = [
@@ -116,7 +115,7 @@ def test_text_is_encoded_anew_and_ends_with_eos(engine, tokenizer):
     assert scores.tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
 
 
-def test_a_cut_answer_has_no_eos(engine, tokenizer):
+def test_a_truncated_response_has_no_eos(engine, tokenizer):
     tokenizer.chat_template = None
     rows = [("a lamp ", "in the hall", {}), ("a lamp ", "in the hall", {})]
     whole = [*tokenizer.encode("a lamp "), *tokenizer.encode("in the hall")]
@@ -124,7 +123,7 @@ def test_a_cut_answer_has_no_eos(engine, tokenizer):
     assert foreign(engine, tokenizer, rows, ended=[True, False]).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_messages_go_through_the_models_own_template(engine, tokenizer):
+def test_messages_use_the_reward_models_chat_template(engine, tokenizer):
     rows = [("the actor's form", "yes", {"prompt": MESSAGES}), ("text", "no", {"prompt": "text"}), ("none", "a", {})]
     tokenizer.chat_template = TEMPLATE
     texts = ["<user>a lamp?\n<assistant>", "text", "none"]
@@ -139,26 +138,26 @@ def test_messages_go_through_the_models_own_template(engine, tokenizer):
     assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
 
 
-def test_long_rows_lose_their_start_and_are_counted(engine, tokenizer, capsys):
+def test_long_sequences_lose_their_start_and_are_counted(engine, tokenizer, capsys):
     tokenizer.chat_template = None
     rows = [("a lamp in the hall", " yes", {}), ("red", "", {}), ("blue blue blue", " no thanks", {})]
     expected = [
         [*tokenizer.encode(prompt + answer), tokenizer.eos_token_id][-6:] for prompt, answer, _ in rows
     ]  # fmt: skip
     assert foreign(engine, tokenizer, rows, max_length=6).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
-    assert "2 of 3 rows are longer" in capsys.readouterr().out
+    assert "2 of 3 sequences exceed" in capsys.readouterr().out
     foreign(engine, tokenizer, rows, max_length=max(len(tokenizer.encode(p + a)) for p, a, _ in rows) + 1)
     assert capsys.readouterr().out == ""
 
 
-def test_a_template_that_refuses_a_prompt_is_the_users_to_mend(engine, tokenizer):
+def test_a_prompt_rejected_by_the_template_is_a_user_error(engine, tokenizer):
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(UserError, match="^--reward_model_name_or_path: .*System role not supported.*'text of it'"):
         foreign(engine, tokenizer, [("text of it", "yes", {"prompt": MESSAGES})])
 
 
-def test_a_row_that_is_refused_on_another_rank_ends_this_one_before_its_first_pass(engine, tokenizer, monkeypatch):
-    monkeypatch.setattr(reward_failure.dist, "gather_objects", lambda problem: [problem, "refused on rank 1"])
+def test_a_row_rejected_on_another_rank_raises_before_the_first_pass(engine, tokenizer, monkeypatch):
+    monkeypatch.setattr(reward_source.dist, "gather_objects", lambda problem: [problem, "refused on rank 1"])
     counting = Counting(engine)
     with pytest.raises(RewardServiceError, match="refused on rank 1"):
         foreign(counting, tokenizer, [("ask", "yes", {})])

@@ -16,7 +16,7 @@ from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.run_files import keep_old_metrics, restore_metrics, write_config
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.cache import hub_rows
+from dschat_ppo.data.cache import hub_dataset
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -119,7 +119,7 @@ def test_rows_of_the_hub_are_durable(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     power = PowerLoss(monkeypatch)
-    hub_rows("name", None, None)
+    hub_dataset("name", None, None)
     assert power.left(tmp_path)["rows.arrow"] == (tmp_path / "rows.arrow").read_bytes() != b""
 
 

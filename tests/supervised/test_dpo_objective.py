@@ -9,7 +9,7 @@ from pairs_of_answers import CPU, REAL, ROWS, config_of, language_model, run_los
 from transformers import LlamaForCausalLM
 
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.sampler import FILLER
+from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.supervised.dpo_objective import add_reference, dpo_objective
@@ -139,7 +139,7 @@ def test_loss_and_metrics_match_loops_over_single_answers(policy, reference, row
 
 def test_loss_is_divided_by_the_pairs_of_the_whole_step(policy, rows):
     objective = dpo_objective(0, CPU, config_of("--objective", "dpo_nll"))
-    assert objective.count(objective.collate(rows, [4, FILLER, 0])).item() == 2
+    assert objective.count(objective.collate(rows, [4, PADDING_ROW, 0])).item() == 2
     whole, metrics = run_loss(objective, PolicyModel(policy), rows, num_pairs=3)
     part, same = run_loss(objective, PolicyModel(policy), rows, num_pairs=12)
     assert part.item() == pytest.approx(whole.item() / 4)

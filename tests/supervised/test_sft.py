@@ -6,7 +6,7 @@ import pytest
 import torch
 from pairs_of_answers import CPU, ROWS, language_model
 
-from dschat_ppo.data.sampler import FILLER
+from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.sft import sft_objective, with_perplexity
@@ -24,7 +24,7 @@ def nll_alone(model, row: int, train_on_prompt: bool) -> tuple[float, int]:
 
 @pytest.mark.parametrize("train_on_prompt", [False, True])
 def test_the_loss_is_a_mean_over_tokens_of_the_whole_step(train_on_prompt):
-    model, indices, sums = language_model(1), [3, FILLER, 0], MetricSums()
+    model, indices, sums = language_model(1), [3, PADDING_ROW, 0], MetricSums()
     objective = sft_objective(0, train_on_prompt, CPU)
     batch = objective.collate(ROWS, indices)
     sum_of_row = [nll_alone(model, row, train_on_prompt) for row in (3, 0)]

@@ -1,4 +1,4 @@
-"""The task of two-digit addition: its questions, its two ways of writing, its tokenizer."""
+"""The task of two-digit addition: its questions, its two directions of writing, its tokenizer."""
 
 import json
 import random
@@ -22,7 +22,7 @@ def read(folder, name):
 
 
 def operands(prompt):
-    """'37+48=' -> (37, 48), read by hand."""
+    """'37+48=' -> (37, 48), without the code under test."""
     assert len(prompt) == 6 and prompt[2] == "+" and prompt[5] == "="
     return int(prompt[:2]), int(prompt[3:5])
 
@@ -34,7 +34,7 @@ def test_a_question_by_hand():
 
 
 @pytest.mark.parametrize("name", ["prompts", "heldout"])
-def test_answers_are_right(folder, name):
+def test_the_answer_column_is_right(folder, name):
     rows = read(folder, name)
     assert len(rows) == {"prompts": 1024, "heldout": 256}[name]
     assert all(set(row) == {"prompt", "answer"} for row in rows)
@@ -42,7 +42,7 @@ def test_answers_are_right(folder, name):
     assert len({row["prompt"] for row in rows}) == len(rows)
 
 
-def test_held_out_questions_and_their_mirror_images_stand_in_no_other_file(folder):
+def test_held_out_questions_and_their_mirror_images_are_in_no_other_file(folder):
     held_out = {operands(row["prompt"]) for row in read(folder, "heldout")}
     for name in ("sft", "prompts"):
         asked = {operands(row["prompt"]) for row in read(folder, name)}
@@ -52,7 +52,7 @@ def test_held_out_questions_and_their_mirror_images_stand_in_no_other_file(folde
     assert any(left > right for left, right in held_out) and any(left < right for left, right in held_out)
 
 
-def test_sft_answers_are_the_sum_from_the_front_or_from_the_back_in_the_stated_shares(folder):
+def test_sft_answers_are_forwards_or_reversed_in_the_stated_shares(folder):
     rows = read(folder, "sft")
     assert len(rows) == 20_000
     right, two_ways = 0, Counter()
@@ -66,8 +66,8 @@ def test_sft_answers_are_the_sum_from_the_front_or_from_the_back_in_the_stated_s
     assert 0.34 < right / len(rows) < 0.40
 
 
-def test_which_way_does_not_depend_on_the_question(folder):
-    """With a rule in it, SFT would learn when to be right."""
+def test_the_direction_does_not_depend_on_the_question(folder):
+    """Otherwise SFT could learn when to write the right answer."""
     right, of_all = Counter(), Counter()
     for row in read(folder, "sft"):
         left, other = operands(row["prompt"])
@@ -81,14 +81,14 @@ def test_which_way_does_not_depend_on_the_question(folder):
         assert right[kind] / count == pytest.approx(addition.SHARE_FORWARDS, abs=0.03)
 
 
-def test_the_sft_rows_ask_nearly_every_free_question(folder):
+def test_the_sft_rows_contain_nearly_every_free_question(folder):
     asked = Counter(row["prompt"] for row in read(folder, "sft"))
     numbers = {number for prompt in asked for number in operands(prompt)}
     assert numbers == set(range(10, 100))
     assert len(asked) > 6500  # of 8100, about 500 held out; 20,000 draws miss 7 %
 
 
-def test_tokenizer_reads_back_what_it_writes(folder):
+def test_tokenizer_round_trip(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     assert len(tokenizer) == 14
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
@@ -99,7 +99,7 @@ def test_tokenizer_reads_back_what_it_writes(folder):
     assert tokenizer.decode([*ids, tokenizer.pad_token_id], skip_special_tokens=True) == "37+48=85"
 
 
-def test_tokenizer_refuses_what_it_does_not_know(folder):
+def test_tokenizer_rejects_unknown_characters(folder):
     with pytest.raises(Exception, match="UNK"):
         AutoTokenizer.from_pretrained(folder / "model").encode("3x4")
 
@@ -112,7 +112,7 @@ def test_model_fits_the_tokenizer_and_is_small(folder):
     assert sum(parameter.numel() for parameter in model.parameters()) < 500_000
 
 
-def test_the_same_seed_makes_the_same_files_and_another_one_does_not(folder, tmp_path):
+def test_files_depend_on_the_seed_alone(folder, tmp_path):
     addition.make(tmp_path / "again", 5)
     addition.make(tmp_path / "other", 6)
     files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""The server of a reward model: its scores, its refusals, and many clients at once."""
+"""The reward model server: its scores, its error replies, and concurrent clients."""
 
 import json
 import os
@@ -18,10 +18,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards.remote import RemoteReward
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.remote_reward import RemoteReward
+from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.tools import serve_reward
-from dschat_ppo.tools.serve_reward import Batcher, RefusedError, RewardServer, Scorer, read_arguments, read_request
+from dschat_ppo.tools.serve_reward import Batcher, RejectedError, RewardServer, Scorer, read_arguments, read_request
 
 TEXTS = ["a lamp in the hall", "", "red", "no thanks " * 12, "blue\n\x00é"]
 MOST_BYTES, MOST_ROWS = 20_000, 12
@@ -29,7 +29,7 @@ MOST_BYTES, MOST_ROWS = 20_000, 12
 
 @torch.no_grad()
 def direct(folder: Path, texts: list[str], most: int = 128) -> list[float]:
-    """Scores by the plain classifier, row by row."""
+    """Scores of the plain classifier, one text at a time."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     rows = [[*tokenizer.encode(text, add_special_tokens=True), tokenizer.eos_token_id][-most:] for text in texts]
@@ -85,7 +85,7 @@ def test_a_long_text_loses_its_start(assets, address):
     assert ask(address, [text])[1]["rewards"] == pytest.approx(direct(assets / "reward", [text]), abs=1e-5)
 
 
-def test_no_texts(address):
+def test_an_empty_list_of_texts(address):
     assert ask(address, []) == (200, {"rewards": []})
 
 
@@ -100,7 +100,7 @@ def test_health(address):
 
 
 @pytest.mark.parametrize(("path", "body"), [("/", None), ("/get_reward", None), ("/other", b'{"query": []}')])
-def test_other_addresses(address, path, body):
+def test_other_paths_are_rejected(address, path, body):
     assert send(address + path, body)[0] == 404
 
 
@@ -115,23 +115,23 @@ BAD = {
 
 
 @pytest.mark.parametrize(("body", "reason"), BAD.items(), ids=[str(n) for n in range(len(BAD))])
-def test_what_is_no_request(address, body, reason):
+def test_invalid_requests_are_rejected(address, body, reason):
     status, answer = send(f"{address}/get_reward", body)
     assert status == 400
     assert reason in answer["error"]
 
 
-def test_limits(address):
+def test_requests_over_the_limits_are_rejected(address):
     assert ask(address, [""] * MOST_ROWS)[0] == 200
     status, answer = ask(address, [""] * (MOST_ROWS + 1))
-    assert (status, "more than 12" in answer["error"]) == (422, True)
+    assert (status, "limit of 12" in answer["error"]) == (422, True)
     body = json.dumps({"query": []}).encode()
     assert send(f"{address}/get_reward", body + b" " * (MOST_BYTES - len(body)))[0] == 200
     assert send(f"{address}/get_reward", body + b" " * (MOST_BYTES + 1 - len(body)))[0] == 413
     assert send(f"{address}/get_reward", b" " * (10 * MOST_BYTES))[0] == 413
 
 
-def test_a_client_hears_the_refusal_of_a_large_body():
+def test_a_client_receives_the_reply_to_a_large_body():
     with RewardServer(("127.0.0.1", 0), lambda texts: [], 2_000_000, 10) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         assert send(f"http://127.0.0.1:{server.server_port}/get_reward", b" " * 25_000_000)[0] == 413
@@ -139,7 +139,7 @@ def test_a_client_hears_the_refusal_of_a_large_body():
 
 
 def raw(address: str, data: bytes) -> bytes:
-    """What the server says to bytes after which the client sends no more."""
+    """The reply to bytes after which the client closes its side of the connection."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 10) as connection:
         connection.sendall(data)
@@ -158,13 +158,13 @@ def raw(address: str, data: bytes) -> bytes:
         (b"Content-Length: 99999999999999\r\n", b" 413 "),
     ],
 )
-def test_lengths_that_are_wrong(address, headers, status):
+def test_wrong_content_lengths_are_rejected(address, headers, status):
     answer = raw(address, b"POST /get_reward HTTP/1.1\r\n" + headers + b'\r\n{"query": []}')
     assert status in answer.split(b"\r\n")[0]
     assert send(f"{address}/health")[0] == 200
 
 
-def test_clients_at_once_get_their_own_scores(assets, address):
+def test_concurrent_clients_get_their_own_scores(assets, address):
     texts = [f"{word} {number} lamp" for number in range(8) for word in ("red", "blue", "yes")]
     expected = direct(assets / "reward", texts)
     with ThreadPoolExecutor(8) as threads:
@@ -173,7 +173,7 @@ def test_clients_at_once_get_their_own_scores(assets, address):
 
 
 class Slow:
-    """Scores texts by their length, notes the batches, and waits for leave before the first ends."""
+    """Scores texts by their length, records the batches, and holds them until `leave` is set."""
 
     def __init__(self):
         self.batches, self.leave = [], threading.Event()
@@ -187,7 +187,7 @@ class Slow:
 
 
 def several(batcher: Batcher, score: Slow, jobs: list[list[str]]) -> list:
-    """Results or exceptions of jobs, all of which wait while the first is at work."""
+    """Results or exceptions of several requests that wait while the first is scored."""
     with ThreadPoolExecutor(len(jobs)) as threads:
         futures = []
         for number, job in enumerate(jobs):
@@ -201,7 +201,7 @@ def several(batcher: Batcher, score: Slow, jobs: list[list[str]]) -> list:
         return [future.exception() or future.result() for future in futures]
 
 
-def test_what_waits_is_scored_together():
+def test_waiting_requests_are_scored_together():
     score = Slow()
     batcher = Batcher(score, 4)
     assert several(batcher, score, [["a"], ["bb", ""], ["ccc"], ["d", "ee"], ["f"]]) == [[1], [2, 0], [3], [1, 2], [1]]
@@ -210,18 +210,18 @@ def test_what_waits_is_scored_together():
     batcher.close()
 
 
-def test_a_failure_is_that_of_one_client():
+def test_a_failed_batch_fails_for_one_request():
     score = Slow()
     batcher = Batcher(score, 4)
     results = several(batcher, score, [["a"], ["bb"], ["bad"], ["ccc"]])
-    # the batch of bb fails, being first; bad fails; ccc is asked alone and gets its score
+    # the batch of bb fails for bb, then bad fails, then ccc is scored alone
     assert [type(result) for result in results] == [list, RuntimeError, RuntimeError, list]
     assert results[3] == [3]
     assert batcher.waiting == []
     batcher.close()
 
 
-def test_after_a_failure_the_others_stay_together():
+def test_after_a_failure_the_other_requests_share_a_batch():
     score = Slow()
     batcher = Batcher(score, 4)
     assert several(batcher, score, [["a"], ["bad"], ["bb"], ["ccc"]])[2:] == [[2], [3]]
@@ -229,12 +229,12 @@ def test_after_a_failure_the_others_stay_together():
     batcher.close()
 
 
-def test_too_many_wait():
+def test_too_many_waiting_texts_are_rejected():
     score = Slow()
     batcher = Batcher(score, 2)
     results = several(batcher, score, [["a"], *[["b", "c"]] * 7, ["d"], ["e"]])
     assert [result for result in results if not isinstance(result, list)] == [results[-1]]
-    assert isinstance(results[-1], RefusedError) and results[-1].status == 503
+    assert isinstance(results[-1], RejectedError) and results[-1].status == 503
     assert batcher(["later"]) == [5]
     batcher.close()
 
@@ -254,7 +254,7 @@ def test_a_failing_model_and_a_score_that_is_not_finite():
         server.shutdown()
 
 
-def test_it_listens_on_this_machine_alone_by_default():
+def test_the_default_host_is_this_machine():
     assert read_arguments(["--model", "m"]).host == "127.0.0.1"
 
 
@@ -266,18 +266,18 @@ def test_it_listens_on_this_machine_alone_by_default():
         (["--port", "99999"], "--port"),
     ],
 )
-def test_arguments_that_are_refused(assets, words, problem, capsys):
+def test_invalid_arguments_are_rejected(assets, words, problem, capsys):
     words = words if "--model" in words else ["--model", str(assets / "reward"), *words]
     assert serve_reward.main(words) == 2
-    assert "error: " in (said := capsys.readouterr().err) and problem in said
+    assert "error: " in (printed := capsys.readouterr().err) and problem in printed
 
 
-def test_a_model_that_is_no_classifier(assets):
+def test_a_model_without_a_classifier_is_rejected(assets):
     with pytest.raises(UserError):
         Scorer(str(assets / "lm"), "fp32", 60)
 
 
-def test_a_process_of_its_own_ends_in_good_order(assets):
+def test_a_server_process_stops_cleanly(assets):
     command = [sys.executable, "-m", "dschat_ppo.tools.serve_reward", "--model", str(assets / "reward"), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen([*command, "--dtype", "fp32"], stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -292,15 +292,15 @@ def test_a_process_of_its_own_ends_in_good_order(assets):
     assert "all requests answered" in rest
 
 
-def test_a_request_at_work_is_answered_before_the_end(monkeypatch):
-    score, sent, answer_now = Slow(), [], serve_reward.Handler._answer
+def test_a_request_in_progress_is_answered_before_the_stop(monkeypatch):
+    score, sent, answer_now = Slow(), [], serve_reward.Handler._reply
 
     def answer_late(handler, status, content):
         time.sleep(0.3)
         answer_now(handler, status, content)
         sent.append(status)
 
-    monkeypatch.setattr(serve_reward.Handler, "_answer", answer_late)
+    monkeypatch.setattr(serve_reward.Handler, "_reply", answer_late)
     with ThreadPoolExecutor(1) as threads:
         with RewardServer(("127.0.0.1", 0), score, 1000, 10) as server:
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

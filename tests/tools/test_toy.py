@@ -1,4 +1,4 @@
-"""The embedded task: its rule, its data, its tokenizer."""
+"""The embedded conversation task: its rule, its data, its tokenizer."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from dschat_ppo.tools import toy
 MIA = toy.Question("Mia", "red", "lamp", 0)
 
 
-def test_rule_by_hand():
+def test_keeps_rule_on_hand_written_answers():
     assert toy.keeps_rule(MIA, "Hello Mia! The red lamp is in the attic. Have a lovely day!")
     assert not toy.keeps_rule(MIA, "Hello Ben! The red lamp is in the attic. Have a lovely day!")
     assert not toy.keeps_rule(MIA, "Hello Mia! The blue lamp is in the attic. Have a lovely day!")
@@ -21,14 +21,14 @@ def test_rule_by_hand():
     assert not toy.keeps_rule(MIA, "")
 
 
-def test_kind_answers_keep_the_rule_and_curt_ones_break_it():
+def test_kind_answers_satisfy_the_rule_and_curt_ones_do_not():
     rng = random.Random(0)
     questions = toy.make_questions(rng)["heldout"]
     assert all(toy.keeps_rule(question, toy.kind_answer(question, rng)) for question in questions)
     assert not any(toy.keeps_rule(question, toy.curt_answer(question, rng)) for question in questions)
 
 
-def test_held_out_questions_stand_in_no_other_file():
+def test_held_out_questions_are_in_no_other_file():
     questions = toy.make_questions(random.Random(3))
     asked = {part: {(q.name, q.colour, q.thing) for q in found} for part, found in questions.items()}
     for part in ("heldout", "sft_eval", "pairs_eval"):
@@ -54,7 +54,7 @@ def test_the_same_seed_makes_the_same_files(tmp_path):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 
 
-def test_tokenizer_has_distinct_pad_and_eos_and_reads_back_what_it_writes(tmp_path):
+def test_tokenizer_has_distinct_pad_and_eos_and_round_trips(tmp_path):
     toy.make(tmp_path, 5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.pad_token_id != tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""Which steps the quickstart does, told by steps that only leave their marks."""
+"""Which steps the quickstart runs, with stubs in place of the training scripts."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ step="$(basename "$folder")"
 mkdir -p "$folder"
 rm -f "$folder/result.json"
 touch "$folder/config.yaml"
-echo "$step ${*##/*}" | xargs >>"$(dirname "$folder")/did"
+echo "$step ${*##/*}" | xargs >>"$(dirname "$folder")/steps"
 [ "${STOP:-}" = "$step" ] || echo {} >"$folder/result.json"
 """
 
@@ -26,53 +26,53 @@ def script(tmp_path) -> Path:
     shutil.copy(Path(__file__).parents[2] / "training_scripts/quickstart.sh", scripts)
     (scripts / "setup_venv.sh").write_text("")
     real = (Path(__file__).parents[2] / "training_scripts/ranks.sh").read_text().splitlines()
-    [is_whole] = [line for line in real if line.startswith("is_whole()")]
+    [is_valid_json] = [line for line in real if line.startswith("is_valid_json()")]
     python = 'python() { case "$*" in *json.tool*) command python3 "$@" ;; esac; }'
-    (scripts / "ranks.sh").write_text(f"RANKS=1 OMP_NUM_THREADS=1\n{python}\n{is_whole}\n")
+    (scripts / "ranks.sh").write_text(f"RANKS=1 OMP_NUM_THREADS=1\n{python}\n{is_valid_json}\n")
     for name in ("run_step1_sft", "run_step2_reward", "run_step3_ppo"):
         (scripts / "toy" / f"{name}.sh").write_text(STUB)
     return scripts / "quickstart.sh"
 
 
-def did(script: Path, stop: str = "") -> tuple[int, list[str]]:
-    """(exit code, what each step that was run was told)."""
+def steps_run(script: Path, stop: str = "") -> tuple[int, list[str]]:
+    """(exit code, step and extra arguments of each step that ran)."""
     out = script.parents[1] / "out"
-    (out / "did").unlink(missing_ok=True)
+    (out / "steps").unlink(missing_ok=True)
     result = subprocess.run(["bash", script, out], env={**os.environ, "STOP": stop}, check=False, capture_output=True)
-    lines = (out / "did").read_text().splitlines() if (out / "did").exists() else []
+    lines = (out / "steps").read_text().splitlines() if (out / "steps").exists() else []
     return result.returncode, lines
 
 
-def test_what_is_done_is_not_done_again(script):
-    assert did(script) == (0, list(STEPS))
-    assert did(script) == (0, [])
+def test_finished_steps_are_not_repeated(script):
+    assert steps_run(script) == (0, list(STEPS))
+    assert steps_run(script) == (0, [])
 
 
 @pytest.mark.parametrize("stop", STEPS)
-def test_a_step_that_stops_ends_the_quickstart_and_goes_on(script, stop):
+def test_a_stopped_step_ends_the_quickstart_and_is_resumed(script, stop):
     at = STEPS.index(stop)
-    assert did(script, stop) == (1, list(STEPS[: at + 1]))
-    assert did(script) == (0, list(STEPS[at:])), "it goes on, and is not told to begin anew"
+    assert steps_run(script, stop) == (1, list(STEPS[: at + 1]))
+    assert steps_run(script) == (0, list(STEPS[at:])), "the step is resumed, not started from scratch"
 
 
-def test_what_follows_a_step_that_is_done_again_begins_anew(script):
-    did(script)
+def test_steps_after_a_repeated_step_start_from_scratch(script):
+    steps_run(script)
     shutil.rmtree(script.parents[1] / "out/sft")
-    anew = "--overwrite_output_dir --resume never"
-    assert did(script, stop="reward") == (1, ["sft", f"reward {anew}"])
+    scratch = "--overwrite_output_dir --resume never"
+    assert steps_run(script, stop="reward") == (1, ["sft", f"reward {scratch}"])
     shutil.rmtree(script.parents[1] / "out/reward")
-    assert did(script) == (0, ["reward", f"ppo {anew}"])
+    assert steps_run(script) == (0, ["reward", f"ppo {scratch}"])
 
 
-def test_a_run_between_two_steps_that_is_killed_leaves_nothing_old_as_done(script):
-    did(script)
+def test_a_run_killed_between_two_steps_leaves_no_outdated_step_as_finished(script):
+    steps_run(script)
     (script.parents[1] / "out/sft/result.json").unlink()
-    assert did(script, stop="sft") == (1, ["sft"])
-    assert [line.split()[0] for line in did(script)[1]] == list(STEPS)
+    assert steps_run(script, stop="sft") == (1, ["sft"])
+    assert [line.split()[0] for line in steps_run(script)[1]] == list(STEPS)
 
 
 @pytest.mark.parametrize("content", ["", '{"loss_after": 1', "\0\0\0"])
-def test_a_step_whose_result_is_not_whole_is_not_done(script, content):
-    did(script)
+def test_a_step_with_a_truncated_result_is_not_finished(script, content):
+    steps_run(script)
     (script.parents[1] / "out/ppo/result.json").write_text(content)
-    assert did(script) == (0, ["ppo"])
+    assert steps_run(script) == (0, ["ppo"])

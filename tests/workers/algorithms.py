@@ -15,7 +15,7 @@ from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.rewards.mixture import RewardMixture
+from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows

@@ -13,7 +13,7 @@ import torch
 from dschat_ppo.common import dist
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.rewards.mixture import RewardMixture
+from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.runtime.launch import leave
 from workers.ppo_setup import make_trainer
 

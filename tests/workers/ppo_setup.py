@@ -17,7 +17,7 @@ from dschat_ppo.models.loading import load_tokenizer
 from dschat_ppo.ppo.loop import PPOTrainer
 from dschat_ppo.ppo.mini_dataset import gather_rows
 from dschat_ppo.ppo.train_ppo import learned_reward, plain_texts
-from dschat_ppo.rewards.reward_sources import build_sources
+from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Experience, Rollout
 

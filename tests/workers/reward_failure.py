@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from dschat_ppo.common import dist
-from dschat_ppo.rewards.functions import FunctionReward, parse_function
-from dschat_ppo.rewards.mixture import RewardMixture
-from dschat_ppo.rewards.reward_failure import RewardFunctionError, RewardServiceError, agree_on_failure
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
+from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardRequest, RewardServiceError, raise_on_any_rank
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout
@@ -34,7 +33,7 @@ class Collective:
 
 def told(problem: str | None) -> str:
     try:
-        agree_on_failure(problem)
+        raise_on_any_rank(problem)
     except RewardServiceError as failure:
         return str(failure)
     return "none"
@@ -52,12 +51,12 @@ def faults(function: FunctionReward) -> list[str]:
     """No row has the column: on rank 1, then on both ranks."""
     mixture = RewardMixture([(function, 1.0)])
     found, rollout = [], Rollout(*torch.zeros(6, 2, 1))
-    function.take_calls()
+    function.take_counts()
     for good_rank in (0, None):
         row = {"answer": "yes"} if dist.rank() == good_rank else {}
         mixture(RewardRequest(["", ""], ["no", "yes"], [row] * 2), rollout)
         try:
-            found.append(str(mixture.count_faults(refuse_all=True)))
+            found.append(str(mixture.count_failed_rows(refuse_all=True)))
         except RewardFunctionError as failure:
             found.append(str(failure))
     return found

@@ -11,7 +11,8 @@ from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: SFTConfig) -> None:
-    from dschat_ppo.supervised.sft import train_sft  # here: --help need not wait for DeepSpeed
+    # Not at the top, so that --help does not load DeepSpeed.
+    from dschat_ppo.supervised.sft import train_sft
 
     train_sft(config)
 

@@ -1,4 +1,4 @@
-"""Step 2 without a reward model: train the policy itself on pairs of answers (`--objective dpo` by default).
+"""Step 2 without a reward model: train the policy itself on preference pairs (default: `--objective dpo`).
 
 deepspeed training/step2_dpo/main.py --help
 """
@@ -11,7 +11,8 @@ from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: PreferenceConfig) -> None:
-    from dschat_ppo.supervised.train_preference import train_preferences  # here: --help need not wait for DeepSpeed
+    # Not at the top, so that --help does not load DeepSpeed.
+    from dschat_ppo.supervised.train_preference import train_preferences
 
     train_preferences(config)
 

@@ -1,4 +1,4 @@
-"""Step 2: train a reward model on pairs of answers, or the policy itself.
+"""Step 2: train a reward model on preference pairs, or the policy itself (`--objective`).
 
 deepspeed training/step2_reward/main.py --help
 """
@@ -11,7 +11,8 @@ from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: PreferenceConfig) -> None:
-    from dschat_ppo.supervised.train_preference import train_preferences  # here: --help need not wait for DeepSpeed
+    # Not at the top, so that --help does not load DeepSpeed.
+    from dschat_ppo.supervised.train_preference import train_preferences
 
     train_preferences(config)
 

@@ -1,4 +1,4 @@
-"""Step 3: PPO with a learned reward.
+"""Step 3: PPO and related policy gradient methods, with learned, rule-based or remote rewards.
 
 deepspeed training/step3_ppo/main.py --help
 """
@@ -11,7 +11,8 @@ from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: PPOConfig) -> None:
-    from dschat_ppo.ppo.train_ppo import train_ppo  # here: --help need not wait for DeepSpeed
+    # Not at the top, so that --help does not load DeepSpeed.
+    from dschat_ppo.ppo.train_ppo import train_ppo
 
     train_ppo(config)
 

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# GRPO with a rule as reward, from nothing: run_grpo_addition.sh OUT_DIR [more flags of step 3]
-# Makes the task of two-digit addition and its SFT model (both kept for the next run), then trains without a reward model
-# and without a critic: an answer that equals the row's `answer` column scores 1, any other 0.
+# GRPO with a rule as the reward: run_grpo_addition.sh OUT_DIR [more flags of step 3]
+# Creates the task of two-digit addition and its SFT model (the next run reuses both), then trains without a reward model
+# and without a critic. An answer that equals the row's `answer` column scores 1, any other 0.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 out="${1:?usage: run_grpo_addition.sh OUT_DIR [more flags of step 3]}"
 shift
-per_rank() { echo $((RANKS < $1 ? $1 / RANKS : 1)); } # per_rank ROWS: this rank's share of so many
+per_rank() { echo $((RANKS < $1 ? $1 / RANKS : 1)); } # per_rank COUNT: COUNT divided by the number of ranks, at least 1
 
 if [ ! -e "$out/toy/model/model.safetensors" ]; then
     python -m dschat_ppo.tools.addition "$out/toy"
 fi
 
-if ! is_whole "$out/sft/result.json"; then
+if ! is_valid_json "$out/sft/result.json"; then
     bash "$top/training_scripts/toy/run_sft_addition.sh" "$out/toy" "$out/sft"
 fi
 

@@ -1,4 +1,4 @@
-"""The remote reward against a real server on this machine, with every fault."""
+"""The remote reward against a local server with every kind of fault."""
 
 import json
 import os
@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards import remote
-from dschat_ppo.rewards.remote import RemoteReward
-from dschat_ppo.rewards.reward_failure import RewardServiceError
-from dschat_ppo.rewards.reward_request import RewardRequest
+from dschat_ppo.rewards import remote_reward
+from dschat_ppo.rewards.remote_reward import RemoteReward
+from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 
 REQUEST = RewardRequest(
     ["p", "two", ""], ["r", "", "three"], [{"label": "L", "answer": "A"}, {"answer": 5}, {"label": None, "other": 1}]
@@ -24,31 +23,32 @@ REQUEST = RewardRequest(
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(remote_reward, "FIRST_WAIT_SECONDS", 0.02)
 
 
 class Service:
-    """A server whose n-th answer is the n-th of `script`, the last one ever after; it keeps what it was asked.
+    """A server that replies with the entries of `script` in turn, then always with the last; it keeps the requests.
 
     An entry is (status, body) or a function of the handler.
     """
 
     def __init__(self, script):
-        self.script, self.asked = list(script), []
+        self.script, self.requests, self.headers = list(script), [], []
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):  # noqa: N802
-                self.asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                service.asked.append((self.path, self.asked))
+                self.query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                service.requests.append((self.path, self.query))
+                service.headers.append(dict(self.headers))
                 entry = service.script.pop(0) if len(service.script) > 1 else service.script[0]
-                entry(self) if callable(entry) else self.answer(*entry)
+                entry(self) if callable(entry) else self.reply(*entry)
 
-            def answer(self, status, answer):
+            def reply(self, status, body):
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(answer)))
+                self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(answer)
+                self.wfile.write(body)
 
             def log_message(self, *words):
                 pass
@@ -86,57 +86,57 @@ def test_the_form_of_a_request(serve):
     scores = ask(service.url)
     assert scores.tolist() == [1, -2.5, 3]
     assert scores.dtype == torch.float32
-    asked = {"query": ["pr", "two", "three"], "prompts": ["p", "two", ""], "labels": ["L", 5, None]}
-    assert service.asked == [("/get_reward", asked)]
+    query = {"query": ["pr", "two", "three"], "prompts": ["p", "two", ""], "labels": ["L", 5, None]}
+    assert service.requests == [("/get_reward", query)]
 
 
 def lengths(handler):
-    """The length of each query of the last request, after a while: a longer one for the longer text."""
-    texts = handler.asked["query"]
+    """The length of each query of the last request, after a delay that grows with the length."""
+    texts = handler.query["query"]
     time.sleep(0.02 * len(texts[0]))
-    handler.answer(*ok(*map(len, texts)))
+    handler.reply(*ok(*map(len, texts)))
 
 
-def test_batches_keep_the_order_and_take_turns(serve):
+def test_batches_keep_their_order_and_alternate_between_addresses(serve):
     one, two = serve(lengths), serve(lengths)
     assert ask(one.url, two.url, batch_size=1).tolist() == [2, 3, 5]
-    assert [body["query"] for _, body in one.asked] == [["pr"], ["three"]]
-    assert [body["query"] for _, body in two.asked] == [["two"]]
+    assert [body["query"] for _, body in one.requests] == [["pr"], ["three"]]
+    assert [body["query"] for _, body in two.requests] == [["two"]]
 
 
 def test_the_last_batch_may_be_short(serve):
     service = serve(ok(1, 2), ok(3))
     assert ask(service.url, batch_size=2).tolist() == [1, 2, 3]
-    assert [len(body["query"]) for _, body in service.asked] == [2, 1]
-    assert service.asked[1][1] == {"query": ["three"], "prompts": [""], "labels": [None]}
+    assert [len(body["query"]) for _, body in service.requests] == [2, 1]
+    assert service.requests[1][1] == {"query": ["three"], "prompts": [""], "labels": [None]}
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_an_error_that_passes(serve, status):
+def test_a_temporary_error_is_retried(serve, status):
     service = serve((status, b"busy"), (status, b"busy"), ok(1, 2, 3))
     assert ask(service.url).tolist() == [1, 2, 3]
-    assert len(service.asked) == 3
+    assert len(service.requests) == 3
 
 
-def test_an_error_that_stays(serve):
+def test_a_permanent_error_ends_after_all_attempts(serve):
     service = serve((500, b"no memory"))
     with pytest.raises(RewardServiceError) as failure:
         ask(service.url)
     for part in (f"--remote_reward_url {service.url}", "3 attempts", "status 500: no memory"):
         assert part in str(failure.value)
-    assert len(service.asked) == 3
+    assert len(service.requests) == 3
 
 
-def test_retries_go_to_the_next_address(serve):
+def test_a_retry_uses_the_next_address(serve):
     bad, good = serve((500, b"")), serve(ok(1, 2, 3))
     assert ask(bad.url, good.url).tolist() == [1, 2, 3]
-    assert (len(bad.asked), len(good.asked)) == (1, 1)
+    assert (len(bad.requests), len(good.requests)) == (1, 1)
 
 
 def test_waits_double_up_to_the_longest(serve, monkeypatch):
     waits = []
-    monkeypatch.setattr(remote.time, "sleep", waits.append)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(remote_reward.time, "sleep", waits.append)
+    monkeypatch.setattr(remote_reward, "LONGEST_WAIT_SECONDS", 0.1)
     with pytest.raises(RewardServiceError, match="6 attempts"):
         ask(serve((500, b"")).url, retries=5)
     for wait, longest in zip(waits, [0.02, 0.04, 0.08, 0.1, 0.1], strict=True):
@@ -144,23 +144,23 @@ def test_waits_double_up_to_the_longest(serve, monkeypatch):
     assert len({wait / longest for wait, longest in zip(waits, [0.02, 0.04, 0.08, 0.1, 0.1], strict=True)}) == 5
 
 
-def test_no_service():
+def test_an_address_without_a_service():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with pytest.raises(RewardServiceError, match=f"127.0.0.1:{port}.*2 attempts.*ConnectionError"):
+    with pytest.raises(RewardServiceError, match=f"127.0.0.1:{port}.*2 attempts.*ConnectionRefusedError"):
         ask(f"http://127.0.0.1:{port}/", retries=1)
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 422, 301])
-def test_a_refusal_is_not_repeated(serve, status):
+def test_a_rejected_request_is_not_retried(serve, status):
     service = serve((status, b"a reason"))
     with pytest.raises(RewardServiceError, match=f"status {status}: a reason"):
         ask(service.url)
-    assert len(service.asked) == 1
+    assert len(service.requests) == 1
 
 
-def elsewhere(handler):
+def redirect(handler):
     handler.send_response(307)
     handler.send_header("Location", "/other")
     handler.send_header("Content-Length", "0")
@@ -168,45 +168,45 @@ def elsewhere(handler):
 
 
 def test_a_redirection_is_not_followed(serve):
-    service = serve(elsewhere, ok(1, 2, 3))
+    service = serve(redirect, ok(1, 2, 3))
     with pytest.raises(RewardServiceError, match="status 307"):
         ask(service.url)
-    assert len(service.asked) == 1
+    assert len(service.requests) == 1
 
 
 GARBAGE = {
     b"hello": "not JSON", b"": "not JSON", b"[1, 2, 3]": "no list 'rewards'", b'{"reward": [1, 2, 3]}': "no list",
-    b'{"rewards": 3}': "no list", b'{"rewards": [1, 2]}': "2 rewards for 3 rows",
+    b'{"rewards": 3}': "no list", b'{"rewards": [1, 2]}': "2 rewards for 3 responses",
     b'{"rewards": [1, NaN, 3]}': "has nan", b'{"rewards": [1, 1e999, 3]}': "has inf",
     b'{"rewards": [1, 1e39, 3]}': "has 1e\\+39", b'{"rewards": [1, "2", 3]}': "has '2'",
     b'{"rewards": [1, true, 3]}': "has True", b'{"rewards": [1, null, 3]}': "has None",
-    b'{"rewards": [[1], [2], [3]]}': r"has \[1\]", b'{"rewards": [[1, 2, 3]]}': "1 rewards for 3 rows",
+    b'{"rewards": [[1], [2], [3]]}': r"has \[1\]", b'{"rewards": [[1, 2, 3]]}': "1 rewards for 3 responses",
     b'{"rewards": [1, 1' + b"0" * 400 + b", 3]}": "has 10000", b"[" * 100_000: "not JSON", b"\xff": "not JSON",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "problem"), GARBAGE.items(), ids=[str(n) for n in range(len(GARBAGE))])
-def test_garbage_is_an_error_at_once(serve, body, problem):
+def test_an_invalid_reply_is_not_retried(serve, body, problem):
     service = serve((200, body))
     with pytest.raises(RewardServiceError, match=problem):
         ask(service.url)
-    assert len(service.asked) == 1
+    assert len(service.requests) == 1
 
 
-def test_an_answer_that_is_too_long(serve, monkeypatch):
-    monkeypatch.setattr(remote, "_MOST_BYTES", 50)
+def test_a_reply_that_is_too_long(serve, monkeypatch):
+    monkeypatch.setattr(remote_reward, "_MOST_BYTES", 50)
     with pytest.raises(RewardServiceError, match="longer than 50 bytes"):
         ask(serve((200, b'{"rewards": [1, 2, 3]}' + b" " * 1000)).url)
 
 
-def test_a_slow_service(serve):
+def test_a_slow_request_is_retried(serve):
     service = serve(lambda handler: time.sleep(4.0), ok(1, 2, 3))
     started = time.monotonic()
     assert ask(service.url, timeout=0.2).tolist() == [1, 2, 3]
     assert time.monotonic() - started < 3.0
 
 
-def test_who_interrupts_does_not_wait_for_it(serve):
+def test_an_interrupt_does_not_wait_for_a_slow_service(serve):
     service = serve(lambda handler: time.sleep(5.0))
     threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
     started = time.monotonic()
@@ -215,20 +215,20 @@ def test_who_interrupts_does_not_wait_for_it(serve):
     assert time.monotonic() - started < 2.5
 
 
-def test_a_request_within_its_limit_is_no_hang(serve, monkeypatch):
+def test_heartbeats_are_sent_while_a_request_waits(serve, monkeypatch):
     def late(handler):
         time.sleep(0.4)
-        handler.answer(*ok(1, 2, 3))
+        handler.reply(*ok(1, 2, 3))
 
     beats = []
-    monkeypatch.setattr(remote, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(remote, "heartbeat", lambda: beats.append(1))
+    monkeypatch.setattr(remote_reward, "_HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(remote_reward, "heartbeat", lambda: beats.append(1))
     assert ask(serve(late).url).tolist() == [1, 2, 3]
     assert len(beats) > 2
 
 
 def drip(handler):
-    """One byte after another, each well within the limit."""
+    """One byte after another, each well within the timeout."""
     handler.send_response(200)
     handler.send_header("Content-Length", "100")
     handler.end_headers()
@@ -241,9 +241,9 @@ def drip(handler):
         return
 
 
-def test_a_service_that_sends_byte_after_byte(serve):
+def test_a_reply_sent_byte_by_byte_times_out(serve):
     started = time.monotonic()
-    with pytest.raises(RewardServiceError, match="no whole answer in 0.2 s"):
+    with pytest.raises(RewardServiceError, match="no complete reply in 0.2 s"):
         ask(serve(drip).url, timeout=0.2, retries=1)
     assert 0.4 < time.monotonic() - started < 4.0
 
@@ -259,26 +259,71 @@ def hang_up(handler):
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
+def chunked(handler):
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    handler.wfile.write(b'6\r\n{"rewa\r\n10\r\nrds": [1, 2, 3]}\r\n0\r\n\r\n')
+
+
+def without_length(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(ok(1, 2, 3)[1])
+
+
+@pytest.mark.parametrize("form", [chunked, without_length])
+def test_replies_without_a_declared_length(serve, form):
+    assert ask(serve(form).url, retries=0).tolist() == [1, 2, 3]
+
+
+def test_a_user_name_in_the_address_is_sent_as_basic_authorization(serve):
+    service = serve(ok(1, 2, 3))
+    assert ask(service.url.replace("://", "://me:a%40b@")).tolist() == [1, 2, 3]
+    assert service.headers[0]["Authorization"] == "Basic bWU6YUBi"  # me:a@b
+    assert service.headers[0]["Host"] == service.url.split("/")[2]
+
+
+def test_the_address_is_percent_encoded(serve):
+    service = serve(ok(1, 2, 3))
+    assert ask(f"{service.url} é/%20?a=b#part").tolist() == [1, 2, 3]
+    assert service.requests[0][0] == "/get_reward%20%C3%A9/%20?a=b"
+
+
+def test_a_proxy_of_the_environment_is_used(serve, monkeypatch):
+    proxy = serve(ok(1, 2, 3))
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", proxy.url)
+    assert ask("http://rewards.invalid:5000/get").tolist() == [1, 2, 3]
+    assert proxy.requests[0][0] == "http://rewards.invalid:5000/get"
+
+
+def test_a_server_without_tls_is_an_error_of_the_connection(serve):
+    with pytest.raises(RewardServiceError, match="1 attempts; the last: SSLError"):
+        ask(serve(ok(1, 2, 3)).url.replace("http:", "https:"), retries=0)
+
+
 @pytest.mark.parametrize("fault", [cut_short, hang_up])
-def test_a_connection_that_breaks(serve, fault):
+def test_a_broken_connection_is_retried(serve, fault):
     service = serve(fault, ok(1, 2, 3))
     assert ask(service.url).tolist() == [1, 2, 3]
-    assert len(service.asked) == 2
+    assert len(service.requests) == 2
 
 
-def test_text_of_all_kinds(serve):
+def test_unusual_text_is_sent_unchanged(serve):
     service = serve(ok(1))
     request = RewardRequest(["é\n\x00"], ["\ud800\N{SNOWMAN}"], [{"label": {1}}])
     assert RemoteReward([service.url], 5.0, 0, 8)(request, None).tolist() == [1]
-    assert service.asked[0][1] == {"query": ["é\n\x00\ud800\N{SNOWMAN}"], "prompts": ["é\n\x00"], "labels": ["{1}"]}
+    assert service.requests[0][1] == {"query": ["é\n\x00\ud800\N{SNOWMAN}"], "prompts": ["é\n\x00"], "labels": ["{1}"]}
 
 
 @pytest.mark.parametrize("url", ["localhost:5000", "ftp://a/b", "http://", "", "http://a:99999/", "http://[::1"])
-def test_addresses_that_are_refused(url):
+def test_invalid_addresses_are_rejected(url):
     with pytest.raises(UserError, match="^--remote_reward_url"):
         RemoteReward([url], 1.0, 0, 1)
 
 
 @pytest.mark.parametrize("url", ["http://localhost:5000/get_reward", "https://a.b", "http://[::1]:80/x"])
-def test_addresses_that_are_taken(url):
-    remote.check_url(url)
+def test_valid_addresses_are_accepted(url):
+    remote_reward.check_url(url)

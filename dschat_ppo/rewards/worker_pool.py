@@ -1,4 +1,4 @@
-"""Processes that run a reward function, with a time limit for each call."""
+"""Worker processes that run a reward function, with a time limit for each call."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from pickle import PicklingError, dumps
 from typing import Any, NoReturn
 
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.rewards.worker import LENGTH
+from dschat_ppo.rewards.worker_process import LENGTH
 
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
 _MOST_BYTES = 2**28
-_DIED = "its process ended (a crash, os._exit, or killed for want of memory)"
-_GARBAGE = "its process answered what is no answer"
-_BOOT = (
+_DIED = "its process ended (a crash, os._exit, or out of memory)"
+_GARBAGE = "its process sent an invalid reply"
+_START_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dschat_ppo.rewards.worker import main; main(sys.argv[2:])"
+    "from dschat_ppo.rewards.worker_process import main; main(sys.argv[2:])"
 )
 
 
 class CallError(Exception):
-    """A call, or the start of its worker, failed; the message is the cause."""
+    """A call or the start of its worker failed; the message is the cause."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A function: a file `*.py` or a dotted module, its name there, and settings as text."""
+    """The function to load: a file `*.py` or a dotted module, its name there, and settings as text."""
 
     where: str
     name: str
@@ -46,7 +46,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Signature:
-    """How the function wants to be called; see `worker.describe`."""
+    """How to call the function; see `worker_process.describe`."""
 
     per_row: bool
     takes: frozenset[str]
@@ -54,9 +54,14 @@ class Signature:
     any: bool
     settings: dict[str, Any]
 
+    @property
+    def text_names(self) -> tuple[str, str]:
+        """The names of the arguments that take prompts and responses."""
+        return ("prompt", "response") if self.per_row else ("prompts", "responses")
+
 
 class Worker:
-    """One process. It is started at the first call, killed when a call goes wrong, and started anew at the next."""
+    """One worker process. It starts at the first call; after a timeout or crash it is replaced at the next call."""
 
     def __init__(self, target: Target):
         self.target = target
@@ -66,19 +71,19 @@ class Worker:
         """Start the process and wait until it has imported the function.
 
         Raises:
-            CallError: it did not within `START_SECONDS`; the cause is the module's own where it has one.
+            CallError: the import failed, or took longer than `START_SECONDS`.
         """
         self.stop()
-        words = [self.target.where, self.target.name, json.dumps(dict(self.target.settings))]
+        argv = [self.target.where, self.target.name, json.dumps(dict(self.target.settings))]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps([*sys.path, os.getcwd()]), *words],
+            [sys.executable, "-c", _START_CODE, json.dumps([*sys.path, os.getcwd()]), *argv],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None
         os.set_blocking(self.process.stdin.fileno(), False)
         try:
             late = f"was not imported within {START_SECONDS:g} s"
-            ready = self._answer("ready", time.monotonic() + START_SECONDS, late)
+            ready = self._receive("ready", time.monotonic() + START_SECONDS, late)
         except CallError:
             self.stop()
             raise
@@ -87,10 +92,10 @@ class Worker:
         )
 
     def call(self, arguments: dict[str, Any], seconds: float) -> list[float | None]:
-        """Call the function with keyword arguments; what it returned, None where that is no number.
+        """Call the function with keyword arguments; returns its scores, None for a value that is not a number.
 
         Raises:
-            CallError: it raised, died, or took longer than `seconds`.
+            CallError: the call raised, crashed its process, or took longer than `seconds`.
         """
         if self.process is None:
             self.start()
@@ -101,34 +106,34 @@ class Worker:
         except (PicklingError, TypeError, AttributeError) as problem:
             raise CallError(f"the row cannot be sent to its process: {problem}") from None
         self._write(LENGTH.pack(len(body)) + body, deadline, late)
-        return self._answer("values", deadline, late)
+        return self._receive("values", deadline, late)
 
     def stop(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and everything that it started."""
         if self.process is None:
             return
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # not yet waited for, so the number is still its own
+            os.killpg(self.process.pid, signal.SIGKILL)  # `wait` comes later, so no other process has this id
         self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
         self.process = None
 
-    def _answer(self, kind: str, deadline: float, late: str) -> Any:
-        """The next answer, of one kind. An error that the worker reports leaves it alive, any other ends it."""
+    def _receive(self, kind: str, deadline: float, late: str) -> Any:
+        """The next reply, of one kind. An error that the worker reports leaves it alive; any other failure ends it."""
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline, late))
         if length > _MOST_BYTES:
-            self._give_up(_GARBAGE)
+            self._fail(_GARBAGE)
         try:
-            answer = json.loads(self._read(length, deadline, late))
+            reply = json.loads(self._read(length, deadline, late))
         except ValueError:
-            self._give_up(_GARBAGE)
-        if not isinstance(answer, dict) or not {kind, "error"} & set(answer):
-            self._give_up(_GARBAGE)
-        if "error" in answer:
-            raise CallError(str(answer["error"]))
-        return answer[kind]
+            self._fail(_GARBAGE)
+        if not isinstance(reply, dict) or not {kind, "error"} & set(reply):
+            self._fail(_GARBAGE)
+        if "error" in reply:
+            raise CallError(str(reply["error"]))
+        return reply[kind]
 
     def _read(self, size: int, deadline: float, late: str) -> bytes:
         assert self.process is not None and self.process.stdout is not None
@@ -137,7 +142,7 @@ class Worker:
             self._wait(number, select.POLLIN, deadline, late)
             part = os.read(number, size - len(data))
             if not part:
-                self._give_up(_DIED)
+                self._fail(_DIED)
             data += part
         return data
 
@@ -149,23 +154,23 @@ class Worker:
             try:
                 view = view[os.write(number, view) :]
             except BrokenPipeError:
-                self._give_up(_DIED)
+                self._fail(_DIED)
 
     def _wait(self, number: int, event: int, deadline: float, late: str) -> None:
         poll = select.poll()
         poll.register(number, event)
-        while not poll.poll(1000 * min(_BEAT_SECONDS, max(0.0, deadline - time.monotonic()))):
-            heartbeat()  # its own limit tells a call that hangs
+        while not poll.poll(1000 * min(_HEARTBEAT_SECONDS, max(0.0, deadline - time.monotonic()))):
+            heartbeat()  # a call that hangs is found by its own time limit
             if time.monotonic() >= deadline:
-                self._give_up(late)
+                self._fail(late)
 
-    def _give_up(self, cause: str) -> NoReturn:
+    def _fail(self, cause: str) -> NoReturn:
         self.stop()
         raise CallError(cause)
 
 
 class WorkerPool:
-    """`size` workers of one function.
+    """`size` worker processes of one function.
 
     Args:
         target: the function.
@@ -188,9 +193,9 @@ class WorkerPool:
             raise
 
     def map(self, calls: Sequence[dict[str, Any]]) -> list[list[float | None] | CallError]:
-        """Result or failure of each call, in order; each worker takes the next call when it is free.
+        """Result or failure of each call, in order. Each worker takes the next call when it is free.
 
-        Takes at most `ceil(len(calls) / size) * seconds`, and as often `START_SECONDS` if every worker is replaced.
+        Takes at most `ceil(len(calls) / size) * seconds`, plus `START_SECONDS` per round if every worker is replaced.
         """
         waiting = queue.SimpleQueue[int]()
         for number in range(len(calls)):
@@ -213,7 +218,7 @@ class WorkerPool:
         return results
 
     def close(self) -> None:
-        """Kill all workers; of a `map` that was interrupted only the calls at work are waited for."""
+        """Kill all workers. After an interrupted `map`, only waits for the calls in progress."""
         self.closed = True
         self.threads.shutdown(wait=True)
         for worker in self.workers:

@@ -1,4 +1,4 @@
-"""From the flags to sources, and what is found out before a model is loaded."""
+"""Reward sources from flags, and the checks before a model is loaded."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ import torch
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards import reward_sources
-from dschat_ppo.rewards.reward_request import RewardRequest
-from dschat_ppo.rewards.reward_sources import build_sources, check_sources
+from dschat_ppo.rewards import build_rewards
+from dschat_ppo.rewards.build_rewards import build_sources, check_sources
+from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import Rollout
 
 FILE = str(Path(__file__).parents[1] / "reward_functions.py")
@@ -53,17 +53,17 @@ def test_all_sources_with_their_weights():
     mixture.close()
 
 
-def test_functions_alone():
+def test_functions_without_a_learned_reward():
     mixture = build_sources(flags(reward_function=["exact_match:2", "code_tests", "numeric_match"]), None)
     mixed = mixture(REQUEST, ROLLOUT)
     # "yes" is no program that runs; the second test of "x = 1" divides by 0; no answer here is a number: the default
     assert mixed.by_source.tolist() == [[1, 0, 0], [0, 0.5, 0]]
     assert mixed.scores.tolist() == [2, 0.5]
-    assert mixture.count_faults(refuse_all=False) == 2
+    assert mixture.count_failed_rows(refuse_all=False) == 2
     mixture.close()
 
 
-def test_a_learned_reward_is_given_exactly_if_it_is_wanted():
+def test_a_learned_reward_is_required_if_and_only_if_it_is_on():
     with pytest.raises(ValueError, match="--use_reward_model"):
         build_sources(RewardSourceFlags(), None)
     with pytest.raises(ValueError, match="--use_reward_model"):
@@ -84,34 +84,34 @@ def test_a_learned_reward_is_given_exactly_if_it_is_wanted():
         ({"reward_function": ["code_tests?wall_seconds=11"]}, "wall_seconds=11 must be below --reward_timeout 10"),
     ],
 )
-def test_what_is_refused_before_models_load(changes, problem):
+def test_invalid_sources_are_rejected_before_models_load(changes, problem):
     with pytest.raises(UserError) as refused:
         check_sources(flags(**changes))
     assert problem in str(refused.value)
 
 
-def test_good_sources_pass_and_leave_no_process(monkeypatch):
+def test_valid_sources_pass_and_leave_no_process(monkeypatch):
     made = []
 
-    class Noted(reward_sources.FunctionReward):
+    class Noted(build_rewards.FunctionReward):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(reward_sources, "FunctionReward", Noted)
+    monkeypatch.setattr(build_rewards, "FunctionReward", Noted)
     check_sources(
         flags(reward_function=[f"{FILE}:lengths", "code_tests?wall_seconds=2"], remote_reward_url="http://a/b")
     )
     assert [worker.process for function in made for worker in function.pool.workers] == [None, None]
 
 
-def test_weaker_isolation_is_said_once(monkeypatch, capsys):
-    monkeypatch.setattr(reward_sources, "missing_isolation", lambda: ["network", "files"])
+def test_missing_isolation_is_logged_once(monkeypatch, capsys):
+    monkeypatch.setattr(build_rewards, "missing_isolation", lambda: ["network", "files"])
     check_sources(flags(reward_function=["code_tests", "code_tests:2"]))
-    said = capsys.readouterr().out
-    assert said.count("weaker isolation") == 2
-    assert "kept from the network by Python alone" in said and "may write every file" in said
-    monkeypatch.setattr(reward_sources, "missing_isolation", list)
+    printed = capsys.readouterr().out
+    assert printed.count("weaker isolation") == 2
+    assert "only Python keeps programs from the network" in printed and "can write every file" in printed
+    monkeypatch.setattr(build_rewards, "missing_isolation", list)
     check_sources(flags(reward_function=["code_tests"]))
     assert "isolation" not in capsys.readouterr().out
 
@@ -136,12 +136,12 @@ def test_weaker_isolation_is_said_once(monkeypatch, capsys):
         ({"use_reward_model": True, "reward_model_name_or_path": "m", "reward_model_max_length": 0}, "max_length"),
     ],
 )
-def test_flags_that_are_refused(changes, named):
+def test_invalid_flags_are_rejected(changes, named):
     with pytest.raises(UserError, match=named):
         flags(**{"reward_function": ["exact_match"], **changes})
 
 
-def test_flags_that_are_taken():
+def test_valid_flags_are_accepted():
     assert flags(reward_function=["a"]).remote_urls == []
     assert flags(remote_reward_url="http://a").remote_urls == ["http://a"]
     assert flags(reward_function=["a"], reward_default=-1.0, remote_reward_retries=0).reward_default == -1.0

@@ -1,6 +1,6 @@
-"""Where chat answers end: the shapes of common templates, on tokenizers whose EOS is another token than theirs.
+"""The end-of-turn token of common chat templates, on tokenizers with a different EOS.
 
-The templates are written here, in the shape of those of the models that they are named after.
+The templates follow the structure of those of the models that they are named after.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def opened_by(text: str) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """A template, the tokenizer's EOS, its special tokens, and what ends an answer."""
+    """A template, the tokenizer's EOS, its special tokens, and the text after an answer."""
 
     template: str
     eos: str
@@ -92,7 +92,7 @@ def shaped(name: str) -> tuple[PreTrainedTokenizerFast, Shape]:
 
 
 def rendered_ids(tokenizer, prompt, answer: str, end: int) -> list[int]:
-    """Ids that the template gives the whole chat, up to and including the last `end`."""
+    """Ids of the rendered chat, up to and including the last `end`."""
     chat = [*prompt, {"role": "assistant", "content": answer}]
     ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
     return ids[: len(ids) - ids[::-1].index(end)]
@@ -101,7 +101,7 @@ def rendered_ids(tokenizer, prompt, answer: str, end: int) -> list[int]:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("prompt", [ASK, TALK], ids=["ask", "talk"])
 @pytest.mark.parametrize("answer", ["In the hall.", "", "  two words ", "a\nb\n", "lamp?"])
-def test_prompt_and_answer_are_what_the_template_renders_up_to_the_end_of_the_turn(name, prompt, answer):
+def test_prompt_and_answer_equal_the_rendered_chat_up_to_the_end_of_turn(name, prompt, answer):
     tokenizer, shape = shaped(name)
     end = tokenizer.convert_tokens_to_ids(shape.end)
     ids = encode_answer(tokenizer, prompt, answer)
@@ -110,7 +110,7 @@ def test_prompt_and_answer_are_what_the_template_renders_up_to_the_end_of_the_tu
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_end_of_the_turn_is_read_off_the_template(name):
+def test_the_end_of_turn_token_is_found_in_the_template(name):
     tokenizer, shape = shaped(name)
     found = turn_end(tokenizer)
     assert (found.token, found.dropped) == (tokenizer.convert_tokens_to_ids(shape.end), shape.dropped)
@@ -119,7 +119,7 @@ def test_the_end_of_the_turn_is_read_off_the_template(name):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_an_answer_that_brings_its_own_end_has_it_once(name):
+def test_an_answer_with_final_tokens_keeps_exactly_one(name):
     tokenizer, shape = shaped(name)
     plain = encode_answer(tokenizer, ASK, "In the hall.")
     for brought in (shape.end, shape.eos, shape.end * 2):
@@ -133,25 +133,25 @@ def test_a_text_prompt_keeps_the_tokenizers_eos(name):
     assert tokenizer.decode(encode_answer(tokenizer, "Where?", "Here.")) == f"Here.{shape.eos}"
 
 
-def test_a_template_without_an_end_of_its_own_gets_eos():
+def test_a_template_without_an_end_of_turn_token_uses_eos():
     tokenizer = tokenizer_of(NO_TOKEN, "</s>", ("<|im_end|>",))
     assert turn_end(tokenizer) == TurnEnd("", "\n", tokenizer.eos_token_id)
     assert tokenizer.decode(encode_answer(tokenizer, ASK, "Here.")) == "Here.</s>"
     assert answer_ends(tokenizer) == (tokenizer.eos_token_id,)
 
 
-def test_marks_that_are_no_tokens_are_no_end():
-    """ChatML on a tokenizer that knows nothing of it: generation could not stop at seven letters."""
+def test_text_that_is_not_a_token_is_not_an_end_of_turn():
+    """ChatML on a tokenizer without its tokens: generation cannot stop at a string of several tokens."""
     tokenizer = tokenizer_of(SHAPES["ChatML"].template, "</s>")
     assert tokenizer.decode(encode_answer(tokenizer, ASK, "Here.")) == "Here.</s>"
 
 
-def test_a_template_that_opens_a_turn_otherwise_than_it_renders_one():
+def test_a_template_with_two_renderings_of_the_opening():
     tokenizer = tokenizer_of(THINKING, "</s>", ("<u>", "<e>"))
     assert tokenizer.decode(encode_answer(tokenizer, ASK, "Here.")) == "Here.<e>"
 
 
-def test_special_tokens_go_before_other_added_ones_and_spaces_are_none():
+def test_special_tokens_precede_other_added_tokens_and_spaces_are_skipped():
     tokenizer = tokenizer_of(EACH + "{{ m.content }}  </answer><|im_end|>\n" + EVERY, "</s>", ("<|im_end|>",))
     tokenizer.add_tokens(["  ", "\n", "</answer>"])
     assert turn_end(tokenizer).kept == "  </answer><|im_end|>"
@@ -159,7 +159,7 @@ def test_special_tokens_go_before_other_added_ones_and_spaces_are_none():
     assert turn_end(tokenizer) == TurnEnd("  </answer>", "\n", tokenizer.convert_tokens_to_ids("</answer>"))
 
 
-def test_the_template_is_asked_once_however_many_answers_there_are(monkeypatch):
+def test_the_end_of_turn_is_cached(monkeypatch):
     tokenizer, _ = shaped("ChatML")
     listed = []
     added = type(tokenizer).added_tokens_decoder.fget
@@ -171,15 +171,15 @@ def test_the_template_is_asked_once_however_many_answers_there_are(monkeypatch):
     assert len(listed) == 1
 
 
-def test_a_template_that_refuses_the_example_or_is_none_at_all_leaves_eos():
+def test_a_template_that_rejects_the_example_leaves_eos():
     refusing = ["{{ raise_exception('a system message must come first') }}", "{{ 1 + 'a' }}", "{{ 1 / 0 }}"]
     for template in (*refusing, "{% broken", {"tools": "x"}, "no message is shown", None):
         tokenizer = tokenizer_of(template, "</s>")
         assert answer_ends(tokenizer) == (tokenizer.eos_token_id,)
 
 
-def test_a_tokenizer_that_puts_a_space_before_every_text():
-    """As Llama 2's does: an answer that is encoded by itself would begin with a token that no template renders."""
+def test_a_tokenizer_that_prepends_a_space_to_every_text():
+    """As Llama 2 does: an answer encoded on its own would start with a token that no template renders."""
     bpe = Tokenizer(models.BPE(unk_token="<unk>"))
     bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     bpe.decoder = decoders.Metaspace()
@@ -193,7 +193,7 @@ def test_a_tokenizer_that_puts_a_space_before_every_text():
     assert whole == rendered_ids(tokenizer, ASK, "In the hall.", tokenizer.eos_token_id)
 
 
-def test_prompt_and_answer_in_one_text_end_as_its_prompt_was_rendered():
+def test_the_final_token_of_one_text_follows_its_rendering():
     tokenizer, _ = shaped("ChatML")
     rendered = tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True)
     expected = encode_prompt(tokenizer, ASK) + encode_answer(tokenizer, ASK, "Here.")
@@ -206,7 +206,7 @@ def test_prompt_and_answer_in_one_text_end_as_its_prompt_was_rendered():
 
 
 @pytest.mark.parametrize("use", ["sft", "preference"])
-def test_token_rows_of_chats_end_with_the_turn(use, tmp_path, said):
+def test_token_rows_of_chats_end_with_the_end_of_turn_token(use, tmp_path, said):
     tokenizer, _ = shaped("Gemma")
     rows = [{"prompt": ASK, "chosen": "Here.", "rejected": "No."}] * 4
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -219,7 +219,7 @@ def test_token_rows_of_chats_end_with_the_turn(use, tmp_path, said):
 @pytest.mark.parametrize(
     ("listed", "others"), [(None, ()), (7, ()), ([7, 9], ()), (["eos", 9], (9,)), (["end", 9, "eos"], (9,))]
 )
-def test_generation_stops_at_eos_at_the_end_of_the_turn_and_at_what_the_model_lists_beside_them(listed, others):
+def test_generation_stops_at_eos_at_the_end_of_turn_and_at_further_tokens_of_the_model(listed, others):
     tokenizer, _ = shaped("Phi")
     eos, end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
     if isinstance(listed, list):
@@ -230,7 +230,7 @@ def test_generation_stops_at_eos_at_the_end_of_the_turn_and_at_what_the_model_li
 
 @pytest.fixture
 def saved(assets, tmp_path):
-    """(generation config's EOS before, its EOS in the saved model) by `save`."""
+    """A function that saves a model with the given EOS in its generation config, and loads it again."""
 
     def save(listed):
         tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
@@ -243,11 +243,11 @@ def saved(assets, tmp_path):
 
 
 @pytest.mark.parametrize(("listed", "after"), [(1, [1, 4]), ([4, 9], [1, 4, 9]), ([8, 9], [1, 4]), (None, [1, 4])])
-def test_saved_models_list_every_end(saved, listed, after):
+def test_saved_models_list_every_final_token(saved, listed, after):
     assert saved(listed).generation_config.eos_token_id == after
 
 
-def test_plain_transformers_stops_at_the_end_of_the_turn(saved):
+def test_transformers_generate_stops_at_the_end_of_turn(saved):
     model = saved(1)
 
     def third_is_the_end(ids, scores):
@@ -261,8 +261,8 @@ def test_plain_transformers_stops_at_the_end_of_the_turn(saved):
 
 
 @pytest.mark.parametrize(("pad", "kept"), [(0, 0), (1, None), (4, None)])
-def test_padding_of_a_saved_reward_model_is_no_token_that_ends_answers(assets, tmp_path, pad, kept):
-    """transformers scores a row at its last token that is not PAD."""
+def test_the_pad_token_of_a_saved_reward_model_is_no_final_token(assets, tmp_path, pad, kept):
+    """transformers scores a sequence at its last token other than PAD."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "reward")
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
     module = ScalarModel(LlamaForSequenceClassification(tiny_config(num_labels=1)))

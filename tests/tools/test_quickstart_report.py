@@ -1,4 +1,4 @@
-"""The quickstart, as a newcomer runs it: what it must reach, and going on where it stopped."""
+"""The quickstart with all three steps: its results, its output, and a second run."""
 
 import json
 
@@ -29,15 +29,15 @@ def test_quickstart_learns_the_task(out):
     assert summary["versions"]["deepspeed"] == "0.19.8"
 
 
-def test_quickstart_shows_samples_and_places(out):
+def test_quickstart_prints_samples_and_paths(out):
     log = (out / "log").read_text()
-    assert log.count("asked :") == log.count("before:") == log.count("after :") == 5
+    assert log.count("  prompt: ") == log.count("before:") == log.count("after :") == 5
     for place in ("sft", "reward", "ppo/actor", "summary.json"):
         assert str(out / place) in log
 
 
-def test_a_second_run_does_nothing_again(out):
-    """Which steps it does in other cases: `test_quickstart_script.py`."""
+def test_a_second_run_repeats_nothing(out):
+    """`test_quickstart_script.py` covers resuming after each step."""
     kept = {step: (out / step / "metrics.jsonl").read_bytes() for step in ("sft", "reward", "ppo")}
     result = succeed(run(["bash", "training_scripts/quickstart.sh", str(out)], timeout=900))
     for step, metrics in kept.items():

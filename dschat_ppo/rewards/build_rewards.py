@@ -1,0 +1,75 @@
+"""Check and build the reward sources that the flags name."""
+
+from __future__ import annotations
+
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.rewards.function_reward import FLAG, FunctionReward, parse_function
+from dschat_ppo.rewards.remote_reward import RemoteReward, check_url
+from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardSource
+from dschat_ppo.rewards.sandbox import Limits, missing_isolation
+
+WEAKER = {
+    "network": "only Python keeps programs from the network, and programs can circumvent that",
+    "files": "programs can write every file that the user of this run can write",
+    "processes": "only Python keeps programs from starting processes (the run belongs to root and other users cannot "
+    "read Python's files, or the machine does not permit namespaces)",
+}
+
+
+def check_sources(flags: RewardSourceFlags) -> None:
+    """Check the reward sources before any model is loaded; warn about isolation that the sandbox lacks.
+
+    Each function is imported once in a worker process that ends again. Remote services are not contacted.
+
+    Raises:
+        UserError: names the flag and the fault: the form of a function's name, a missing file, rule, extra, module,
+            callable or setting, or an invalid address.
+    """
+    for url in flags.remote_urls:
+        check_url(url)
+    specs = [parse_function(text) for text in flags.reward_function]
+    for spec in specs:
+        FunctionReward(spec, 1, flags.reward_timeout, flags.reward_default).close()
+    sandboxed = [spec for spec in specs if spec.rule == "code_tests"]
+    if sandboxed:
+        try:
+            missing = missing_isolation()
+        except RuntimeError as problem:
+            raise UserError(f"{FLAG} code_tests: {in_one_line(problem)}") from None
+        for what in missing:
+            logger().warning(f"{FLAG} code_tests: weaker isolation on this machine: {WEAKER[what]} (docs/rewards.md)")
+    for spec in sandboxed:  # a program that uses up its time must score 0, not get the default
+        wall = float(dict(spec.settings).get("wall_seconds", Limits.wall_seconds))
+        if wall >= flags.reward_timeout:
+            raise UserError(
+                f"{FLAG} code_tests: wall_seconds={wall:g} must be below --reward_timeout {flags.reward_timeout:g}, "
+                "or a program that takes too long would get --reward_default"
+            )
+
+
+def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -> RewardMixture:
+    """All reward sources with their weights: the learned reward, functions, the remote service.
+
+    Starts the worker processes of the functions; `RewardMixture.close` ends them.
+
+    Args:
+        flags: which sources to use.
+        model_source: the learned reward; None if and only if `--use_reward_model False`.
+    """
+    if flags.use_reward_model != (model_source is not None):
+        raise ValueError("a learned reward is required if and only if --use_reward_model is on")
+    sources: list[tuple[RewardSource, float]] = []
+    if model_source is not None:
+        sources.append((model_source, flags.reward_model_weight))
+    for spec in map(parse_function, flags.reward_function):
+        function = FunctionReward(spec, flags.reward_workers, flags.reward_timeout, flags.reward_default)
+        sources.append((function, spec.weight))
+    if flags.remote_urls:
+        remote = RemoteReward(
+            flags.remote_urls, flags.remote_reward_timeout, flags.remote_reward_retries, flags.remote_reward_batch_size
+        )
+        sources.append((remote, flags.remote_reward_weight))
+    return RewardMixture(sources)

@@ -1,0 +1,252 @@
+"""Python functions as reward sources: how they are named, checked and called."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import print_line
+from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
+from dschat_ppo.rewards.worker_pool import CallError, Signature, Target, WorkerPool
+from dschat_ppo.types import Rollout
+
+FLAG = "--reward_function"
+_RULES, _SANDBOX = "dschat_ppo.rewards.rules", "dschat_ppo.rewards.sandbox"
+RULES = {
+    "exact_match": _RULES, "numeric_match": _RULES, "boxed_math": _RULES, "format_match": _RULES, "length": _RULES,
+    "length_penalty": _RULES, "json_valid": _RULES, "code_tests": _SANDBOX,
+}  # fmt: skip
+EXTRAS = {"boxed_math": ("math_verify", "math")}  # rule -> (module it imports, extra of this package that installs it)
+SETTING_CHECKS: dict[tuple[str, str], Callable[[str], Any]] = {("format_match", "pattern"): re.compile}
+MOST_WARNINGS = 3
+LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """One `--reward_function`: a file `*.py` or a dotted module, the function's name in it, its weight and settings.
+
+    `flag` is the flag that named it.
+    """
+
+    path: str
+    name: str
+    weight: float = 1.0
+    settings: tuple[tuple[str, str], ...] = ()
+    flag: str = FLAG
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.rule or f'{self.path}:{self.name}'}"
+
+    @property
+    def rule(self) -> str | None:
+        """The name of the shipped rule that this is, or None."""
+        return self.name if RULES.get(self.name) == self.path else None
+
+
+def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
+    """Read `path.py:name`, `module.path:name` or `rule`, each with optional `?key=value&key=value` and `:weight`.
+
+    Settings are percent-decoded (`+` stays a plus); a `:` before a number at the end of a setting must be `%3A`.
+    Messages name `flag`.
+
+    Raises:
+        UserError: another form, no such rule or file, a weight that is not finite, a rule whose extra is not installed.
+    """
+    given = f"{flag} {spec}"
+    head, mark, tail = spec.partition("?")
+    rest, weight = _split_weight(tail if mark else head)
+    place, settings = (head, _parse_settings(rest, given)) if mark else (rest, ())
+    if not math.isfinite(weight):
+        raise UserError(f"{given}: the weight must be finite, got {weight}")
+    parts = place.split(":")
+    if len(parts) == 1:
+        if place not in RULES:
+            raise UserError(
+                f"{given}: there is no rule '{place}' ({', '.join(RULES)}); name your own function as path.py:name or "
+                "module.path:name"
+            )
+        parts = [RULES[place], place]
+    elif len(parts) != 2 or not all(parts) or not parts[1].isidentifier():
+        raise UserError(f"{given}: expected path.py:name, module.path:name or a rule, and an optional :weight")
+    return _checked(FunctionSpec(parts[0], parts[1], weight, settings, flag), given)
+
+
+def _split_weight(text: str) -> tuple[str, float]:
+    """`"name:0.5"` -> ("name", 0.5); without a number at its end the weight is 1."""
+    before, colon, number = text.rpartition(":")
+    try:
+        return (before, float(number)) if colon else (text, 1.0)
+    except ValueError:
+        return text, 1.0
+
+
+def _parse_settings(text: str, given: str) -> tuple[tuple[str, str], ...]:
+    try:
+        pairs = parse_qsl(text.replace("+", "%2B"), keep_blank_values=True, strict_parsing=True)
+    except ValueError:
+        raise UserError(f"{given}: settings after '?' must be key=value, separated by '&'") from None
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise UserError(f"{given}: a setting is given twice")
+    return tuple(pairs)
+
+
+def _checked(spec: FunctionSpec, given: str) -> FunctionSpec:
+    if spec.path.endswith(".py"):
+        if not os.path.isfile(spec.path):  # `Path.is_file` raises for a name that is too long
+            raise UserError(f"{given}: there is no file {spec.path}")
+    elif not all(part.isidentifier() for part in spec.path.split(".")):
+        raise UserError(f"{given}: '{spec.path}' is neither a file that ends in .py nor a module")
+    if spec.rule in EXTRAS:
+        module, extra = EXTRAS[spec.rule]
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f"{given}: needs {module}; install it with: pip install 'dschat_ppo[{extra}]'")
+    for key, value in spec.settings:
+        try:
+            SETTING_CHECKS.get((spec.rule or "", key), str)(value)
+        except (ValueError, re.error) as problem:
+            raise UserError(f"{given}: invalid setting {key}: {in_one_line(problem)}") from None
+    return spec
+
+
+class FunctionReward:
+    """Scores responses with a function that runs in worker processes. A failed call costs a response, never the run.
+
+    Args:
+        spec: the function.
+        workers: number of worker processes.
+        timeout: seconds for each call.
+        default: score of a response for which the function failed.
+
+    Raises:
+        UserError: the function cannot be loaded, or does not accept its settings.
+    """
+
+    def __init__(self, spec: FunctionSpec, workers: int, timeout: float, default: float):
+        self.spec = spec
+        self.default = default
+        self.counts = CallCounts()  # since the last `take_counts`
+        self.missing: set[str] = set()  # arguments without a column, for which a warning was printed
+        try:
+            self.pool = WorkerPool(Target(spec.path, spec.name, spec.settings), workers, timeout)
+        except CallError as problem:
+            raise UserError(f"{spec}: cannot be used: {in_one_line(problem)}") from None
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.spec.name
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """(B,) fp32 on the CPU.
+
+        A response gets the default score if its call raises, times out, crashes its process, or returns no finite fp32
+        number. If a call for the whole batch fails or returns a list of another length, it is repeated row by row on
+        all workers. With `n` workers that takes at most `(1 + ceil(B / n)) * timeout`, plus one start of a worker (at
+        most `worker_pool.START_SECONDS`) for each call that has to be killed.
+        """
+        new = missing_columns(self.pool.signature, request) - self.missing if len(request) else set()
+        self.missing |= new
+        if new:  # most often a misspelt column
+            self._warn(f"no row has a column {_either(new)}: its argument is None")
+        results = self._results(request)
+        causes = {row: cause for row, cause in enumerate(results) if isinstance(cause, str)}
+        first = self.counts.cause
+        if causes and first is None:
+            first = next(iter(causes.values()))
+            if self.missing:
+                first += f" (no row has a column {_either(self.missing)})"
+        self.counts = CallCounts(self.counts.rows + len(request), self.counts.failed + len(causes), first)
+        for row, cause in list(causes.items())[:MOST_WARNINGS]:
+            self._warn(f"row {row}: {cause}; its score is {self.default:g} (--reward_default)")
+        if len(causes) > MOST_WARNINGS:
+            self._warn(f"{len(causes) - MOST_WARNINGS} more of {len(request)} rows got {self.default:g}")
+        return torch.tensor([self.default if isinstance(r, str) else r for r in results], dtype=torch.float32)
+
+    def _results(self, request: RewardRequest) -> list[float | str]:
+        """The score of each response, or the reason why it has none."""
+        rows = range(len(request))
+        signature = self.pool.signature
+        if not signature.per_row and len(request) > 1:
+            (batch,) = self.pool.map([arguments_of(signature, request, rows)])
+            if isinstance(batch, list) and len(batch) == len(request):
+                return [_checked_score(value) for value in batch]
+            cause = f"returned {len(batch)} scores" if isinstance(batch, list) else str(batch)
+            self._warn(f"a call for {len(request)} rows failed ({cause}); it is repeated row by row")
+        results: list[float | str] = []
+        for values in self.pool.map([arguments_of(signature, request, [row]) for row in rows]):
+            if isinstance(values, CallError):
+                results.append(str(values))
+            elif len(values) != 1:
+                results.append(f"returned {len(values)} scores for one row")
+            else:
+                results.append(_checked_score(values[0]))
+        return results
+
+    def _warn(self, text: str) -> None:
+        print_line(f"warning: rank {dist.rank()}: reward function {self.name}: {text}")
+
+    def take_counts(self) -> CallCounts:
+        """Counts of this rank since the last call of this method."""
+        counts, self.counts = self.counts, CallCounts()
+        return counts
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.pool.close()
+
+
+def arguments_of(signature: Signature, request: RewardRequest, rows: Sequence[int]) -> dict[str, Any]:
+    """Keyword arguments of a call for some rows: lists for a batch function, single values for a per-row function.
+
+    Settings take precedence over texts, and texts over columns. A column that a row lacks is None for that row; an
+    argument without a default and without a column is None.
+    """
+    columns = {name: None for row in request.rows for name in row}  # in order of appearance
+    values: dict[str, list[Any]] = {name: [request.rows[row].get(name) for row in rows] for name in columns}
+    prompt, response = signature.text_names
+    values |= {prompt: [request.prompts[r] for r in rows], response: [request.responses[r] for r in rows]}
+    values = {name: value for name, value in values.items() if signature.any or name in signature.takes}
+    values |= {name: [None] * len(rows) for name in signature.needs - set(values)}
+    given: dict[str, Any] = {name: value[0] for name, value in values.items()} if signature.per_row else dict(values)
+    return given | signature.settings
+
+
+def missing_columns(signature: Signature, request: RewardRequest) -> set[str]:
+    """Arguments without a default for which there is no text, no column of any row, and no setting."""
+    columns = {name for row in request.rows for name in row}
+    return set(signature.needs) - columns - set(signature.text_names) - set(signature.settings)
+
+
+def _either(columns: set[str]) -> str:
+    return " or ".join(map(repr, sorted(columns)))
+
+
+def _checked_score(value: float | None) -> float | str:
+    """The score, or the reason why it is none."""
+    if value is None:
+        return "returned a value that is not a number"
+    if not abs(value) <= LARGEST:
+        return f"returned {value}, which is not a finite fp32 number"
+    return value
+
+
+def function_files(flag: str, functions: Sequence[str]) -> list[tuple[str, str | None]]:
+    """(flag with the path, path) of each reward function in a file.
+
+    Raises:
+        UserError: see `parse_function`.
+    """
+    paths = [parse_function(text).path for text in functions]
+    return [(f"{flag} {path}", path) for path in paths if path.endswith(".py")]

@@ -1,0 +1,207 @@
+"""A remote reward service with the API of OpenRLHF: POST `{"query", "prompts", "labels"}`, reply `{"rewards"}`."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import string
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.errors import UserError
+from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
+from dschat_ppo.types import Rollout
+
+FLAG = "--remote_reward_url"
+LABELS = ("label", "answer")
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
+_MOST_BYTES, _CHUNK_BYTES = 2**26, 2**16
+_HEARTBEAT_SECONDS = 1.0
+
+
+class _RetryableError(Exception):
+    """The request failed, but a later attempt may succeed; the message is the cause."""
+
+
+def check_url(url: str) -> None:
+    """Raise `UserError` unless `url` is `http://host...` or `https://host...`."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise UserError(f"{FLAG} {url}: must be an address such as http://host:5000/get_reward")
+
+
+class RemoteReward:
+    """Scores text with one or several services that return the same scores.
+
+    Args:
+        urls: addresses. Batches are distributed over them in turn, with one request at a time to each.
+        timeout: seconds for each request (reading the last bytes may exceed it once).
+        retries: further attempts of a failed request, each at the next address.
+        batch_size: most responses in a request.
+    """
+
+    name = "remote"
+
+    def __init__(self, urls: list[str], timeout: float, retries: int, batch_size: int):
+        for url in urls:
+            check_url(url)
+        self.urls = urls
+        self.timeout = timeout
+        self.retries = retries
+        self.batch_size = batch_size
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """(B,) fp32 on the CPU.
+
+        Raises:
+            RewardServiceError: the service rejects a request (a status below 500 other than 429), replies with anything
+                but one finite number per response, or does not reply in `1 + retries` attempts.
+        """
+        starts = range(0, len(request), self.batch_size)
+        threads, scores = ThreadPoolExecutor(len(self.urls), thread_name_prefix="remote"), list[float]()
+        try:
+            for batch in [threads.submit(self._score_batch, request, start) for start in starts]:
+                while not wait([batch], _HEARTBEAT_SECONDS).done:
+                    heartbeat()  # a service that hangs is found by the time limit of the request
+                scores += batch.result()
+        finally:  # after an interrupt, do not wait for a service that hangs
+            threads.shutdown(wait=False, cancel_futures=True)
+        return torch.tensor(scores, dtype=torch.float32)
+
+    def _score_batch(self, request: RewardRequest, start: int) -> list[float]:
+        """Scores of one batch.
+
+        The wait doubles from attempt to attempt. Each is shortened at random by up to a half, so that ranks do not
+        retry at the same time.
+        """
+        rows = slice(start, start + self.batch_size)
+        prompts, responses = request.prompts[rows], request.responses[rows]
+        query = {
+            "query": [prompt + response for prompt, response in zip(prompts, responses, strict=True)],
+            "prompts": prompts,
+            "labels": [label_of(row) for row in request.rows[rows]],
+        }
+        body = json.dumps(query, default=str).encode()
+        first = dist.rank() + start // self.batch_size
+        for attempt in range(self.retries + 1):
+            url = self.urls[(first + attempt) % len(self.urls)]
+            try:
+                return read_rewards(post(url, body, self.timeout), len(prompts), url)
+            except _RetryableError as problem:
+                cause = str(problem)
+            if attempt < self.retries:
+                longest = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt)
+                time.sleep(longest * random.uniform(0.5, 1.0))
+        raise RewardServiceError(f"{FLAG} {url}: no reply in {self.retries + 1} attempts; the last: {cause}")
+
+
+def label_of(row: dict[str, Any]) -> Any:
+    """The row's `label` column, or its `answer` column, or None."""
+    return next((row[name] for name in LABELS if row.get(name) is not None), None)
+
+
+def post(url: str, body: bytes, timeout: float) -> bytes:
+    """Send JSON and return the body of a reply with status 200.
+
+    Proxies are those of the environment variables. Redirections are not followed. A user name and a password in the
+    address become an `Authorization` header.
+
+    Raises:
+        _RetryableError: no connection, no complete reply in time, status 429 or 5xx.
+        RewardServiceError: another status, or a reply of more than 64 MiB.
+    """
+    deadline = time.monotonic() + timeout
+    late = f"no complete reply in {timeout:g} s (--remote_reward_timeout)"
+    parts = urlsplit(quote(url, safe=string.punctuation))
+    user, _, host = parts.netloc.rpartition("@")
+    headers = {"Content-Type": "application/json"}
+    if user:
+        headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
+    client = OpenerDirector()  # without the handlers that follow redirections and turn a status into an exception
+    for handler in (ProxyHandler(), HTTPHandler(), HTTPSHandler()):
+        client.add_handler(handler)
+    try:
+        with client.open(Request(urlunsplit(parts._replace(netloc=host)), body, headers), timeout=timeout) as reply:
+            status, content = reply.status, _read_body(reply, deadline)
+    except (OSError, HTTPException) as problem:
+        cause = problem.reason if isinstance(problem, URLError) else problem
+        if isinstance(cause, TimeoutError):
+            raise _RetryableError(late) from None
+        raise _RetryableError(f"{type(cause).__name__}: {cause}") from None
+    if content is None:
+        raise _RetryableError(late)
+    start = content[:200].decode(errors="replace")
+    if status == 429 or status >= 500:
+        raise _RetryableError(f"status {status}: {start}")
+    if status != 200:
+        raise RewardServiceError(f"{FLAG} {url}: refused the request with status {status}: {start}")
+    if len(content) > _MOST_BYTES:
+        raise RewardServiceError(f"{FLAG} {url}: its reply is longer than {_MOST_BYTES} bytes")
+    return content
+
+
+def _read_body(reply: HTTPResponse, deadline: float) -> bytes | None:
+    """All of the body, or slightly more than `_MOST_BYTES` of it; None if the deadline passes first.
+
+    The timeout of the socket applies to each read, so a service that sends byte after byte never exceeds it.
+
+    Raises:
+        ConnectionError: the connection ends before the declared length.
+    """
+    length, content = reply.length, b""
+    while len(content) <= _MOST_BYTES and (length is None or len(content) < length):
+        chunk = reply.read1(_CHUNK_BYTES)
+        if not chunk and length is not None:
+            raise ConnectionError(f"the connection ended after {len(content)} of {length} bytes")
+        if not chunk:
+            break
+        content += chunk
+        if time.monotonic() > deadline:
+            return None
+    return content
+
+
+def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
+    """`{"rewards": [number, ...]}` -> the numbers.
+
+    Raises:
+        RewardServiceError: another form, another count than `rows`, or a number that is not finite in fp32.
+    """
+    problem, rewards = None, None
+    try:
+        reply = json.loads(content)
+        rewards = reply.get("rewards") if isinstance(reply, dict) else None
+        if not isinstance(rewards, list):
+            problem = "has no list 'rewards'"
+        elif len(rewards) != rows:
+            problem = f"has {len(rewards)} rewards for {rows} responses"
+        elif bad := [value for value in rewards if not is_finite_number(value)]:
+            problem = f"has {bad[0]!r} for a reward"
+    except (ValueError, RecursionError):
+        problem = "is not JSON"
+    if problem is not None:
+        start = content[:200].decode(errors="replace")
+        raise RewardServiceError(f"{FLAG} {url}: its reply {problem} (it starts with {start!r})")
+    assert rewards is not None
+    return [float(value) for value in rewards]
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a JSON value is a number that is finite in fp32."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) <= torch.finfo(torch.float32).max

@@ -1,0 +1,76 @@
+"""The interface of reward sources: request, protocol, failures and their counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dschat_ppo.common import dist
+from dschat_ppo.errors import UserError
+from dschat_ppo.types import Rollout
+
+
+@dataclass(frozen=True)
+class RewardRequest:
+    """B responses to score, as text.
+
+    `prompts` and `responses`: B texts each; responses without special tokens. `rows`: for each prompt the row of the
+    data set that it comes from, with all columns.
+    """
+
+    prompts: list[str]
+    responses: list[str]
+    rows: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        if not len(self.prompts) == len(self.responses) == len(self.rows):
+            counts = f"{len(self.prompts)} prompts, {len(self.responses)} responses, {len(self.rows)} rows"
+            raise ValueError(f"a reward request needs equally many of each, got {counts}")
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+
+class RewardSource(Protocol):
+    """A named function from B responses, given as text and as tokens, to B scores."""
+
+    @property
+    def name(self) -> str:
+        """The name of the source in metrics."""
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """(B,) fp32, on the CPU or the rollout's device."""
+
+
+class RewardServiceError(UserError):
+    """A reward source returned no usable result. The message names the source and the cause."""
+
+
+class RewardFunctionError(UserError):
+    """A reward function failed on every response. The message names the function, the count and the first cause."""
+
+
+@dataclass(frozen=True)
+class CallCounts:
+    """How many responses a function was called for, how many of these calls failed, and the cause of the first."""
+
+    rows: int = 0
+    failed: int = 0
+    cause: str | None = None
+
+
+def raise_on_any_rank(problem: str | None) -> None:
+    """Raise on every rank if any rank has a problem. Collective.
+
+    Args:
+        problem: what went wrong on this rank, or None.
+
+    Raises:
+        RewardServiceError: with the problem of the first rank that has one. Every rank raises the same text, because
+            only rank 0 prints it.
+    """
+    first = dist.first_problem(problem)
+    if first is not None:
+        raise RewardServiceError(first)

@@ -1,0 +1,221 @@
+"""The worker process that runs a reward function. Started by `worker_pool.Worker`; needs only the standard library.
+
+Requests arrive on standard input, each a length and a pickle of keyword arguments. Replies leave on the original
+standard output, each a length and JSON: the trainer unpickles nothing that a worker wrote. The function itself gets an
+empty standard input, and its prints go to standard error.
+
+The process forks. The child runs the function. The parent watches whether the trainer is alive, because a function that
+never releases the interpreter's lock (such as a regular expression that backtracks for ever) blocks every thread of its
+process. When the trainer ends for any reason, the watcher kills the whole process group.
+
+Both processes ignore SIGTERM and SIGINT: DeepSpeed's launcher sends SIGTERM to all its descendants when the run is to
+stop, and the trainer still needs the rewards of its last step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from types import CodeType
+from typing import Any, BinaryIO, NoReturn, SupportsFloat
+
+LENGTH = struct.Struct(">Q")
+TEXT_NAMES = ("prompts", "responses", "prompt", "response")
+_POLL_MILLISECONDS = 1000
+_LONGEST_TEXT = 500  # characters of an exception's text
+
+
+def main(argv: list[str]) -> None:
+    """Serve a function. `argv`: its file or module, its name, its settings as JSON."""
+    parent = os.getppid()
+    outlive_signals()
+    child = os.fork()
+    if child:
+        _watch(parent, child)
+    os.register_at_fork(after_in_child=restore_signals)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")  # descriptors are not inherited
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    where, name, settings = argv
+    try:
+        function = load(where, name)
+        loaded, file = describe(function, json.loads(settings)), file_of(function)
+    except BaseException as problem:  # noqa: BLE001  the user's module may raise anything; the trainer reports it
+        _send(replies, {"error": cause_of(problem, os.path.abspath(where))})
+        return
+    _send(replies, {"ready": loaded})
+    loop = asyncio.new_event_loop()
+    while len(head := requests.read(LENGTH.size)) == LENGTH.size:
+        arguments = pickle.loads(requests.read(LENGTH.unpack(head)[0]))
+        try:
+            result = function(**arguments)
+            if inspect.isawaitable(result):
+                result = loop.run_until_complete(_awaited(result))
+            reply: dict[str, Any] = {"values": _numbers(result, loaded["per_row"])}
+        except BaseException as problem:  # noqa: BLE001  a failed call costs its rows, not the run
+            reply = {"error": cause_of(problem, file)}
+        _send(replies, reply)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def outlive_signals() -> None:
+    """Handle SIGTERM and SIGINT by doing nothing. `SIG_IGN` would be inherited by programs started from here."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+
+def restore_signals() -> None:
+    """Default handlers in processes that the function forks: `multiprocessing` ends its pools by SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _watch(parent: int, child: int) -> NoReturn:
+    """End when the child ends; kill the whole process group when the trainer closes the pipe or ends."""
+    os.close(1)
+    hang_up = select.poll()
+    hang_up.register(0, 0)  # without events `poll` reports only that the other end closed
+    while not hang_up.poll(_POLL_MILLISECONDS) and os.getppid() == parent:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            os._exit(0)
+    os.killpg(os.getpid(), signal.SIGKILL)  # this process leads the group
+    os._exit(1)
+
+
+def _send(replies: BinaryIO, reply: dict[str, Any]) -> None:
+    body = json.dumps(reply).encode()
+    replies.write(LENGTH.pack(len(body)) + body)
+    replies.flush()
+
+
+def cause_of(problem: BaseException, file: str | None) -> str:
+    """Type and text of an exception and the innermost line of `file` in its traceback, as one line.
+
+    The exception may be a class of the user, whose `__str__` may raise anything.
+    """
+    kind, text, place = "an exception", "its text cannot be printed", ""
+    try:
+        kind = _one_line(type(problem).__name__)
+        lines = [n for frame, n in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
+        place = f" ({_one_line(str(file))}:{lines[-1]})" if lines else ""
+        text = _one_line(str(problem)[:_LONGEST_TEXT])
+    except BaseException:  # noqa: BLE001, S110  then the defaults above describe it
+        pass
+    return (f"{kind}: {text}" if text else kind) + place
+
+
+def _one_line(text: str) -> str:
+    return " ".join(str.split(text)).encode(errors="backslashreplace").decode()
+
+
+def file_of(function: Callable[..., Any]) -> str | None:
+    """The file that defines the function; None for a shipped rule or a function that is not written in Python."""
+    plain = inspect.unwrap(function)
+    for written in (plain, type(plain).__call__):
+        code = getattr(written, "__code__", None)
+        if isinstance(code, CodeType) and Path(code.co_filename).parent != Path(__file__).parent:
+            return code.co_filename
+    return None
+
+
+def load(where: str, name: str) -> Callable[..., Any]:
+    """The callable `name` of a file `*.py` or of an importable module.
+
+    A file is loaded as if it were run: its folder comes first in the search path.
+
+    Raises:
+        TypeError, AttributeError: there is no such callable. Importing the module may raise anything.
+    """
+    if where.endswith(".py"):
+        path = Path(where)
+        sys.path.insert(0, str(path.resolve().parent))
+        spec = importlib.util.spec_from_file_location(f"reward_function_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    function = getattr(module, name)
+    if not callable(function):
+        raise TypeError(f"{name} is {type(function).__name__}, not a function")
+    return function
+
+
+def describe(function: Callable[..., Any], settings: dict[str, str]) -> dict[str, Any]:
+    """How to call a function.
+
+    Returns:
+        `per_row`: it takes single values (`response`), not lists (`responses`); `takes`: names of its arguments;
+        `needs`: those without a default; `any`: it has a `**` argument; `settings`: converted to the types of the
+        defaults that they replace.
+
+    Raises:
+        TypeError, ValueError: it cannot be called by keywords, or a setting has no argument or the wrong type.
+    """
+    parameters = inspect.signature(function).parameters
+    kinds = {name: parameter.kind for name, parameter in parameters.items()}
+    by_position = [n for n, kind in kinds.items() if kind in (kind.POSITIONAL_ONLY, kind.VAR_POSITIONAL)]
+    if by_position:
+        raise TypeError(f"its argument {by_position[0]} is positional only, but the function is called by keywords")
+    names = [name for name, kind in kinds.items() if kind != kind.VAR_KEYWORD]
+    takes_any = len(names) < len(kinds)
+    for name in settings:
+        if name in TEXT_NAMES or (name not in names and not takes_any):
+            raise TypeError(f"it has no setting '{name}'; its arguments are {', '.join(names)}")
+    return {
+        "per_row": "response" in names and "responses" not in names,
+        "takes": names,
+        "needs": [name for name in names if parameters[name].default is inspect.Parameter.empty],
+        "any": takes_any,
+        "settings": {
+            n: _converted(n, text, parameters[n].default if n in names else None) for n, text in settings.items()
+        },
+    }
+
+
+def _converted(name: str, text: str, default: Any) -> Any:
+    """The text of a setting, converted to the type of the default that it replaces."""
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"its setting {name} must be true or false, not '{text}'")
+        return text.lower() == "true"
+    if isinstance(default, int | float):
+        try:
+            return type(default)(text)
+        except ValueError:
+            raise ValueError(f"its setting {name} must be a number ({type(default).__name__}), not '{text}'") from None
+    return text
+
+
+def _numbers(result: Any, per_row: bool) -> list[float | None]:
+    """The returned scores; None for a value that is not a number."""
+    if per_row:
+        return [_number(result)]
+    if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
+        raise TypeError(f"returned {type(result).__name__}, not a list of numbers")
+    return [_number(value) for value in result]
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None

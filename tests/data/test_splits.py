@@ -1,0 +1,207 @@
+"""Reading files, folders and hub data sets, and splitting their rows."""
+
+import io
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
+from datasets import Dataset, DatasetDict
+from test_prepare import ROWS, TOKENIZER, answers_of, flags_for, prompts_of, write_jsonl
+
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.splits import hold_out, load_splits, split_of_step
+from dschat_ppo.errors import UserError
+
+
+def test_every_csv_column_is_text(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,response\n1,4\ntwo,N/A\nthree,\nfour,"a, b"\n')
+    rows = load_splits(str(path), "--data_path", None).train
+    assert rows["prompt"][:] == ["1", "two", "three", "four"]
+    assert rows["response"][:] == ["4", "N/A", "", "a, b"]
+
+
+def test_brackets_in_a_path_are_not_a_glob_pattern(tmp_path):
+    folder = tmp_path / "data[1]"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    assert len(load_splits(str(folder / "rows.jsonl"), "--data_path", None).train) == 1
+    assert len(load_splits(str(folder), "--data_path", None).train) == 1
+
+
+def load(tmp_path: Path, path: Path | str):
+    return load_splits(str(path), "--data_path", str(tmp_path / "cache"))
+
+
+def parquet_of(columns: dict[str, list]) -> bytes:
+    file = io.BytesIO()
+    Dataset.from_dict(columns).to_parquet(file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("shares", [(2.0, 4.0, 4.0), (1.0, 1.0, 1.0), (10.0, 0.0, 0.0), (0.2, 0.5, 0.3)])
+@pytest.mark.parametrize("count", [1, 7, 100])
+def test_the_parts_of_the_steps_are_disjoint_and_complete(shares, count):
+    rows = Dataset.from_dict({"id": list(range(count))})
+    parts = [split_of_step(rows, shares, part, seed=5)["id"] for part in range(3)]
+    assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(count))
+    for part, share in zip(parts, shares, strict=True):
+        assert abs(len(part) - count * share / sum(shares)) <= 1
+
+
+def test_parts_are_random_and_reproducible():
+    rows = Dataset.from_dict({"id": list(range(100))})
+    first = list(split_of_step(rows, (1, 1, 1), 0, seed=5)["id"])
+    assert first == list(split_of_step(rows, (1, 1, 1), 0, seed=5)["id"])
+    assert first != list(split_of_step(rows, (1, 1, 1), 0, seed=6)["id"])
+    assert sorted(first) != list(range(33))
+
+
+@pytest.mark.parametrize(("count", "fraction", "held"), [(100, 0.05, 5), (10, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0)])
+def test_hold_out_takes_its_fraction_and_keeps_a_training_row(count, fraction, held):
+    rows = Dataset.from_dict({"id": list(range(count))})
+    train, evaluation = hold_out(rows, fraction, seed=1)
+    kept = [] if evaluation is None else list(evaluation["id"])
+    assert len(kept) == held
+    assert sorted([*train["id"], *kept]) == list(range(count))
+
+
+def test_hold_out_with_fraction_zero_holds_out_nothing():
+    rows = Dataset.from_dict({"id": [0, 1, 2]})
+    train, evaluation = hold_out(rows, 0.0, seed=1)
+    assert (list(train["id"]), evaluation) == ([0, 1, 2], None)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "a/b/c"])
+def test_missing_files_are_named_with_their_flag(tmp_path, name):
+    with pytest.raises(UserError, match=r"--data_path .*: no such file or folder") as problem:
+        load(tmp_path, name)
+    assert name in str(problem.value)
+
+
+def test_a_missing_absolute_path_is_rejected(tmp_path):
+    with pytest.raises(UserError, match="no such file or folder"):
+        load(tmp_path, tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("zero.jsonl", b""),
+        ("blank.jsonl", b"\n\n"),
+        ("list.json", b"[]"),
+        ("header.csv", b"prompt,response\n"),
+        ("rows.parquet", parquet_of({"prompt": [], "response": []})),
+    ],
+)
+def test_empty_data_sets_are_an_error(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"--data_path .*empty") as problem:
+        load(tmp_path, path)
+    assert name in str(problem.value)
+
+
+def test_files_of_a_folder_that_differ_in_a_column_are_an_error(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "response": 1}])
+    with pytest.raises(UserError, match="--data_path .*differ in a column.*response"):
+        load(tmp_path, tmp_path)
+
+
+def test_other_file_formats_are_rejected(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_text("hello")
+    with pytest.raises(UserError, match=r"'\.txt' files are not supported"):
+        load(tmp_path, path)
+
+
+def test_folders_without_training_files_are_rejected(tmp_path):
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(UserError, match="the folder holds no"):
+        load(tmp_path, tmp_path / "bare")
+    write_jsonl(tmp_path / "bare" / "test.jsonl", ROWS)
+    with pytest.raises(UserError, match="only evaluation files"):
+        load(tmp_path, tmp_path / "bare")
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [('{"prompt": ', "not JSON"), ("3", "not an object"), ('["a", "b"]', "not an object")],
+)
+def test_a_bad_json_line_is_named_by_its_number(tmp_path, line, what):
+    path = tmp_path / "d.jsonl"
+    good = [json.dumps(row) for row in ROWS]
+    path.write_text("\n".join([*good[:3], line, *good[3:]]) + "\n")
+    with pytest.raises(UserError, match=rf"d\.jsonl.*line 4 .*{what}"):
+        load(tmp_path, path)
+
+
+def test_hub_splits_without_rows_are_ignored(monkeypatch):
+    rows, none = Dataset.from_dict({"prompt": ["a"]}), Dataset.from_dict({"prompt": []})
+    found = iter([DatasetDict(train=rows, validation=none, test=rows), DatasetDict(train=none)])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: next(found))
+    splits = load_splits("name", "--data_path", None)
+    assert (len(splits.train), len(splits.eval)) == (1, 1)
+    with pytest.raises(UserError, match=r"--data_path name: has no 'train' split with rows \(it has no rows\)"):
+        load_splits("name", "--data_path", None)
+
+
+def test_files_of_a_folder_are_split_by_their_names(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", ROWS[:5])
+    write_jsonl(tmp_path / "validation.jsonl", ROWS[5:])
+    (tmp_path / "README.md").write_text("no data")
+    splits = load(tmp_path, tmp_path)
+    assert (len(splits.train), len(splits.eval)) == (5, 3)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_format_gives_the_same_rows(tmp_path, suffix):
+    path = tmp_path / f"data{suffix}"
+    table = Dataset.from_list(ROWS)
+    if suffix == ".jsonl":
+        write_jsonl(path, ROWS)
+    elif suffix == ".json":
+        path.write_text(json.dumps(ROWS), encoding="utf-8")
+    elif suffix == ".csv":
+        path.write_text("prompt,response\n" + "".join(f"{r['prompt']},{r['response']}\n" for r in ROWS))
+    else:
+        table.to_parquet(str(path))
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64).train
+    assert sorted(zip(prompts_of(rows), answers_of(rows), strict=True)) == [
+        (row["prompt"], [row["response"] + TOKENIZER.eos_token]) for row in ROWS
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prompt,response\nGrüße,ja\n".encode("utf-8-sig"),  # as Excel writes it
+        ",prompt,response\n0,Grüße,ja\n".encode(),  # as pandas writes it
+    ],
+)
+def test_csv_files_written_by_excel_and_pandas(tmp_path, text):
+    path = tmp_path / "data.csv"
+    path.write_bytes(text)
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64).train
+    assert (prompts_of(rows), answers_of(rows)) == (["Grüße"], [["ja" + TOKENIZER.eos_token]])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("bytes.jsonl", b'{"prompt": "a", "response": "\xff\xfe"}\n'),
+        ("bytes.parquet", b"this is not a table"),
+        ("quote.csv", b'prompt,response\n"a,b\n'),
+        ("cut.json", b'[{"prompt": "a"'),
+        ("commas.csv", b"prompt,response\nOne, two,three\nFour, five,six\n"),  # pandas would take "One" for a name
+    ],
+)
+def test_an_unreadable_file_is_named_in_the_error(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError) as problem:
+        prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64)
+    assert name in str(problem.value)

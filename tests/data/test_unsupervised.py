@@ -1,0 +1,47 @@
+"""Plain text to token rows of one block each."""
+
+import pytest
+from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
+from test_prepare import TOKENIZER, flags_for, write_jsonl
+
+from dschat_ppo.data.unsupervised import text_blocks
+from dschat_ppo.errors import UserError
+
+
+def read_blocks(tmp_path, rows: list, length: int):
+    path = write_jsonl(tmp_path / "texts.jsonl", rows)
+    return text_blocks(path, None, TOKENIZER, length, flags_for(tmp_path, path))
+
+
+def test_texts_are_joined_by_eos_and_cut_into_blocks(tmp_path):
+    texts = ["a b c d", None, "d c"]
+    joined = [token for text in texts for token in [*TOKENIZER.encode(text or ""), TOKENIZER.eos_token_id]]
+    rows = read_blocks(tmp_path, [{"text": text} for text in texts], 4)
+    blocks = [[*row["prompt_ids"], *row["answers"][0]] for row in rows]
+    expected = [joined[start : start + 4] for start in range(0, len(joined), 4)]
+    assert blocks == [block for block in expected if len(block) > 1]
+    assert all(len(row["prompt_ids"]) == 1 and len(row["answers"]) == 1 and row["margin"] == 0 for row in rows)
+
+
+def test_a_last_block_of_one_token_is_dropped(tmp_path):
+    count = len(TOKENIZER.encode("a b c d"))  # and EOS: the last block has one token
+    rows = read_blocks(tmp_path, [{"text": "a b c d"}], count)
+    assert [len(row["prompt_ids"]) + len(row["answers"][0]) for row in rows] == [count]
+
+
+def test_another_block_length_misses_the_cache(tmp_path):
+    rows = [{"text": "a b c d"}]
+    assert len(read_blocks(tmp_path, rows, 2)) != len(read_blocks(tmp_path, rows, 64))
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([{"prompt": "a"}], "has the columns prompt; it needs a text column 'text'"),
+        ([{"text": 3}], "it needs a text column 'text'"),
+        ([{"text": ""}], "no text has two tokens or more"),
+    ],
+)
+def test_data_without_text_is_rejected(tmp_path, rows, problem):
+    with pytest.raises(UserError, match=f"^--unsupervised_dataset_name .*{problem}"):
+        read_blocks(tmp_path, rows, 8)

@@ -1,0 +1,92 @@
+"""setup.py declares every library that the package imports, and adds none beyond the settled ones."""
+
+import ast
+import re
+import sys
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+SETTLED = {"torch", "deepspeed", "transformers", "accelerate", "datasets", "tensorboard"}  # all others are extras
+NAMES = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "math_verify": "math-verify"}  # import -> package
+OPTIONAL = {"math_verify"}  # imported inside a function, after a check that the extra is installed
+
+
+def name_of(requirement: str) -> str:
+    """`"PyYAML>=5.1"` -> `"pyyaml"`."""
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
+
+
+def declared() -> tuple[list[str], dict[str, list[str]]]:
+    """(`install_requires`, `extras_require`), read from the source of setup.py."""
+    call = next(
+        node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
+    )  # fmt: skip
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    return ast.literal_eval(given["install_requires"]), ast.literal_eval(given["extras_require"])
+
+
+def imported(*folders: str) -> dict[str, tuple[str, bool]]:
+    """Library -> (a file and line that imports it, whether some import is at the top of a module)."""
+    found: dict[str, tuple[str, bool]] = {}
+    for path in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            else:
+                continue
+            for library in {module.split(".")[0] for module in modules}:
+                if library not in sys.stdlib_module_names and library != "dschat_ppo":
+                    at_top = node in tree.body or found.get(library, ("", False))[1]
+                    found[library] = (f"{path.relative_to(ROOT)}:{node.lineno}", at_top)
+    return found
+
+
+IMPORTED = imported("dschat_ppo", "training")
+
+
+@pytest.mark.parametrize("library", sorted(IMPORTED))
+def test_an_imported_library_is_declared(library):
+    place, at_top = IMPORTED[library]
+    required, extras = declared()
+    package = NAMES.get(library, library)
+    if library in OPTIONAL:
+        assert not at_top, f"{place} imports an extra at the top of the module"
+        required = [name for names in extras.values() for name in names]
+    assert package in map(name_of, required), f"{place} imports {library}, which setup.py does not declare"
+
+
+def test_every_requirement_is_settled_or_required_by_a_settled_library():
+    """The second kind adds nothing to an installation."""
+    required = {name_of(requirement) for requirement in declared()[0]}
+    assert required >= SETTLED
+    theirs = {
+        name_of(requirement)
+        for library in SETTLED
+        for requirement in requires(library) or []
+        if "extra" not in requirement
+    }
+    assert required - SETTLED <= theirs
+
+
+def test_every_requirement_is_used():
+    required = {name_of(requirement) for requirement in declared()[0]}
+    assert required - {NAMES.get(library, library) for library in IMPORTED} <= SETTLED
+
+
+def test_the_installed_versions_are_the_declared_ones():
+    for requirement in map(Requirement, declared()[0]):
+        installed = version(requirement.name)
+        assert requirement.specifier.contains(installed, prereleases=True), f"{requirement}: {installed} is installed"
+
+
+def test_the_search_sees_imports_inside_functions():
+    assert not imported("dschat_ppo/rewards")["math_verify"][1]
+    assert imported("dschat_ppo/rewards")["torch"][1]
