@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From nothing to a model trained by PPO: quickstart.sh [OUT_DIR]
-# Makes .venv, a toy model and its data, and runs the three steps. Run again with the same OUT_DIR, it goes on at the
-# first step that is not done.
+# Train a toy model with SFT, a reward model and PPO: quickstart.sh [OUT_DIR]
+# Creates .venv, the model and its data, and runs the three steps. Run it again with the same OUT_DIR to continue with
+# the first unfinished step.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 out="${1:-$here/../output/quickstart}"
@@ -16,24 +16,24 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
     python -m dschat_ppo.tools.toy "$out/toy"
 fi
 
-before="" # mark of the step before: what is older was made from other models
-run_step() { # run_step NAME SCRIPT ARGS...: skipped if NAME is done, timed if not
-    local name="$1" anew=() start=$SECONDS
+before="" # time stamp of the previous step; outputs that are older come from other models
+run_step() { # run_step NAME SCRIPT ARGS...: run and time a step, unless it is done
+    local name="$1" fresh=() start=$SECONDS
     local result="$out/$name/result.json" settings="$out/$name/config.yaml" mark="$out/$name.seconds"
     shift
     if is_whole "$result" && [ -e "$mark" ] && [ ! "$mark" -ot "$before" ]; then
         echo "quickstart: step '$name' is done, skipped"
     else
         echo "quickstart: step '$name'"
-        # a step that was interrupted goes on from its last checkpoint
-        if [ -e "$settings" ] && [ "$settings" -ot "$before" ]; then anew=(--overwrite_output_dir --resume never); fi
-        bash "$@" "${anew[@]}"
+        # an interrupted step resumes from its last checkpoint, unless the previous step has run since
+        if [ -e "$settings" ] && [ "$settings" -ot "$before" ]; then fresh=(--overwrite_output_dir --resume never); fi
+        bash "$@" "${fresh[@]}"
         if ! is_whole "$result"; then
-            echo "quickstart: step '$name' was stopped; run again to go on"
+            echo "quickstart: step '$name' was stopped; run again to continue"
             exit 1
         fi
         echo $((SECONDS - start)) >"$mark"
-        sync "$mark" "$out" # before a later step says that it is newer
+        sync "$mark" "$out" # before a later step compares its age
     fi
     before="$mark"
 }

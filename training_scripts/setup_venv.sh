@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv at the top of the repository and install the package into it. Does nothing if that is done already.
+# Create .venv at the top of the repository and install the package there. Does nothing if .venv is up to date.
 #   setup_venv.sh [EXTRA]        EXTRA: e.g. "test"
 # PYTHON           interpreter to use (default: python3), 3.10 or newer
 # TORCH_INDEX_URL  package index for torch, e.g. that of PyTorch's CPU builds
@@ -15,7 +15,7 @@ command -v c++ >/dev/null || command -v g++ >/dev/null ||
 
 stamp=".venv/.installed-$(cksum <setup.py | cut -d' ' -f1)"
 [ -e "$stamp-${extra:-plain}" ] && exit 0
-[ -z "$extra" ] && compgen -G "$stamp-*" >/dev/null && exit 0 # with an extra is more than without
+[ -z "$extra" ] && compgen -G "$stamp-*" >/dev/null && exit 0 # an installation with an extra includes the plain one
 
 make_venv() {
     "$python" -m venv "$@" .venv || { rm -rf .venv; echo "error: python -m venv failed; install it" >&2; exit 2; }
@@ -32,7 +32,7 @@ fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     .venv/bin/python -m pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
 fi
-echo "installing dschat_ppo and the libraries that it needs: this may take minutes"
+echo "installing dschat_ppo and its dependencies: this may take minutes"
 .venv/bin/python -m pip install -q -e ".${extra:+[$extra]}"
-sync # before the stamp says that all is there
+sync # before the stamp marks the installation as complete
 touch "$stamp-${extra:-plain}"

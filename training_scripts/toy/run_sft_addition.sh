@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SFT on two-digit addition: run_sft_addition.sh TOY_DIR OUTPUT_DIR [more flags]
-# TOY_DIR as `python -m dschat_ppo.tools.addition` makes it. About a third of what the result samples is right.
+# TOY_DIR comes from `python -m dschat_ppo.tools.addition`. About a third of the trained model's samples are correct.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 usage="usage: run_sft_addition.sh TOY_DIR OUTPUT_DIR [more flags]"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Step 2 without a reward model, on the embedded default: run_step2_dpo.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]
+# Step 2 without a reward model, on the toy task: run_step2_dpo.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]
 # Other losses: --objective ipo, hinge, dpo_nll, or cdpo and robust_dpo with --label_smoothing 0.1
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
