@@ -1,13 +1,7 @@
 #!/usr/bin/env bash
-<<<<<<< HEAD
 # All three steps on a toy model: quickstart.sh [OUT_DIR]
 # Creates .venv, a toy model and its data, and runs SFT, reward model training and PPO. Another run with the same OUT_DIR
 # resumes at the first unfinished step.
-=======
-# Train a toy model with SFT, a reward model and PPO: quickstart.sh [OUT_DIR]
-# Creates .venv, the model and its data, and runs the three steps. Run it again with the same OUT_DIR to continue with
-# the first unfinished step.
->>>>>>> w/docs
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 out="${1:-$here/../output/quickstart}"
@@ -22,22 +16,15 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
     python -m dschat_ppo.tools.toy "$out/toy"
 fi
 
-<<<<<<< HEAD
 previous="" # mark of the previous step: older outputs come from other models
 run_step() { # run_step NAME SCRIPT ARGS...: run and time a step, or skip it if it is finished
     local name="$1" from_scratch=() start=$SECONDS
-=======
-before="" # time stamp of the previous step; outputs that are older come from other models
-run_step() { # run_step NAME SCRIPT ARGS...: run and time a step, unless it is done
-    local name="$1" fresh=() start=$SECONDS
->>>>>>> w/docs
     local result="$out/$name/result.json" settings="$out/$name/config.yaml" mark="$out/$name.seconds"
     shift
     if is_valid_json "$result" && [ -e "$mark" ] && [ ! "$mark" -ot "$previous" ]; then
         echo "quickstart: step '$name' is done, skipped"
     else
         echo "quickstart: step '$name'"
-<<<<<<< HEAD
         # an interrupted step resumes from its last checkpoint, unless an earlier step has run since
         if [ -e "$settings" ] && [ "$settings" -ot "$previous" ]; then from_scratch=(--overwrite_output_dir --resume never); fi
         bash "$@" "${from_scratch[@]}"
@@ -47,17 +34,6 @@ run_step() { # run_step NAME SCRIPT ARGS...: run and time a step, unless it is d
         fi
         echo $((SECONDS - start)) >"$mark"
         sync "$mark" "$out" # before a later step compares its age with this mark
-=======
-        # an interrupted step resumes from its last checkpoint, unless the previous step has run since
-        if [ -e "$settings" ] && [ "$settings" -ot "$before" ]; then fresh=(--overwrite_output_dir --resume never); fi
-        bash "$@" "${fresh[@]}"
-        if ! is_whole "$result"; then
-            echo "quickstart: step '$name' was stopped; run again to continue"
-            exit 1
-        fi
-        echo $((SECONDS - start)) >"$mark"
-        sync "$mark" "$out" # before a later step compares its age
->>>>>>> w/docs
     fi
     previous="$mark"
 }

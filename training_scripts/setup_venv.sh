@@ -1,15 +1,8 @@
 #!/usr/bin/env bash
-<<<<<<< HEAD
 # Create .venv at the top of the repository and install the package into it. Does nothing if that has been done.
 #   setup_venv.sh [EXTRA]        EXTRA: an extra of the package, e.g. "test"
 # PYTHON           the interpreter to use (default: python3), 3.10 or newer
 # TORCH_INDEX_URL  the package index for torch, e.g. that of PyTorch's CPU builds
-=======
-# Create .venv at the top of the repository and install the package there. Does nothing if .venv is up to date.
-#   setup_venv.sh [EXTRA]        EXTRA: e.g. "test"
-# PYTHON           interpreter to use (default: python3), 3.10 or newer
-# TORCH_INDEX_URL  package index for torch, e.g. that of PyTorch's CPU builds
->>>>>>> w/docs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra="${1:-}"
@@ -39,13 +32,7 @@ fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     .venv/bin/python -m pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
 fi
-<<<<<<< HEAD
 echo "installing dschat_ppo and its dependencies; this may take minutes"
 .venv/bin/python -m pip install -q -e ".${extra:+[$extra]}"
 sync # before the stamp that marks the installation as complete
-=======
-echo "installing dschat_ppo and its dependencies: this may take minutes"
-.venv/bin/python -m pip install -q -e ".${extra:+[$extra]}"
-sync # before the stamp marks the installation as complete
->>>>>>> w/docs
 touch "$stamp-${extra:-plain}"

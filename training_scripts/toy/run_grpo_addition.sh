@@ -1,21 +1,12 @@
 #!/usr/bin/env bash
 # GRPO with a rule as the reward: run_grpo_addition.sh OUT_DIR [more flags of step 3]
-<<<<<<< HEAD
 # Creates the task of two-digit addition and its SFT model (the next run reuses both), then trains without a reward model
 # and without a critic. An answer that equals the row's `answer` column scores 1, any other 0.
-=======
-# Creates the two-digit addition task and its SFT model (both are kept for the next run), then trains without a reward
-# model and without a critic: a response that equals the row's `answer` column scores 1, any other 0.
->>>>>>> w/docs
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 out="${1:?usage: run_grpo_addition.sh OUT_DIR [more flags of step 3]}"
 shift
-<<<<<<< HEAD
 per_rank() { echo $((RANKS < $1 ? $1 / RANKS : 1)); } # per_rank COUNT: COUNT divided by the number of ranks, at least 1
-=======
-per_rank() { echo $((RANKS < $1 ? $1 / RANKS : 1)); } # per_rank ROWS: rows per rank
->>>>>>> w/docs
 
 if [ ! -e "$out/toy/model/model.safetensors" ]; then
     python -m dschat_ppo.tools.addition "$out/toy"

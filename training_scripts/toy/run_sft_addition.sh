@@ -1,10 +1,6 @@
 #!/usr/bin/env bash
 # SFT on two-digit addition: run_sft_addition.sh TOY_DIR OUTPUT_DIR [more flags]
-<<<<<<< HEAD
 # TOY_DIR comes from `python -m dschat_ppo.tools.addition`. About a third of the answers sampled from the result are right.
-=======
-# TOY_DIR comes from `python -m dschat_ppo.tools.addition`. About a third of the trained model's samples are correct.
->>>>>>> w/docs
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 usage="usage: run_sft_addition.sh TOY_DIR OUTPUT_DIR [more flags]"

@@ -1,9 +1,5 @@
 #!/usr/bin/env bash
-<<<<<<< HEAD
 # Step 1 on the embedded task: run_step1_sft.sh TOY_DIR OUTPUT_DIR [more flags]
-=======
-# Step 1 on the toy task: run_step1_sft.sh TOY_DIR OUTPUT_DIR [more flags]
->>>>>>> w/docs
 # For your own model and data, copy this file and change the paths and numbers.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"

@@ -1,11 +1,6 @@
 #!/usr/bin/env bash
-<<<<<<< HEAD
 # Step 2 without a reward model, on the embedded task: run_step2_dpo.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]
 # Other losses: --objective ipo, hinge, dpo_nll; cdpo and robust_dpo with --label_smoothing 0.1
-=======
-# Step 2 without a reward model, on the toy task: run_step2_dpo.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]
-# Other losses: --objective ipo, hinge, dpo_nll, or cdpo and robust_dpo with --label_smoothing 0.1
->>>>>>> w/docs
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 usage="usage: run_step2_dpo.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]"

@@ -1,9 +1,5 @@
 #!/usr/bin/env bash
-<<<<<<< HEAD
 # Step 2 on the embedded task: run_step2_reward.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]
-=======
-# Step 2 on the toy task: run_step2_reward.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]
->>>>>>> w/docs
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 usage="usage: run_step2_reward.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]"

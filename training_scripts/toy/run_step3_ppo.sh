@@ -1,9 +1,5 @@
 #!/usr/bin/env bash
-<<<<<<< HEAD
 # Step 3 on the embedded task: run_step3_ppo.sh TOY_DIR SFT_DIR REWARD_DIR OUTPUT_DIR [more flags]
-=======
-# Step 3 on the toy task: run_step3_ppo.sh TOY_DIR SFT_DIR REWARD_DIR OUTPUT_DIR [more flags]
->>>>>>> w/docs
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 usage="usage: run_step3_ppo.sh TOY_DIR SFT_DIR REWARD_DIR OUTPUT_DIR [more flags]"
