@@ -22,18 +22,17 @@ import psutil
 from dschat_ppo.checkpoint import engine_state, folder
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
-from dschat_ppo.ppo import train_ppo
-from dschat_ppo.ppo.collect import ExperienceCollector
-from dschat_ppo.ppo.loop import PPOTrainer
+from dschat_ppo.ppo import loop, train_ppo
+from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.runtime.launch import leave, run_step
 
 # place -> (what holds the function, its name)
 PLACES: dict[str, tuple[Any, str]] = {
     "preparing": (multiprocess.managers.SyncManager, "Queue"),  # the workers and their manager have just begun
     "loading": (train_ppo, "RLHFEngine"),
-    "rollout": (ExperienceCollector, "rollout"),
-    "scoring": (ExperienceCollector, "score"),
-    "update": (PPOTrainer, "update_once"),
+    "rollout": (ExperienceCollection, "generate"),
+    "scoring": (ExperienceCollection, "score"),
+    "update": (loop, "update"),
     "saving": (engine_state, "_write"),  # in the thread that writes
     "committing": (folder.CheckpointFolder, "commit"),  # rank 0 alone: before the checkpoint gets its name
     "pointing": (folder, "write_text"),  # rank 0 alone: it has its name, `latest` does not know it yet

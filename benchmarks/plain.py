@@ -20,7 +20,7 @@ from dschat_ppo.algorithms.policy_loss import PolicyLossSettings, PolicyTerms, p
 from dschat_ppo.algorithms.token_rewards import gae, token_rewards
 from dschat_ppo.algorithms.value_loss import value_losses
 from dschat_ppo.engine.build_engine import optimizer_step
-from dschat_ppo.ppo.loop import PPOTrainer
+from dschat_ppo.ppo.components import PPOComponents
 
 
 @torch.no_grad()
@@ -58,9 +58,9 @@ def _positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(dim=1) - 1).clamp_min(0)
 
 
-def step(trainer: PPOTrainer, work: Workload) -> None:
+def step(components: PPOComponents, work: Workload) -> None:
     """One PPO step: rollout, scoring, one update of actor and critic."""
-    engines, flags = trainer.engines, trainer.config.algorithm
+    engines, flags = components.engines, components.config.algorithm
     with engines.hybrid.generating() as model:
         ids = answers(model, work)
     prompt, answer = work.prompts.prompt_ids.shape[1], ids.shape[1] - work.prompts.prompt_ids.shape[1]

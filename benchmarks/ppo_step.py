@@ -34,7 +34,9 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.loading import load_tokenizer
-from dschat_ppo.ppo.loop import PPOTrainer
+from dschat_ppo.ppo.collect import Prompts
+from dschat_ppo.ppo.components import PPOComponents
+from dschat_ppo.ppo.loop import update
 from dschat_ppo.ppo.mini_dataset import gather_rows
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.rewards.reward_sources import build_sources
@@ -49,8 +51,8 @@ WIDE = 32768
 TOKENS = 3072  # of our micro-batches
 
 
-def make_trainer(folder: Path, vocabulary: int, old_logprobs: str) -> PPOTrainer:
-    """The trainer of step 3 on random models."""
+def make_ppo(folder: Path, vocabulary: int, old_logprobs: str) -> PPOComponents:
+    """The parts of step 3 on random models."""
     config = config_of(vocabulary)
     tokenizer = make_tokenizer(["a few words to merge"])
     for name, model in (("lm", language_model(config)), ("reward", classifier(config))):
@@ -67,31 +69,36 @@ def make_trainer(folder: Path, vocabulary: int, old_logprobs: str) -> PPOTrainer
     tokenizer = load_tokenizer(str(folder / "lm"), "lm")
     rewards = build_sources(flags.rewards, learned_reward(flags, engines, tokenizer, plan.micro_batch_tokens))
     prompts = Dataset.from_dict({"row": ["{}"] * BATCH})
-    return PPOTrainer(flags, plan, engines, prompts, tokenizer, rewards, dist.device())
+    return PPOComponents(flags, plan, engines, prompts, tokenizer, rewards, dist.device())
 
 
-def our_step(trainer: PPOTrainer, work: Workload) -> None:
-    """One PPO step as `PPOTrainer.run` makes it, with answers of given lengths."""
-    how = replace(trainer.collector.rollouts.how, stopping=StoppingCriteria(int(work.answer_lengths.max())))
-    with trainer.engines.hybrid.generating() as model:
-        rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), how, limits=work.answer_lengths)
+def our_step(ppo: PPOComponents, work: Workload) -> None:
+    """One PPO step as the loop makes it, with answers of given lengths."""
+    collection = ppo.collection
+    config = replace(collection.generator.config, stopping=StoppingCriteria(int(work.answer_lengths.max())))
+    with ppo.engines.hybrid.generating() as model:
+        rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), config, limits=work.answer_lengths)
     assert int(rollout.response_mask.sum()) == work.tokens
-    rows = gather_rows(trainer.collector.score(rollout, list(range(BATCH)), 0, step=1))
-    trainer.update(trainer.shaping.experience(rows, step=1))
+    prompts = Prompts(list(range(BATCH)), first=0)
+    scores = collection.reward(rollout, prompts, step=1)
+    experience = ppo.advantages(gather_rows(collection.score(rollout, scores, prompts)), step=1)
+    ppo.begin_updates(experience)
+    for minibatch in ppo.minibatches_left(experience, step=1):
+        update(ppo, minibatch, step=1)
 
 
-def ways_of(trainer: PPOTrainer, work: Workload) -> dict[str, Any]:
+def ways_of(ppo: PPOComponents, work: Workload) -> dict[str, Any]:
     """Contenders."""
     return {
-        "plain": lambda: plain.step(trainer, work),
-        "dschat_ppo": lambda: our_step(trainer, work),
+        "plain": lambda: plain.step(ppo, work),
+        "dschat_ppo": lambda: our_step(ppo, work),
     }
 
 
-def compare(trainer: PPOTrainer, name: str, repeats: int, cores: int) -> dict[str, Any]:
+def compare(ppo: PPOComponents, name: str, repeats: int, cores: int) -> dict[str, Any]:
     """All numbers of one workload."""
-    work = workload(name, trainer.engines.actor.module.config.vocab_size, BATCH)
-    found = costs(ways_of(trainer, work), repeats, cores)
+    work = workload(name, ppo.engines.actor.module.config.vocab_size, BATCH)
+    found = costs(ways_of(ppo, work), repeats, cores)
     before, ours = found["plain"], found["dschat_ppo"]
     return {
         "ratio_wall": before.wall / ours.wall,
@@ -101,9 +108,9 @@ def compare(trainer: PPOTrainer, name: str, repeats: int, cores: int) -> dict[st
     }
 
 
-def peaks(trainer: PPOTrainer, work: Workload, cores: int) -> dict[str, float]:
+def peaks(ppo: PPOComponents, work: Workload, cores: int) -> dict[str, float]:
     """Peak GiB of one step of each way, once optimizers have their states."""
-    ways = ways_of(trainer, work)
+    ways = ways_of(ppo, work)
     with threads(cores):
         for run in ways.values():
             run()
@@ -134,15 +141,15 @@ def main() -> None:
     init_process_group()
     cores, results = len(os.sched_getaffinity(0)), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Path(folder), 8192, arguments.old_logprobs)
+        ppo = make_ppo(Path(folder), 8192, arguments.old_logprobs)
         for name in ("fixed", "varied"):
-            results[name] = compare(trainer, name, arguments.repeats, cores)
+            results[name] = compare(ppo, name, arguments.repeats, cores)
             print(name, json.dumps(results[name]), flush=True)
         if arguments.compare:
             from trl_step import samples_per_second
 
             results["trl"] = samples_per_second(Path(folder) / "lm", Path(folder) / "reward", cores)
-        wide, work = make_trainer(Path(folder) / "wide", WIDE, arguments.old_logprobs), workload("fixed", WIDE, BATCH)
+        wide, work = make_ppo(Path(folder) / "wide", WIDE, arguments.old_logprobs), workload("fixed", WIDE, BATCH)
         results["peak_memory_gib"] = held = peaks(wide, work, cores)
         results["peak_memory_ratio"] = held["dschat_ppo"] / held["plain"]
     print(table(results))

@@ -69,7 +69,7 @@ def test_configuration_imports_no_torch(module):
 
 
 def test_the_reader_of_imports_sees_some():
-    names = {name for _, name in imports_of(Path("ppo/loop.py"))}
-    assert "dschat_ppo.ppo.generate.Rollouts" in names
+    names = {name for _, name in imports_of(Path("ppo/components.py"))}
+    assert "dschat_ppo.ppo.generate.RolloutGenerator" in names
     assert "torch" in names
     assert len(MODULES) > 40
