@@ -7,7 +7,7 @@ import pytest
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_tokenizer
-from dschat_ppo.ppo.generate import check_stop_ids, end_ids, generation_of
+from dschat_ppo.ppo.generate import check_stop_ids, end_ids, generation_config
 
 NEEDED = [
     "--actor_model_name_or_path",
@@ -44,7 +44,7 @@ def test_every_flag_of_generation_arrives(tokenizer):
     words = "--temperature 0.7 --top_p 0.9 --top_k 40 --min_p 0.05 --repetition_penalty 1.2 --n_samples_per_prompt 4 "
     words += "--max_answer_seq_len 99 --min_answer_seq_len 3 --stop_token_ids 8 9 --stop_strings END --rollout_rows 17 "
     words += "--rollout_engine padded --prepack_weights False"
-    how = generation_of(parse("ppo", [*NEEDED, *words.split()]).ppo, tokenizer, model_with([1, 5]))
+    how = generation_config(parse("ppo", [*NEEDED, *words.split()]).ppo, tokenizer, model_with([1, 5]))
     sampling, stopping = how.sampling, how.stopping
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 40)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.05, 1.2)
@@ -55,7 +55,7 @@ def test_every_flag_of_generation_arrives(tokenizer):
 
 
 def test_the_plain_flags_ask_for_the_fast_engine_and_whatever_memory_allows(tokenizer):
-    how = generation_of(parse("ppo", NEEDED).ppo, tokenizer, model_with(1))
+    how = generation_config(parse("ppo", NEEDED).ppo, tokenizer, model_with(1))
     assert (how.samples, how.rows, how.prepack, how.engine, how.static) == (1, 0, True, "continuous", None)
     assert not how.sampling.changes_distribution
     assert how.stopping.decode is None
