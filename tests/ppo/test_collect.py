@@ -161,8 +161,7 @@ def test_answers_are_printed_every_n_steps(capsys, words, steps):
 
 
 def alike(collection, keep) -> None:
-    """Answers score alike except in groups whose number is in `keep`; the clip at 5 must not make them alike."""
-    whole = collection.reward_scorer
+    """Let answers score alike, except in the groups with these numbers."""
 
     class Scorer(RewardScorer):
         def __call__(self, rollout, indices):
@@ -171,7 +170,7 @@ def alike(collection, keep) -> None:
                                   for sample in (0, 1)])  # fmt: skip
             return Scores(total, total.unsqueeze(1))
 
-    collection.reward_scorer = Scorer() if whole else whole
+    collection.reward_scorer = Scorer()
 
 
 def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
@@ -206,6 +205,15 @@ def test_dynamic_sampling_ends_after_its_rounds_with_rows_that_score_alike(said)
     assert any("3 rounds gave too few prompts" in line and "6 rows" in line for line in said)
 
 
+def test_dynamic_sampling_compares_scores_as_the_baseline_sees_them():
+    """The scores of the prompt in row 0 are 0 and 1; all others are clipped to 5."""
+    collection = collection_of(DYNAMIC)
+    collect(collection)
+    sampled = sum(len(call[0]) for call in collection.generator.asked)
+    rows = [row for call in collection.generator.asked for row in call[0]]
+    assert collection.metrics["dynamic_sampling/kept_share"] == rows.count(0) / sampled
+
+
 def test_a_round_of_dynamic_sampling_takes_as_many_prompts_on_each_rank(monkeypatch):
     collection = collection_of(DYNAMIC)
     monkeypatch.setattr(dist, "world_size", lambda: 3)
@@ -227,8 +235,8 @@ def test_a_round_of_dynamic_sampling_takes_as_many_prompts_on_each_rank(monkeypa
 def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_left(words, asked, calls):
     collection = collection_of(words)
     if collection.pool is not None:
-        alike(collection, keep={0, 1, 2, 5, 6, 7, 8})
-        collect(collection)  # 0, 1, 2, 5 fill the first step and 6, 7 wait
+        alike(collection, keep={0, 1, 5, 6, 7})
+        collect(collection)  # 0, 1, 5 and 6 fill the first step, and 7 is kept
         alike(collection, keep=())
     before, done = collection.state_dict(), len(collection.generator.asked)
     checkpointer = Stops(asked)
@@ -239,7 +247,7 @@ def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_l
     assert after["stream"] == before["stream"]
     if collection.pool is not None:
         assert after["pool"]["accepted"].keys() == before["pool"]["accepted"].keys()
-        assert after["pool"]["accepted"]["groups"].tolist() == [6, 6, 7, 7]
+        assert after["pool"]["accepted"]["groups"].tolist() == [7, 7]
         assert (collection.pool.sampled, collection.pool.dropped) == (0, None)
 
 
@@ -282,10 +290,10 @@ def test_without_a_checkpoint_a_cancelled_rollout_is_an_error():
 
 def test_a_resumed_collection_continues_with_its_prompts_and_the_groups_kept():
     full, plain = collection_of(DYNAMIC), collection_of()
-    alike(full, keep={0, 1, 2, 5, 6, 7})
+    alike(full, keep={0, 1, 5, 6, 7})
     collect(full)
     plain.stream.take(3)
-    for before, words, missing in ((full, DYNAMIC, 4), (plain, DYNAMIC, 8), (full, "", None), (plain, "", None)):
+    for before, words, missing in ((full, DYNAMIC, 6), (plain, DYNAMIC, 8), (full, "", None), (plain, "", None)):
         after = collection_of(words)
         after.load_state_dict(before.state_dict(), CPU)
         assert after.stream.taken == before.stream.taken
