@@ -19,7 +19,16 @@ from dschat_ppo.ppo import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import PPOUpdate
 
-MINIBATCH = MiniBatch(["first", "second"], Denominators(3.0, 2.0, 9.0), 5.0, 0.25)
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Stands for a micro-batch."""
+
+    numbers: torch.Tensor
+
+
+FIRST, SECOND = Rows(torch.zeros(1)), Rows(torch.ones(1))
+MINIBATCH = MiniBatch([FIRST, SECOND], Denominators(3.0, 2.0, 9.0), 5.0, 0.25)
 CONSTANTS = {"over": {"tokens": 3.0, "rows": 2.0, "constant": 9.0}, "value_tokens": 5.0, "share": 0.25}
 TEXT = SFTBatch(*[None] * len(dataclasses.fields(SFTBatch)))
 GOOD, NOT_APPLIED = StepResult(2.0, applied=True), StepResult(math.inf, applied=False)
@@ -105,12 +114,12 @@ def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
     engines, _, measured, _ = one_step(monkeypatch, words, actor=BAD, texts=texts, policy=Policy())
     config = parse("ppo", (WORDS + words).split())
     assert engines.settings == ("actor", "reference", config.algorithm, 0.7)
-    assert engines.losses["actor"] == [("actor", "first", 0.01), ("actor", "second", 0.01), 0.5 * 6]
-    assert engines.losses["critic"] == [("critic", "first", 0.375), ("critic", "second", 0.375)]
+    assert engines.losses["actor"] == [("actor", FIRST, 0.01), ("actor", SECOND, 0.01), 0.5 * 6]
+    assert engines.losses["critic"] == [("critic", FIRST, 0.375), ("critic", SECOND, 0.375)]
     (role, step, result, actor), (other_role, _, other_result, critic) = contexts
     assert (role, step, other_role, result, other_result) == ("actor", 3, "critic", BAD, GOOD)
     assert actor.constants == {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0} and critic.constants == CONSTANTS
-    assert actor.records == ["first", "second", TEXT] and critic.records == ["first", "second"]
+    assert actor.records == [FIRST, SECOND, TEXT] and critic.records == [FIRST, SECOND]
     assert (actor.engine, critic.engine, actor.random_state, critic.random_state) == ("actor", "critic", STATE, [])
     assert measured == ["critic/seen"]
 
