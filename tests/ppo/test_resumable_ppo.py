@@ -1,4 +1,4 @@
-"""The state of step 3 in a checkpoint: its keys, other numbers of ranks, and flags that change under `--resume_force`."""
+"""The state of step 3 in a checkpoint: its keys, other numbers of ranks, flags that change under `--resume_force`."""
 
 from dataclasses import replace
 from types import SimpleNamespace
