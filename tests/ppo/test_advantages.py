@@ -246,3 +246,14 @@ def test_what_stands_in_padding_changes_nothing():
     plain, noisy = (computation(**flags)(r, step=1) for r in (rows, replace(rows, **noise)))
     for name in ("rewards", "advantages", "returns", "loss_weights"):
         assert torch.equal(getattr(plain, name), getattr(noisy, name)), name
+
+
+def test_the_coefficient_used_is_that_before_it_adapts():
+    compute, rows = computation(kl_target=0.01, kl_horizon=60, reward_clip=0.0), scored()
+    assert compute.used_kl_coef == 0.1
+    compute(rows, step=1)
+    assert compute.used_kl_coef == 0.1 != compute.kl_coef.value
+    second = compute.kl_coef.value
+    found = compute(rows, step=2)
+    assert compute.used_kl_coef == second
+    np.testing.assert_allclose(found.rewards.numpy(), rewards_by_loop(rows, SCORES, second), atol=1e-6)

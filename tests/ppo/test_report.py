@@ -4,7 +4,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from test_mini_dataset import LENGTHS, experience
 
 from dschat_ppo.common import dist
