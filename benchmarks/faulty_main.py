@@ -1,7 +1,7 @@
-"""Step 3 with one fault: `training/step3_ppo/main.py`, with the fault that $FAULT describes.
+"""Step 3 with one fault: `training/step3_ppo/main.py`, but the rank, place and act named in $FAULT go wrong.
 
-$FAULT is JSON: {"rank": 1, "place": "update", "count": 3, "act": "kill"} ends rank 1 by SIGKILL at the start of its
-third update. Acts: kill, raise, hang. {} is an ordinary run.
+$FAULT is JSON: {"rank": 1, "place": "update", "count": 3, "act": "kill"} ends rank 1 by SIGKILL as it begins its third
+update. Acts: kill, raise, hang. {} is an ordinary run.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ import psutil
 from dschat_ppo.checkpoint import engine_state, folder
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
-from dschat_ppo.ppo import train_ppo
-from dschat_ppo.ppo.collect import ExperienceCollector
-from dschat_ppo.ppo.loop import PPOTrainer
+from dschat_ppo.ppo import loop, train_ppo
+from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.runtime.launch import leave, run_step
 
-# place -> (object that holds the function, its name)
+# place -> (what holds the function, its name)
 PLACES: dict[str, tuple[Any, str]] = {
-    "preparing": (multiprocess.managers.SyncManager, "Queue"),  # the workers and their manager have just started
+    "preparing": (multiprocess.managers.SyncManager, "Queue"),  # the workers and their manager have just begun
     "loading": (train_ppo, "RLHFEngine"),
-    "rollout": (ExperienceCollector, "rollout"),
-    "scoring": (ExperienceCollector, "score"),
-    "update": (PPOTrainer, "update_once"),
-    "saving": (engine_state, "_write"),  # in the writing thread
+    "rollout": (ExperienceCollection, "generate"),
+    "scoring": (ExperienceCollection, "score"),
+    "update": (loop, "update"),
+    "saving": (engine_state, "_write"),  # in the thread that writes
     "committing": (folder.CheckpointFolder, "commit"),  # rank 0 alone: before the checkpoint gets its name
-    "pointing": (folder, "write_text"),  # rank 0 alone: it has its name, `latest` does not name it yet
+    "pointing": (folder, "write_text"),  # rank 0 alone: it has its name, `latest` does not know it yet
     "exporting": (train_ppo, "save_models"),
 }
 
 
-def cause(act: str) -> None:
-    """Cause the fault."""
+def go_wrong(act: str) -> None:
+    """End, fail or hang."""
     if act == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if act == "raise":
@@ -51,7 +50,7 @@ def cause(act: str) -> None:
 
 
 def break_at(place: str, count: int, act: str) -> None:
-    """Cause the fault at the start of the `count`-th call of a place."""
+    """Let the `count`-th call of a place begin with `act`."""
     holder, name = PLACES[place]
     whole: Callable[..., Any] = getattr(holder, name)
     calls = [0]
@@ -59,14 +58,14 @@ def break_at(place: str, count: int, act: str) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         if calls[0] == count:
-            cause(act)
+            go_wrong(act)
         return whole(*args, **kwargs)
 
     setattr(holder, name, broken)
 
 
 def kill_a_data_worker() -> None:
-    """Kill one of the processes that tokenise, as the kernel does when memory runs out."""
+    """As the kernel does when memory is short: one of the processes that tokenise ends by SIGKILL."""
     whole = datasets.Dataset.map
 
     def starve() -> None:
@@ -86,7 +85,7 @@ def kill_a_data_worker() -> None:
 
 
 def main() -> int:
-    """Run the step with its fault."""
+    """The step, with its fault."""
     fault = json.loads(os.environ.get("FAULT", "{}"))
     if fault.get("rank") == dist.rank():
         if fault["place"] == "data worker":

@@ -1,7 +1,7 @@
-"""The baseline of the benchmarks: a straightforward PPO step on the same engines and weights.
+"""The plain way, against which we measure: what a first trainer does, on the same engines and weights.
 
-Hugging Face `generate` in one padded batch; full fp32 logits for old and reference log-probs, in separate passes;
-padded sequences with two-dimensional masks; one forward and backward pass over the whole batch.
+Hugging Face `generate` in one padded batch; full fp32 logits for old and reference log-probs, each in a pass of its
+own; padded rows with two-dimensional masks; one forward and backward pass over all rows.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from rollout import AtLength
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
-from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae, token_rewards
+from dschat_ppo.algorithms.advantage_estimators import gae, token_rewards
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.masked import masked_whiten
 from dschat_ppo.algorithms.policy_loss import PolicyLossSettings, PolicyTerms, ppo
 from dschat_ppo.algorithms.value_loss import value_losses
-from dschat_ppo.engine.optimizer_step import optimizer_step
-from dschat_ppo.ppo.loop import PPOTrainer
+from dschat_ppo.engine.build_engine import optimizer_step
+from dschat_ppo.ppo.state import PPOComponents
 
 
 @torch.no_grad()
 def answers(model: PreTrainedModel, work: Workload) -> Tensor:
-    """(B, P + R) int64, sampled by Hugging Face `generate`, each sequence to its given length."""
+    """(B, P + R) int64, sampled by Hugging Face `generate`, each row to its own length."""
     prompts = work.prompts
     sampling = GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0, eos_token_id=None,
@@ -58,9 +58,9 @@ def _positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(dim=1) - 1).clamp_min(0)
 
 
-def step(trainer: PPOTrainer, work: Workload) -> None:
+def step(components: PPOComponents, work: Workload) -> None:
     """One PPO step: rollout, scoring, one update of actor and critic."""
-    engines, flags = trainer.engines, trainer.config.algorithm
+    engines, flags = components.engines, components.config.algorithm
     with engines.hybrid.generating() as model:
         ids = answers(model, work)
     prompt, answer = work.prompts.prompt_ids.shape[1], ids.shape[1] - work.prompts.prompt_ids.shape[1]
@@ -75,9 +75,7 @@ def step(trainer: PPOTrainer, work: Workload) -> None:
         last = prompt + work.answer_lengths - 1
         scores = values_of(engines.reward.module, ids, mask).gather(1, last.unsqueeze(1)).squeeze(1)
     rewards = token_rewards(scores, kl_k1(old, ref), response_mask, flags.kl_reward_coef)
-    prompts = torch.arange(len(rewards), device=rewards.device)  # one answer each; gae compares none
-    inputs = AdvantageInputs(rewards, values, response_mask, prompts, None, flags.gamma, flags.gae_lambda)
-    advantages, returns = gae(inputs)
+    advantages, returns = gae(rewards, values, response_mask, flags.gamma, flags.gae_lambda)
     advantages, count = masked_whiten(advantages, response_mask), float(response_mask.sum())
     engines.train()
 

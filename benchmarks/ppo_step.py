@@ -1,14 +1,15 @@
-"""A whole PPO step compared with the baseline of `plain.py`, in one run.
+"""A whole PPO step against the plain way, in one run.
 
     python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--old_logprobs rollout] [--compare trl]
 
-32 prompts, one update. Actor, critic, reference and reward model have 31.6 M random bf16 parameters each. "fixed": 128
-+ 128 tokens. "varied": prompts of 32 to 128 tokens, answers lognormal with mean 63, at most 256. Both contenders use
-the same DeepSpeed engines. The trainer skips the pass for old log-probs (`--old_logprobs rollout`); `recompute`, its
-default in bf16, can be measured too. It runs with `--micro_batch_tokens 3072`, a quarter of the baseline's tokens per
-pass. Peak memory is compared at a vocabulary of 32768, without the memory of models and optimizers. Its ratio is
-trainer to baseline (less is better); the other ratios are the cost of the baseline to that of the trainer (more is
-better). `--compare trl` also measures TRL's PPO and GRPO trainers, if TRL is installed.
+32 prompts, one update; 31.6 M parameters for each of actor, critic, reference and reward model, random, in bf16.
+"fixed": 128 + 128 tokens. "varied": prompts of 32 to 128 tokens, answers lognormal with mean 63, at most 256. The plain
+way is in `plain.py`; both use the same DeepSpeed engines. Ours skips the pass for old log-probs, as
+`--old_logprobs rollout` does; `recompute`, the trainer's default in bf16, can be measured too. It takes
+`--micro_batch_tokens 3072`, a quarter of what the plain way has in one pass. Peak memory is compared at a vocabulary of
+32768, beyond what models and optimizers hold; its ratio is ours to the plain way's (less is better), the others are the
+plain way's cost to ours (more is better). `--compare trl` measures TRL's PPO and GRPO trainers beside, where TRL is
+installed.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.loading import load_tokenizer
-from dschat_ppo.ppo.loop import PPOTrainer
+from dschat_ppo.ppo.collect import Prompts
+from dschat_ppo.ppo.loop import update
 from dschat_ppo.ppo.mini_dataset import gather_rows
+from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rollout.generator import generate
@@ -45,11 +48,11 @@ from dschat_ppo.tools.toy import make_tokenizer
 
 BATCH = 32
 WIDE = 32768
-TOKENS = 3072  # of a micro-batch of the trainer
+TOKENS = 3072  # of our micro-batches
 
 
-def make_trainer(folder: Path, vocabulary: int, old_logprobs: str) -> PPOTrainer:
-    """The trainer of step 3 on random models."""
+def make_ppo(folder: Path, vocabulary: int, old_logprobs: str) -> PPOComponents:
+    """The parts of step 3 on random models."""
     config = config_of(vocabulary)
     tokenizer = make_tokenizer(["a few words to merge"])
     for name, model in (("lm", language_model(config)), ("reward", classifier(config))):
@@ -66,31 +69,36 @@ def make_trainer(folder: Path, vocabulary: int, old_logprobs: str) -> PPOTrainer
     tokenizer = load_tokenizer(str(folder / "lm"), "lm")
     rewards = build_sources(flags.rewards, learned_reward(flags, engines, tokenizer, plan.micro_batch_tokens))
     prompts = Dataset.from_dict({"row": ["{}"] * BATCH})
-    return PPOTrainer(flags, plan, engines, prompts, tokenizer, rewards, dist.device())
+    return PPOComponents(flags, plan, engines, prompts, tokenizer, rewards, dist.device())
 
 
-def our_step(trainer: PPOTrainer, work: Workload) -> None:
-    """One PPO step of `PPOTrainer.run`, with answers of given lengths."""
-    how = replace(trainer.collector.rollouts.how, stopping=StoppingCriteria(int(work.answer_lengths.max())))
-    with trainer.engines.hybrid.generating() as model:
-        rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), how, limits=work.answer_lengths)
+def our_step(ppo: PPOComponents, work: Workload) -> None:
+    """One PPO step as the loop makes it, with answers of given lengths."""
+    collection = ppo.collection
+    config = replace(collection.generator.config, stopping=StoppingCriteria(int(work.answer_lengths.max())))
+    with ppo.engines.hybrid.generating() as model:
+        rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), config, limits=work.answer_lengths)
     assert int(rollout.response_mask.sum()) == work.tokens
-    rows = gather_rows(trainer.collector.score(rollout, list(range(BATCH)), 0, step=1))
-    trainer.update(trainer.shaping.experience(rows, step=1))
+    prompts = Prompts(list(range(BATCH)), first=0)
+    scores = collection.reward(rollout, prompts, step=1)
+    experience = ppo.advantages(gather_rows(collection.score(rollout, scores, prompts)), step=1)
+    ppo.begin_updates(experience)
+    for minibatch in ppo.minibatches_left(experience, step=1):
+        update(ppo, minibatch, step=1)
 
 
-def contenders(trainer: PPOTrainer, work: Workload) -> dict[str, Any]:
-    """The contenders."""
+def ways_of(ppo: PPOComponents, work: Workload) -> dict[str, Any]:
+    """Contenders."""
     return {
-        "plain": lambda: plain.step(trainer, work),
-        "dschat_ppo": lambda: our_step(trainer, work),
+        "plain": lambda: plain.step(ppo, work),
+        "dschat_ppo": lambda: our_step(ppo, work),
     }
 
 
-def compare(trainer: PPOTrainer, name: str, repeats: int, cores: int) -> dict[str, Any]:
-    """All results of one workload."""
-    work = workload(name, trainer.engines.actor.module.config.vocab_size, BATCH)
-    found = costs(contenders(trainer, work), repeats, cores)
+def compare(ppo: PPOComponents, name: str, repeats: int, cores: int) -> dict[str, Any]:
+    """All numbers of one workload."""
+    work = workload(name, ppo.engines.actor.module.config.vocab_size, BATCH)
+    found = costs(ways_of(ppo, work), repeats, cores)
     before, ours = found["plain"], found["dschat_ppo"]
     return {
         "ratio_wall": before.wall / ours.wall,
@@ -100,17 +108,17 @@ def compare(trainer: PPOTrainer, name: str, repeats: int, cores: int) -> dict[st
     }
 
 
-def peaks(trainer: PPOTrainer, work: Workload, cores: int) -> dict[str, float]:
-    """Peak GiB of one step of each contender, after the optimizers have allocated their states."""
-    runs = contenders(trainer, work)
+def peaks(ppo: PPOComponents, work: Workload, cores: int) -> dict[str, float]:
+    """Peak GiB of one step of each way, once optimizers have their states."""
+    ways = ways_of(ppo, work)
     with threads(cores):
-        for run in runs.values():
+        for run in ways.values():
             run()
-        return {name: peak_memory(run) for name, run in runs.items()}
+        return {name: peak_memory(run) for name, run in ways.items()}
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table of docs/benchmarks.md."""
+    """The numbers for docs/benchmarks.md."""
     rows = [
         [name, f"{r['plain_samples_per_s']:.2f}", f"{r['samples_per_s']:.2f}", f"{r['ratio_wall']:.2f}",
          f"{r['ratio_cpu']:.2f}"]
@@ -120,30 +128,28 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and print the results."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each contender; the median is reported")
-    parser.add_argument(
-        "--old_logprobs", choices=["rollout", "recompute"], default="rollout", help="flag of the trainer"
-    )
-    parser.add_argument("--compare", choices=["trl"], help="also measure another trainer")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file too")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
+    parser.add_argument("--old_logprobs", choices=["rollout", "recompute"], default="rollout", help="of our way")
+    parser.add_argument("--compare", choices=["trl"], help="measure another trainer beside")
     arguments = parser.parse_args()
     if arguments.compare:
-        import trl  # noqa: F401  (fails at once, not after an hour, if it is not installed)
+        import trl  # noqa: F401  (fails now if it is not installed, and not after an hour)
     quiet_libraries()
     init_process_group()
     cores, results = len(os.sched_getaffinity(0)), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Path(folder), 8192, arguments.old_logprobs)
+        ppo = make_ppo(Path(folder), 8192, arguments.old_logprobs)
         for name in ("fixed", "varied"):
-            results[name] = compare(trainer, name, arguments.repeats, cores)
+            results[name] = compare(ppo, name, arguments.repeats, cores)
             print(name, json.dumps(results[name]), flush=True)
         if arguments.compare:
             from trl_step import samples_per_second
 
             results["trl"] = samples_per_second(Path(folder) / "lm", Path(folder) / "reward", cores)
-        wide, work = make_trainer(Path(folder) / "wide", WIDE, arguments.old_logprobs), workload("fixed", WIDE, BATCH)
+        wide, work = make_ppo(Path(folder) / "wide", WIDE, arguments.old_logprobs), workload("fixed", WIDE, BATCH)
         results["peak_memory_gib"] = held = peaks(wide, work, cores)
         results["peak_memory_ratio"] = held["dschat_ppo"] / held["plain"]
     print(table(results))

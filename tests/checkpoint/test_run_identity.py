@@ -198,3 +198,18 @@ def test_fingerprints_are_those_of_earlier_versions(tmp_path):
     assert rows_fingerprint(TRAIN) == "2b55853023bb57b31c619e3cc2d29ac2a1ab5f8ab2ae48aebae96e829ee00d5c"
     expected = "85ea71aed1a9dd8a645b323eff580eae96290b18c5307fedae812ef68254c6bd"
     assert model_fingerprint(model(tmp_path / "model")) == expected
+
+
+def test_a_fingerprint_tells_rows_apart_however_they_are_stored(tmp_path):
+    content = {"ids": [[1, 2], [3], []], "row": ["a", "b", "c"]}
+    rows = Dataset.from_dict(content)
+    expected = rows_fingerprint(rows)
+    assert len(expected) == 64 and rows_fingerprint(Dataset.from_dict(content)) == expected
+    rows.save_to_disk(str(tmp_path / "rows"), num_shards=2)
+    assert rows_fingerprint(Dataset.load_from_disk(str(tmp_path / "rows"))) == expected
+    assert rows_fingerprint(rows.select([0, 1, 2])) == expected
+    assert rows_fingerprint(rows.select([2, 1, 0]).select([2, 1, 0])) == expected
+    for other in ({**content, "ids": [[1, 2], [4], []]}, {**content, "ids": [[1], [2, 3], []]}):
+        assert rows_fingerprint(Dataset.from_dict(other)) != expected
+    assert rows_fingerprint(rows.select([1, 0, 2])) != expected
+    assert rows_fingerprint(rows.select([0, 1])) != expected

@@ -145,3 +145,15 @@ def test_restored_sums_of_two_ranks_equal_the_sums_of_all_values():
     restored.merge(restored.emptied())
     assert restored.reduce() == whole.reduce()
     assert restored.only("max").reduce() == {"max": 6.0}
+
+
+def test_metrics_of_an_update_are_merged_and_selected():
+    total, part = MetricSums(), MetricSums()
+    for sums, values in ((total, [1.0, 2.0]), (part, [6.0])):
+        sums.add_mean("mean", torch.tensor(values))
+        sums.add_max("largest", torch.tensor(values))
+    part.add_mean("other", torch.tensor([4.0]))
+    total.merge(part)
+    assert total.reduce() == {"mean": 3.0, "other": 4.0, "largest": 6.0}
+    assert part.only("largest").reduce() == {"largest": 6.0}
+    assert part.only("other").reduce() == {"other": 4.0}

@@ -39,7 +39,7 @@ def scored(**changes) -> ScoredRollout:
     return ScoredRollout(**{**fields, **changes})
 
 
-def shaping(**flags) -> AdvantageComputation:
+def computation(**flags) -> AdvantageComputation:
     return AdvantageComputation(AlgorithmFlags(**flags), LONGEST, seed=0)
 
 
@@ -65,21 +65,21 @@ def rewards_by_loop(rows: ScoredRollout, scores, kl_coef: float) -> np.ndarray:
 )
 def test_scores_are_clipped_then_penalised(flags, scores):
     rows = scored()
-    found = shaping(**flags).experience(rows, step=1)
+    found = computation(**flags)(rows, step=1)
     np.testing.assert_allclose(found.rewards.numpy(), rewards_by_loop(rows, scores, 0.1), atol=1e-6)
     assert torch.equal(found.scores, rows.scores)
 
 
 def test_without_a_reference_rewards_are_scores_alone():
     rows = scored(kl=None, ref_logprobs=None)
-    found = shaping(kl_coef=0.0, reward_clip=0.0).experience(rows, step=1)
+    found = computation(kl_coef=0.0, reward_clip=0.0)(rows, step=1)
     assert found.rewards.sum(dim=1).tolist() == [1.0, -7.0, 0.0, 0.5, 3.0, -1.0]
     assert found.kl is None and found.ref_logprobs is None
 
 
 def test_gae_whitened_over_all_tokens():
     rows = scored()
-    found = shaping(gamma=0.9, gae_lambda=0.8).experience(rows, step=1)
+    found = computation(gamma=0.9, gae_lambda=0.8)(rows, step=1)
     rewards = rewards_by_loop(rows, np.clip(SCORES, -5, 5), 0.1)
     advantages = np.zeros((6, LONGEST))
     for i, length in enumerate(LENGTHS):
@@ -92,13 +92,13 @@ def test_gae_whitened_over_all_tokens():
     np.testing.assert_allclose(found.returns.numpy()[mask], (advantages + rows.values.numpy())[mask], atol=1e-5)
     kept = advantages[mask]
     np.testing.assert_allclose(found.advantages.numpy()[mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
-    plain = shaping(gamma=0.9, gae_lambda=0.8, whiten_advantages=False).experience(rows, step=1)
+    plain = computation(gamma=0.9, gae_lambda=0.8, whiten_advantages=False)(rows, step=1)
     np.testing.assert_allclose(plain.advantages.numpy()[mask], kept, atol=1e-5)
 
 
 def test_group_estimators_compare_scores_with_the_kl_inside_and_are_not_whitened():
     rows = scored()
-    found = shaping(advantage_estimator="dr_grpo", kl_coef=0.1).experience(rows, step=1)
+    found = computation(advantage_estimator="dr_grpo", kl_coef=0.1)(rows, step=1)
     totals = rewards_by_loop(rows, np.clip(SCORES, -5, 5), 0.1).sum(axis=1)
     for i, length in enumerate(LENGTHS):
         mates = [j for j in range(6) if GROUPS[j] == GROUPS[i] and LENGTHS[j]]  # an empty answer has no reward
@@ -108,7 +108,7 @@ def test_group_estimators_compare_scores_with_the_kl_inside_and_are_not_whitened
 
 def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
     rows = scored(scores=torch.tensor([2.0, 2.0, 1.0, 1.0, 3.0, -1.0]))
-    found = shaping(advantage_estimator="grpo", kl_coef=0.1, reward_clip=0.0).experience(rows, step=1)
+    found = computation(advantage_estimator="grpo", kl_coef=0.1, reward_clip=0.0)(rows, step=1)
     penalties = -rewards_by_loop(rows, [0.0] * 6, 0.1).sum(axis=1)
     half = (penalties[1] - penalties[0]) / 2  # of a group of equal scores: the penalties alone, as they are
     # 3 and -1 are 2^0.5 / 2 above and below their mean, in units of their deviation
@@ -122,17 +122,17 @@ def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
 
 def test_the_kl_coefficient_waits_for_the_critic():
     rows = scored()
-    maker = shaping(kl_target=0.01, critic_warmup_rollouts=2)
+    compute = computation(kl_target=0.01, critic_warmup_rollouts=2)
     values = []
     for step in (1, 2, 3):
-        maker.experience(rows, step)
-        values.append(maker.kl_coef.value)
+        compute(rows, step)
+        values.append(compute.kl_coef.value)
     assert values[0] == values[1] == 0.1 != values[2]
 
 
 def test_remax_takes_off_the_shaped_score_of_the_greedy_answer():
     rows = scored(baselines=torch.tensor([9.0, 9.0, 0.0, 0.0, 1.0, 1.0]))
-    found = shaping(advantage_estimator="remax", kl_coef=0.0).experience(rows, step=1)
+    found = computation(advantage_estimator="remax", kl_coef=0.0)(rows, step=1)
     expected = [1.0 - 5.0, -5.0 - 5.0, None, 0.5, 3.0 - 1.0, -1.0 - 1.0]  # clipped at 5
     for i, length in enumerate(LENGTHS):
         assert found.advantages[i, :length].tolist() == pytest.approx([expected[i]] * length)
@@ -141,7 +141,7 @@ def test_remax_takes_off_the_shaped_score_of_the_greedy_answer():
 def test_the_greedy_score_of_remax_carries_no_penalties():
     rows = scored(baselines=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0]))
     flags = {"missing_eos_penalty": 1.5, "overlong_buffer": 2, "overlong_penalty": 3.0}
-    found = shaping(advantage_estimator="remax", kl_coef=0.0, reward_clip=0.0, **flags).experience(rows, step=1)
+    found = computation(advantage_estimator="remax", kl_coef=0.0, reward_clip=0.0, **flags)(rows, step=1)
     # of rows 3 and 5, cut at 4 tokens: 0.5 - 1.5 - 3 - 0 and -1 - 1.5 - 3 - 1; of row 0, ended after 3: 1 - 1.5 - 1
     assert [float(found.advantages[row, 0]) for row in (3, 5, 0)] == pytest.approx([-4.0, -6.5, -1.5])
 
@@ -150,25 +150,25 @@ def test_the_target_of_the_kl_is_of_k1_whatever_the_reward_takes():
     values = []
     for estimator in ("k1", "k3"):
         rows = scored()
-        maker = shaping(kl_target=0.01, kl_horizon=60, kl_estimator=estimator)
-        maker.experience(replace(rows, kl=rows.kl if estimator == "k1" else rows.kl**2), step=1)
-        values.append(maker.kl_coef.value)
+        compute = computation(kl_target=0.01, kl_horizon=60, kl_estimator=estimator)
+        compute(replace(rows, kl=rows.kl if estimator == "k1" else rows.kl**2), step=1)
+        values.append(compute.kl_coef.value)
     assert values[0] == values[1] != 0.1
 
 
 def test_truncated_answers_are_left_out_of_the_policys_loss_alone():
     rows = scored()
-    found = shaping(mask_truncated_answers=True).experience(rows, step=1)
+    found = computation(mask_truncated_answers=True)(rows, step=1)
     assert found.loss_mask.sum(dim=1).tolist() == [3, 1, 0, 0, 2, 0]
     assert torch.equal(found.response_mask, rows.response_mask)
-    assert torch.equal(found.advantages, shaping().experience(rows, step=1).advantages)
-    assert torch.equal(shaping().experience(rows, step=1).loss_mask, rows.response_mask)
+    assert torch.equal(found.advantages, computation()(rows, step=1).advantages)
+    assert torch.equal(computation()(rows, step=1).loss_mask, rows.response_mask)
 
 
 @pytest.mark.parametrize(("level", "mode"), [("token", "truncate"), ("token", "mask"), ("sequence", "truncate")])
 def test_importance_weights_by_loop(level, mode):
     rows = scored()
-    found = shaping(importance_correction=level, importance_mode=mode, importance_cap=1.5).experience(rows, step=1)
+    found = computation(importance_correction=level, importance_mode=mode, importance_cap=1.5)(rows, step=1)
     gap = (rows.old_logprobs - rows.rollout_logprobs).double().numpy()
     for i, length in enumerate(LENGTHS):
         for t in range(length):
@@ -181,7 +181,7 @@ def test_importance_weights_by_loop(level, mode):
 
 def test_only_tokens_of_high_entropy_keep_their_weight():
     rows = scored()
-    found = shaping(high_entropy_share=0.5).experience(rows, step=1)
+    found = computation(high_entropy_share=0.5)(rows, step=1)
     entropies = rows.entropies[rows.response_mask]
     kept = rows.entropies[found.loss_weights > 0]
     assert len(kept) == 7  # of 14 tokens
@@ -195,8 +195,8 @@ def test_covariance_losses_select_tokens_of_the_whole_step(loss):
     flags = {"policy_loss": loss, "covariance_share": 0.25, "whiten_advantages": False}
     if loss == "clip_cov":
         flags |= {"clip_cov_low": -100.0, "clip_cov_high": 100.0}
-    maker = shaping(**flags)
-    found = maker.experience(rows, step=1)
+    compute = computation(**flags)
+    found = compute(rows, step=1)
     mask = rows.response_mask
     assert int(found.selected.sum()) in (3, 4)  # a quarter of 14
     assert not found.selected[~mask].any()
@@ -206,16 +206,16 @@ def test_covariance_losses_select_tokens_of_the_whole_step(loss):
         chosen = covariance[found.selected[mask]]
         assert chosen.min() >= covariance[~found.selected[mask]].max()
     else:
-        assert not torch.equal(found.selected, maker.experience(rows, step=2).selected)
-        assert torch.equal(found.selected, shaping(**flags).experience(rows, step=1).selected)
-    assert shaping().experience(rows, step=1).selected is None
+        assert not torch.equal(found.selected, compute(rows, step=2).selected)
+        assert torch.equal(found.selected, computation(**flags)(rows, step=1).selected)
+    assert computation()(rows, step=1).selected is None
 
 
 def test_running_scaling_divides_by_the_deviation_of_all_scores_so_far():
-    maker = shaping(normalize_rewards="running", kl_coef=0.0, reward_clip=0.0)
+    compute = computation(normalize_rewards="running", kl_coef=0.0, reward_clip=0.0)
     first, second = scored(), scored(scores=torch.tensor(SCORES) * 10 + 1)
-    maker.experience(first, step=1)
-    found = maker.experience(second, step=2)
+    compute(first, step=1)
+    found = compute(second, step=2)
     seen = np.array([*SCORES, *(10 * s + 1 for s in SCORES)])
     ratios = [float(found.rewards[i].sum()) / float(second.scores[i]) for i, length in enumerate(LENGTHS) if length]
     assert min(abs(1 / r - seen.std(ddof=d)) for d in (0, 1) for r in ratios[:1]) < 1e-3
@@ -224,19 +224,16 @@ def test_running_scaling_divides_by_the_deviation_of_all_scores_so_far():
 
 def test_the_kl_coefficient_adapts_after_the_step_and_goes_on_from_its_state():
     rows = scored()
-    maker = shaping(kl_target=0.01, kl_horizon=60, reward_clip=0.0)
-    first = maker.experience(rows, step=1)
+    compute = computation(kl_target=0.01, kl_horizon=60, reward_clip=0.0)
+    first = compute(rows, step=1)
     np.testing.assert_allclose(first.rewards.numpy(), rewards_by_loop(rows, SCORES, 0.1), atol=1e-6)
     kl = float((rows.old_logprobs - rows.ref_logprobs)[rows.response_mask].double().mean())
     expected = 0.1 * (1 + np.clip(kl / 0.01 - 1, -0.2, 0.2) * 6 / 60)
-    assert maker.kl_coef.value == pytest.approx(expected, rel=1e-6)
-    resumed = shaping(kl_target=0.01, kl_horizon=60, reward_clip=0.0)
-    resumed.load_state_dict(maker.state_dict())
-    for one, other in zip(
-        (maker.experience(rows, step=2).rewards,), (resumed.experience(rows, step=2).rewards,), strict=True
-    ):
-        assert torch.equal(one, other)
-    assert shaping().kl_coef.value == 0.1
+    assert compute.kl_coef.value == pytest.approx(expected, rel=1e-6)
+    resumed = computation(kl_target=0.01, kl_horizon=60, reward_clip=0.0)
+    resumed.load_state_dict(compute.state_dict())
+    assert torch.equal(compute(rows, step=2).rewards, resumed(rows, step=2).rewards)
+    assert computation().kl_coef.value == 0.1
 
 
 def test_what_stands_in_padding_changes_nothing():
@@ -246,6 +243,17 @@ def test_what_stands_in_padding_changes_nothing():
         for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "entropies")
     }
     flags = {"importance_correction": "token", "high_entropy_share": 0.5}
-    plain, noisy = (shaping(**flags).experience(r, step=1) for r in (rows, replace(rows, **noise)))
+    plain, noisy = (computation(**flags)(r, step=1) for r in (rows, replace(rows, **noise)))
     for name in ("rewards", "advantages", "returns", "loss_weights"):
         assert torch.equal(getattr(plain, name), getattr(noisy, name)), name
+
+
+def test_the_coefficient_used_is_that_before_it_adapts():
+    compute, rows = computation(kl_target=0.01, kl_horizon=60, reward_clip=0.0), scored()
+    assert compute.used_kl_coef == 0.1
+    compute(rows, step=1)
+    assert compute.used_kl_coef == 0.1 != compute.kl_coef.value
+    second = compute.kl_coef.value
+    found = compute(rows, step=2)
+    assert compute.used_kl_coef == second
+    np.testing.assert_allclose(found.rewards.numpy(), rewards_by_loop(rows, SCORES, second), atol=1e-6)

@@ -1,99 +1,301 @@
-"""When the collection of a PPO step is given up: after generation, and after the rewards."""
+"""The steps of experience collection, with stand-ins for generation and rewards: prompts, groups, rounds, stops."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
+from test_group_pool import clipped, rows
 
-from dschat_ppo.data.sampler import IndexStream
-from dschat_ppo.errors import RolloutCancelled
-from dschat_ppo.ppo import collect as collector_module
-from dschat_ppo.ppo.collect import ExperienceCollector
+from dschat_ppo.common import dist
+from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.config.batch_plan import plan_ppo
+from dschat_ppo.config.cli import parse
+from dschat_ppo.errors import RolloutCancelled, StopRequested
+from dschat_ppo.ppo.collect import ExperienceCollection
+from dschat_ppo.ppo.score import Scores
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
+from dschat_ppo.types import Rollout
+
+CPU = torch.device("cpu")
+WORDS = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o --dtype fp32 "
+WORDS += "--advantage_estimator grpo --kl_coef 0 --old_logprobs rollout --per_device_generation_batch_size 4 "
+WORDS += "--per_device_training_batch_size 4 --n_samples_per_prompt 2"
+DYNAMIC = "--dynamic_sampling --dynamic_sampling_rounds 3"
 
 
-class Asked:
-    """A boundary that is asked to stop from its question `number` on."""
+class Generator:
+    """Answers of one token: 10 x the prompt's row number + the answer's number; remembers how it was asked."""
 
-    def __init__(self, number):
-        self.number, self.seen = number, 0
+    def __init__(self):
+        self.prompts = Dataset.from_dict({"row": ["{}"] * 12})
+        self.asked = []
 
-    def save_if_due(self):
-        raise AssertionError("inside a rollout nothing is saved")
+    def generate(self, indices, step, round_number=0, greedy=False):
+        self.asked.append((list(indices), step, round_number, greedy))
+        samples = 1 if greedy else 2
+        tokens = torch.tensor([[10 * row + sample] for row in indices for sample in range(samples)])
+        ones = torch.ones_like(tokens)
+        return Rollout(ones, ones.bool(), tokens, ones.bool(), -ones.float(), torch.zeros(len(tokens)))
+
+
+class RewardScorer:
+    """The score is the token; two answers fail in each rollout."""
+
+    tokenizer = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: [str(row) for row in rows])
+
+    def __init__(self):
+        self.failure = None
+
+    def __call__(self, rollout, indices):
+        if isinstance(self.failure, RewardServiceError):
+            raise self.failure
+        total = rollout.response_ids[:, 0].float()
+        return Scores(total, torch.stack([total, -total], dim=1))
+
+    def count_failed_rows(self):
+        if self.failure is not None:
+            raise self.failure
+        return 2
+
+
+class Stops:
+    """A checkpointer that is asked to stop from its question `number` on."""
+
+    def __init__(self, number=99):
+        self.number, self.asked, self.saved = number, 0, 0
 
     def stop_requested(self):
-        self.seen += 1
-        return self.seen >= self.number
+        self.asked += 1
+        return self.asked >= self.number
+
+    def save_if_due(self):
+        self.saved += 1
+        if self.asked >= self.number:
+            raise StopRequested("the state is saved")
 
 
-@pytest.fixture(autouse=True)
-def _noted_gathering(monkeypatch):
-    monkeypatch.setattr(collector_module, "gather_rows", lambda rows: rows.did.append("gather") or rows)
+def collection_of(words: str = "") -> ExperienceCollection:
+    config = parse("ppo", f"{WORDS} {words}".split())
+    modes = []
+    engines = SimpleNamespace(actor=None, reference=None, critic=None, eval=lambda: modes.append("eval"), modes=modes)
+    plan = plan_ppo(config.ppo, 12, 1)
+    return ExperienceCollection(config, plan, engines, Generator(), RewardScorer(), clipped, PhaseClock())
 
 
-def collector_of(rounds: int) -> tuple[ExperienceCollector, list[str]]:
-    """One whose pool wants `rounds` rounds (0: no pool), and what it does."""
-    did: list[str] = []
-    collector = object.__new__(ExperienceCollector)
-    collector.plan = SimpleNamespace(prompts_per_rank=2, samples=1)
-    collector.stream, collector.rounds = IndexStream(8, 1), rounds
-    collector.rollout = lambda indices, step, number=0: did.append(f"rollout {number}")
-    rows = SimpleNamespace(scores=torch.zeros(2), did=did)
-    collector.score = lambda rollout, indices, first, step: did.append("score") or rows
-    collector.judge = SimpleNamespace(count_failed_rows=lambda: 2)
-    collector.pool = None
-    if rounds:
-        pool = SimpleNamespace(missing=2, kept_share=1.0, add=lambda rows: None, take=lambda: (rows, 0))
-        collector.pool = pool
-    return collector, did
+def collect(collection, step=1, checkpointer=None):
+    """The body of `make_experience`, without the exchange between ranks."""
+    checkpointer = checkpointer or Stops()
+    with collection.cancelled_on_stop(checkpointer):
+        while count := collection.prompts_wanted():
+            prompts = collection.take_prompts(count)
+            rollout = collection.generate(prompts, step, checkpointer)
+            scores = collection.reward(rollout, prompts, step)
+            collection.add(collection.score(rollout, scores, prompts))
+        return collection.take_rows()
+
+
+def test_prompts_answers_scores_and_groups_stay_together():
+    collection = collection_of()
+    assert collection.prompts_wanted() == collection.plan.prompts_per_rank == 4
+    first, second = collect(collection), collect(collection, step=2)
+    assert [call[1:] for call in collection.generator.asked] == [(1, 0, False), (2, 0, False)]
+    for number, (found, call) in enumerate(zip((first, second), collection.generator.asked, strict=True)):
+        assert found.response_ids[:, 0].tolist() == [10 * row + sample for row in call[0] for sample in (0, 1)]
+        assert torch.equal(found.scores, found.response_ids[:, 0].float())
+        assert torch.equal(found.source_scores, torch.stack([found.scores, -found.scores], dim=1))
+        assert found.groups.tolist() == [4 * number + prompt for prompt in range(4) for _ in (0, 1)]
+        assert found.baselines is None
+    taken = [row for call in collection.generator.asked for row in call[0]]
+    assert len(set(taken)) == 8, "each prompt once an epoch"
+    assert collection.engines.modes == ["eval"] * 2
+    assert collection.metrics == {"reward/function_faults": 2.0}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_share_the_prompts_and_number_their_groups_as_one_rank_does(monkeypatch, rank):
+    alone = collection_of()
+    alone.plan = SimpleNamespace(prompts_per_rank=8)
+    everything = [alone.take_prompts(8), alone.take_prompts(8)]
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    monkeypatch.setattr(dist, "rank", lambda: rank)
+    collection = collection_of()
+    for step, whole in enumerate(everything):
+        prompts = collection.take_prompts(4)
+        assert prompts.rows == whole.rows[4 * rank : 4 * rank + 4]
+        assert prompts.first == whole.first + 4 * rank == 8 * step + 4 * rank
+
+
+def test_clock_counts_the_tokens_of_each_phase():
+    collection = collection_of()
+    collect(collection)
+    seconds, tokens, _ = collection.clock.take()
+    assert set(seconds) == {"rollout", "reward", "score"}
+    assert tokens == {"rollout": 8, "score": 16}
+
+
+def test_remax_scores_one_greedy_answer_to_each_prompt():
+    collection = collection_of("--advantage_estimator remax")
+    found = collect(collection)
+    [sampled, greedy] = collection.generator.asked
+    assert sampled[1:] == (1, 0, False) and greedy == (sampled[0], 1, 0, True)
+    assert found.baselines.tolist() == [10.0 * row for row in sampled[0] for _ in (0, 1)]
+    assert found.scores.tolist() == [10.0 * row + sample for row in sampled[0] for sample in (0, 1)]
+
+
+@pytest.mark.parametrize(("words", "steps"), [("", []), ("--print_answers", [1, 2, 3, 4]),
+    ("--print_answers --print_answers_interval 2", [2, 4])])  # fmt: skip
+def test_answers_are_printed_every_n_steps(capsys, words, steps):
+    collection = collection_of(words)
+    for step in (1, 2, 3, 4):
+        collect(collection, step)
+        said = capsys.readouterr().out
+        assert said.count(f"[rank 0, step {step}, score ") == (8 if step in steps else 0)
+        if step in steps:
+            row = collection.generator.asked[-1][0][0]
+            assert f"score {10 * row + 1:.3f}] '[1]' -> '[{10 * row + 1}]'" in said
+
+
+# Dynamic sampling
+
+
+def alike(collection, keep) -> None:
+    """Let answers score alike, except in the groups with these numbers."""
+
+    class Scorer(RewardScorer):
+        def __call__(self, rollout, indices):
+            first = collection.stream.taken - len(indices)
+            total = torch.tensor([float(sample * (first + row in keep)) for row in range(len(indices))
+                                  for sample in (0, 1)])  # fmt: skip
+            return Scores(total, total.unsqueeze(1))
+
+    collection.reward_scorer = Scorer()
+
+
+def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
+    collection = collection_of(DYNAMIC)
+    alike(collection, keep={0, 1, 5, 6, 7, 8})
+    found = collect(collection)
+    # Of groups 0 to 3 a half is kept; for the 4 rows that are missing, 2 / 0.5 = 4 prompts are taken.
+    assert [(len(call[0]), call[2]) for call in collection.generator.asked] == [(4, 0), (4, 1)]
+    assert found.groups.tolist() == [0, 0, 1, 1, 5, 5, 6, 6]
+    assert collection.metrics == {
+        "reward/function_faults": 4.0, "dynamic_sampling/rounds": 2.0, "dynamic_sampling/kept_share": 5 / 8,
+        "dynamic_sampling/filled_rows": 0.0,
+    }  # fmt: skip
+    assert collection.pool.accepted.groups.tolist() == [7, 7]
+    # The next step counts its rounds and faults from 0. 3 prompts are missing and all are expected to be kept.
+    collect(collection, step=2)
+    assert [(len(call[0]), call[1], call[2]) for call in collection.generator.asked[2:]] == [
+        (3, 2, 0),
+        (4, 2, 1),
+        (4, 2, 2),
+    ]
+    assert collection.metrics["dynamic_sampling/rounds"] == 3 and collection.metrics["reward/function_faults"] == 6
+
+
+def test_dynamic_sampling_ends_after_its_rounds_with_rows_that_score_alike(said):
+    collection = collection_of(DYNAMIC)
+    alike(collection, keep={0})
+    found = collect(collection)
+    assert [call[2] for call in collection.generator.asked] == [0, 1, 2]
+    assert found.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert collection.metrics["dynamic_sampling/filled_rows"] == 6.0
+    assert any("3 rounds gave too few prompts" in line and "6 rows" in line for line in said)
+
+
+def test_dynamic_sampling_compares_scores_as_the_baseline_sees_them():
+    """The scores of the prompt in row 0 are 0 and 1; all others are clipped to 5."""
+    collection = collection_of(DYNAMIC)
+    collect(collection)
+    sampled = sum(len(call[0]) for call in collection.generator.asked)
+    rows = [row for call in collection.generator.asked for row in call[0]]
+    assert collection.metrics["dynamic_sampling/kept_share"] == rows.count(0) / sampled
+
+
+def test_a_round_of_dynamic_sampling_takes_as_many_prompts_on_each_rank(monkeypatch):
+    collection = collection_of(DYNAMIC)
+    monkeypatch.setattr(dist, "world_size", lambda: 3)
+    collection.pool.add(rows([0, 0, 1, 1], [0.0, 1.0, 2.0, 3.0]))  # 4 of 8 rows are missing, the share is 1
+    assert collection.prompts_wanted() == 1  # 2 prompts, rounded up to 3
+    collection.pool.add(rows([2, 2, 3, 3, 4, 4, 5, 5], [1.0] * 8))  # 4 of 12 rows were kept: 6 prompts
+    assert collection.prompts_wanted() == 2
+    collection.pool.add(rows(list(range(6, 96)), [1.0] * 90))  # a share of 0.04 counts as 0.1: 20 prompts
+    assert collection.prompts_wanted() == 4, "at most as many as a step has"
+
+
+# Stops
 
 
 @pytest.mark.parametrize(
-    ("rounds", "asked", "expected"),
-    [
-        (0, 1, ["rollout 0"]),
-        (0, 2, ["rollout 0", "score", "gather"]),
-        (2, 2, ["rollout 0", "score", "gather", "rollout 1"]),
-        (2, 3, ["rollout 0", "score", "gather", "rollout 1", "score", "gather"]),
-    ],
+    ("words", "asked", "calls"),
+    [("", 1, 1), ("", 2, 1), (DYNAMIC, 1, 1), (DYNAMIC, 2, 2), (DYNAMIC, 3, 3), (DYNAMIC, 4, 3)],
 )
-def test_it_is_given_up_before_and_after_scoring(rounds, asked, expected):
-    collector, did = collector_of(rounds)
+def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_left(words, asked, calls):
+    collection = collection_of(words)
+    if collection.pool is not None:
+        alike(collection, keep={0, 1, 5, 6, 7})
+        collect(collection)  # 0, 1, 5 and 6 fill the first step, and 7 is kept
+        alike(collection, keep=())
+    before, done = collection.state_dict(), len(collection.generator.asked)
+    checkpointer = Stops(asked)
+    with pytest.raises(StopRequested):
+        collect(collection, 2, checkpointer)
+    assert len(collection.generator.asked) - done == calls and checkpointer.saved == 1
+    after = collection.state_dict()
+    assert after["stream"] == before["stream"]
+    if collection.pool is not None:
+        assert after["pool"]["accepted"].keys() == before["pool"]["accepted"].keys()
+        assert after["pool"]["accepted"]["groups"].tolist() == [7, 7]
+        assert (collection.pool.sampled, collection.pool.dropped) == (0, None)
+
+
+def test_a_cancelled_rollout_is_sampled_again_from_the_same_seeds():
+    collection = collection_of()
+    with suppress(StopRequested):
+        collect(collection, 1, Stops(2))
+    found = collect(collection)
+    first, again = collection.generator.asked
+    assert again == first and found.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert collection.metrics == {"reward/function_faults": 2.0}
+
+
+@pytest.mark.parametrize("failure", [RewardServiceError("no answer"), RewardFunctionError("failed on all answers")])
+@pytest.mark.parametrize("words", ["", DYNAMIC])
+def test_a_reward_that_fails_ends_the_run_unless_it_is_asked_to_stop(failure, words):
+    """A stop may end the service or the processes of a reward before this rank notices it."""
+    collection = collection_of(words)
+    collection.reward_scorer.failure = failure
+    with pytest.raises(type(failure)):
+        collect(collection, 1, Stops())
+    stopped = collection_of(words)
+    stopped.reward_scorer.failure = failure
+    with pytest.raises(StopRequested):
+        collect(stopped, 1, Stops(2))
+    assert stopped.stream.taken == 0 and len(stopped.generator.asked) == 1
+
+
+def test_without_a_checkpoint_a_cancelled_rollout_is_an_error():
+    """No checkpointer of this package asks for a stop and then does not raise `StopRequested`."""
+    collection = collection_of()
+    checkpointer = Stops(1)
+    checkpointer.save_if_due = lambda: None
     with pytest.raises(RolloutCancelled):
-        collector.collect(1, Asked(asked))
-    assert did == expected
+        collect(collection, 1, checkpointer)
 
 
-@pytest.mark.parametrize(("asked", "raised"), [(2, RolloutCancelled), (99, RewardServiceError)])
-def test_a_service_that_ends_with_the_run_does_not_keep_it_from_being_saved(asked, raised):
-    collector, did = collector_of(0)
-
-    def score(*_):
-        raise RewardServiceError("no answer")
-
-    collector.score = score
-    with pytest.raises(raised):
-        collector.collect(1, Asked(asked))
-    assert did == ["rollout 0"]
+# State
 
 
-@pytest.mark.parametrize(("asked", "raised"), [(2, RolloutCancelled), (99, RewardFunctionError)])
-@pytest.mark.parametrize("rounds", [0, 2])
-def test_a_function_that_fails_on_all_of_the_first_round_ends_the_run_unless_it_is_to_stop(rounds, asked, raised):
-    collector, did = collector_of(rounds)
-
-    def count_failed_rows():
-        raise RewardFunctionError("failed on every one")
-
-    collector.judge.count_failed_rows = count_failed_rows
-    with pytest.raises(raised):
-        collector.collect(1, Asked(asked))
-    assert did == ["rollout 0", "score", "gather"]
-
-
-@pytest.mark.parametrize("rounds", [0, 2])
-def test_without_a_request_the_rows_are_handed_over_with_the_faults_of_all_rounds(rounds):
-    collector, did = collector_of(rounds)
-    rows, metrics = collector.collect(1, Asked(99))
-    assert rows.scores.tolist() == [0, 0] and metrics["reward/function_faults"] == 2 * max(1, rounds)
-    assert did[:3] == ["rollout 0", "score", "gather"] and len(did) == 3 * max(1, rounds)
+def test_a_resumed_collection_continues_with_its_prompts_and_the_groups_kept():
+    full, plain = collection_of(DYNAMIC), collection_of()
+    alike(full, keep={0, 1, 5, 6, 7})
+    collect(full)
+    plain.stream.take(3)
+    for before, words, missing in ((full, DYNAMIC, 6), (plain, DYNAMIC, 8), (full, "", None), (plain, "", None)):
+        after = collection_of(words)
+        after.load_state_dict(before.state_dict(), CPU)
+        assert after.stream.taken == before.stream.taken
+        assert (after.pool and after.pool.missing) == missing
+        assert after.take_prompts(5).rows == before.take_prompts(5).rows

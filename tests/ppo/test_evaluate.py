@@ -1,4 +1,4 @@
-"""What is said of the answers to held-out prompts, by hand."""
+"""Evaluation of held-out prompts: the metrics by hand, the answers in files, and the best models."""
 
 import json
 import math
@@ -6,13 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 
+from dschat_ppo.common import dist
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
+from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.evaluate import Answered, Evaluation, final_answer, summary
+from dschat_ppo.ppo.score import Scores
 from dschat_ppo.rewards.reward_source import RewardFunctionError
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.types import FinishReason, Rollout
 
 
 @pytest.mark.parametrize(
@@ -68,59 +73,178 @@ def test_one_answer_each_has_no_majority_and_without_reference_no_kl():
     assert found == {"eval/score": 0.7, "eval/length_mean": 4.0, "eval/ended_share": 0.0, "eval/pass@1": 1.0}
 
 
-def test_answers_are_json_whatever_they_score(tmp_path):
+class Generator:
+    """Answers of `index % 3 + 1` tokens, the number of the answer over all prompts; the odd ones are cut."""
+
+    seed = 7
+    config = GenerationConfig(SamplingParameters(1.0), StoppingCriteria(4, (1,)), samples=5)
+
+    def __init__(self):
+        self.asked = []
+
+    def answer(self, prompts, indices, config, first, *path):
+        self.asked.append((list(indices), config, first, path))
+        numbers = [index * config.samples + sample for index in indices for sample in range(config.samples)]
+        mask = torch.arange(3) < torch.tensor([[number % 3 + 1] for number in numbers])
+        tokens = torch.tensor(numbers).unsqueeze(1).expand(-1, 3)
+        reasons = torch.tensor([FinishReason.LENGTH if n % 2 else FinishReason.EOS for n in numbers])
+        return Rollout(tokens[:, :1], mask[:, :1], tokens, mask, torch.zeros(len(numbers), 3), reasons)
+
+
+class RewardScorer:
+    """The score of an answer is its number / 10, or what `scores` gives."""
+
+    def __init__(self, prompts=3, scores=None, faults=0):
+        self.prompts, self.scores, self.faults = Dataset.from_dict({"row": ["{}"] * prompts}), scores, faults
+        self.mixture = SimpleNamespace(close=lambda: setattr(self, "closed", True))
+        self.closed = False
+
+    def request(self, rollout, indices):
+        texts = [f"answer {number}" for number in rollout.response_ids[:, 0].tolist()]
+        samples = len(texts) // len(indices)
+        return SimpleNamespace(prompts=[f"prompt {i}" for i in indices for _ in range(samples)], responses=texts)
+
+    def score(self, request, rollout):
+        total = rollout.response_ids[:, 0] / 10
+        if self.scores is not None:
+            total = torch.tensor(next(self.scores))
+        return Scores(total, total.unsqueeze(1))
+
+    def count_failed_rows(self):
+        if isinstance(self.faults, Exception):
+            raise self.faults
+        return self.faults
+
+
+def evaluation_of(folder, scorer=None, model_scorer=None, on_best=lambda: None, **flags):
+    flags = EvaluationFlags(eval_data_path=["d"], **flags)
+    return Evaluation(flags, Generator(), scorer or RewardScorer(), model_scorer, folder, on_best)
+
+
+def lines_of(folder, step: int) -> list[dict]:
     def no_constant(name):
         raise AssertionError(f"{name} is no JSON")
 
-    rows = [
-        answered(0, ["a", "b"], [math.nan, 0.5], [1, 2], [True, False], [-math.inf, 0.25]),
-        answered(1, ["c", "d"], [1.0, math.inf], [1, 1], [True, True]),
-    ]
-    validation = Evaluation(
-        EvaluationFlags(),
-        SimpleNamespace(how=GenerationConfig(SamplingParameters(1.0), StoppingCriteria(4, (1,)))),
-        None,
-        None,
-        tmp_path,
-        None,
-    )
-    assert validation._write(rows, 7) is None
-    lines = (tmp_path / "eval/step_000007.jsonl").read_text().splitlines()
-    first, second = (json.loads(line, parse_constant=no_constant) for line in lines)
-    assert first == {
-        "index": 0, "prompt": "p", "answers": ["a", "b"], "scores": [None, 0.5], "lengths": [1, 2],
-        "ended": [True, False], "kl": [None, 0.25],
-    }  # fmt: skip
-    assert second["scores"] == [1.0, None] and second["kl"] is None
+    lines = (folder / f"eval/step_{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=no_constant) for line in lines]
 
 
-def test_an_evaluation_that_a_function_failed_on_altogether_writes_nothing(tmp_path, monkeypatch):
-    def count_failed_rows():
-        raise RewardFunctionError("failed on every one")
+@pytest.mark.parametrize("batch", [1, 2, 3, 64])
+def test_answers_scores_and_files_do_not_depend_on_batches(tmp_path, batch):
+    """Answers 0 to 5, two of each prompt; the last batch is filled up with copies that do not count."""
+    evaluation = evaluation_of(tmp_path, RewardScorer(faults=2), eval_samples=2, eval_batch_size=batch)
+    metrics = evaluation.run(4)
+    assert metrics == pytest.approx({
+        "eval/score": 0.25, "eval/length_mean": 2.0, "eval/ended_share": 0.5, "eval/pass@1": 0.0, "eval/pass@2": 0.0,
+        "eval/majority@2": 0.0, "eval/function_faults": 2.0,
+    })  # fmt: skip
+    for indices, config, first, path in evaluation.generator.asked:
+        assert (config.samples, config.sampling.top_k) == (2, 0) and path == (7, 5, 0, 0)
+        assert first == 2 * indices[0], "an answer has the same seed in every batch"
+    assert lines_of(tmp_path, 4) == [
+        {
+            "index": row, "prompt": f"prompt {row}", "answers": [f"answer {2 * row}", f"answer {2 * row + 1}"],
+            "scores": pytest.approx([row / 5, row / 5 + 0.1]), "lengths": [2 * row % 3 + 1, (2 * row + 1) % 3 + 1],
+            "ended": [True, False], "kl": None,
+        }
+        for row in range(3)
+    ]  # fmt: skip
 
-    rollouts = SimpleNamespace(how=GenerationConfig(SamplingParameters(1.0), StoppingCriteria(4, (1,))))
-    judge = SimpleNamespace(count_failed_rows=count_failed_rows)
-    validation = Evaluation(EvaluationFlags(), rollouts, judge, None, tmp_path, None)
-    monkeypatch.setattr(validation, "_answer_all", lambda: [answered(0, ["a"], [0.0], [1], [True])])
+
+def test_ranks_answer_different_prompts_and_all_of_them_know_all_answers(tmp_path, monkeypatch):
+    alone = evaluation_of(tmp_path, eval_batch_size=2).run(1)
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    monkeypatch.setattr(dist, "broadcast_object", lambda problem: problem)
+
+    def run_on(rank: int, gather) -> dict:
+        monkeypatch.setattr(dist, "rank", lambda: rank)
+        monkeypatch.setattr(dist, "is_main", lambda: rank == 0)
+        monkeypatch.setattr(dist, "gather_objects", gather)
+        return evaluation_of(tmp_path, eval_batch_size=2).run(1)
+
+    parts = [[], []]
+    for rank in (0, 1):
+        run_on(rank, lambda mine, rank=rank: parts[rank].extend(mine) or [mine])
+    assert [len(part) for part in parts] == [2, 1]
+    assert [run_on(rank, lambda mine: parts) for rank in (0, 1)] == [alone, alone]
+
+
+def test_a_greedy_evaluation_takes_the_most_likely_token(tmp_path):
+    evaluation = evaluation_of(tmp_path, eval_greedy=True)
+    evaluation.run(0)
+    [(_, config, _, _)] = evaluation.generator.asked
+    assert (config.samples, config.sampling.top_k) == (1, 1)
+    assert config.stopping == Generator.config.stopping
+
+
+def test_the_kl_is_the_sum_of_k1_over_each_answer(tmp_path):
+    def model_scorer(rollout, scores, groups):
+        assert len(groups) == len(scores.total) == 3
+        mask = rollout.response_mask
+        logprobs = torch.where(mask, 0.25, 0.0)
+        return SimpleNamespace(old_logprobs=logprobs, ref_logprobs=logprobs * 3)
+
+    metrics = evaluation_of(tmp_path, model_scorer=model_scorer).run(0)
+    # Answers of 1, 2 and 3 tokens, -0.5 each; the mean is one over tokens.
+    assert [line["kl"] for line in lines_of(tmp_path, 0)] == [[-0.5], [-1.0], [-1.5]]
+    assert metrics["eval/kl_ref_k1"] == -0.5
+
+
+def test_files_are_json_whatever_the_scores_are(tmp_path):
+    scores = iter([[math.nan, 0.5, 1.0, math.inf]])
+    kl = torch.tensor([[-math.inf, 0.0, 0.0], [0.25, 0.0, 0.0], [math.nan, 0.0, 0.0], [0.0, 0.0, 0.0]])
+
+    def model_scorer(*_):
+        return SimpleNamespace(old_logprobs=kl, ref_logprobs=torch.zeros(4, 3))
+
+    evaluation_of(tmp_path, RewardScorer(2, scores), model_scorer, eval_samples=2).run(7)
+    first, second = lines_of(tmp_path, 7)
+    assert (first["scores"], second["scores"]) == ([None, 0.5], [1.0, None])
+    assert (first["kl"], second["kl"]) == ([None, 0.25], [None, 0.0])
+
+
+def test_an_evaluation_in_which_a_function_fails_on_every_answer_writes_nothing(tmp_path):
+    evaluation = evaluation_of(tmp_path, RewardScorer(faults=RewardFunctionError("failed on every one")))
     with pytest.raises(RewardFunctionError):
-        validation.run(0)
+        evaluation.run(0)
     assert not (tmp_path / "eval").exists()
 
 
-def test_a_score_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
-    scores = iter([math.nan, 0.5, math.inf, 0.7, math.nan, 0.6])
-    rollouts = SimpleNamespace(
-        how=GenerationConfig(SamplingParameters(1.0), StoppingCriteria(4, (1,))), device=torch.device("cpu")
-    )
-    judge = SimpleNamespace(count_failed_rows=lambda: 0)
-    kept = []
-    validation = Evaluation(EvaluationFlags(), rollouts, judge, None, tmp_path, lambda: kept.append(validation.best))
-    monkeypatch.setattr(
-        validation, "_answer_all", lambda: [answered(0, ["a"], [next(scores)], [1], [True])]
+def test_answers_that_cannot_be_written_are_an_error_by_name(tmp_path):
+    (tmp_path / "eval").write_text("in the way")
+    with pytest.raises(StorageError, match=r"eval/step_000002.jsonl: the answers of the evaluation cannot be written"):
+        evaluation_of(tmp_path).run(2)
+
+
+@pytest.mark.parametrize("save_best", [True, False])
+def test_the_best_models_are_those_of_the_highest_finite_score(tmp_path, save_best):
+    """The untrained models of step 0 can be the best, but are not saved; an equal score is not better."""
+    scores = [0.1, math.nan, 0.5, math.inf, 0.5, 0.7, -math.inf, math.nan, 0.6]
+    kept, best = [], []
+    evaluation = evaluation_of(
+        tmp_path, RewardScorer(1, iter([[score] for score in scores])), None, lambda: kept.append(evaluation.best),
+        save_best=save_best,
     )  # fmt: skip
-    best = []
-    for step in range(6):
-        validation.run(step)
-        best.append(validation.best)
-    assert best == [None, (0.5, 1), (0.5, 1), (0.7, 3), (0.7, 3), (0.7, 3)]
-    assert kept == [(0.5, 1), (0.7, 3)]
+    for step in range(len(scores)):
+        evaluation.run(step)
+        best.append(evaluation.best and (round(evaluation.best[0], 6), evaluation.best[1]))
+    assert best == [(0.1, 0), (0.1, 0), (0.5, 2), (0.5, 2), (0.5, 2), *[(0.7, 5)] * 4]
+    assert [step for _, step in kept] == ([2, 5] if save_best else [])
+
+
+def test_a_first_score_that_is_not_finite_is_not_the_best(tmp_path):
+    evaluation = evaluation_of(tmp_path, RewardScorer(1, iter([[math.nan]])))
+    evaluation.run(0)
+    assert evaluation.best is None
+
+
+@pytest.mark.parametrize(("interval", "due"), [(0, [0, 7]), (1, list(range(8))), (3, [0, 3, 6, 7])])
+def test_when_an_evaluation_is_due(tmp_path, interval, due):
+    evaluation = evaluation_of(tmp_path, eval_interval=interval)
+    assert [step for step in range(8) if evaluation.is_due(step, 7)] == due
+
+
+def test_closing_ends_the_processes_of_the_rewards(tmp_path):
+    evaluation = evaluation_of(tmp_path)
+    evaluation.close()
+    assert evaluation.reward_scorer.closed

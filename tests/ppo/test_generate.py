@@ -3,11 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from plain_ppo import PlainRun
+from tiny_models import tokens_of
 
+from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_tokenizer
-from dschat_ppo.ppo.generate import check_stop_ids, end_ids, generation_of
+from dschat_ppo.ppo.generate import check_stop_ids, end_ids, generation_config, greedily
+from dschat_ppo.runtime import stop_requests
 
 NEEDED = [
     "--actor_model_name_or_path",
@@ -44,7 +49,7 @@ def test_every_flag_of_generation_arrives(tokenizer):
     words = "--temperature 0.7 --top_p 0.9 --top_k 40 --min_p 0.05 --repetition_penalty 1.2 --n_samples_per_prompt 4 "
     words += "--max_answer_seq_len 99 --min_answer_seq_len 3 --stop_token_ids 8 9 --stop_strings END --rollout_rows 17 "
     words += "--rollout_engine padded --prepack_weights False"
-    how = generation_of(parse("ppo", [*NEEDED, *words.split()]).ppo, tokenizer, model_with([1, 5]))
+    how = generation_config(parse("ppo", [*NEEDED, *words.split()]).ppo, tokenizer, model_with([1, 5]))
     sampling, stopping = how.sampling, how.stopping
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 40)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.05, 1.2)
@@ -55,7 +60,7 @@ def test_every_flag_of_generation_arrives(tokenizer):
 
 
 def test_the_plain_flags_ask_for_the_fast_engine_and_whatever_memory_allows(tokenizer):
-    how = generation_of(parse("ppo", NEEDED).ppo, tokenizer, model_with(1))
+    how = generation_config(parse("ppo", NEEDED).ppo, tokenizer, model_with(1))
     assert (how.samples, how.rows, how.prepack, how.engine, how.static) == (1, 0, True, "continuous", None)
     assert not how.sampling.changes_distribution
     assert how.stopping.decode is None
@@ -65,3 +70,55 @@ def test_a_stop_token_that_is_none_is_refused_by_name(tokenizer):
     check_stop_ids([0, len(tokenizer) - 1], tokenizer)
     with pytest.raises(UserError, match=f"--stop_token_ids {len(tokenizer)}"):
         check_stop_ids([3, len(tokenizer)], tokenizer)
+
+
+# Answers
+
+
+@pytest.fixture(scope="module")
+def generator(assets, tmp_path_factory):
+    words = "--n_samples_per_prompt 2 --temperature 1.3"
+    return PlainRun(assets, tmp_path_factory.mktemp("run"), words).ppo.collection.generator
+
+
+def test_answers_depend_on_step_and_round(generator):
+    def answers(*when):
+        return tokens_of(generator.generate([0, 1, 2], *when))
+
+    first = answers(1)
+    assert len(first) == 6 and first == answers(1) == answers(1, 0)
+    assert len({str(found) for found in (first, answers(2), answers(1, 1), answers(1, 2), answers(2, 1))}) == 5
+
+
+def test_answers_do_not_depend_on_the_rank_that_generates_them(generator, monkeypatch):
+    whole = tokens_of(generator.generate([0, 1, 2, 3], 1))
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    assert tokens_of(generator.generate([2, 3], 1)) == whole[4:]
+
+
+def test_a_greedy_rollout_has_one_answer_to_each_prompt_and_the_log_probs_of_sampling(generator):
+    first, second = (generator.generate([0, 1, 2], step, greedy=True) for step in (1, 2))
+    assert tokens_of(first) == tokens_of(second) and len(tokens_of(first)) == 3
+    config = greedily(generator.config)
+    assert (config.sampling.top_k, config.sampling.temperature, config.samples) == (1, 1.3, 2)
+    assert float(first.rollout_logprobs[first.response_mask].max()) < 0, "not those of a greedy policy"
+
+
+def test_once_a_stop_is_noticed_only_greedy_answers_are_finished(generator, monkeypatch):
+    monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
+    assert not generator.generate([0, 1], 1).response_mask.any()
+    assert generator.generate([0, 1], 1, greedy=True).response_mask.any()
+
+
+def test_notes_name_further_end_tokens_and_truncated_sampling(assets, tmp_path, said):
+    run = PlainRun(assets, tmp_path / "run")
+    assert not any("ends with any of" in line or "before truncation" in line for line in said)
+    run.ppo.engines.actor.module.lm.generation_config.eos_token_id = [1, 7]
+    collection, config = run.ppo.collection, parse("ppo", [*NEEDED, "--top_p", "0.9"])
+    tokenizer = collection.reward_scorer.tokenizer
+    type(collection.generator)(
+        config.ppo, run.ppo.engines.hybrid, collection.generator.prompts, tokenizer, 1, torch.device("cpu")
+    )
+    ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in (1, 7))
+    assert f"rollout: an answer ends with any of {ends}" in said
+    assert sum("are of the policy before truncation, penalty and minimum length" in line for line in said) == 1

@@ -71,3 +71,20 @@ def test_groups_are_compared_by_what_the_baseline_sees():
     assert pool.missing == 2
     assert pool.accepted is not None
     assert pool.accepted.scores.tolist() == [4.0, 7.0], "raw scores are kept"
+
+
+def test_groups_that_were_kept_are_restored():
+    pool, other = GroupPool(4, clipped), GroupPool(4, clipped)
+    pool.add(rows([0, 0, 1, 1, 2, 2], [0.0, 1.0, 2.0, 1.0, 5.0, 3.0]))
+    pool.take()
+    other.add(rows([8, 8, 9, 9], [0.0, 1.0, 1.0, 1.0]))
+    other.load_state_dict(pool.state_dict(), torch.device("cpu"))
+    assert other.missing == pool.missing == 2
+    assert (other.dropped, other.kept_share) == (None, 1.0), "rounds before are forgotten"
+    for kept in (pool, other):
+        kept.add(rows([7, 7], [1.0, 0.0]))
+    (mine, _), (theirs, _) = pool.take(), other.take()
+    assert theirs.groups.tolist() == mine.groups.tolist() == [2, 2, 7, 7]
+    assert theirs.scores.tolist() == [5.0, 3.0, 1.0, 0.0]
+    other.load_state_dict(pool.state_dict(), torch.device("cpu"))
+    assert other.missing == 4

@@ -86,7 +86,7 @@ def tokens_of(row: int) -> int:
 @pytest.mark.parametrize("rows_per_update", [1, 2, 4, 8])
 def test_every_row_is_served_once_an_epoch_within_the_budget(rows_per_update, budget):
     dataset, rows = collected(rows_per_update, budget)
-    updates = list(dataset.updates(rows, ppo_epochs=3, step=1))
+    updates = list(dataset.minibatches(rows, ppo_epochs=3, step=1))
     per_epoch = 8 // rows_per_update
     assert len(updates) == 3 * per_epoch
     for epoch in range(3):
@@ -102,7 +102,7 @@ def test_every_row_is_served_once_an_epoch_within_the_budget(rows_per_update, bu
 def test_rows_stay_whole_in_micro_batches_and_are_cut_to_their_longest():
     dataset, rows = collected(4, 10)
     sizes = set()
-    for update in dataset.updates(rows, ppo_epochs=2, step=1):
+    for update in dataset.minibatches(rows, ppo_epochs=2, step=1):
         for part in update.micro_batches:
             sizes.add(len(part.scores))
             for place in range(len(part.scores)):
@@ -117,7 +117,7 @@ def updates_of_two_ranks(dataset, rows, monkeypatch) -> list[list]:
     ranks = []
     for rank in (0, 1):
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
-        ranks.append(list(dataset.updates(rows, ppo_epochs=2, step=1)))
+        ranks.append(list(dataset.minibatches(rows, ppo_epochs=2, step=1)))
     monkeypatch.undo()
     return ranks
 
@@ -127,11 +127,11 @@ def updates_of_two_ranks(dataset, rows, monkeypatch) -> list[list]:
 def test_two_ranks_share_the_update_of_one_and_make_as_many_passes(monkeypatch, rows_per_update, budget):
     dataset, rows = collected(rows_per_update, budget)
     ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
-    for first, second, whole in zip(*ranks, dataset.updates(rows, ppo_epochs=2, step=1), strict=True):
+    for first, second, whole in zip(*ranks, dataset.minibatches(rows, ppo_epochs=2, step=1), strict=True):
         assert len(first.micro_batches) == len(second.micro_batches)
-        assert first.over == second.over == whole.over
+        assert first.denominators == second.denominators == whole.denominators
         assert first.value_tokens == second.value_tokens == whole.value_tokens
-        assert first.share == second.share == 1 / (2 * len(first.micro_batches))
+        assert first.metric_weight == second.metric_weight == 1 / (2 * len(first.micro_batches))
         parts = first.micro_batches + second.micro_batches
         counted = Counter()
         for part in parts:
@@ -156,38 +156,38 @@ def test_a_rank_with_fewer_micro_batches_fills_up_with_rows_that_count_for_nothi
 
 def test_epochs_and_steps_shuffle_single_rows_differently():
     dataset, rows = collected(2)
-    order = served(dataset.updates(rows, ppo_epochs=2, step=1))
+    order = served(dataset.minibatches(rows, ppo_epochs=2, step=1))
     first, second = order[:8], order[8:]
     assert first != second
     assert {frozenset(first[i : i + 2]) for i in range(0, 8, 2)} != {
         frozenset(second[i : i + 2]) for i in range(0, 8, 2)
     }
-    assert served(dataset.updates(rows, ppo_epochs=1, step=2)) != first
-    assert served(dataset.updates(rows, ppo_epochs=1, step=1)) == first
+    assert served(dataset.minibatches(rows, ppo_epochs=1, step=2)) != first
+    assert served(dataset.minibatches(rows, ppo_epochs=1, step=1)) == first
 
 
 def test_rows_of_an_update_depend_on_the_seed_and_not_on_the_budget():
     orders = []
     for budget, seed in ((1000, 0), (8, 0), (1, 0), (1000, 1)):
         dataset, rows = collected(4, budget, seed)
-        orders.append([sorted(served([update])) for update in dataset.updates(rows, ppo_epochs=2, step=1)])
+        orders.append([sorted(served([update])) for update in dataset.minibatches(rows, ppo_epochs=2, step=1)])
     assert orders[0] == orders[1] == orders[2]
     assert orders[0] != orders[3]
 
 
 def test_denominators_count_the_whole_update():
     dataset, rows = collected(4, 8)
-    for update in dataset.updates(rows, ppo_epochs=2, step=1):
+    for update in dataset.minibatches(rows, ppo_epochs=2, step=1):
         counted = [row for row in served([update]) if row != CUT and LENGTHS[row]]
         assert update.value_tokens == sum(LENGTHS[row] for row in served([update]))
-        assert update.over == Denominators(sum(LENGTHS[row] for row in counted), len(counted), 4 * LONGEST)
-        assert update.share == 1 / len(update.micro_batches)
+        assert update.denominators == Denominators(sum(LENGTHS[row] for row in counted), len(counted), 4 * LONGEST)
+        assert update.metric_weight == 1 / len(update.micro_batches)
 
 
 def test_denominators_of_empty_answers_can_divide():
     dataset = MiniDataset(1, 8, LONGEST, 0)
-    [update] = dataset.updates(experience(range(3, 4)), ppo_epochs=1, step=1)
-    assert update.over == Denominators(1.0, 1.0, LONGEST)
+    [update] = dataset.minibatches(experience(range(3, 4)), ppo_epochs=1, step=1)
+    assert update.denominators == Denominators(1.0, 1.0, LONGEST)
     assert update.value_tokens == 1.0
     assert update.micro_batches[0].advantages.tolist() == [[0.0]]
 
@@ -196,4 +196,4 @@ def test_denominators_of_empty_answers_can_divide():
 def test_rows_that_do_not_fill_the_updates_are_an_error(rows_per_update):
     dataset, rows = collected(rows_per_update)
     with pytest.raises(ValueError, match=f"8 rows are not a multiple of {rows_per_update}"):
-        list(dataset.updates(rows, ppo_epochs=1, step=1))
+        list(dataset.minibatches(rows, ppo_epochs=1, step=1))

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
-from dschat_ppo.ppo.reward_scorer import RewardScorer
 
+from dschat_ppo.ppo.score import RewardScorer
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.tools import toy
 from dschat_ppo.types import FinishReason, Rollout

@@ -19,7 +19,7 @@ from dschat_ppo.models.forward import response_values
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo import score
-from dschat_ppo.ppo.score import ModelScorer, Scoring
+from dschat_ppo.ppo.score import ModelScorer, Scores, Scoring
 from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, row_lengths, tensors_of
 
 VOCABULARY = 32
@@ -79,11 +79,11 @@ def rollout(padding_seed: int = 0) -> Rollout:
     )
 
 
-def scored(models, rows: Rollout, budget=20, recompute=True, kl="k1", **changes) -> ScoredRollout:
+def scored(models, rows: Rollout, budget=20, recompute=True, kl="k1", baselines=None, **changes) -> ScoredRollout:
     """The rows with scores of their own number."""
     roles = {name: models[name] for name in ("actor", "reference", "critic")} | changes
-    score = ModelScorer(**roles, how=Scoring(TEMPERATURE, budget, recompute, kl))
-    return score.make(rows, SOURCES, SCORES, GROUPS)
+    score = ModelScorer(**roles, scoring=Scoring(TEMPERATURE, budget, recompute, kl))
+    return score(rows, Scores(SCORES, SOURCES, baselines), GROUPS)
 
 
 def tables_alone(model, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
@@ -133,11 +133,12 @@ def test_every_field_matches_the_row_alone(models, budget, kl):
 
 @pytest.mark.parametrize("budget", [1, 12, 1000])
 def test_scores_and_groups_stay_with_their_rows(models, budget):
-    found = scored(models, rollout(), budget=budget)
+    found = scored(models, rollout(), budget=budget, baselines=SCORES + 7)
     assert torch.equal(found.source_scores, SOURCES)
     assert torch.equal(found.scores, SCORES)
+    assert torch.equal(found.baselines, SCORES + 7)
     assert torch.equal(found.groups, GROUPS)
-    assert found.baselines is None
+    assert scored(models, rollout(), budget=budget).baselines is None
 
 
 @pytest.mark.parametrize("kl", ["k1", "full"])

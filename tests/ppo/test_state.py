@@ -1,161 +1,134 @@
-"""What goes into a checkpoint beside the engines comes back as it was."""
+"""The position of step 3 and its step in flight: counting, metrics, saving."""
 
-import json
-
+import pytest
 import torch
-from datasets import Dataset
-from test_group_pool import clipped, rows
 from test_mini_dataset import experience
 
-from dschat_ppo.checkpoint.run_identity import rows_fingerprint
-from dschat_ppo.data.sampler import IndexStream
-from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.common import dist, phases
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.ppo.collect import ExperienceCollector
-from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.state import PPOState
+from dschat_ppo.ppo.update import Outcome
 
 CPU = torch.device("cpu")
 
 
-def test_a_stream_of_rows_goes_on_inside_and_across_epochs():
-    whole = IndexStream(7, seed=3)
-    expected = [whole.take(3) for _ in range(8)]
-    for cut in range(8):
-        before, after = IndexStream(7, seed=3), IndexStream(7, seed=3)
-        first = [before.take(3) for _ in range(cut)]
-        after.load_state_dict(before.state_dict())
-        before.take(5)  # what is saved does not change with the stream
-        assert after.taken == 3 * cut
-        assert first + [after.take(3) for _ in range(8 - cut)] == expected
+def measured(**means: float) -> MetricSums:
+    sums = MetricSums()
+    for name, value in means.items():
+        sums.add_mean(name, torch.tensor([value]))
+    return sums
 
 
-def test_groups_that_wait_come_back():
-    pool, other = GroupPool(4, clipped), GroupPool(4, clipped)
-    pool.add(rows([0, 0, 1, 1, 2, 2], [0.0, 1.0, 2.0, 1.0, 5.0, 3.0]))
-    pool.take()
-    other.load_state_dict(pool.state_dict(), CPU)
-    assert other.missing == pool.missing == 2
-    for kept in (pool, other):
-        kept.add(rows([7, 7], [1.0, 0.0]))
-    (mine, _), (theirs, _) = pool.take(), other.take()
-    assert theirs.groups.tolist() == mine.groups.tolist() == [2, 2, 7, 7]
-    assert theirs.scores.tolist() == [5.0, 3.0, 1.0, 0.0]
-    other.load_state_dict(pool.state_dict(), CPU)
-    assert other.missing == 4
+def first_update(log_ratio: float) -> MetricSums:
+    sums = MetricSums()
+    sums.add_mean("policy/log_ratio_abs_mean", torch.tensor([log_ratio]))
+    sums.add_max("policy/log_ratio_abs_max", torch.tensor([10 * log_ratio]))
+    return sums
 
 
-def test_a_collector_goes_on_with_its_prompts_and_with_the_groups_if_any_wait():
-    def collector(pool: GroupPool | None) -> ExperienceCollector:
-        made = object.__new__(ExperienceCollector)
-        made.stream, made.pool = IndexStream(7, seed=3), pool
-        return made
-
-    waiting = GroupPool(4, clipped)
-    waiting.add(rows([0, 0, 1, 1, 2, 2], [0.0, 1.0, 2.0, 1.0, 5.0, 3.0]))
-    waiting.take()
-    for before, after, missing in ((waiting, GroupPool(4, clipped), 2), (None, GroupPool(4, clipped), 4)):
-        saved, other = collector(before), collector(after)
-        saved.stream.take(3)
-        other.load_state_dict(saved.state_dict(), CPU)
-        assert (other.stream.taken, other.pool.missing) == (3, missing)
-        assert other.stream.take(9) == saved.stream.take(9)
-    other = collector(None)
-    other.load_state_dict(collector(waiting).state_dict(), CPU)
-    assert other.pool is None
+def test_steps_left_counts_finished_steps_and_announces_the_next():
+    state, seen = PPOState(steps=2), []
+    for step in state.steps_left(4):
+        seen.append((step, phases.where()))
+        state.finish_step({})
+    assert [step for step, _ in seen] == [3, 4] and state.steps == 4
+    assert [text.endswith(f"step {step}") for step, text in seen] == [True, True]
+    assert list(state.steps_left(4)) == []
+    phases.reset_phases()
 
 
-def test_sums_of_several_ranks_become_those_of_one():
-    parts = [MetricSums() for _ in range(3)]
-    for number, part in enumerate(parts):
-        part.add_mean("mean", torch.arange(number + 1.0))  # 0 | 0 1 | 0 1 2
-        part.add_max("most", torch.tensor([number * (-1.0) ** number]))  # 0, -1, 2
-    alone = MetricSums.restored([parts[1].state_dict()], CPU)
-    assert alone.reduce() == {"mean": 0.5, "most": -1.0}
-    together = MetricSums.restored([part.state_dict() for part in parts], CPU)
-    assert together.reduce() == {"mean": 4 / 6, "most": 2.0}
-    together.add_mean("mean", torch.tensor([10.0]))
-    assert together.reduce()["mean"] == 14 / 7
-    assert MetricSums.restored([], CPU).reduce() == {}
+def test_a_step_that_is_not_finished_is_given_again():
+    steps = PPOState().steps_left(4)
+    assert [next(steps), next(steps)] == [1, 1]
+    phases.reset_phases()
 
 
-def test_a_rank_that_is_new_has_all_names_and_changes_no_value():
-    saved = MetricSums()
-    saved.add_mean("mean", torch.tensor([-2.0, -4.0]))
-    saved.add_max("most", torch.tensor([-7.0]))
-    new = MetricSums.restored([saved.state_dict()], CPU).emptied()
-    assert new.reduce() == {"mean": 0.0, "most": 0.0}, "all names, nothing counted"
-    both = MetricSums.restored([saved.state_dict(), new.state_dict()], CPU)
-    assert both.reduce() == {"mean": -3.0, "most": -7.0}
-    new.add_mean("mean", torch.tensor([5.0]))
-    new.add_max("most", torch.tensor([-9.0]))
-    assert new.reduce() == {"mean": 5.0, "most": -9.0}
-    assert saved.reduce() == {"mean": -3.0, "most": -7.0}
+def test_updates_are_counted_with_their_metrics():
+    state = PPOState()
+    state.begin_updates(experience(range(3)), {"coef/kl": 0.5})
+    state.count_update(Outcome({"actor": 2.0, "critic": 8.0}, [first_update(1.0), measured(loss=3.0)]))
+    assert (state.updates, state.applied, state.ended) == (1, 1, False)
+    assert state.metrics == {
+        "coef/kl": 0.5, "policy/first_log_ratio_abs_mean": 1.0, "policy/first_log_ratio_abs_max": 10.0,
+    }  # fmt: skip
+    state.count_update(Outcome({"actor": 4.0}, [first_update(2.0)]))
+    state.count_update(Outcome({"critic": 2.0}, [measured(loss=6.0)], ends_step=True))
+    assert (state.updates, state.applied, state.ended) == (3, 2, True)
+    assert state.metrics["policy/first_log_ratio_abs_mean"] == 1.0, "of the first update alone"
+    assert state.sums.reduce() == {
+        "grad_norm/actor": 3.0, "grad_norm/critic": 5.0, "loss": 4.5, "policy/log_ratio_abs_mean": 1.5,
+        "policy/log_ratio_abs_max": 20.0,
+    }  # fmt: skip
 
 
-def test_a_warning_that_stands_is_not_given_again():
-    metrics = {"reward/score_std": 0.0, "answers/count": 8, "answers/distinct_share": 1.0, "answers/ended_share": 1.0}
-    watch, other = HealthWatch(), HealthWatch()
-    assert len(watch.check(metrics)) == 1
-    other.load_state_dict(watch.state_dict())
-    assert other.check(metrics) == []
-    assert other.check({**metrics, "reward/score_std": 1.0}) == []
-    assert len(other.check(metrics)) == 1
-    for _ in range(20):
-        watch.check(metrics)
-    assert len(watch.state_dict()["past"]) == 10
+def test_a_first_update_that_is_skipped_measures_nothing():
+    state = PPOState()
+    state.begin_updates(experience(range(3)), {})
+    state.count_update(Outcome({}, []))
+    state.count_update(Outcome({"actor": 2.0}, [first_update(1.0)]))
+    assert (state.updates, state.applied, state.metrics) == (2, 1, {})
 
 
-def test_a_step_in_flight_comes_back():
-    progress = PPOState(steps=4, evaluated={"eval/score": 1.0}, first={"a": 1.0}, last={"a": 2.0})
-    progress.begin_step(experience(range(3)), {"coef/kl": 0.5})
-    progress.updates, progress.applied, progress.ended = 2, 1, True
-    progress.sums.add_mean("loss", torch.tensor([3.0]))
-    state, sums = progress.state_dict(), MetricSums.restored([progress.sums.state_dict()], CPU)
+def test_gradient_norms_are_counted_once_over_all_ranks(monkeypatch):
+    """Every rank knows them. So a run that resumes on another number of ranks has the same mean."""
+    ranks = []
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "is_main", lambda rank=rank: rank == 0)
+        state = PPOState()
+        state.begin_updates(experience(range(3)), {})
+        state.count_update(Outcome({"actor": 2.0}, [measured(loss=1.0 + rank)]))
+        ranks.append(state.sums.state_dict())
+    means = [{name: part.tolist() for name, part in state["means"].items()} for state in ranks]
+    assert means == [{"loss": [1, 1], "grad_norm/actor": [2, 1]}, {"loss": [2, 1], "grad_norm/actor": [0, 0]}]
+
+
+def test_the_next_step_starts_from_nothing():
+    state = PPOState(updates=3, applied=2, ended=True, metrics={"a": 1.0}, sums=measured(loss=3.0))
+    state.begin_updates(None, {"b": 2.0})
+    assert (state.experience, state.updates, state.applied, state.ended) == (None, 0, 0, False)
+    assert state.metrics == {"b": 2.0} and state.sums.reduce() == {}
+
+
+@pytest.mark.parametrize("rows", [range(3), None])
+def test_a_step_in_flight_is_restored(rows):
+    state = PPOState(steps=4, evaluated={"eval/score": 1.0}, first={"a": 1.0}, last={"a": 2.0})
+    state.begin_updates(None if rows is None else experience(rows), {"coef/kl": 0.5})
+    state.count_update(Outcome({"actor": 1.0}, [measured(loss=3.0)]))
+    state.count_update(Outcome({}, [], ends_step=True))
+    saved = state.state_dict()
+    # Keys of the saved format.
+    assert set(saved) == {
+        "steps", "updates", "applied", "ended", "experience", "metrics", "evaluated", "first", "last",
+    }  # fmt: skip
     other = PPOState()
-    other.load_state_dict(state, sums, CPU)
-    assert other.state_dict().keys() == state.keys()
+    other.load_state_dict(saved, MetricSums.restored([state.sums.state_dict()], CPU), CPU)
     for name in ("steps", "updates", "applied", "ended", "metrics", "evaluated", "first", "last"):
-        assert getattr(other, name) == getattr(progress, name), name
-    assert other.sums.reduce() == {"loss": 3.0}
-    assert other.experience is not None and other.experience.selected is None
-    for name, value in state["experience"].items():
-        assert torch.equal(getattr(other.experience, name), value), name
-    progress.end_step({"a": 3.0})
-    assert (progress.steps, progress.updates, progress.experience, progress.ended) == (5, 0, None, False)
-    assert (progress.first, progress.last) == ({"a": 1.0}, {"a": 3.0})
-    assert progress.applied == 0 and progress.metrics == progress.sums.reduce() == {}
-    other.load_state_dict(progress.state_dict(), MetricSums(), CPU)
+        assert getattr(other, name) == getattr(state, name), name
+    assert (other.updates, other.applied, other.ended) == (2, 1, True)
+    assert other.sums.reduce() == {"loss": 3.0, "grad_norm/actor": 1.0}
+    assert (other.experience is None) is (rows is None)
+    if rows is not None:
+        assert other.experience.selected is None
+        for name, value in saved["experience"].items():
+            assert torch.equal(getattr(other.experience, name), value), name
+    state.finish_step({"a": 3.0})
+    assert (state.steps, state.updates, state.experience, state.ended) == (5, 0, None, False)
+    assert (state.first, state.last) == ({"a": 1.0}, {"a": 3.0})
+    assert state.applied == 0 and state.metrics == state.sums.reduce() == {}
+    other.load_state_dict(state.state_dict(), MetricSums(), CPU)
     assert other.experience is None
 
 
-def test_metrics_go_on_after_the_lines_of_the_checkpoint(tmp_path):
-    with MetricsWriter(tmp_path, None) as writer:
-        writer.write(1, {"a": 1.0})
-        offset = writer.saved_offset()
-        writer.write(2, {"a": 2.0})
-    with MetricsWriter(tmp_path, None, (offset, 2)) as writer:
-        writer.write(2, {"a": 3.0})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 2 and '"step": 2' in lines[1] and '"a": 3.0' in lines[1]
-    with MetricsWriter(tmp_path, None, (10**6, 2)) as writer:  # somebody has cut the file
-        writer.write(3, {"a": 4.0})
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3]
-    with MetricsWriter(tmp_path, None):
-        assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+def test_what_is_saved_does_not_change_with_the_state():
+    state = PPOState()
+    state.begin_updates(experience(range(3)), {})
+    saved = state.state_dict()
+    state.count_update(Outcome({"actor": 2.0}, [first_update(1.0)]))
+    assert saved["metrics"] == {} and saved["updates"] == 0
 
 
-def test_a_fingerprint_tells_rows_apart_however_they_are_stored(tmp_path):
-    content = {"ids": [[1, 2], [3], []], "row": ["a", "b", "c"]}
-    rows = Dataset.from_dict(content)
-    expected = rows_fingerprint(rows)
-    assert len(expected) == 64 and rows_fingerprint(Dataset.from_dict(content)) == expected
-    rows.save_to_disk(str(tmp_path / "rows"), num_shards=2)
-    assert rows_fingerprint(Dataset.load_from_disk(str(tmp_path / "rows"))) == expected
-    assert rows_fingerprint(rows.select([0, 1, 2])) == expected
-    assert rows_fingerprint(rows.select([2, 1, 0]).select([2, 1, 0])) == expected
-    for other in ({**content, "ids": [[1, 2], [4], []]}, {**content, "ids": [[1], [2, 3], []]}):
-        assert rows_fingerprint(Dataset.from_dict(other)) != expected
-    assert rows_fingerprint(rows.select([1, 0, 2])) != expected
-    assert rows_fingerprint(rows.select([0, 1])) != expected
+def test_the_first_finished_step_stays_the_first():
+    state = PPOState()
+    for number in (1.0, 2.0, 3.0):
+        state.finish_step({"a": number})
+    assert (state.first, state.last) == ({"a": 1.0}, {"a": 3.0})

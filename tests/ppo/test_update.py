@@ -1,4 +1,4 @@
-"""The order of one optimizer step of actor and critic, and what each outcome leads to; engines are stand-ins."""
+"""One optimizer step of actor and critic and what each outcome leads to; engines are stand-ins."""
 
 import dataclasses
 import math
@@ -6,168 +6,195 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dschat_ppo.ppo.update_limits import UpdateLimits
 
 from dschat_ppo.algorithms.aggregation import Denominators
+from dschat_ppo.algorithms.controllers import FixedCoefficient
+from dschat_ppo.algorithms.kl import KL_ESTIMATORS
+from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.engine.skip_update import Fault, StepResult
-from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo import update
-from dschat_ppo.ppo.mini_dataset import Update
-from dschat_ppo.ppo.update import Updater
+from dschat_ppo.ppo.mini_dataset import MiniBatch
+from dschat_ppo.ppo.update import PPOUpdate
 
-PART = Update([], Denominators(1.0, 1.0, 1.0), 1.0, 1.0)
-GOOD, LEFT_OUT = StepResult(2.0, applied=True), StepResult(math.inf, applied=False)
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Stands for a micro-batch."""
+
+    numbers: torch.Tensor
+
+
+FIRST, SECOND = Rows(torch.zeros(1)), Rows(torch.ones(1))
+MINIBATCH = MiniBatch([FIRST, SECOND], Denominators(3.0, 2.0, 9.0), 5.0, 0.25)
+CONSTANTS = {"over": {"tokens": 3.0, "rows": 2.0, "constant": 9.0}, "value_tokens": 5.0, "share": 0.25}
+TEXT = SFTBatch(*[None] * len(dataclasses.fields(SFTBatch)))
+GOOD, NOT_APPLIED = StepResult(2.0, applied=True), StepResult(math.inf, applied=False)
 OVERFLOW = StepResult(math.inf, applied=False, overflow=True)
-FAULT = Fault("loss", 0, 0, [[math.nan]], [])
-BAD = StepResult(math.inf, applied=False, fault=FAULT)
+STATE = [torch.ones(1)]
+BAD = StepResult(math.inf, applied=False, fault=Fault("loss", 0, 0, [[math.nan]], STATE))
+WORDS = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o --on_nonfinite skip "
+BOTH = ["actor gradients", "actor applied", "critic gradients", "critic applied"]
 
 
-class Steps:
-    """Stands for `engine.build`: notes what is done and gives prepared results; every forward measures a KL of 0.02
-    and a log-ratio of 0.2."""
+class Engines:
+    """Stands for `engine.build_engine`: notes what is done and gives prepared results.
 
-    def __init__(self, monkeypatch, **results: StepResult):
-        self.done, self.results = [], results
+    The losses measure log-ratios of 0.2 and -0.2 for the actor; k3 of these is (e^0.2 - 1.2 + e^-0.2 - 0.8) / 2.
+    """
+
+    def __init__(self, monkeypatch, log_ratios=(0.2, -0.2), **results: StepResult):
+        self.done, self.results, self.losses = [], results, {}
+        self.log_ratios = torch.tensor(log_ratios)
         for name in ("accumulate", "apply", "apply_together"):
             monkeypatch.setattr(update, name, getattr(self, name))
+        monkeypatch.setattr(
+            update, "ActorLoss", lambda *settings: setattr(self, "settings", settings) or self.actor_loss
+        )
+        monkeypatch.setattr(update, "critic_loss", self.critic_loss)
+        monkeypatch.setattr(update, "ptx_loss", self.ptx_loss)
 
-    def accumulate(self, engine, batches, loss_of):
+    def actor_loss(self, rows, minibatch, entropy_coef, sums):
+        assert minibatch is MINIBATCH
+        sums.add_mean("policy/kl_k3", KL_ESTIMATORS["k3"](torch.zeros_like(self.log_ratios), self.log_ratios))
+        sums.add_max("policy/counted_log_ratio_abs_max", self.log_ratios.abs())
+        sums.add_mean("actor/seen", torch.tensor([1.0]))
+        return ("actor", rows, entropy_coef)
+
+    def critic_loss(self, critic, rows, minibatch, clip_eps, sums):
+        assert minibatch is MINIBATCH
+        sums.add_mean("critic/seen", torch.tensor([1.0]))
+        return (critic, rows, clip_eps)
+
+    def ptx_loss(self, actor, rows, tokens, sums):
+        assert rows is TEXT
+        sums.add_mean("text/seen", torch.tensor([1.0]))
+        return torch.tensor(float(tokens))
+
+    def accumulate(self, engine, batches, loss):
         self.done.append(f"{engine} gradients")
-        sums = next(cell.cell_contents for cell in loss_of.__closure__ if isinstance(cell.cell_contents, MetricSums))
-        sums.add_mean("policy/kl_k3", torch.tensor([0.02]))
-        sums.add_max("policy/counted_log_ratio_abs_max", torch.tensor([0.2]))
-        sums.add_mean(f"{engine}/seen", torch.tensor([1.0]))
+        self.losses[engine] = [loss(batch) for batch in batches]
         return SimpleNamespace(engine=engine, fault=self.results[engine].fault)
 
     def apply(self, gradients, refused=False):
         self.done.append(f"{gradients.engine} {'refused' if refused else 'applied'}")
-        return LEFT_OUT if refused else self.results[gradients.engine]
+        return NOT_APPLIED if refused else self.results[gradients.engine]
 
     def apply_together(self, parts):
         self.done += [f"together {part.engine}" for part in parts]
         return [self.results[part.engine] for part in parts]
 
 
-def once(monkeypatch, words: str = "", train_actor: bool = True, actor=GOOD, critic=GOOD, has_critic: bool = True):
-    flags = (
-        "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o --on_nonfinite skip"
-    )
-    config = parse("ppo", [*flags.split(), *words.split()])
-    steps, guard, sums = Steps(monkeypatch, actor=actor, critic=critic), NonFinitePolicy(config.safety), MetricSums()
-    sums.add_mean("policy/kl_k3", torch.full((9,), 5.0))  # of updates before this one
-    sums.add_max("policy/counted_log_ratio_abs_max", torch.tensor([5.0]))
-    engines = SimpleNamespace(actor="actor", critic="critic" if has_critic else None, reference=None)
-    outcome = Updater(config, engines, None, guard).once(PART, sums, 0.0, train_actor, 3)
-    return steps.done, outcome, sorted(name for name in sums.reduce() if name.endswith("/seen")), guard
+def one_step(monkeypatch, words="", train_actor=True, actor=GOOD, critic=GOOD, texts=None, policy=None, **more):
+    """(what was done, its outcome, the names that applied updates measured, the policy)"""
+    config = parse("ppo", (WORDS + words).split())
+    engines = Engines(monkeypatch, actor=actor, critic=critic, **more)
+    policy = policy or NonFinitePolicy(config.safety)
+    roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
+    updates = PPOUpdate(config, roles, texts, FixedCoefficient(0.01), policy, PhaseClock())
+    objectives = [updates.actor_objective(MINIBATCH)] * train_actor + [updates.critic_objective(MINIBATCH)]
+    outcome = updates.optimizer_step(objectives, 3)
+    measured = sorted(name for sums in outcome.sums for name in sums.reduce() if name.endswith("/seen"))
+    assert set(updates.clock.take()[0]) == {"train"}
+    return engines, outcome, measured, policy
 
 
-IN_TURN = ["actor gradients", "actor applied", "critic gradients", "critic applied"]
+def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
+    """PTX blocks follow the experience in the actor's step; a replay needs the constants."""
+    contexts = []
+
+    class Policy:
+        def judge(self, role, step, result, context):
+            contexts.append((role, step, result, context()))
+
+    words = "--temperature 0.7 --unsup_coef 0.5 --value_clip_eps 0.375"
+    texts = SimpleNamespace(take=lambda: ([TEXT], torch.tensor(6)))
+    engines, _, measured, _ = one_step(monkeypatch, words, actor=BAD, texts=texts, policy=Policy())
+    config = parse("ppo", (WORDS + words).split())
+    assert engines.settings == ("actor", "reference", config.algorithm, 0.7)
+    assert engines.losses["actor"] == [("actor", FIRST, 0.01), ("actor", SECOND, 0.01), 0.5 * 6]
+    assert engines.losses["critic"] == [("critic", FIRST, 0.375), ("critic", SECOND, 0.375)]
+    (role, step, result, actor), (other_role, _, other_result, critic) = contexts
+    assert (role, step, other_role, result, other_result) == ("actor", 3, "critic", BAD, GOOD)
+    assert actor.constants == {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0} and critic.constants == CONSTANTS
+    assert actor.records == [FIRST, SECOND, TEXT] and critic.records == [FIRST, SECOND]
+    assert (actor.engine, critic.engine, actor.random_state, critic.random_state) == ("actor", "critic", STATE, [])
+    assert measured == ["critic/seen"]
 
 
-def test_what_each_engine_sees_and_by_which_constants(monkeypatch):
-    """PTX blocks follow the experience in the actor's step; what a replay needs is noted with the fault."""
-    flags = (
-        "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o --on_nonfinite skip"
-    )
-    flags += " --temperature 0.7 --unsup_coef 0.5 --value_clip_eps 0.375 --clip_eps 0.125"
-    config, losses, scenes = parse("ppo", flags.split()), [], []
-    text = SFTBatch(*[None] * len(dataclasses.fields(SFTBatch)))
-    part = Update(["first", "second"], Denominators(3.0, 2.0, 9.0), 5.0, 0.25)
-    state = [torch.ones(1)]
-
-    class Loss:
-        def __init__(self, *settings):
-            losses.append(settings)
-
-        def __call__(self, rows, update, entropy_coef, sums):
-            return ("actor", rows, update.share, entropy_coef)
-
-    monkeypatch.setattr(update, "ActorLoss", Loss)
-    monkeypatch.setattr(update, "ptx_loss", lambda actor, rows, tokens, sums: torch.tensor(float(tokens)))
-    monkeypatch.setattr(
-        update, "critic_loss", lambda critic, rows, update, eps, sums: ("critic", critic, rows, update.share, eps)
-    )
-    results = iter([StepResult(2.0, False, fault=Fault("loss", 0, 0, [], state)), GOOD])
-    monkeypatch.setattr(update, "accumulate", lambda engine, batches, loss_of: SimpleNamespace(
-        fault=None, losses=losses.append([loss_of(batch) for batch in batches])))  # fmt: skip
-    monkeypatch.setattr(update, "apply", lambda gradients: next(results))
-    guard = SimpleNamespace(handle=lambda role, step, result, scene: scenes.append((role, step, scene())))
-    engines = SimpleNamespace(actor="A", critic="C", reference="R")
-    texts = SimpleNamespace(take=lambda: ([text], torch.tensor(6)))
-    Updater(config, engines, texts, guard).once(part, MetricSums(), 0.01, True, 3)
-    settings, of_actor, of_critic = losses
-    assert settings == ("A", "R", config.algorithm, 0.7)
-    assert of_actor == [("actor", "first", 0.25, 0.01), ("actor", "second", 0.25, 0.01), 0.5 * 6]
-    assert of_critic == [("critic", "C", rows, 0.25, 0.375) for rows in ("first", "second")]
-    (role, step, actor), (other_role, _, critic) = scenes
-    assert (role, step, other_role) == ("actor", 3, "critic")
-    counts = {"over": {"tokens": 3.0, "rows": 2.0, "constant": 9.0}, "value_tokens": 5.0, "share": 0.25}
-    assert actor.constants == counts | {"entropy_coef": 0.01, "text_tokens": 6.0} and critic.constants == counts
-    assert actor.records == ["first", "second", text] and critic.records == ["first", "second"]
-    assert (actor.engine, critic.engine, actor.random_state, critic.random_state) == ("A", "C", state, [])
-
-
-def test_without_a_critic_the_actor_alone(monkeypatch):
-    done, outcome, _, _ = once(monkeypatch, "--advantage_estimator reinforce_plus_plus", has_critic=False)
-    assert (done, outcome.norms) == (IN_TURN[:2], {"actor": 2.0})
+def test_metrics_of_experience_and_text_belong_to_the_actor(monkeypatch):
+    texts = SimpleNamespace(take=lambda: ([TEXT], torch.tensor(6)))
+    _, outcome, measured, _ = one_step(monkeypatch, "--unsup_coef 0.5", texts=texts)
+    assert measured == ["actor/seen", "critic/seen", "text/seen"] and len(outcome.sums) == 2
 
 
 def test_actor_and_critic_in_turn(monkeypatch):
-    done, outcome, counted, _ = once(monkeypatch)
-    assert (done, outcome.norms, outcome.ends) == (IN_TURN, {"actor": 2.0, "critic": 2.0}, False)
-    assert counted == ["actor/seen", "critic/seen"]
+    engines, outcome, measured, _ = one_step(monkeypatch)
+    assert (engines.done, outcome.grad_norms, outcome.ends_step) == (BOTH, {"actor": 2.0, "critic": 2.0}, False)
+    assert measured == ["actor/seen", "critic/seen"]
 
 
-def test_the_critic_alone_in_its_warm_up(monkeypatch):
-    done, outcome, _, _ = once(monkeypatch, "--target_kl 0.001 --max_log_ratio 0.001", train_actor=False)
-    assert (done, outcome.norms, outcome.ends) == (IN_TURN[2:], {"critic": 2.0}, False)
+def test_limits_do_not_concern_an_update_of_the_critic_alone(monkeypatch):
+    engines, outcome, _, _ = one_step(monkeypatch, "--target_kl 0.001 --max_log_ratio 0.001", train_actor=False)
+    assert (engines.done, outcome.grad_norms, outcome.ends_step) == (BOTH[2:], {"critic": 2.0}, False)
 
 
 @pytest.mark.parametrize("actor", [BAD, OVERFLOW])
-def test_what_is_not_applied_does_not_count(monkeypatch, actor):
-    done, outcome, seen, guard = once(monkeypatch, "--target_kl 0.001", actor=actor)
-    assert (done, outcome.norms, seen) == (IN_TURN, {"critic": 2.0}, ["critic/seen"])
-    assert not outcome.ends, "an update that was not applied has moved nothing"
-    metrics = guard.metrics("actor", "critic")
-    assert metrics == {
+def test_an_update_that_is_not_applied_does_not_count(monkeypatch, actor):
+    engines, outcome, measured, policy = one_step(monkeypatch, "--target_kl 0.001", actor=actor)
+    assert (engines.done, outcome.grad_norms, measured) == (BOTH, {"critic": 2.0}, ["critic/seen"])
+    assert not outcome.ends_step, "an update that was not applied has moved nothing"
+    assert policy.metrics("actor", "critic") == {
         "nonfinite/skipped": float(actor is BAD), "overflow/actor": float(actor is OVERFLOW), "overflow/critic": 0,
     }  # fmt: skip
 
 
 def test_overflow_is_aligned_in_fp16_alone(monkeypatch):
-    done, outcome, seen, guard = once(monkeypatch, "--align_overflow --dtype fp16", actor=OVERFLOW, critic=LEFT_OUT)
-    assert done == ["actor gradients", "critic gradients", "together actor", "together critic"]
-    assert (outcome.norms, seen) == ({}, [])
-    assert guard.metrics("actor", "critic") == {"nonfinite/skipped": 0, "overflow/actor": 1, "overflow/critic": 0}
-    assert once(monkeypatch, "--align_overflow --dtype bf16")[0] == IN_TURN
+    words = "--align_overflow --dtype fp16"
+    engines, outcome, measured, policy = one_step(monkeypatch, words, actor=OVERFLOW, critic=NOT_APPLIED)
+    assert engines.done == ["actor gradients", "critic gradients", "together actor", "together critic"]
+    assert (outcome.grad_norms, measured, outcome.ends_step) == ({}, [], False)
+    assert policy.metrics("actor", "critic") == {"nonfinite/skipped": 0, "overflow/actor": 1, "overflow/critic": 0}
+    _, outcome, measured, _ = one_step(monkeypatch, f"{words} --target_kl 0.01")
+    assert outcome.grad_norms == {"actor": 2.0, "critic": 2.0} and outcome.ends_step
+    assert measured == ["actor/seen", "critic/seen"]
+    assert one_step(monkeypatch, "--align_overflow --dtype bf16")[0].done == BOTH
 
 
 @pytest.mark.parametrize("words", ["", "--align_overflow --dtype fp16"])
 def test_a_forbidden_update_ends_the_ppo_step_before_the_critic(monkeypatch, words):
-    done, outcome, counted, _ = once(monkeypatch, f"--max_log_ratio 0.1 {words}")
-    assert (done, outcome.norms, outcome.ends, counted) == (["actor gradients", "actor refused"], {}, True, [])
-    assert once(monkeypatch, f"--max_log_ratio 0.3 {words}")[1].norms == {"actor": 2.0, "critic": 2.0}
+    engines, outcome, measured, _ = one_step(monkeypatch, f"--max_log_ratio 0.1 {words}")
+    assert (engines.done, outcome.grad_norms, measured) == (["actor gradients", "actor refused"], {}, [])
+    assert outcome.ends_step
+    assert one_step(monkeypatch, f"--max_log_ratio 0.3 {words}")[1].grad_norms == {"actor": 2.0, "critic": 2.0}
 
 
 def test_a_bad_number_goes_before_the_limit(monkeypatch):
-    done, outcome, _, guard = once(monkeypatch, "--max_log_ratio 0.1", actor=BAD)
-    assert (done, outcome.ends) == (IN_TURN, False)
-    assert guard.metrics()["nonfinite/skipped"] == 1
+    engines, outcome, _, policy = one_step(monkeypatch, "--max_log_ratio 0.1", actor=BAD)
+    assert (engines.done, outcome.ends_step) == (BOTH, False)
+    assert policy.metrics()["nonfinite/skipped"] == 1
 
 
-def test_the_update_beyond_the_target_is_the_last_one(monkeypatch):
-    done, outcome, _, _ = once(monkeypatch, "--target_kl 0.01")
-    assert (done, outcome.ends) == (IN_TURN, True)
-    assert not once(monkeypatch, "--target_kl 0.03")[1].ends
+def test_the_update_above_the_target_is_the_last_one(monkeypatch, said):
+    engines, outcome, _, _ = one_step(monkeypatch, "--target_kl 0.01")
+    assert (engines.done, outcome.ends_step) == (BOTH, True)
+    assert said[-1] == "policy/kl_k3 of 0.02007 is above --target_kl: it was the PPO step's last update"
+    assert not one_step(monkeypatch, "--target_kl 0.03")[1].ends_step
 
 
-@pytest.mark.parametrize(("measured", "beyond"), [(0.25, False), (0.2500001, True), (0.0, False)])
-def test_a_limit_is_the_last_number_that_is_allowed(measured, beyond):
-    flags = SimpleNamespace(target_kl=0.25, max_log_ratio=0.25)
-    sums = MetricSums()
-    sums.add_mean("policy/kl_k3", torch.tensor([measured], dtype=torch.float64))
-    sums.add_max("policy/counted_log_ratio_abs_max", torch.tensor([measured], dtype=torch.float64))
-    assert UpdateLimits(flags).end(sums) is beyond and UpdateLimits(flags).forbid(sums) is beyond
+@pytest.mark.parametrize(("target", "ends"), [(0.36, True), (0.3621, False)])
+def test_target_kl_by_hand(monkeypatch, target, ends):
+    """k3 of log-ratios 1, -1, 0: (e - 2 + 1 / e + 0) / 3 = 0.3620."""
+    outcome = one_step(monkeypatch, f"--target_kl {target}", log_ratios=(1.0, -1.0, 0.0))[1]
+    assert outcome.ends_step is ends and "actor" in outcome.grad_norms
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "forbidden"),
+    [((0.25, 0.0), False), ((-0.25, 0.0), False), ((0.0, 0.2500001), True), ((0.0, -0.2500001), True)],
+)
+def test_a_limit_is_the_last_number_that_is_allowed(monkeypatch, log_ratios, forbidden):
+    outcome = one_step(monkeypatch, "--max_log_ratio 0.25", log_ratios=log_ratios)[1]
+    assert outcome.ends_step is forbidden and ("actor" not in outcome.grad_norms) is forbidden

@@ -2,11 +2,12 @@
 
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
-from dschat_ppo.checkpoint.saved_config import write_config
 
+from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
-from dschat_ppo.session.begin_run import begin, open_outputs, tensorboard_folder
+from dschat_ppo.session.begin_run import begin_run, tensorboard_folder
+from dschat_ppo.session.output_folder import prepare_output_folder
 
 
 def outputs(folder, *words):
@@ -23,7 +24,7 @@ def test_old_tensorboard_files_of_an_earlier_run_are_removed(tmp_path, inside, o
     if ours:
         (tmp_path / "out").mkdir(exist_ok=True)
         write_config(config, tmp_path / "out")
-    open_outputs(tmp_path / "out", config, config.run)
+    prepare_output_folder(tmp_path / "out", config, config.run)
     assert (board / "events.out.tfevents.1").exists() is not (inside and ours)
 
 
@@ -43,4 +44,4 @@ def test_relative_tensorboard_paths_are_inside_the_output_folder(tmp_path, monke
 def test_an_output_folder_with_an_input_model_is_rejected(tmp_path, model):
     config = outputs(tmp_path / "out", "--overwrite_output_dir")
     with pytest.raises(UserError, match="written over a model"):
-        begin("sft", config, config.run, [str(tmp_path / model)])
+        begin_run("sft", config, config.run, [str(tmp_path / model)])

@@ -22,8 +22,7 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss
-from dschat_ppo.ppo.mini_dataset import Update
-from dschat_ppo.ppo.update import denominators
+from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.tools.replay import load_model, main
 from dschat_ppo.types import Experience, ScoredRollout
@@ -99,8 +98,9 @@ def experience(poisoned_row: int | None = None, **changes) -> Experience:
     return Experience(**{**made, **changes})
 
 
-UPDATE = Update([], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=6.0, share=0.25)
-ACTOR = {**denominators(UPDATE), "entropy_coef": 0.01, "text_tokens": 5.0}
+MINIBATCH = MiniBatch([], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=6.0, metric_weight=0.25)
+CONSTANTS = {"over": {"tokens": 6.0, "rows": 4.0, "constant": 12.0}, "value_tokens": 6.0, "share": 0.25}
+ACTOR = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 5.0}
 
 # name -> (step, role, kind of model, good records and then the bad one, constants, further words, bad row in it)
 CASES = {
@@ -118,7 +118,7 @@ CASES = {
         2,
     ),
     "actor, text": ("ppo", "actor", "policy", [experience(), BAD_SFT], ACTOR, (), 1),
-    "critic": ("ppo", "critic", "scalar", [experience(), experience(0)], denominators(UPDATE), (), 0),
+    "critic": ("ppo", "critic", "scalar", [experience(), experience(0)], CONSTANTS, (), 0),
 }
 
 
@@ -174,13 +174,15 @@ def test_losses_match_the_run_including_dropout(assets, tmp_path, capsys):
 def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys):
     config = config_of(assets, tmp_path, "ppo")
     actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
-    by_run = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature)(rows, UPDATE, 0.01, MetricSums())
+    by_run = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature)(
+        rows, MINIBATCH, 0.01, MetricSums()
+    )
     of_text = -config.ppo.unsup_coef * actor.module(GOOD_SFT.input_ids, GOOD_SFT.loss_mask)[0].sum() / 5.0
     main([bundle(assets, tmp_path, "ppo", "actor", FailureContext([rows, GOOD_SFT], ACTOR, actor))])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item(), of_text.item()], rel=1e-5)
     rows = replace(rows, values=torch.full((3, 2), 5.0))  # where the clip of values makes a difference
-    by_run = critic_loss(critic.module, rows, UPDATE, config.algorithm.value_clip_eps, MetricSums())
-    main([bundle(assets, tmp_path, "ppo", "critic", FailureContext([rows], denominators(UPDATE), critic))])
+    by_run = critic_loss(critic.module, rows, MINIBATCH, config.algorithm.value_clip_eps, MetricSums())
+    main([bundle(assets, tmp_path, "ppo", "critic", FailureContext([rows], CONSTANTS, critic))])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
 
 

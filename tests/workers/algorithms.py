@@ -19,7 +19,7 @@ from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
-from workers.ppo_setup import experience_of, trainer_of
+from workers.ppo_setup import experience_of, ppo_of, update_once
 from workers.quick import be_quick
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 4, 8, 2
@@ -67,18 +67,18 @@ def numbers_of(assets: Path, stage: int, micro: int, case: str, device) -> list[
         words += ["--unsupervised_dataset_name", assets / "texts.jsonl"]
     config = parse("ppo", [str(word) for word in words])
     seed_everything(1)
-    trainer = trainer_of(config, Dataset.from_dict({"row": ["{}"] * 40}), device)
-    trainer.collector.judge.mixture = RewardMixture([(TokenSum(), 1.0)])
+    ppo = ppo_of(config, Dataset.from_dict({"row": ["{}"] * 40}), device)
+    ppo.collection.reward_scorer.mixture = RewardMixture([(TokenSum(), 1.0)])
     rollout = Rollout(**torch.load(assets / "rollout.pt", weights_only=True))
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
     prompts = list(range(4 // dist.world_size()))
-    experience = experience_of(trainer, select_rows(rollout, mine), prompts)
+    experience = experience_of(ppo, select_rows(rollout, mine), prompts)
     assert torch.unique(experience.groups, return_counts=True)[1].tolist() == [SAMPLES] * 4
-    trainer.engines.train()
+    ppo.engines.train()
     found = []
-    for part in trainer.mini_dataset.updates(experience, EPOCHS, step=1):
+    for minibatch in ppo.mini_dataset.minibatches(experience, EPOCHS, step=1):
         sums = MetricSums()
-        norms = trainer.update_once(part, sums).norms
+        norms = update_once(ppo, minibatch, sums).grad_norms
         metrics = sums.reduce()
         names = ["policy/loss", "policy/entropy", *(n for n in ("policy/kl_loss", "ptx/loss") if n in metrics)]
         found.append([*(metrics[name] for name in names), *norms.values()])

@@ -15,7 +15,7 @@ from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.runtime.launch import leave
-from workers.ppo_setup import make_trainer
+from workers.ppo_setup import make_ppo, run_all
 
 BEST, SECOND = 42, 17
 
@@ -56,14 +56,14 @@ def main() -> None:
         200,
     )
     flags += ("--lr_scheduler_type", "constant", "--enable_test_mode", "--test_stop_step", 40)
-    trainer = make_trainer(assets, *flags, lm="uniform_lm")
+    ppo = make_ppo(assets, *flags, lm="uniform_lm")
 
-    trainer.collector.judge.mixture = RewardMixture([(Arms(), 1.0)])
+    ppo.collection.reward_scorer.mixture = RewardMixture([(Arms(), 1.0)])
     with MetricsWriter(out.parent, None) as writer:
-        result = trainer.run(writer)
-    rollout = trainer.collector.rollout([0, 1, 2, 3], step=1)
+        result = run_all(ppo, writer)
+    rollout = ppo.collection.generator.generate([0, 1, 2, 3], step=1)
     forced = rollout.response_ids.new_full((4, 1), BEST)
-    with torch.no_grad(), trainer.engines.hybrid.generating() as model:
+    with torch.no_grad(), ppo.engines.hybrid.generating() as model:
         probability = response_logprobs(model, replace(rollout, response_ids=forced), 1.0).exp()
     if dist.is_main():
         found = {"probability": probability.squeeze(1).tolist(), "first": result["reward/score_mean_before"]}

@@ -1,4 +1,4 @@
-"""Switches the hybrid engine under ZeRO-3 between training and generation, and reports differences.
+"""Toggles the hybrid engine under ZeRO-3 and reports what changed.
 
 hybrid.py ASSETS OUT_FILE
 """
@@ -22,7 +22,7 @@ from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.types import Rollout, select_rows
-from workers.ppo_setup import experience_of, make_trainer
+from workers.ppo_setup import experience_of, make_ppo, score_answers, train_on, update_once
 from workers.quick import be_quick
 
 TOGGLES, SETTLED = 200, 20
@@ -36,24 +36,22 @@ def hooks(module):
     return [(id(m._forward_hooks), list(m._forward_hooks), list(m._forward_pre_hooks)) for m in module.modules()]
 
 
-def generate_some(trainer, count: int, max_new_tokens: int):
-    batch = collate_prompts(trainer.collector.rollouts.prompts, range(count), 0)
-    how = replace(trainer.collector.rollouts.how, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4)
-    with trainer.engines.hybrid.generating() as model:
-        return generate(
-            model, batch, row_seeds(count * dist.rank(), count, 0), how, trainer.engines.hybrid.max_over_ranks
-        )
+def generate_some(ppo, count: int, max_new_tokens: int):
+    batch = collate_prompts(ppo.collection.generator.prompts, range(count), 0)
+    config = replace(ppo.collection.generator.config, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4)
+    with ppo.engines.hybrid.generating() as model:
+        return generate(model, batch, row_seeds(count * dist.rank(), count, 0), config, ppo.engines.hybrid.agree)
 
 
-def toggle_many(trainer) -> dict:
+def toggle_many(ppo) -> dict:
     """200 times into generation and back: weights, hooks, statuses and memory before and after."""
-    engine, process = trainer.engines.actor, psutil.Process()
+    engine, process = ppo.engines.actor, psutil.Process()
     parameters = list(engine.module.parameters())
     before = (shards(engine), hooks(engine.module), [p.ds_status for p in parameters])
     stack = len(parameter_offload.FWD_MODULE_STACK)
     memory = []
     for _ in range(TOGGLES):
-        generate_some(trainer, 2, 3)
+        generate_some(ppo, 2, 3)
         memory.append(process.memory_info().rss)
     return {
         "weights_equal": all(torch.equal(a, b) for a, b in zip(before[0], shards(engine), strict=True)),
@@ -66,40 +64,40 @@ def toggle_many(trainer) -> dict:
     }
 
 
-def gathered_equals_engine(trainer) -> float:
-    """Largest difference between log-probs of the generating model and of the ZeRO-3 engine."""
-    rollout = generate_some(trainer, 4, 6)
-    with trainer.engines.hybrid.generating() as model:
+def gathered_equals_engine(ppo) -> float:
+    """Largest difference between log-probs by the lent model and by the ZeRO-3 engine."""
+    rollout = generate_some(ppo, 4, 6)
+    with ppo.engines.hybrid.generating() as model:
         lent = response_logprobs(model, rollout, 1.0)
-    trainer.engines.eval()
+    ppo.engines.eval()
     with torch.no_grad():
-        trained = response_logprobs(trainer.engines.actor, rollout, 1.0)
+        trained = response_logprobs(ppo.engines.actor, rollout, 1.0)
     return float(((lent - trained).abs() * rollout.response_mask).max())
 
 
-def uneven(trainer, empty: bool) -> dict:
+def uneven(ppo, empty: bool) -> dict:
     """Rank 0 generates 1 token a row, rank 1 twelve (or nothing at all); all rows go through score and update."""
-    rollout = generate_some(trainer, 4, 1 if dist.rank() == 0 else 12)
+    rollout = generate_some(ppo, 4, 1 if dist.rank() == 0 else 12)
     if empty and dist.rank() == 1:
         rollout = replace(rollout, response_mask=torch.zeros_like(rollout.response_mask))
-    experience = experience_of(trainer, rollout)
-    metrics = trainer.update(experience)
+    experience = experience_of(ppo, rollout)
+    metrics = train_on(ppo, experience)
     return {"rows": experience.response_ids.shape[0], "tokens": int(experience.response_mask.sum()), **metrics}
 
 
 def layer_by_layer(assets: Path) -> dict:
     """Answers of uneven lengths with weights gathered once, and layer by layer."""
-    pinned, unpinned = (make_trainer(assets, *FLAGS, *words) for words in ((), ("--unpin_actor_parameters",)))
+    pinned, unpinned = (make_ppo(assets, *FLAGS, *words) for words in ((), ("--unpin_actor_parameters",)))
     before = shards(unpinned.engines.actor)
     tokens = 2 if dist.rank() == 0 else 9  # rank 0 is done long before rank 1
-    expected, found = (generate_some(trainer, 4, tokens) for trainer in (pinned, unpinned))
-    fast = unpinned.collector.rollouts.how
-    unpinned.collector.rollouts.how = replace(fast, engine="padded")
+    expected, found = (generate_some(ppo, 4, tokens) for ppo in (pinned, unpinned))
+    fast = unpinned.collection.generator.config
+    unpinned.collection.generator.config = replace(fast, engine="padded")
     by_padded_batches = generate_some(unpinned, 4, tokens)
-    unpinned.collector.rollouts.how = fast
+    unpinned.collection.generator.config = fast
     return {
         "engine": fast.engine,
-        "collective": [trainer.engines.hybrid.max_over_ranks is not None for trainer in (unpinned, pinned)],
+        "collective": unpinned.engines.hybrid.agree is not None and pinned.engines.hybrid.agree is None,
         "same_tokens": torch.equal(expected.response_ids, found.response_ids),
         "same_tokens_padded": torch.equal(expected.response_ids, by_padded_batches.response_ids),
         "difference": float((expected.rollout_logprobs - found.rollout_logprobs).abs().max()),
@@ -110,55 +108,55 @@ def layer_by_layer(assets: Path) -> dict:
     }
 
 
-def update_from_answers(trainer) -> list[float]:
+def update_from_answers(ppo) -> list[float]:
     """Gradient norms of an update from fresh answers."""
-    rollout = trainer.collector.rollout([0, 1, 2, 3], step=1)
-    metrics = trainer.update(experience_of(trainer, rollout))
+    rollout = ppo.collection.generator.generate([0, 1, 2, 3], step=1)
+    metrics = train_on(ppo, experience_of(ppo, rollout))
     return [metrics["grad_norm/actor"], metrics["grad_norm/critic"]]
 
 
 def answers_of_two_steps(assets: Path) -> list:
     """Tokens of all ranks' answers to eight prompts, in order, for two PPO steps."""
     per_rank = 8 // dist.world_size()
-    trainer = make_trainer(assets, *FLAGS, "--per_device_generation_batch_size", per_rank)
+    ppo = make_ppo(assets, *FLAGS, "--per_device_generation_batch_size", per_rank)
     mine = list(range(dist.rank() * per_rank, (dist.rank() + 1) * per_rank))
     answers = []
     for step in (1, 2):
-        rollout = trainer.collector.rollout(mine, step)
+        rollout = ppo.collection.generator.generate(mine, step)
         ids = torch.where(rollout.response_mask, rollout.response_ids, -1)
-        full = torch.nn.functional.pad(ids, (0, trainer.config.ppo.max_answer_seq_len - ids.shape[1]), value=-1)
+        full = torch.nn.functional.pad(ids, (0, ppo.config.ppo.max_answer_seq_len - ids.shape[1]), value=-1)
         answers.append(dist.gather_cat(full).tolist())
     return answers
 
 
 def updates_after_toggles(assets: Path, toggles: int, *words: object) -> list[float]:
     """Numbers of two updates from one stored rollout, after some toggles, on new engines."""
-    trainer = make_trainer(assets, *FLAGS, *words)
+    ppo = make_ppo(assets, *FLAGS, *words)
     for _ in range(toggles):
-        generate_some(trainer, 2, 3)
+        generate_some(ppo, 2, 3)
     rollout_fields = torch.load(assets / "rollout.pt", weights_only=True)
     mine = torch.arange(8).view(dist.world_size(), -1)[dist.rank()]
-    experience = experience_of(trainer, select_rows(Rollout(**rollout_fields), mine))
-    trainer.engines.train()
+    experience = experience_of(ppo, select_rows(Rollout(**rollout_fields), mine))
+    ppo.engines.train()
     numbers = []
-    for part in trainer.mini_dataset.updates(experience, 2, step=1):
+    for minibatch in ppo.mini_dataset.minibatches(experience, 2, step=1):
         sums = MetricSums()
-        norms = trainer.update_once(part, sums).norms
+        norms = update_once(ppo, minibatch, sums).grad_norms
         for _ in range(toggles):
-            generate_some(trainer, 2, 3)
+            generate_some(ppo, 2, 3)
         numbers += [*norms.values(), *sums.reduce().values()]
     return numbers
 
 
 def dropout_in_scoring(assets: Path) -> dict:
     """Scores one rollout twice with models that drop half of their attention in training."""
-    trainer = make_trainer(assets, *FLAGS, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
+    ppo = make_ppo(assets, *FLAGS, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
     prompts = [0, 1, 2, 3]
-    rollout = trainer.collector.rollout(prompts, step=1)
-    first, second = (trainer.collector.score(rollout, prompts, 0, step=1) for _ in range(2))
-    trainer.engines.train()
+    rollout = ppo.collection.generator.generate(prompts, step=1)
+    first, second = (score_answers(ppo, rollout, prompts) for _ in range(2))
+    ppo.engines.train()
     with torch.no_grad():
-        noisy = [response_logprobs(trainer.engines.actor, rollout, 1.0) for _ in range(2)]
+        noisy = [response_logprobs(ppo.engines.actor, rollout, 1.0) for _ in range(2)]
     return {
         "scored_alike": torch.equal(first.old_logprobs, second.old_logprobs)
         and torch.equal(first.values, second.values),
@@ -183,13 +181,13 @@ def main() -> None:
     if dist.world_size() == 1:
         out.write_text(json.dumps({"answers": answers_of_two_steps(assets)}))
         leave(0)
-    trainer = make_trainer(assets, *FLAGS)
+    ppo = make_ppo(assets, *FLAGS)
     found = {
         "dropout_noise": dropout_noise(),
-        "toggles": toggle_many(trainer),
-        "gathered_difference": gathered_equals_engine(trainer),
-        "uneven": uneven(trainer, empty=False),
-        "one_rank_empty": uneven(trainer, empty=True),
+        "toggles": toggle_many(ppo),
+        "gathered_difference": gathered_equals_engine(ppo),
+        "uneven": uneven(ppo, empty=False),
+        "one_rank_empty": uneven(ppo, empty=True),
         "without_toggles": updates_after_toggles(assets, 0),
         "with_toggles": updates_after_toggles(assets, 3),
         "asleep": updates_after_toggles(assets, 2, "--sleep_in_rollout"),

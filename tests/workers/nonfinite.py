@@ -1,4 +1,4 @@
-"""NaN and infinity on one of two ranks: engines of every stage and number format, then whole updates of PPO.
+"""Bad numbers on one of two ranks: engines of every stage and format, then whole updates of PPO.
 
 nonfinite.py ASSETS OUT_FOLDER
 """
@@ -16,26 +16,33 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dschat_ppo.checkpoint.manager import CheckpointManager
-from dschat_ppo.checkpoint.resume import find_checkpoint
-from dschat_ppo.checkpoint.run_identity import RunIdentity
+from dschat_ppo.checkpoint.resume import RunIdentity, find_checkpoint
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
-from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
+from dschat_ppo.engine.build_engine import (
+    OptimizerSettings,
+    accumulate,
+    apply,
+    apply_together,
+    optimizer_step,
+    train_engine,
+)
 from dschat_ppo.engine.ds_config import train_config
-from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, optimizer_step
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.saving import require_finite_weights
+from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.ppo.mini_dataset import gather_rows
+from dschat_ppo.ppo.resumable_ppo import ResumablePPO
+from dschat_ppo.ppo.score import Scores
 from dschat_ppo.ppo.train_ppo import save_models
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
-from workers.ppo_setup import trainer_of
+from workers.ppo_setup import ppo_of, run_all, scored_of, train_on, update_once
 from workers.quick import be_quick
 
 CASES = [(stage, dtype, False) for dtype in ("fp32", "bf16") for stage in (0, 1, 2, 3)]
@@ -74,7 +81,7 @@ def weights(engine) -> torch.Tensor:
 
 
 def micro_batches(step: int, kind: str, dtype: str):
-    """Three micro-batches of this rank; the second one of rank 1 is of the given kind."""
+    """Three of this rank's own; the second of rank 1 is of the given kind."""
     generator = torch.Generator().manual_seed(100 * step + dist.rank())
     rows = [torch.randn(5, 4, generator=generator).to(DTYPES[dtype]) for _ in range(3)]
     return [(x, kind if (number, dist.rank()) == (1, 1) else "good") for number, x in enumerate(rows)]
@@ -124,7 +131,7 @@ def engine_case(stage: int, dtype: str, offload: bool) -> dict:
 
 
 def bad_weights(engine, dtype: str) -> list:
-    """The check's message for good weights, for one bad weight on rank 1, and after an update that overflows."""
+    """What is said of good weights, of one bad weight on rank 1, and of those that the optimizer makes bad."""
     role = "actor"
     said_of = [outcome_of(lambda: require_finite_weights(role, engine))]
     weight = engine.module.second.weight
@@ -140,7 +147,7 @@ def bad_weights(engine, dtype: str) -> list:
 
 
 def update_too_far(engine, rate: float) -> None:
-    """Set a learning rate for the next update that no flag permits."""
+    """Let the next update be made with a learning rate that no flag permits."""
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
 
@@ -165,13 +172,19 @@ def aligned_case() -> dict:
 
 
 def smallest_scale_case() -> list:
-    """An overflow at the smallest loss scale."""
+    """An overflow at the smallest scale is no matter of scale any more."""
     engine = engine_of(2, "fp16", False)
     engine.optimizer.loss_scaler.cur_scale = engine.optimizer.loss_scaler.min_scale
     return said(optimizer_step(engine, micro_batches(0, "gradient", "fp16"), loss_of(engine)))
 
 
-def trainer_for(assets: Path, out: Path, stages: tuple[int, int], *words: object):
+def stored_rollout(assets: Path) -> Rollout:
+    """This rank's rows."""
+    rollout = Rollout(**torch.load(assets / "rollout.pt", weights_only=True))
+    return select_rows(rollout, torch.arange(16).view(dist.world_size(), -1)[dist.rank()])
+
+
+def ppo_for(assets: Path, out: Path, stages: tuple[int, int], *words: object):
     flags = ["--actor_model_name_or_path", assets / "lm", "--critic_model_name_or_path", assets / "reward"]
     flags += [
         "--data_path",
@@ -190,17 +203,10 @@ def trainer_for(assets: Path, out: Path, stages: tuple[int, int], *words: object
     flags += ["--per_device_generation_batch_size", 8, "--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01]
     config = parse("ppo", [str(word) for word in (*flags, *words)])
     seed_everything(1)
-    trainer = trainer_of(config, Dataset.from_dict({"row": ["{}"] * 40}), dist.device())
-    rollout = Rollout(**torch.load(assets / "rollout.pt", weights_only=True))
-    mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
-    scored = scored_of(trainer, select_rows(rollout, mine))
-    trainer.engines.train()
-    return trainer, scored
-
-
-def scored_of(trainer, rollout: Rollout):
-    indices = list(range(len(rollout.prompt_ids)))
-    return gather_rows(trainer.collector.score(rollout, indices, dist.rank() * len(indices), step=1))
+    ppo = ppo_of(config, Dataset.from_dict({"row": ["{}"] * 40}), dist.device())
+    scored = scored_of(ppo, stored_rollout(assets))
+    ppo.engines.train()
+    return ppo, scored
 
 
 def outcome_of(call) -> str:
@@ -213,33 +219,33 @@ def outcome_of(call) -> str:
 
 def skip_case(assets: Path, out: Path) -> dict:
     """Advantages and values that are not finite, with --on_nonfinite skip and at most one in a row."""
-    trainer, scored = trainer_for(assets, out / "skip", (3, 2), "--on_nonfinite", "skip", "--max_nonfinite_skips", 1)
-    experience = trainer.shaping.experience(scored, 1)
+    ppo, scored = ppo_for(assets, out / "skip", (3, 2), "--on_nonfinite", "skip", "--max_nonfinite_skips", 1)
+    experience = ppo.advantage_computation(scored, 1)
     advantages = experience.advantages.clone()
     advantages[5, 0] = math.nan
-    parts = list(trainer.mini_dataset.updates(replace(experience, advantages=advantages), 1, step=4))
+    parts = list(ppo.mini_dataset.minibatches(replace(experience, advantages=advantages), 1, step=4))
     bad = [any(bool(rows.advantages.isnan().any()) for rows in part.micro_batches) for part in parts]
     [number] = [n for n, values in enumerate(zip(*dist.gather_objects(bad), strict=True)) if any(values)]
     sums = MetricSums()
-    before = weights(trainer.engines.actor)
-    first = trainer.update_once(parts[number], sums, True, 4)
-    found = {"bad_ranks": [values[number] for values in dist.gather_objects(bad)], "norms": sorted(first.norms)}
-    found |= {"unmoved": torch.equal(weights(trainer.engines.actor), before), "names": sorted(sums.reduce())}
-    found["state"] = trainer.guard.state_dict()
-    found["after a good one"] = sorted(trainer.update_once(parts[1 - number], sums, True, 4).norms)
-    found["in a row"] = trainer.guard.state_dict()["in_a_row"]
-    trainer.update_once(parts[number], sums, True, 5)
-    found["stopped"] = outcome_of(lambda: trainer.update_once(parts[number], sums, True, 6))
+    before = weights(ppo.engines.actor)
+    first = update_once(ppo, parts[number], sums, 4)
+    found = {"bad_ranks": [values[number] for values in dist.gather_objects(bad)], "norms": sorted(first.grad_norms)}
+    found |= {"unmoved": torch.equal(weights(ppo.engines.actor), before), "names": sorted(sums.reduce())}
+    found["state"] = ppo.nonfinite.state_dict()
+    found["after a good one"] = sorted(update_once(ppo, parts[1 - number], sums, 4).grad_norms)
+    found["in a row"] = ppo.nonfinite.state_dict()["in_a_row"]
+    update_once(ppo, parts[number], sums, 5)
+    found["stopped"] = outcome_of(lambda: update_once(ppo, parts[number], sums, 6))
     values = scored.values.clone()
     values[12, 0] = math.inf
-    state = trainer.shaping.state_dict()
-    found["rows"] = trainer.rows_check.experience(replace(scored, values=values), 7) is None
-    found["nothing adapted"] = trainer.shaping.state_dict() == state
+    state = ppo.advantage_computation.state_dict()
+    found["rows"] = ppo.advantages(replace(scored, values=values), 7) is None
+    found["nothing adapted"] = ppo.advantage_computation.state_dict() == state
     return found
 
 
 class Lines:
-    """Stand-in for the metrics writer."""
+    """Stands for the writer of metrics."""
 
     def __init__(self):
         self.lines = {}
@@ -250,11 +256,19 @@ class Lines:
 
 def run_case(assets: Path, out: Path) -> dict:
     """The whole loop, with bad scores in its second PPO step."""
-    trainer, scored = trainer_for(assets, out / "run", (2, 3), "--on_nonfinite", "skip", "--entropy_target", 3)
-    bad = replace(scored, scores=torch.where(torch.arange(16) == 9, math.nan, scored.scores))
-    trainer.collector.collect = lambda step, _: (bad if step == 2 else scored, {})
+    ppo, _ = ppo_for(assets, out / "run", (2, 3), "--on_nonfinite", "skip", "--entropy_target", 3)
+    rollout = stored_rollout(assets)
+    numbers = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
+    score = ppo.collection.reward_scorer
+
+    def reward(rollout, prompts, step):
+        scores = score(rollout, prompts.rows)
+        bad = (numbers == 9) & (step == 2)
+        return Scores(torch.where(bad, math.nan, scores.total), scores.by_source)
+
+    ppo.collection.generate, ppo.collection.reward = lambda *_: rollout, reward
     writer = Lines()
-    trainer.run(writer)
+    run_all(ppo, writer)
     return {
         step: [line["nonfinite/skipped"], line.get("policy/updates_done_share"), "reward/score_mean" in line]
         for step, line in writer.lines.items()
@@ -262,42 +276,45 @@ def run_case(assets: Path, out: Path) -> dict:
 
 
 def saved_case(assets: Path, out: Path) -> dict:
-    """An update makes the critic's weights infinite after a checkpoint: which files are saved, and what resumes."""
+    """An update turns the critic's weights bad after a checkpoint: what is saved then, and what a run would resume."""
     folder = out / "saved"
-    trainer, scored = trainer_for(assets, folder, (2, 3), "--save_minutes", 0)
-    identity = RunIdentity("ppo", {}, "")
+    ppo, scored = ppo_for(assets, folder, (2, 3), "--save_minutes", 0)
+    about = RunIdentity("ppo", {}, "")
     folder.mkdir(exist_ok=True)
-    checkpoints = CheckpointManager(folder, trainer, trainer.config.safety, identity, MetricsWriter(folder, None))
-    checkpoints.finish()
-    update_too_far(trainer.engines.critic, 1e39)
-    trainer.progress.begin_step(trainer.shaping.experience(scored, 1), {})
-    part = next(iter(trainer.mini_dataset.updates(trainer.progress.experience, 1, step=1)))
-    found = {"norms": sorted(trainer.update_once(part, trainer.progress.sums, True, 1).norms)}
-    trainer.progress.updates = 1
-    found["checkpoint"] = outcome_of(checkpoints.finish)
-    tokenizer = trainer.collector.judge.tokenizer
-    found["models"] = outcome_of(lambda: save_models(trainer.engines, tokenizer, folder / "best.partial"))
-    found["chosen"] = str(find_checkpoint(folder, trainer.config.safety, identity, False))
+    keeper = CheckpointManager(
+        folder, ResumablePPO(ppo, None, HealthWatch()), ppo.config.safety, about, MetricsWriter(folder, None)
+    )
+    keeper.finish()
+    update_too_far(ppo.engines.critic, 1e39)
+    ppo.state.begin_updates(ppo.advantage_computation(scored, 1), {})
+    minibatch = next(iter(ppo.mini_dataset.minibatches(ppo.state.experience, 1, step=1)))
+    outcome = update_once(ppo, minibatch, MetricSums(), 1)
+    ppo.state.count_update(outcome)
+    found = {"norms": sorted(outcome.grad_norms)}
+    found["checkpoint"] = outcome_of(keeper.finish)
+    tokenizer = ppo.collection.reward_scorer.tokenizer
+    found["models"] = outcome_of(lambda: save_models(ppo.engines, tokenizer, folder / "best.partial"))
+    found["chosen"] = str(find_checkpoint(folder, ppo.config.safety, about, False))
     return found
 
 
 def limits_case(assets: Path, out: Path) -> dict:
-    """Share of six updates made under each limit; a forbidden one must not change the weights."""
+    """How many of six updates are made under each limit, and what of a forbidden one reaches the weights."""
     found = {}
     for name, stages, words in (
         ("none", (2, 0), ()), ("kl", (3, 1), ("--target_kl", 1e-6)), ("ratio", (2, 3), ("--max_log_ratio", 1e-4)),
     ):  # fmt: skip
-        trainer, scored = trainer_for(assets, out / name, stages, *words)
-        experience = trainer.shaping.experience(scored, 1)
+        ppo, scored = ppo_for(assets, out / name, stages, *words)
+        experience = ppo.advantage_computation(scored, 1)
         if name == "none":
-            for part in trainer.mini_dataset.updates(experience, 1, step=1):
-                trainer.update_once(part, MetricSums())
+            for part in ppo.mini_dataset.minibatches(experience, 1, step=1):
+                update_once(ppo, part, MetricSums())
                 break
-            alone = [weights(engine) for engine in trainer.engines.trained.values()]
-        share = trainer.update(experience)["policy/updates_done_share"]
+            alone = [weights(engine) for engine in ppo.engines.trained.values()]
+        share = train_on(ppo, experience)["policy/updates_done_share"]
         found[name] = share
         if name == "ratio":
-            now = [weights(engine) for engine in trainer.engines.trained.values()]
+            now = [weights(engine) for engine in ppo.engines.trained.values()]
             found["as after one"] = [
                 torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(alone, now, strict=True)
             ]

@@ -12,7 +12,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.ppo.train_ppo import save_models
 from dschat_ppo.runtime.launch import leave
-from workers.ppo_setup import experience_of, make_trainer
+from workers.ppo_setup import experience_of, make_ppo, train_on
 
 
 def main() -> None:
@@ -20,17 +20,17 @@ def main() -> None:
     flags = ("--actor_zero_stage", 3, "--critic_zero_stage", 3, "--actor_learning_rate", 0.01)
     flags += ("--per_device_generation_batch_size", 4, "--per_device_training_batch_size", 4)
     flags += ("--max_answer_seq_len", 6, "--critic_learning_rate", 0.01)
-    trainer = make_trainer(assets, *flags)
-    rollout = trainer.collector.rollout([0, 1, 2, 3], step=1)
-    trainer.update(experience_of(trainer, rollout))
-    tokenizer = trainer.collector.judge.tokenizer
+    ppo = make_ppo(assets, *flags)
+    rollout = ppo.collection.generator.generate([0, 1, 2, 3], step=1)
+    train_on(ppo, experience_of(ppo, rollout))
+    tokenizer = ppo.collection.reward_scorer.tokenizer
     tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|system|>")  # not its EOS
-    save_models(trainer.engines, tokenizer, out)
-    trainer.engines.eval()
+    save_models(ppo.engines, tokenizer, out)
+    ppo.engines.eval()
     ids = torch.tensor([[7, 60, 90, 40, 1], [9, 80, 3, 2, 1]])
     with torch.no_grad():
-        scores = last_token_scores(trainer.engines.critic, ids, torch.tensor([5, 5]))
-        with trainer.engines.hybrid.generating() as model:
+        scores = last_token_scores(ppo.engines.critic, ids, torch.tensor([5, 5]))
+        with ppo.engines.hybrid.generating() as model:
             logits = model(ids).logits
     if dist.is_main():
         torch.save({"ids": ids, "logits": logits, "scores": scores}, out / "expected.pt")

@@ -1,10 +1,12 @@
-"""A `PPOTrainer` on the tiny models, for the workers."""
+"""The parts of step 3 on the tiny models, for the workers."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
 
+from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, Checkpointer
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
@@ -14,16 +16,23 @@ from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.loading import load_tokenizer
-from dschat_ppo.ppo.loop import PPOTrainer
-from dschat_ppo.ppo.mini_dataset import gather_rows
+from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.ppo.collect import Prompts
+from dschat_ppo.ppo.loop import run, update
+from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
+from dschat_ppo.ppo.report import PPOReport, update_metrics
+from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.train_ppo import learned_reward, plain_texts
+from dschat_ppo.ppo.update import Outcome
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.runtime.process_group import init_process_group
-from dschat_ppo.types import Experience, Rollout
+from dschat_ppo.types import Experience, Rollout, ScoredRollout
 
 
-def make_trainer(assets: Path, *words: object, lm: str = "lm") -> PPOTrainer:
-    """Join the ranks and build the trainer; `words` are further flags."""
+def make_ppo(assets: Path, *words: object, lm: str = "lm") -> PPOComponents:
+    """Join the ranks and build the parts of step 3; `words` are further flags."""
     quiet_libraries()
     device = init_process_group()
     torch.set_num_threads(1)
@@ -34,22 +43,60 @@ def make_trainer(assets: Path, *words: object, lm: str = "lm") -> PPOTrainer:
     config = parse("ppo", [str(word) for word in (*flags, *words)])
     tokenizer = load_tokenizer(str(assets / lm), "model")
     prompts = prepare("prompt", tokenizer, config.data, config.ppo.max_prompt_seq_len).train
-    return trainer_of(config, prompts, device)
+    return ppo_of(config, prompts, device)
 
 
-def trainer_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOTrainer:
-    """The trainer that `train_ppo` builds, without its checks and outputs."""
+def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComponents:
+    """The parts that `train_ppo` would build, without its checks and outputs."""
     plan = plan_ppo(config.ppo, len(prompts), dist.world_size(), config.algorithm.critic_warmup_rollouts)
     folders = ModelFolders(config.ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder)
     engines = RLHFEngine(config, plan, folders)
     tokenizer = load_tokenizer(folders.actor, "model")
     rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
     texts = plain_texts(config, plan, tokenizer, device)
-    return PPOTrainer(config, plan, engines, prompts, tokenizer, rewards, device, texts)
+    return PPOComponents(config, plan, engines, prompts, tokenizer, rewards, device, texts)
 
 
-def experience_of(trainer: PPOTrainer, rollout: Rollout, indices: list[int] | None = None) -> Experience:
-    """The rollouts of all ranks, scored and shaped as in PPO step 1; answers to the prompts at `indices`, one each."""
-    indices = list(range(len(rollout.prompt_ids))) if indices is None else indices
-    rows = gather_rows(trainer.collector.score(rollout, indices, dist.rank() * len(indices), step=1))
-    return trainer.shaping.experience(rows, step=1)
+def run_all(ppo: PPOComponents, writer: MetricsWriter, checkpointer: Checkpointer = NO_CHECKPOINTS) -> dict[str, Any]:
+    """All PPO steps, without evaluation; returns the result."""
+    report = PPOReport(ppo, None, HealthWatch(), writer)
+    with report.bar:
+        run(ppo, report, checkpointer)
+    return report.result()
+
+
+def score_answers(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None) -> ScoredRollout:
+    """This rank's answers to the prompts at `rows`, scored as in PPO step 1."""
+    rows = list(range(len(rollout.prompt_ids))) if rows is None else rows
+    prompts = Prompts(rows, dist.rank() * len(rows))
+    return ppo.collection.score(rollout, ppo.collection.reward(rollout, prompts, step=1), prompts)
+
+
+def scored_of(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None) -> ScoredRollout:
+    """The scored answers of all ranks."""
+    return gather_rows(score_answers(ppo, rollout, rows))
+
+
+def experience_of(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None) -> Experience:
+    """The experience of the answers of all ranks, as in PPO step 1."""
+    return ppo.advantage_computation(scored_of(ppo, rollout, rows), step=1)
+
+
+def update_once(ppo: PPOComponents, minibatch: MiniBatch, sums: MetricSums, step: int = 0) -> Outcome:
+    """One optimizer step of actor and critic; the metrics of what is applied go to `sums`."""
+    objectives = [ppo.updates.actor_objective(minibatch)]
+    if ppo.engines.critic is not None:
+        objectives.append(ppo.updates.critic_objective(minibatch))
+    outcome = ppo.updates.optimizer_step(objectives, step)
+    for part in outcome.sums:
+        sums.merge(part)
+    return outcome
+
+
+def train_on(ppo: PPOComponents, experience: Experience) -> dict[str, float]:
+    """All updates of PPO step 1; returns their metrics, over all ranks."""
+    ppo.state.begin_updates(experience, {})
+    for minibatch in ppo.minibatches_left(experience, step=1):
+        update(ppo, minibatch, step=1)
+    metrics = ppo.state.metrics | ppo.state.sums.reduce()
+    return metrics | update_metrics(ppo, metrics)

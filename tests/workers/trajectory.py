@@ -26,7 +26,7 @@ from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 from dschat_ppo.types import Rollout, select_rows
-from workers.ppo_setup import experience_of, trainer_of
+from workers.ppo_setup import experience_of, ppo_of, update_once
 from workers.quick import be_quick
 
 GLOBAL_BATCH, STEPS = 8, 5
@@ -82,14 +82,14 @@ def ppo_trajectory(assets: Path, stage: int, micro: int, device, refill_padding:
     words += ["--num_warmup_steps", "0", "--actor_learning_rate", "0.01", "--critic_learning_rate", "0.01"]
     words += ["--entropy_coef", "0.01", "--old_logprobs", "recompute"]  # none are recorded in the stored rollout
     config = parse("ppo", words)
-    trainer = trainer_of(config, Dataset.from_dict({"row": ["{}"] * 40}), device)
+    ppo = ppo_of(config, Dataset.from_dict({"row": ["{}"] * 40}), device)
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
-    experience = experience_of(trainer, select_rows(stored_rollout(assets, refill_padding), mine))
-    trainer.engines.train()
+    experience = experience_of(ppo, select_rows(stored_rollout(assets, refill_padding), mine))
+    ppo.engines.train()
     trajectory = []
-    for part, _ in zip(trainer.mini_dataset.updates(experience, 3, step=1), range(STEPS), strict=False):
+    for minibatch, _ in zip(ppo.mini_dataset.minibatches(experience, 3, step=1), range(STEPS), strict=False):
         sums = MetricSums()
-        norms = trainer.update_once(part, sums).norms
+        norms = update_once(ppo, minibatch, sums).grad_norms
         metrics = sums.reduce()
         losses = [metrics[name] for name in ("policy/loss", "value/loss", "policy/entropy")]
         trajectory.append([*losses, norms["actor"], norms["critic"]])

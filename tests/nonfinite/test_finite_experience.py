@@ -1,0 +1,125 @@
+"""Rows of a PPO step with a number that is not finite reach no update, and nothing adapts to them."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_experience import experience, ppo_bundles, scored, with_bad
+
+from dschat_ppo.common import dist
+from dschat_ppo.errors import NonFiniteError
+from dschat_ppo.nonfinite.finite_experience import FiniteExperience
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
+from dschat_ppo.nonfinite.repro_bundle import read_bundle
+from dschat_ppo.types import Experience, ScoredRollout
+
+NAN, INF = math.nan, math.inf
+
+
+class Computation:
+    """Stands for the advantage computation: it adapts, and gives experience with these fields."""
+
+    def __init__(self, **changes):
+        self.seen, self.changes = 0, changes
+
+    def __call__(self, rows, step):
+        self.seen += 1
+        return experience(**self.changes)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def finite(tmp_path, compute=None, how="skip", models=None, in_rank_order=True) -> FiniteExperience:
+    bundles = ppo_bundles(tmp_path, "--on_nonfinite", how, "--max_nonfinite_skips", "1")
+    policy = NonFinitePolicy(bundles.config.safety, bundles)
+    return FiniteExperience(compute or Computation(), policy, models or {}, in_rank_order)
+
+
+def test_good_rows_are_passed_on_and_end_a_row_of_skips(tmp_path, said):
+    advantages = finite(tmp_path)
+    bad = scored(scores=torch.tensor([0.0, NAN, 1.0]))
+    assert advantages(bad, 1) is None
+    assert said[-1].startswith(
+        "PPO step 1: scores of 1 of 3 answers are not finite (rows 1); its updates are skipped. Replay: "
+    )
+    assert isinstance(advantages(scored(), 2), Experience)
+    assert advantages(bad, 3) is None
+    with pytest.raises(NonFiniteError, match=r"PPO step 4: scores of 1 of 3 answers are not finite \(rows 1\)"):
+        advantages(bad, 4)
+    assert advantages.compute.seen == 1, "bad rows are not seen by what adapts"
+    assert advantages.policy.metrics()["nonfinite/skipped"] == 3
+
+
+@pytest.mark.parametrize("how", ["skip", "stop"])
+def test_advantages_that_are_not_finite_leave_nothing_adapted(tmp_path, how):
+    advantages = finite(tmp_path, Computation(advantages=with_bad(INF, (2, 0))), how)
+    if how == "skip":
+        assert advantages(scored(), 1) is None
+    else:
+        with pytest.raises(NonFiniteError, match=r"advantages of 1 of 3 answers are not finite \(rows 2\)"):
+            advantages(scored(), 1)
+    assert advantages.compute.seen == 0
+    what, [rows], _ = read_bundle(tmp_path / "nonfinite/step_000001_rank_0")
+    assert (what["role"], what["fault"]) == ("shaping", {"kind": "advantages", "rows": [2]})
+    assert what["bad_places"] == {"advantages": [[2, 0]]}
+    assert what["constants"] == {"shaping": {"seen": 0}} and what["model"] is None
+    assert isinstance(rows, ScoredRollout)
+
+
+def test_the_first_cause_is_named(tmp_path):
+    """Log-probs of the actor that are bad make its KL bad."""
+    advantages, bad = finite(tmp_path, how="stop"), with_bad(NAN, (0, 0))
+    with pytest.raises(NonFiniteError, match="old_logprobs of 1 of 3"):
+        advantages(scored(old_logprobs=bad, kl=bad, values=bad), 1)
+    with pytest.raises(NonFiniteError, match="kl of 1 of 3"):
+        advantages(scored(kl=bad, values=bad), 1)
+    with pytest.raises(NonFiniteError, match="scores of 2 of 3 answers are not finite .rows 0, 2."):
+        advantages(scored(scores=torch.tensor([NAN, 1.0, -INF]), old_logprobs=bad), 1)
+
+
+def test_the_model_that_computed_the_field_is_named_or_saved(tmp_path, monkeypatch):
+    (tmp_path / "reference").mkdir()
+    monkeypatch.chdir(tmp_path)
+    actor = SimpleNamespace()
+    models = {"actor": actor, "critic": None, "reference": "reference", "reward": "hub/name"}
+    met = []
+    advantages = finite(tmp_path, models=models)
+    monkeypatch.setattr(advantages, "policy", SimpleNamespace(met=lambda *given: met.append(given)))
+    bad = with_bad(NAN, (0, 0))
+    for changes in ({"entropies": bad}, {"values": bad}, {"ref_logprobs": bad}, {"scores": torch.tensor([NAN, 0, 0])},
+                    {"baselines": torch.tensor([NAN, 0, 0])}):  # fmt: skip
+        assert advantages(scored(**changes), 1) is None
+    contexts = [(given[-1]["role"], given[4].engine, given[4].model) for given in met]
+    assert contexts == [
+        ("actor", actor, None), ("critic", None, None), ("reference", None, str(Path(tmp_path, "reference").resolve())),
+        ("reward", None, "hub/name"), ("reward", None, "hub/name"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("in_rank_order", "rank"), [(True, 1), (False, 0)])
+def test_the_rank_that_generated_the_row_writes_the_bundle(tmp_path, monkeypatch, in_rank_order, rank):
+    met = []
+    advantages = finite(tmp_path, in_rank_order=in_rank_order)
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    monkeypatch.setattr(advantages, "policy", SimpleNamespace(met=lambda *given: met.append(given)))
+    advantages(scored(scores=torch.tensor([0.0, 1.0, NAN])), 7)
+    advantages(scored(scores=torch.tensor([0.0, NAN, NAN])), 7)
+    assert [(given[0], given[1], given[2]) for given in met] == [("rows", 7, rank), ("rows", 7, 0)]
+
+
+def test_many_bad_rows_are_counted_and_the_first_eight_named(tmp_path, monkeypatch):
+    met = []
+    advantages = finite(tmp_path)
+    monkeypatch.setattr(advantages, "policy", SimpleNamespace(met=lambda *given: met.append(given)))
+    rows = SimpleNamespace(scores=torch.full((12,), NAN))
+    monkeypatch.setattr(
+        "dschat_ppo.nonfinite.finite_experience.bad_places", lambda _: {"scores": [[n] for n in range(9)]}
+    )
+    advantages(rows, 2)
+    assert "scores of 9 of 12 answers are not finite (rows 0, 1, 2, 3, 4, 5, 6, 7, ...)" in met[0][3]

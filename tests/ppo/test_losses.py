@@ -1,0 +1,160 @@
+"""The losses of one micro-batch by hand: which tokens count, by which denominator, and what is measured."""
+
+import math
+
+import pytest
+import torch
+
+from dschat_ppo.algorithms.aggregation import Denominators
+from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.data.collators import SFTBatch
+from dschat_ppo.models.forward import ResponseScores
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.ppo import losses
+from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.ppo.mini_dataset import MiniBatch
+from dschat_ppo.types import Experience
+
+# Answers of 3 and 2 tokens; the second is cut, so it trains the critic alone.
+RESPONSE = torch.tensor([[True, True, True], [True, True, False]])
+COUNTED = torch.tensor([[True, True, True], [False, False, False]])
+LOG_RATIOS = torch.tensor([[0.0, 0.5, -0.1], [-0.9, 0.3, 9.0]])
+ADVANTAGES = torch.tensor([[1.0, 2.0, -1.0], [3.0, -3.0, 9.0]])
+WEIGHTS = torch.tensor([[1.0, 0.5, 2.0], [1.0, 1.0, 9.0]])
+ENTROPIES = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]])
+MINIBATCH = MiniBatch([], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=10.0, metric_weight=0.25)
+# -min(r A, clip(r, 0.8, 1.2) A), with its weight
+TOKEN_LOSSES = [-1.0, -1.2 * 2 * 0.5, math.exp(-0.1) * 2]
+POLICY = sum(TOKEN_LOSSES) / 6
+
+
+def rows_of(**changes) -> Experience:
+    zeros, old = torch.zeros(2, 3), torch.full((2, 3), -2.0)
+    fields = {
+        "prompt_ids": torch.ones(2, 1).long(), "prompt_mask": torch.ones(2, 1).bool(),
+        "response_ids": torch.ones(2, 3).long(), "response_mask": RESPONSE, "rollout_logprobs": zeros,
+        "finish_reason": torch.zeros(2), "old_logprobs": old, "entropies": None, "ref_logprobs": old - 0.25,
+        "kl": zeros, "values": zeros, "source_scores": torch.zeros(2, 1), "scores": torch.zeros(2), "baselines": None,
+        "groups": torch.arange(2), "rewards": zeros, "advantages": ADVANTAGES, "returns": zeros, "loss_mask": COUNTED,
+        "loss_weights": WEIGHTS, "selected": None,
+    }  # fmt: skip
+    return Experience(**{**fields, **changes})
+
+
+@pytest.fixture
+def loss_of(monkeypatch):
+    """(loss, metrics, what the forward pass was asked for) of flags, with log-probs that have these log-ratios."""
+    asked = []
+
+    def response_scores(engine, rows, temperature, entropy_grad=False, distributions=False, router=False):
+        asked.append((engine, temperature, entropy_grad, distributions, router))
+        tokens = int(rows.response_mask.sum())
+        spread = torch.tensor([0.5, 0.5] if engine == "actor" else [0.25, 0.75]).log().expand(tokens, 2)
+        router_loss = torch.tensor(8.0) if router else None
+        logprobs = rows.old_logprobs + LOG_RATIOS
+        return ResponseScores(logprobs, ENTROPIES, spread if distributions else None, router_loss)
+
+    def loss_of(rows=None, entropy_coef=0.0, **flags):
+        asked.clear()
+        monkeypatch.setattr(losses, "response_scores", response_scores)
+        sums = MetricSums()
+        loss = ActorLoss("actor", "reference", AlgorithmFlags(**flags), 0.7)
+        return float(loss(rows or rows_of(), MINIBATCH, entropy_coef, sums)), sums, asked
+
+    return loss_of
+
+
+def test_the_policy_loss_is_a_mean_over_the_counted_tokens_of_the_optimizer_step(loss_of):
+    loss, sums, asked = loss_of()
+    assert loss == pytest.approx(POLICY) and asked == [("actor", 0.7, False, False, False)]
+    assert loss_of(loss_aggregation="constant")[0] == pytest.approx(sum(TOKEN_LOSSES) / 12)
+    assert loss_of(loss_aggregation="seq_mean_token_sum")[0] == pytest.approx(sum(TOKEN_LOSSES) / 4)
+    assert loss_of(rows_of(loss_mask=RESPONSE))[0] != pytest.approx(POLICY)
+
+
+def test_clips_come_from_their_flags(loss_of):
+    def by_hand(low, high):
+        ratios = [1.0, math.exp(0.5), math.exp(-0.1)]
+        terms = zip(ratios, ADVANTAGES[0].tolist(), WEIGHTS[0].tolist(), strict=True)
+        return sum(-min(r * a, min(max(r, 1 - low), 1 + high) * a) * w for r, a, w in terms) / 6
+
+    assert loss_of(clip_eps=0.05)[0] == pytest.approx(by_hand(0.05, 0.05))
+    assert loss_of(clip_eps_low=0.05, clip_eps_high=0.3)[0] == pytest.approx(by_hand(0.05, 0.3))
+
+
+def test_metrics_count_the_tokens_of_their_mask(loss_of):
+    _, sums, _ = loss_of()
+    counted = LOG_RATIOS[COUNTED].double()
+    k3 = (torch.exp(counted) - 1 - counted).mean()
+    found = sums.reduce()
+    assert found == pytest.approx({
+        "policy/loss": POLICY / 0.25, "policy/entropy": 3.0, "policy/ratio_mean": float(counted.exp().mean()),
+        "policy/ratio_max": math.exp(0.5), "policy/clip_fraction": 1 / 3, "policy/approx_kl": 0.2 / 5,
+        "policy/log_ratio_abs_mean": 1.8 / 5, "policy/log_ratio_abs_max": 0.9, "policy/kl_k3": float(k3),
+        "policy/counted_log_ratio_abs_max": 0.5,
+    }, rel=1e-5)  # fmt: skip
+
+
+def test_the_metric_of_the_loss_is_the_sum_over_all_micro_batches(loss_of):
+    """Four micro-batches of weight 1 / 4 each."""
+    total = MetricSums()
+    for _ in range(4):
+        total.merge(loss_of()[1])
+    assert total.reduce()["policy/loss"] == pytest.approx(4 * POLICY)
+
+
+def test_the_entropy_bonus_is_subtracted(loss_of):
+    loss, _, asked = loss_of(entropy_coef=0.1)
+    assert loss == pytest.approx(POLICY - 0.1 * (1 + 2 + 3) / 6) and asked[0][2]
+
+
+def test_the_kl_loss_of_sampled_tokens_is_added(loss_of):
+    gaps = [0.25 + ratio for ratio in LOG_RATIOS[0].tolist()]  # log p - log reference
+    k3 = sum(math.exp(-gap) - 1 + gap for gap in gaps) / 6
+    for straight_through in (True, False):
+        loss, sums, asked = loss_of(kl_loss_coef=0.5, kl_straight_through=straight_through)
+        assert loss == pytest.approx(POLICY + 0.5 * k3, rel=1e-5) and len(asked) == 1
+        assert sums.reduce()["policy/kl_loss"] == pytest.approx(k3 / 0.25, rel=1e-5)
+
+
+def test_the_full_kl_loss_takes_whole_distributions_of_actor_and_reference(loss_of):
+    kl = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    loss, _, asked = loss_of(kl_loss_coef=0.5, kl_loss_estimator="full")
+    assert loss == pytest.approx(POLICY + 0.5 * 3 * kl / 6)
+    assert asked == [("actor", 0.7, False, True, False), ("reference", 0.7, False, True, False)]
+
+
+def test_the_router_loss_counts_by_the_share_of_the_tokens(loss_of):
+    loss, sums, asked = loss_of(router_loss_coef=0.5)
+    assert loss == pytest.approx(POLICY + 0.5 * 8 * 3 / 6) and asked[0][4]
+    assert sums.reduce()["policy/router_loss"] == pytest.approx(8 * 3 / 6 / 0.25)
+
+
+@pytest.mark.parametrize(("delta", "advantage", "kept"), [(0.25, -1.0, 1), (0.35, -1.0, 2), (0.25, 1.0, 2)])
+def test_rows_that_are_off_policy_with_negative_advantages_are_left_out(loss_of, delta, advantage, kept):
+    """Mean log p_old - log p_new: -0.4 / 3 of the first row, 0.6 / 2 of the second."""
+    rows = rows_of(loss_mask=RESPONSE, loss_weights=torch.ones(2, 3), advantages=torch.full((2, 3), advantage))
+    loss, sums, _ = loss_of(rows, off_policy_delta=delta, policy_loss="reinforce")
+    logprobs = (rows.old_logprobs + LOG_RATIOS)[:kept][RESPONSE[:kept]]
+    assert loss == pytest.approx(float(-advantage * logprobs.sum()) / 6)
+    assert sums.reduce()["policy/off_policy_share"] == 1 - kept / 2
+    assert "policy/off_policy_share" not in loss_of(rows)[1].reduce()
+
+
+def test_the_value_loss_is_a_mean_over_all_response_tokens(monkeypatch):
+    now = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.1, 9.0]])
+    monkeypatch.setattr(losses, "response_values", lambda critic, rows: now if critic == "critic" else None)
+    rows, sums = rows_of(returns=torch.full((2, 3), 1.0)), MetricSums()
+    # old values 0, clip 0.5: max((v - 1)^2, (clipped - 1)^2) / 2, with clipped values 0.5, 0.5, 0.5, 0.5, 0.1
+    expected = (max(0, 0.25) + max(1, 0.25) + max(4, 0.25) + max(9, 0.25) + 0.81) / 2
+    assert float(critic_loss("critic", rows, MINIBATCH, 0.5, sums)) == pytest.approx(expected / 10)
+    found = sums.reduce()
+    assert found["value/loss"] == pytest.approx(expected / 10 / 0.25)
+    assert found["value/clip_fraction"] == pytest.approx(1 / 5), "where the clipped error is the larger one"
+
+
+def test_the_text_loss_is_a_mean_over_the_texts_of_the_optimizer_step():
+    logprobs, sums = torch.tensor([-1.0, -3.0]), MetricSums()
+    batch = SFTBatch(torch.ones(1, 3).long(), torch.tensor([[False, True, True]]))
+    loss = ptx_loss(lambda ids, mask: (logprobs * (mask is batch.loss_mask), None), batch, torch.tensor(8.0), sums)
+    assert float(loss) == 0.5 and sums.reduce() == {"ptx/loss": 2.0}

@@ -1,0 +1,232 @@
+"""The state of step 3 in a checkpoint: its keys, other numbers of ranks, flags that change under `--resume_force`."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_advantages import computation
+from test_advantages import scored as scored_rows
+from test_collect import CPU, DYNAMIC, collection_of
+from test_group_pool import rows
+from test_mini_dataset import experience
+
+from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
+from dschat_ppo.checkpoint.resumable import RankStates
+from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.common import dist
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.sampler import IndexStream
+from dschat_ppo.errors import UserError
+from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
+from dschat_ppo.ppo.resumable_ppo import ResumablePPO
+from dschat_ppo.ppo.state import PPOState
+from dschat_ppo.ppo.update import Outcome
+
+BEGINS = ": was off when the checkpoint was saved, so it begins anew\n"
+WORDS = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
+ENTROPY = "--entropy_coef 0.01 --entropy_target 2"
+GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
+
+
+class Average:
+    """Stands for a moving average."""
+
+    def __init__(self):
+        self.did = []
+
+    def state_dict(self):
+        return {"weight": torch.ones(1)}
+
+    def has_layout_of(self, part):
+        return part.keys() == {"weight"}
+
+    def load_state_dict(self, part):
+        self.did.append("loaded")
+
+    def load_parts(self, ranks):
+        found = [part for part in ranks if part]
+        self.did += [f"parts of {len(found)}"] * bool(found)
+        return bool(found)
+
+    def begin(self):
+        self.did.append("begun")
+
+
+def resumable(words: str = "", texts=False, average=False, evaluation=False, collection="") -> ResumablePPO:
+    """Step 3 without engines; `collection`: flags of the experience collection."""
+    config = parse("ppo", f"{WORDS} {words}".split())
+    algorithm = config.algorithm
+    engines = SimpleNamespace(actor_average=Average() if average else None, trained={"actor": "A", "critic": "C"})
+    entropy_coef = FixedCoefficient(algorithm.entropy_coef)
+    if algorithm.entropy_target:
+        entropy_coef = AdaptiveEntropy(algorithm.entropy_coef, algorithm.entropy_target, 0.005, 0.0, 1.0)
+    ppo = SimpleNamespace(
+        config=config, device=CPU, engines=engines, entropy_coef=entropy_coef, state=PPOState(),
+        texts=SimpleNamespace(stream=IndexStream(5, seed=2)) if texts else None,
+        nonfinite=NonFinitePolicy(config.safety), advantage_computation=computation(), collection=collection_of(collection),
+    )  # fmt: skip
+    return ResumablePPO(ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch())
+
+
+def resume(before: ResumablePPO, after: ResumablePPO, alone: bool = False) -> ResumablePPO:
+    """`after` in the state of `before`; `alone`: without reading the files of other ranks."""
+    own = before.rank_state()
+    after.load_state(before.shared_state(), RankStates(own, (lambda: pytest.fail()) if alone else lambda: iter([own])))
+    return after
+
+
+def test_the_saved_format_has_these_keys(tmp_path):
+    """Checkpoints of earlier versions have them."""
+    whole = resumable(ENTROPY, texts=True, average=True, evaluation=True)
+    shared, rank = whole.shared_state(), whole.rank_state()
+    assert set(shared) == {"progress", "collector", "shaping", "entropy_coef", "health", "guard", "texts", "best"}
+    assert set(rank) == {"sums", "actor_average"}
+    assert set(shared["collector"]) == {"stream", "pool"} and set(shared["shaping"]) == {"kl_coef", "running"}
+    plain = resumable()
+    assert (plain.shared_state()["texts"], plain.shared_state()["best"]) == (None, None)
+    assert plain.rank_state()["actor_average"] is None
+    whole.ppo.state.begin_updates(experience(range(3)), {"a": 1.0})
+    save_state(tmp_path / "shared", whole.shared_state())
+    assert load_state(tmp_path / "shared").keys() == shared.keys()
+
+
+def test_every_part_is_restored():
+    before, after = (resumable(ENTROPY, texts=True, average=True, evaluation=True) for _ in range(2))
+    state = before.ppo.state
+    state.steps = 4
+    state.begin_updates(experience(range(3)), {"a": 1.0})
+    state.count_update(Outcome({"actor": 2.0}, []))
+    before.ppo.collection.stream.take(3)
+    before.ppo.entropy_coef.update(1.0, 1)
+    before.ppo.texts.stream.take(2)
+    before.ppo.nonfinite.load_state_dict({"in_a_row": {}, "skipped": 3, "overflows": {"actor": 2}})
+    before.evaluation.best = (0.5, 3)
+    metrics = {"reward/score_std": 0.0, "answers/count": 8, "answers/distinct_share": 1.0, "answers/ended_share": 1.0}
+    assert len(before.health.check(metrics)) == 1
+    resume(before, after, alone=True)
+    assert after.position == before.position == (4, 1) and after.ppo.state.sums.reduce() == {"grad_norm/actor": 2.0}
+    assert torch.equal(after.ppo.state.experience.scores, state.experience.scores)
+    assert (after.ppo.collection.stream.taken, after.ppo.texts.stream.taken) == (3, 2)
+    assert after.ppo.entropy_coef.value == 0.015 and after.evaluation.best == (0.5, 3)
+    assert after.ppo.nonfinite.metrics("actor") == {"nonfinite/skipped": 3, "overflow/actor": 2}
+    assert after.health.check(metrics) == [], "a warning is given once"
+    assert after.ppo.engines.actor_average.did == ["loaded"]
+    assert after.engines_to_save == {"actor": "A", "critic": "C"}
+
+
+def test_is_best_holds_at_the_boundary_of_the_best_step_alone():
+    whole = resumable(evaluation=True)
+    assert not whole.is_best and not resumable().is_best
+    whole.evaluation.best = (0.5, 3)
+    for position, best in (((2, 0), False), ((3, 0), True), ((3, 1), False), ((4, 0), False)):
+        whole.ppo.state.steps, whole.ppo.state.updates = position
+        assert whole.is_best is best, position
+
+
+@pytest.mark.parametrize(("ranks", "rank", "mine"), [(1, 0, 6.0), (2, 0, 2.0), (2, 1, 4.0), (3, 0, 6.0), (3, 2, 0.0)])
+def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(monkeypatch, ranks, rank, mine):
+    """Two ranks have saved, with sums 2 and 4."""
+    before, saved = resumable(average=True), []
+    for total in (2.0, 4.0):
+        before.ppo.state.begin_updates(experience(range(4)), {})
+        before.ppo.state.sums.add_sum("a", torch.tensor(total), torch.tensor(1.0))
+        saved.append(before.rank_state())
+    shared, after = before.shared_state(), resumable(average=True)
+    monkeypatch.setattr(dist, "world_size", lambda: ranks)
+    monkeypatch.setattr(dist, "rank", lambda: rank)
+    own = saved[rank] if ranks == 2 else None
+    after.load_state(shared, RankStates(own, lambda: iter(saved)))
+    means = after.ppo.state.sums.state_dict()["means"]
+    assert {name: float(part[0]) for name, part in means.items()} == {"a": mine}, "the name is on every rank"
+    assert after.ppo.engines.actor_average.did == ["loaded" if ranks == 2 else "parts of 2"]
+
+
+def test_an_average_of_another_layout_is_put_together_from_all_ranks():
+    """As many ranks, but another ZeRO stage."""
+    before, after = resumable(average=True), resumable(average=True)
+    after.ppo.engines.actor_average.has_layout_of = lambda part: False
+    resume(before, after)
+    assert after.ppo.engines.actor_average.did == ["parts of 1"]
+
+
+def test_a_kl_coefficient_and_a_scale_that_were_off_start_from_the_flags(capsys):
+    was_off, now_on = computation(), computation(kl_target=0.01, normalize_rewards="running")
+    was_off(scored_rows(), step=1)
+    now_on.load_state_dict(was_off.state_dict())
+    assert capsys.readouterr().out == f"--kl_target{BEGINS}--normalize_rewards running{BEGINS}"
+    assert now_on.kl_coef.value == 0.1 and now_on.running.count == 0
+
+
+def test_a_kl_coefficient_and_a_scale_that_are_off_now_are_ignored(capsys):
+    was_on, now_off = computation(kl_target=0.01, normalize_rewards="running"), computation()
+    was_on(scored_rows(), step=1)
+    now_off.load_state_dict(was_on.state_dict())
+    assert was_on.kl_coef.value != 0.1 == now_off.kl_coef.value
+    assert now_off.running.count == 0 and capsys.readouterr().out == ""
+    same = computation(kl_target=0.01, normalize_rewards="running")
+    same.load_state_dict(was_on.state_dict())
+    assert same.kl_coef.value == was_on.kl_coef.value and same.running.count == 6
+    assert capsys.readouterr().out == ""
+
+
+def test_groups_that_were_kept_come_and_go_with_dynamic_sampling(capsys):
+    without, pooled = resumable(), resumable(GRPO, collection=DYNAMIC)
+    pooled.ppo.collection.pool.add(rows([0, 0, 1, 1], [0.0, 1.0, 2.0, 1.0]))
+    for before, collection, missing in ((without, DYNAMIC, 8), (pooled, "", None), (pooled, DYNAMIC, 4)):
+        before.ppo.collection.stream.take(4)
+        after = resume(before, resumable(GRPO, collection=collection))
+        assert after.ppo.collection.stream.taken == before.ppo.collection.stream.taken
+        assert (after.ppo.collection.pool and after.ppo.collection.pool.missing) == missing
+        assert capsys.readouterr().out == (f"--dynamic_sampling{BEGINS}" if before is without else "")
+
+
+def test_what_was_off_starts_from_the_flags(capsys):
+    after = resume(resumable(), resumable(ENTROPY, texts=True, average=True, evaluation=True))
+    said = capsys.readouterr().out
+    assert sorted(said.splitlines(keepends=True)) == [
+        f"{flag}{BEGINS}" for flag in ("--enable_ema", "--entropy_target", "--unsupervised_dataset_name")
+    ]
+    assert after.ppo.entropy_coef.value == 0.01 and after.ppo.texts.stream.taken == 0
+    assert after.ppo.engines.actor_average.did == ["begun"] and after.evaluation.best is None
+
+
+def test_what_is_off_now_is_ignored_and_what_stays_continues(capsys):
+    before = resumable(ENTROPY, texts=True, average=True, evaluation=True)
+    before.ppo.entropy_coef.update(1.0, 1)
+    before.ppo.texts.stream.take(3)
+    before.evaluation.best = (1.0, 2)
+    without = resume(before, resumable())
+    assert without.ppo.entropy_coef.value == 0.0 and not without.is_best
+    resume(resumable(), resumable())
+    after = resume(before, resumable(ENTROPY, texts=True, average=True), alone=True)
+    assert capsys.readouterr().out == ""
+    assert after.ppo.entropy_coef.value == before.ppo.entropy_coef.value == 0.015
+    assert after.ppo.texts.stream.taken == 3 and after.ppo.engines.actor_average.did == ["loaded"]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "words", "missing"),
+    [
+        ({}, "", ""), ({"values": None}, "", "values"), ({"ref_logprobs": None, "kl": None}, "", "ref_logprobs"),
+        ({"values": None, "ref_logprobs": None}, "", "values, ref_logprobs"), ({"values": None}, GRPO, ""),
+        ({"ref_logprobs": None}, "--kl_coef 0", ""), ({}, "--policy_loss kl_cov", "selected"),
+    ],
+)  # fmt: skip
+def test_rows_in_flight_that_lack_a_field_the_flags_now_need_are_refused(lacking, words, missing):
+    before, after = resumable(), resumable(words)
+    before.ppo.state.begin_updates(replace(experience(range(3)), **lacking), {})
+    if missing:
+        with pytest.raises(UserError, match=f"have no {missing}, which the flags now need"):
+            resume(before, after)
+    else:
+        assert resume(before, after).ppo.state.experience is not None
+
+
+def test_rows_kept_for_the_next_step_that_lack_a_field_the_flags_now_need_are_refused():
+    before, after = resumable(GRPO, collection=DYNAMIC), resumable(collection=DYNAMIC)
+    resume(before, after)
+    before.ppo.collection.pool.add(rows([0, 0], [0.0, 1.0]))
+    with pytest.raises(UserError, match="have no values, ref_logprobs, which"):
+        resume(before, after)
