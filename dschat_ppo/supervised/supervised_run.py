@@ -76,10 +76,10 @@ def begin_supervised_run(
         )
     folder = model_folder(fit.model_name_or_path, MODEL)
     model_config = load_config(folder, MODEL)
-    with naming(MODEL):
-        check(folder)
     tokenizer = load_tokenizer(folder, MODEL)
     check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
+    with naming(MODEL):
+        check(folder)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")
