@@ -178,3 +178,12 @@ def test_whole_logits_are_never_made():
         logprobs.sum().backward()
     assert len(sizes) > 20
     assert max(sizes) <= 2000 * 256
+
+
+def test_logits_far_below_zero_do_not_underflow():
+    hidden, weight, bias, tokens = inputs(with_bias=True)
+    low = (bias.detach() - 500).requires_grad_()
+    for found, expected in zip(
+        fused_token_scores(hidden, weight, low, tokens), whole(hidden, weight, low, tokens, 1.0, Head()), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
