@@ -1,13 +1,13 @@
-"""Counts against probabilities."""
+"""Chi-square test of counts against probabilities."""
 
 import numpy as np
 
 
 def check_chi_square(counts: np.ndarray, probabilities: np.ndarray) -> None:
-    """Fails a right sampler less than once in a million seeds: mean + 6 deviations, and nothing impossible."""
+    """Fail if counts do not fit: mean + 6 deviations, which a correct sampler exceeds less than once in 10^6 seeds."""
     assert counts[probabilities == 0].sum() == 0
     expected = probabilities * counts.sum()
-    common = expected >= 5  # rarer ones are one class
+    common = expected >= 5  # rarer outcomes form one class
     observed = np.append(counts[common], counts[~common].sum())
     expected = np.append(expected[common], expected[~common].sum())
     observed, expected = observed[expected > 0], expected[expected > 0]

@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, prompts for them, and slow plain oracles of what generation must give."""
+"""Tiny random models of many architectures, prompts for them, and slow plain oracles for generation."""
 
 from functools import cache
 
@@ -14,7 +14,7 @@ LENGTHS = (1, 9, 40, 5, 2, 17, 1, 30)
 NEW_TOKENS = 12
 POSITIONS = 96
 
-# Tied embeddings make such models repeat their last token, whatever stands before it.
+# With tied embeddings such models always repeat their last token.
 _COMMON = {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
 _SIZES = {
     **_COMMON, "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -95,7 +95,7 @@ CONTINUOUS = tuple(name for name in KINDS if name not in (*PADDED_ONLY, *UNFIT))
 
 
 def new_model(name: str, **changes) -> PreTrainedModel:
-    """A model of its own, in eval mode and fp32; the same weights each time."""
+    """A new model in eval mode and fp32, with the same weights each time."""
     kind, config, settings = KINDS[name]
     torch.manual_seed(1)
     return getattr(transformers, kind)(getattr(transformers, config)(**{**settings, **changes})).eval().float()
@@ -103,7 +103,7 @@ def new_model(name: str, **changes) -> PreTrainedModel:
 
 @cache
 def model_of(name: str) -> PreTrainedModel:
-    """The model of that name that tests share and leave as it is."""
+    """The model of that name that tests share; they must not change it."""
     return new_model(name)
 
 
@@ -146,8 +146,7 @@ def cut_at(answers: list[list[int]], ends) -> list[list[int]]:
 
 
 def eos_of(answers: list[list[int]]) -> int:
-    """A token that ends some of the answers early, at different places, and not all of them."""
-
+    """A token that ends some answers early, at different places, but not all answers."""
     some = [token for token in range(VOCABULARY) if not all(token in row for row in answers)]
     return max(some, key=lambda token: len({len(row) for row in cut_at(answers, (token,))}))
 

@@ -32,7 +32,7 @@ def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
         return
     if config.num_labels != 1:
         raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model or critic has one")
-    with reading(f"{folder}: no reward model or critic can be built from its config.json"):
+    with reading(f"{folder}: no reward model can be built from its config.json"):
         known = _transformers_classifier(config)
         usable = known is None or _has_score(known, config)
     if known is not None and not usable:

@@ -172,7 +172,7 @@ def test_dropout_override_reaches_the_model(tmp_path):
 def test_a_folder_without_tokenizer_is_named(tmp_path, config):
     """transformers makes an empty tokenizer of the model's kind."""
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="--model_name_or_path .*holds no tokenizer"):
+    with pytest.raises(UserError, match="--model_name_or_path .*has no tokenizer"):
         load_tokenizer(str(tmp_path), "--model_name_or_path")
 
 
