@@ -63,6 +63,7 @@ def test_parts_are_random_and_reproducible():
 def test_hold_out_takes_its_fraction_and_keeps_a_training_row(count, fraction, held):
     rows = Dataset.from_dict({"id": list(range(count))})
     train, evaluation = hold_out(rows, fraction, seed=1)
+    assert (evaluation is None) == (held == 0)
     kept = [] if evaluation is None else list(evaluation["id"])
     assert len(kept) == held
     assert sorted([*train["id"], *kept]) == list(range(count))
