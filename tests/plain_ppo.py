@@ -48,7 +48,7 @@ EVERYTHING = (
 
 
 class PlainEngine(nn.Module):
-    """What a DeepSpeed engine without ZeRO does in fp32 on one rank, without a schedule and without clipping."""
+    """Stands for a DeepSpeed engine without ZeRO in fp32 on one rank; it has no schedule and clips no gradient."""
 
     def __init__(self, module: nn.Module, rate: float):
         super().__init__()

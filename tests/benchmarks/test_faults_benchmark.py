@@ -113,14 +113,19 @@ def test_the_table_goes_between_the_marks(tmp_path):
 
 def test_a_fault_comes_at_its_call_and_not_before(monkeypatch):
     calls = []
-    monkeypatch.setattr(faulty_main.PPOTrainer, "update_once", lambda self, part: calls.append(part))
+    monkeypatch.setattr(faulty_main.loop, "update", lambda ppo, minibatch, step: calls.append(minibatch))
     faulty_main.break_at("update", 3, "raise")
-    broken = faulty_main.PPOTrainer.update_once
-    broken(None, 1), broken(None, 2)
+    broken = faulty_main.loop.update
+    broken(None, 1, 1), broken(None, 2, 1)
     with pytest.raises(RuntimeError, match="injected"):
-        broken(None, 3)
-    broken(None, 4)
+        broken(None, 3, 1)
+    broken(None, 4, 1)
     assert calls == [1, 2, 4]
+
+
+def test_every_place_of_a_fault_exists():
+    for holder, name in faulty_main.PLACES.values():
+        assert callable(getattr(holder, name))
 
 
 def test_long_runs_are_compared_by_their_quarters_after_the_first_steps():

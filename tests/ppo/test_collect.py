@@ -165,9 +165,9 @@ def alike(collection, keep) -> None:
 
     class Scorer(RewardScorer):
         def __call__(self, rollout, indices):
-            first = collection.stream.taken - len(indices)
-            total = torch.tensor([float(sample * (first + row in keep)) for row in range(len(indices))
-                                  for sample in (0, 1)])  # fmt: skip
+            first, samples = collection.stream.taken - len(indices), len(rollout.response_ids) // len(indices)
+            scores = [sample * (first + row in keep) for row in range(len(indices)) for sample in range(samples)]
+            total = torch.tensor(scores).float()
             return Scores(total, total.unsqueeze(1))
 
     collection.reward_scorer = Scorer()
@@ -193,6 +193,13 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
         (4, 2, 2),
     ]
     assert collection.metrics["dynamic_sampling/rounds"] == 3 and collection.metrics["reward/function_faults"] == 6
+
+
+def test_the_greedy_answers_of_remax_have_the_seeds_of_round_0():
+    collection = collection_of(f"--advantage_estimator remax {DYNAMIC}")
+    alike(collection, keep={0, 1, 5, 6})
+    collect(collection)
+    assert [call[2:] for call in collection.generator.asked] == [(0, False), (0, True), (1, False), (0, True)]
 
 
 def test_dynamic_sampling_ends_after_its_rounds_with_rows_that_score_alike(said):

@@ -111,3 +111,14 @@ def test_the_entropy_coefficient_is_fixed_or_adapts(assets, tmp_path, words, val
     ppo.entropy_coef.update(1.0, 1)
     assert (*found, ppo.entropy_coef.value) == values
     assert ppo.updates.entropy_coef is ppo.entropy_coef
+
+
+@pytest.mark.parametrize(("words", "in_rank_order"), [("", True), ("--dynamic_sampling", False)])
+def test_the_check_of_rows_knows_their_order_and_the_models_that_computed_them(assets, tmp_path, words, in_rank_order):
+    run = PlainRun(assets, tmp_path / "run", f"--n_samples_per_prompt 2 {words}")
+    advantages, engines = run.ppo.advantages, run.ppo.engines
+    assert advantages.in_rank_order is in_rank_order and advantages.policy is run.ppo.nonfinite
+    assert advantages.models == {
+        "actor": engines.actor, "critic": engines.critic, "reference": str(assets / "lm"),
+        "reward": str(assets / "reward"),
+    }  # fmt: skip

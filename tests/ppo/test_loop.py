@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from plain_ppo import EVERYTHING, STEPS, UPDATES, PlainRun, StopAt, watch
+from plain_ppo import EVERYTHING, STEPS, UPDATES, PlainRun, StopAt, TokenSum, watch
 
 from dschat_ppo.errors import NonFiniteError, StopRequested
 
@@ -267,3 +267,10 @@ def test_without_held_out_prompts_nothing_is_evaluated(assets, tmp_path):
     result = run.run()
     assert [line["step"] for line in run.lines] == [1, 2, 3] and "best_step" not in result
     assert run.ppo.state.evaluated == {} and not any(name.startswith("eval/") for name in result)
+
+
+def test_a_sign_of_a_problem_is_logged_as_a_warning_once(assets, tmp_path, monkeypatch, said):
+    monkeypatch.setattr(TokenSum, "__call__", lambda self, request, rollout: torch.ones(len(request)))
+    PlainRun(assets, tmp_path / "run").run()
+    warnings = [line for line in said if line.startswith("health: ") and "all scores are nearly equal" in line]
+    assert len(warnings) == 1 and warnings[0].startswith("health: step 1: ")

@@ -62,3 +62,12 @@ def test_faults_of_every_row_are_an_error_at_the_first_count_of_each_judge_alone
         judge = RewardScorer(mixture, None, None)
         assert [judge.count_failed_rows() for _ in range(3)] == [3, 3, 3]
     assert refused == [True, False, False] * 2
+
+
+def test_the_answers_to_a_prompt_stand_one_after_another_with_its_data_row():
+    tokenizer = toy.make_tokenizer(["a lamp in the hall"])
+    ids = torch.tensor([tokenizer.encode("hall")[:1]]).repeat(4, 1)
+    rollout = Rollout(ids, torch.ones_like(ids).bool(), ids, torch.ones_like(ids).bool(), ids.float(), torch.zeros(4))
+    rows = Dataset.from_dict({"row": [json.dumps({"answer": number}) for number in range(3)]})
+    request = RewardScorer(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [2, 0])
+    assert [row["answer"] for row in request.rows] == [2, 2, 0, 0]

@@ -222,8 +222,9 @@ def test_recorded_logprobs_replace_the_actors_pass(models):
     def forbidden(*_):
         raise AssertionError("the actor was run")
 
-    found = scored({**models, "actor": forbidden}, rows, recompute=False)
-    assert torch.equal(found.old_logprobs, rows.rollout_logprobs)
+    noisy = replace(rows, rollout_logprobs=torch.where(rows.response_mask, rows.rollout_logprobs, 77.0))
+    found = scored({**models, "actor": forbidden}, noisy, recompute=False)
+    assert torch.equal(found.old_logprobs, rows.rollout_logprobs), "0 outside the mask"
     assert found.entropies is None
     expected = scored(models, rows)
     assert torch.equal(found.ref_logprobs, expected.ref_logprobs)

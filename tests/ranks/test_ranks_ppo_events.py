@@ -1,4 +1,4 @@
-"""The whole of step 3 with DeepSpeed engines on one rank: the order of what it does, whole, stopped and resumed."""
+"""Step 3 with DeepSpeed engines on one rank: the order of its events in whole, stopped and resumed runs."""
 
 import json
 import sys
