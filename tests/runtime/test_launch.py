@@ -7,8 +7,9 @@ import pytest
 
 from dschat_ppo.common.phases import PhaseClock, announce, announce_step, reset_phases
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError, reading
-from dschat_ppo.runtime import stop_requests
+from dschat_ppo.runtime import launch, stop_requests
 from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME
+from dschat_ppo.runtime.first_failure import FirstFailureRecord
 from dschat_ppo.runtime.launch import run_step
 from dschat_ppo.runtime.rank_log import close_log, open_log
 
@@ -127,3 +128,20 @@ def test_help_is_no_failure(capsys):
         run_step(lambda argv: parse("sft", argv), lambda config: None, ["--help"])
     assert leaving.value.code == 0
     assert "failed" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("first_code", "code", "is_reported"), [(0, 1, True), (3, 3, False)])
+def test_a_failure_after_another_rank_is_reported_only_if_that_rank_stopped_in_order(
+    capsys, tmp_path, monkeypatch, first_code, code, is_reported
+):
+    record = FirstFailureRecord(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "1")
+        FirstFailureRecord(tmp_path).record(first_code)
+    monkeypatch.setattr(launch, "open_failure_record", lambda: record)
+
+    def train(_config):
+        raise ZeroDivisionError("boom")
+
+    assert run_step(lambda argv: argv, train, []) == code
+    assert ("boom" in capsys.readouterr().err) is is_reported
