@@ -65,7 +65,8 @@ def resumable(words: str = "", texts=False, average=False, evaluation=False, col
     ppo = SimpleNamespace(
         config=config, device=CPU, engines=engines, entropy_coef=entropy_coef, state=PPOState(),
         texts=SimpleNamespace(stream=IndexStream(5, seed=2)) if texts else None,
-        nonfinite=NonFinitePolicy(config.safety), advantage_computation=computation(), collection=collection_of(collection),
+        nonfinite=NonFinitePolicy(config.safety), advantage_computation=computation(),
+        collection=collection_of(collection),
     )  # fmt: skip
     return ResumablePPO(ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch())
 
