@@ -48,7 +48,7 @@ def test_a_crashed_child_is_an_error_of_the_file(settings, monkeypatch, capfd, n
 def test_a_child_killed_after_a_stop_request_is_not_an_error_of_the_file(settings, monkeypatch):
     monkeypatch.setattr(conversion, "load_table", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     stop_requests.install()
-    stop_requests.tell()
+    stop_requests.set_flag()
     with pytest.raises((EOFError, StopRequested)):  # depends on which one is noticed first
         conversion_error("json", settings)
 
@@ -57,7 +57,7 @@ def test_a_stop_request_does_not_wait_for_a_long_conversion(settings, monkeypatc
     monkeypatch.setattr(conversion, "load_table", lambda *_: time.sleep(60))
     before, began = set(children()), time.monotonic()
     stop_requests.install()
-    threading.Timer(0.2, stop_requests.tell).start()
+    threading.Timer(0.2, stop_requests.set_flag).start()
     with pytest.raises(StopRequested, match="while it prepared the data"):
         conversion_error("json", settings)
     assert time.monotonic() - began < 30

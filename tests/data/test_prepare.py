@@ -250,7 +250,7 @@ def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypat
     def read_example(*words):
         read.append(words)
         if len(read) == 3:
-            stop_requests.tell()
+            stop_requests.set_flag()
         return examples.read_example(*words)
 
     monkeypatch.setattr(prepare_module, "read_example", read_example)

@@ -90,7 +90,7 @@ def test_the_model_that_computed_the_field_is_named_or_saved(tmp_path, monkeypat
     models = {"actor": actor, "critic": None, "reference": "reference", "reward": "hub/name"}
     met = []
     advantages = finite(tmp_path, models=models)
-    monkeypatch.setattr(advantages, "policy", SimpleNamespace(met=lambda *given: met.append(given)))
+    monkeypatch.setattr(advantages, "policy", SimpleNamespace(report=lambda *given: met.append(given)))
     bad = with_bad(NAN, (0, 0))
     for changes in ({"entropies": bad}, {"values": bad}, {"ref_logprobs": bad}, {"scores": torch.tensor([NAN, 0, 0])},
                     {"baselines": torch.tensor([NAN, 0, 0])}):  # fmt: skip
@@ -107,7 +107,7 @@ def test_the_rank_that_generated_the_row_writes_the_bundle(tmp_path, monkeypatch
     met = []
     advantages = finite(tmp_path, in_rank_order=in_rank_order)
     monkeypatch.setattr(dist, "world_size", lambda: 2)
-    monkeypatch.setattr(advantages, "policy", SimpleNamespace(met=lambda *given: met.append(given)))
+    monkeypatch.setattr(advantages, "policy", SimpleNamespace(report=lambda *given: met.append(given)))
     advantages(scored(scores=torch.tensor([0.0, 1.0, NAN])), 7)
     advantages(scored(scores=torch.tensor([0.0, NAN, NAN])), 7)
     assert [(given[0], given[1], given[2]) for given in met] == [("rows", 7, rank), ("rows", 7, 0)]
@@ -116,7 +116,7 @@ def test_the_rank_that_generated_the_row_writes_the_bundle(tmp_path, monkeypatch
 def test_many_bad_rows_are_counted_and_the_first_eight_named(tmp_path, monkeypatch):
     met = []
     advantages = finite(tmp_path)
-    monkeypatch.setattr(advantages, "policy", SimpleNamespace(met=lambda *given: met.append(given)))
+    monkeypatch.setattr(advantages, "policy", SimpleNamespace(report=lambda *given: met.append(given)))
     rows = SimpleNamespace(scores=torch.full((12,), NAN))
     monkeypatch.setattr(
         "dschat_ppo.nonfinite.finite_experience.bad_places", lambda _: {"scores": [[n] for n in range(9)]}

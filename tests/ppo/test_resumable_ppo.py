@@ -24,7 +24,7 @@ from dschat_ppo.ppo.resumable_ppo import ResumablePPO
 from dschat_ppo.ppo.state import PPOState
 from dschat_ppo.ppo.update import Outcome
 
-BEGINS = ": was off when the checkpoint was saved, so it begins anew\n"
+BEGINS = ": was off when the checkpoint was saved, so it starts from scratch\n"
 WORDS = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
 ENTROPY = "--entropy_coef 0.01 --entropy_target 2"
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"

@@ -106,7 +106,7 @@ def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
     contexts = []
 
     class Policy:
-        def judge(self, role, step, result, context):
+        def handle(self, role, step, result, context):
             contexts.append((role, step, result, context()))
 
     words = "--temperature 0.7 --unsup_coef 0.5 --value_clip_eps 0.375"

@@ -22,7 +22,7 @@ def first_lines(monkeypatch, said):
     def refuse(*arguments):
         raise NothingIsRead
 
-    monkeypatch.setattr(supervised_run, "begin", lambda *arguments: (None, None))
+    monkeypatch.setattr(supervised_run, "begin_run", lambda *arguments: (None, None))
     monkeypatch.setattr(supervised_run, "model_folder", refuse)
 
     def lines_of(step, *words):
