@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms, ppo, value_losses
-from dschat_ppo.algorithms.advantage_estimators import gae, token_rewards
+from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae, token_rewards
 from dschat_ppo.algorithms.aggregation import masked_whiten
 from dschat_ppo.algorithms.kl import kl_k1
-from dschat_ppo.engine.build_engine import optimizer_step
+from dschat_ppo.engine.optimizer_step import optimizer_step
 from dschat_ppo.ppo.state import PPOComponents
 
 
@@ -74,7 +74,9 @@ def step(components: PPOComponents, work: Workload) -> None:
         last = prompt + work.answer_lengths - 1
         scores = values_of(engines.reward.module, ids, mask).gather(1, last.unsqueeze(1)).squeeze(1)
     rewards = token_rewards(scores, kl_k1(old, ref), response_mask, flags.kl_reward_coef)
-    advantages, returns = gae(rewards, values, response_mask, flags.gamma, flags.gae_lambda)
+    prompts = torch.arange(len(rewards), device=rewards.device)  # one answer each; gae compares none
+    inputs = AdvantageInputs(rewards, values, response_mask, prompts, None, flags.gamma, flags.gae_lambda)
+    advantages, returns = gae(inputs)
     advantages, count = masked_whiten(advantages, response_mask), float(response_mask.sum())
     engines.train()
 
