@@ -12,7 +12,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
-from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler
 
 import torch
 from torch import Tensor
@@ -133,13 +133,13 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
     if user:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
     client = OpenerDirector()  # without the handlers that follow redirections and turn a status into an exception
-    for handler in (ProxyHandler(), HTTPHandler(), HTTPSHandler()):
+    for handler in (ProxyHandler(), HTTPHandler(), HTTPSHandler(), UnknownHandler()):
         client.add_handler(handler)
     try:
         with client.open(Request(urlunsplit(parts._replace(netloc=host)), body, headers), timeout=timeout) as reply:
             status, content = reply.status, _read_body(reply, deadline)
-    except (OSError, HTTPException) as problem:
-        cause = problem.reason if isinstance(problem, URLError) else problem
+    except (OSError, HTTPException, UnicodeError) as problem:  # UnicodeError: a host name that no resolver accepts
+        cause = problem.reason if isinstance(problem, URLError) and isinstance(problem.reason, OSError) else problem
         if isinstance(cause, TimeoutError):
             raise _RetryableError(late) from None
         raise _RetryableError(f"{type(cause).__name__}: {cause}") from None
