@@ -299,6 +299,18 @@ def test_a_proxy_of_the_environment_is_used(serve, monkeypatch):
     assert proxy.requests[0][0] == "http://rewards.invalid:5000/get"
 
 
+def test_the_proxy_for_all_schemes_and_networks_without_proxy(serve, monkeypatch):
+    proxy, service = serve(ok(4, 5, 6)), serve(ok(1, 2, 3))
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("all_proxy", proxy.url)
+    assert ask(service.url).tolist() == [4, 5, 6]
+    monkeypatch.setenv("no_proxy", "example.org, 127.0.0.0/8")
+    assert ask(service.url).tolist() == [1, 2, 3]
+    monkeypatch.setenv("no_proxy", "10.0.0.0/8,fc00::/7")
+    assert ask(service.url).tolist() == [4, 5, 6]
+
+
 def test_a_proxy_of_another_kind_is_an_error_of_the_connection(monkeypatch):
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
