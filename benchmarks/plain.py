@@ -14,12 +14,12 @@ from rollout import AtLength
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
-from dschat_ppo.algorithms.advantage_estimators import gae, token_rewards
+from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae, token_rewards
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.masked import masked_whiten
 from dschat_ppo.algorithms.policy_loss import PolicyLossSettings, PolicyTerms, ppo
 from dschat_ppo.algorithms.value_loss import value_losses
-from dschat_ppo.engine.build_engine import optimizer_step
+from dschat_ppo.engine.optimizer_step import optimizer_step
 from dschat_ppo.ppo.state import PPOComponents
 
 
@@ -75,7 +75,9 @@ def step(components: PPOComponents, work: Workload) -> None:
         last = prompt + work.answer_lengths - 1
         scores = values_of(engines.reward.module, ids, mask).gather(1, last.unsqueeze(1)).squeeze(1)
     rewards = token_rewards(scores, kl_k1(old, ref), response_mask, flags.kl_reward_coef)
-    advantages, returns = gae(rewards, values, response_mask, flags.gamma, flags.gae_lambda)
+    groups = torch.arange(len(rewards))  # not used by gae
+    inputs = AdvantageInputs(rewards, values, response_mask, groups, None, flags.gamma, flags.gae_lambda)
+    advantages, returns = gae(inputs)
     advantages, count = masked_whiten(advantages, response_mask), float(response_mask.sum())
     engines.train()
 

@@ -40,7 +40,9 @@ def generate_some(ppo, count: int, max_new_tokens: int):
     batch = collate_prompts(ppo.collection.generator.prompts, range(count), 0)
     config = replace(ppo.collection.generator.config, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4)
     with ppo.engines.hybrid.generating() as model:
-        return generate(model, batch, row_seeds(count * dist.rank(), count, 0), config, ppo.engines.hybrid.agree)
+        return generate(
+            model, batch, row_seeds(count * dist.rank(), count, 0), config, ppo.engines.hybrid.max_over_ranks
+        )
 
 
 def toggle_many(ppo) -> dict:
@@ -97,7 +99,8 @@ def layer_by_layer(assets: Path) -> dict:
     unpinned.collection.generator.config = fast
     return {
         "engine": fast.engine,
-        "collective": unpinned.engines.hybrid.agree is not None and pinned.engines.hybrid.agree is None,
+        "collective": unpinned.engines.hybrid.max_over_ranks is not None
+        and pinned.engines.hybrid.max_over_ranks is None,
         "same_tokens": torch.equal(expected.response_ids, found.response_ids),
         "same_tokens_padded": torch.equal(expected.response_ids, by_padded_batches.response_ids),
         "difference": float((expected.rollout_logprobs - found.rollout_logprobs).abs().max()),

@@ -21,15 +21,9 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
-from dschat_ppo.engine.build_engine import (
-    OptimizerSettings,
-    accumulate,
-    apply,
-    apply_together,
-    optimizer_step,
-    train_engine,
-)
+from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, optimizer_step
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.saving import require_finite_weights

@@ -33,7 +33,7 @@ class StoppableManager(CheckpointManager):
     """Is asked to stop at the position in `STOP_AT`, or in the rollout after "rollout N"."""
 
     def save_if_due(self) -> None:
-        position = list(self._subject.position)
+        position = list(self._trainer.position)
         DID.append(["boundary", *position])
         stop_requests.requested = lambda: position == STOP_AT[0] or is_stopped_in_rollout()
         super().save_if_due()

@@ -43,7 +43,7 @@ class NamingCheckpointManager(CheckpointManager):
     """Tells `StopAt` the name of the checkpoint that would be saved."""
 
     def save_if_due(self) -> None:
-        stop_requests.requested.name = checkpoint_name(*self._subject.position)
+        stop_requests.requested.name = checkpoint_name(*self._trainer.position)
         super().save_if_due()
         stop_requests.requested.name = ""
 
