@@ -196,14 +196,13 @@ def prepare(
                 if len(train) < len(splits.train):
                     counts = f"{len(train)} of {len(splits.train)} rows"
                     logger().info(f"data: {spec}: this step uses {counts} (--data_split {flags.data_split})")
-            if evaluation is not None and (eval_fraction is None or eval_paths):
-                fate = (
-                    "replaced by those of --eval_data_path"
-                    if eval_paths
-                    else "not used; --eval_data_path FILE uses them"
-                )
-                logger().info(f"data: {spec}: its {len(evaluation)} evaluation rows are {fate}")
             if eval_fraction is None or eval_paths:
+                if evaluation is not None:
+                    unused = f"data: {spec}: its {len(evaluation)} evaluation rows are "
+                    if eval_paths:
+                        logger().info(f"{unused}replaced by those of --eval_data_path")
+                    else:
+                        logger().info(f"{unused}not used; --eval_data_path FILE uses them")
                 evaluation = None
             elif evaluation is None:
                 train, evaluation = hold_out(train, eval_fraction, flags.data_split_seed)
