@@ -14,11 +14,10 @@ from rollout import AtLength
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
+from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms, ppo, value_losses
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae, token_rewards
+from dschat_ppo.algorithms.aggregation import masked_whiten
 from dschat_ppo.algorithms.kl import kl_k1
-from dschat_ppo.algorithms.masked import masked_whiten
-from dschat_ppo.algorithms.policy_loss import PolicyLossSettings, PolicyTerms, ppo
-from dschat_ppo.algorithms.value_loss import value_losses
 from dschat_ppo.engine.optimizer_step import optimizer_step
 from dschat_ppo.ppo.state import PPOComponents
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dschat_ppo.algorithms.aggregation import zero_outside
 from dschat_ppo.algorithms.group_statistics import Groups
-from dschat_ppo.algorithms.masked import zero_outside
 
 
 @dataclass(frozen=True)

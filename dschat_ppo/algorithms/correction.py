@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.masked import masked_sum, row_means, zero_outside
+from dschat_ppo.algorithms.aggregation import masked_sum, row_means, zero_outside
 
 LARGEST_LOG_WEIGHT = 20.0
 

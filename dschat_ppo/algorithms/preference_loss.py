@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat_ppo.algorithms.masked import masked_sum
+from dschat_ppo.algorithms.aggregation import masked_sum
 
 
 def bradley_terry_loss(

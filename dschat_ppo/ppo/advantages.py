@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, token_rewards
+from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten
 from dschat_ppo.algorithms.controllers import AdaptiveKL, FixedCoefficient
 from dschat_ppo.algorithms.correction import (
     clip_cov_tokens,
@@ -18,7 +19,6 @@ from dschat_ppo.algorithms.correction import (
     token_covariances,
 )
 from dschat_ppo.algorithms.kl import kl_k1
-from dschat_ppo.algorithms.masked import masked_sum, masked_whiten
 from dschat_ppo.algorithms.scores import RunningScale, clip_scores, missing_eos, overlong_penalty
 from dschat_ppo.checkpoint.resumable import load_saved
 from dschat_ppo.common.seeding import shared_generator

@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dschat_ppo.algorithms.actor_critic_losses import (
+    POLICY_LOSSES,
+    PolicyLossSettings,
+    PolicyTerms,
+    TokenLosses,
+    value_losses,
+)
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.correction import off_policy_rows
 from dschat_ppo.algorithms.kl import kl_k3, kl_loss
-from dschat_ppo.algorithms.policy_loss import POLICY_LOSSES, PolicyLossSettings, PolicyTerms, TokenLosses
-from dschat_ppo.algorithms.value_loss import value_losses
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values

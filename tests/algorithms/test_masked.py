@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from dschat_ppo.algorithms.masked import masked_sum, masked_whiten, row_means, zero_outside
+from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten, row_means, zero_outside
 
 
 def uneven_mask() -> torch.Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.algorithms.value_loss import value_losses
+from dschat_ppo.algorithms.actor_critic_losses import value_losses
 
 LENGTHS = (5, 3, 0, 1)
 

@@ -5,10 +5,10 @@ from typing import get_args
 import pytest
 from command_lines import read
 
+from dschat_ppo.algorithms.actor_critic_losses import POLICY_LOSSES
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
 from dschat_ppo.algorithms.aggregation import LossAggregation
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS
-from dschat_ppo.algorithms.policy_loss import POLICY_LOSSES
 from dschat_ppo.config.algorithm_flags import (
     AGGREGATION,
     ESTIMATOR,

@@ -37,13 +37,16 @@ def train(_):
     folder = out / "record"
     folder.mkdir()
     record = first_failure.FirstFailureRecord(folder)
-    if case in ("failed", "gone"):
+    if case in ("failed", "gone", "other rank stops"):
         (folder / "rank_0").write_text(f"{os.getpid()} {first_failure.find_process(os.getpid()).started}")
         (folder / "rank_1").write_text("4194305 1")
         watchdog.FAILED_SECONDS = watchdog.LOST_SECONDS = 1.0
         watchdog.watch_ranks(record)
         if case == "failed":
             (folder / "failure").write_text('{"rank": 1, "code": 3, "hung": false, "when": 1.0}')
+        if case == "other rank stops":
+            (folder / "failure").write_text('{"rank": 1, "code": 0, "hung": false, "when": 1.0}')
+            return time.sleep(4.0)
         sleeps_long()
     watchdog.start(2.0)
     if case == "stopped":  # and then it hangs while it leaves
@@ -59,7 +62,7 @@ def train(_):
 
 leave(run_step(list, train, []))
 """
-CASES = ["hangs", "stopped", "heartbeats", "lock", "failed", "gone"]
+CASES = ["hangs", "stopped", "heartbeats", "lock", "failed", "gone", "other rank stops"]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +110,11 @@ def test_a_rank_ends_when_another_rank_has_failed(ended):
     assert (code, errors) == (3, "")
     assert "ends because rank 1 failed" in log
     assert "in sleeps_long" in log
+
+
+def test_a_rank_continues_when_another_rank_stops_in_order(ended):
+    code, errors, log = ended["other rank stops"]
+    assert (code, errors) == (0, "") and "ends because" not in log
 
 
 def test_a_rank_ends_when_another_rank_is_lost(ended):

@@ -1,4 +1,4 @@
-"""Policy losses: one function each, giving a loss for every token; `aggregation.aggregate` makes a scalar of them.
+"""Losses of actor and critic: one function each, giving a loss for every token; `aggregate` makes a scalar of them.
 
 In the formulas A is the advantage, lp the log-probability under the policy in training, lp_old that under the policy
 that collected the data, and rho = exp(lp - lp_old). Log-ratios are clamped to +-20 before they are exponentiated.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.masked import row_means, zero_outside
+from dschat_ppo.algorithms.aggregation import row_means, zero_outside
 
 LARGEST_LOG_RATIO = 20.0  # exp(20) is 5e8: far beyond every clip, and still finite when squared in fp32
 
@@ -180,3 +180,30 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTerms, PolicyLossSettings], TokenLosses
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
+
+
+def value_losses(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_eps: float
+) -> tuple[Tensor, Tensor]:
+    """`0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)` for each token.
+
+    The clipping of Schulman's PPO implementation (baselines `ppo2`, 2017), as in Ouyang et al. 2022.
+
+    Args:
+        values: (B, R) fp32 of the critic in training, with gradient.
+        old_values: (B, R) fp32 when the rollout was scored.
+        returns: (B, R) fp32 targets.
+        mask: (B, R) bool.
+        clip_eps: epsilon; 0 turns clipping off.
+
+    Returns:
+        (losses, clipped). losses: (B, R) fp32 with gradient, 0 outside the mask. clipped: (B, R) bool, detached, True
+        where the clipped error is the larger one, so the token has no gradient.
+    """
+    values, old_values, returns = (zero_outside(x, mask) for x in (values, old_values, returns))  # (B, R) each
+    error = (values - returns) ** 2
+    clipped_error = error
+    if clip_eps > 0:
+        clipped_values = torch.minimum(torch.maximum(values, old_values - clip_eps), old_values + clip_eps)
+        clipped_error = (clipped_values - returns) ** 2
+    return 0.5 * torch.maximum(error, clipped_error), (clipped_error > error).detach()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged import fillings, normal, properties, ragged_mask, row_lengths, widened
 
+from dschat_ppo.algorithms.actor_critic_losses import POLICY_LOSSES, PolicyLossSettings, PolicyTerms
 from dschat_ppo.algorithms.aggregation import Denominators, aggregate
-from dschat_ppo.algorithms.policy_loss import POLICY_LOSSES, PolicyLossSettings, PolicyTerms
 
 LENGTHS = (5, 3, 0, 1, 4)
 SETTINGS = PolicyLossSettings(
