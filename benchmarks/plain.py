@@ -74,8 +74,8 @@ def step(components: PPOComponents, work: Workload) -> None:
         last = prompt + work.answer_lengths - 1
         scores = values_of(engines.reward.module, ids, mask).gather(1, last.unsqueeze(1)).squeeze(1)
     rewards = token_rewards(scores, kl_k1(old, ref), response_mask, flags.kl_reward_coef)
-    prompts = torch.arange(len(rewards), device=rewards.device)  # one answer each; gae compares none
-    inputs = AdvantageInputs(rewards, values, response_mask, prompts, None, flags.gamma, flags.gae_lambda)
+    groups = torch.arange(len(rewards))  # not used by gae
+    inputs = AdvantageInputs(rewards, values, response_mask, groups, None, flags.gamma, flags.gae_lambda)
     advantages, returns = gae(inputs)
     advantages, count = masked_whiten(advantages, response_mask), float(response_mask.sum())
     engines.train()

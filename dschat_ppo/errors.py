@@ -1,4 +1,4 @@
-"""The exceptions of the package. `runtime/first_failure.py` maps them to exit codes."""
+"""The exceptions of the package. `runtime/exit_codes.py` maps them to exit codes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -176,7 +176,7 @@ def prepare(
         whole_paths: further data sets of which this step uses every row (`--sft_only_data_path`).
         eval_paths: data sets for evaluation.
         eval_fraction: fraction of the training rows held out for evaluation if a data set has no evaluation split
-            and `eval_paths` is empty; None disables evaluation.
+            and `eval_paths` is empty; None leaves evaluation to `eval_paths` alone.
 
     Raises:
         UserError: a data set cannot be used, or `--data_split` leaves this step no row of it.
@@ -197,6 +197,12 @@ def prepare(
                     counts = f"{len(train)} of {len(splits.train)} rows"
                     logger().info(f"data: {spec}: this step uses {counts} (--data_split {flags.data_split})")
             if eval_fraction is None or eval_paths:
+                if evaluation is not None:
+                    unused = f"data: {spec}: its {len(evaluation)} evaluation rows are "
+                    if eval_paths:
+                        logger().info(f"{unused}replaced by those of --eval_data_path")
+                    else:
+                        logger().info(f"{unused}not used; --eval_data_path FILE uses them")
                 evaluation = None
             elif evaluation is None:
                 train, evaluation = hold_out(train, eval_fraction, flags.data_split_seed)

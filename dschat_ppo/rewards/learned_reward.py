@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
@@ -18,7 +18,7 @@ from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import filler_id
 from dschat_ppo.models.micro_batches import even_passes
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource, raise_on_any_rank
-from dschat_ppo.types import Rollout, full_sequences
+from dschat_ppo.types import Model, Rollout, full_sequences
 
 BATCH_TOKENS = 16384
 STATISTICS = ("reward_mean", "reward_std")  # keys of the model's config, written by step 2
@@ -34,7 +34,7 @@ class ModelReward:
 
     name = "model"
 
-    def __init__(self, engine: Any, batch_tokens: int = BATCH_TOKENS):
+    def __init__(self, engine: Model, batch_tokens: int = BATCH_TOKENS):
         self.engine = engine
         self.batch_tokens = batch_tokens
 
@@ -66,7 +66,7 @@ class RetokenizedModelReward:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Model,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         device: torch.device,
@@ -117,7 +117,7 @@ class RetokenizedModelReward:
 
 
 @torch.no_grad()
-def scores_in_batches(engine: Any, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
+def scores_in_batches(engine: Model, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
     """`last_token_scores` of right-padded sequences, in forward passes over sequences of similar length.
 
     Collective: all ranks run equally many passes, because under ZeRO-3 a pass gathers weights from all ranks.
@@ -162,7 +162,7 @@ class StandardisedReward:
         return (self.source(request, rollout) - self.mean) / self.std
 
 
-def saved_statistics(config: Any, folder: str) -> tuple[float, float]:
+def saved_statistics(config: PretrainedConfig, folder: str) -> tuple[float, float]:
     """Mean and standard deviation that step 2 saved with a reward model.
 
     Args:

@@ -8,11 +8,21 @@ import random
 import string
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
+from ipaddress import ip_address, ip_network
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
-from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
+from urllib.request import (
+    HTTPHandler,
+    HTTPSHandler,
+    OpenerDirector,
+    ProxyHandler,
+    Request,
+    UnknownHandler,
+    getproxies,
+)
 
 import torch
 from torch import Tensor
@@ -133,13 +143,14 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
     if user:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
     client = OpenerDirector()  # without the handlers that follow redirections and turn a status into an exception
-    for handler in (ProxyHandler(), HTTPHandler(), HTTPSHandler()):
+    proxies = ProxyHandler(proxies_for(parts.hostname or ""))
+    for handler in (proxies, HTTPHandler(), HTTPSHandler(), UnknownHandler()):
         client.add_handler(handler)
     try:
         with client.open(Request(urlunsplit(parts._replace(netloc=host)), body, headers), timeout=timeout) as reply:
             status, content = reply.status, _read_body(reply, deadline)
-    except (OSError, HTTPException) as problem:
-        cause = problem.reason if isinstance(problem, URLError) else problem
+    except (OSError, HTTPException, UnicodeError) as problem:  # UnicodeError: a host name that no resolver accepts
+        cause = problem.reason if isinstance(problem, URLError) and isinstance(problem.reason, OSError) else problem
         if isinstance(cause, TimeoutError):
             raise _RetryableError(late) from None
         raise _RetryableError(f"{type(cause).__name__}: {cause}") from None
@@ -153,6 +164,20 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
     if len(content) > _MOST_BYTES:
         raise RewardServiceError(f"{FLAG} {url}: its reply is longer than {_MOST_BYTES} bytes")
     return content
+
+
+def proxies_for(host: str) -> dict[str, str]:
+    """Scheme -> proxy, from `http_proxy`, `https_proxy` and `all_proxy`.
+
+    Empty if `host` is an address in a network of `no_proxy`, such as 10.0.0.0/8. `ProxyHandler` looks for names there.
+    """
+    found = getproxies()
+    for network in found.get("no", "").split(","):
+        with suppress(ValueError):  # one of the two is a name
+            if ip_address(host) in ip_network(network.strip(), strict=False):
+                return {}
+    chosen = {scheme: found.get(scheme) or found.get("all") for scheme in ("http", "https")}
+    return {scheme: proxy for scheme, proxy in chosen.items() if proxy}
 
 
 def _read_body(reply: HTTPResponse, deadline: float) -> bytes | None:

@@ -107,7 +107,6 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
     Rank 0 opens the store and writes the identity of its launch. Every other rank reads that first, and writes nothing
     into the store of another launch.
 
-
     Raises:
         UserError: the store at this address belongs to another launch.
     """

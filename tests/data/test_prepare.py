@@ -207,6 +207,31 @@ def test_evaluation_paths_replace_the_held_out_fraction(tmp_path):
     assert sorted(prompts_of(rows.eval)) == ["prompt 6", "prompt 7"]
 
 
+@pytest.mark.parametrize(
+    ("use", "fraction", "with_paths", "logged"),
+    [
+        ("prompt", None, False, "its 3 evaluation rows are not used; --eval_data_path FILE uses them"),
+        ("prompt", None, True, "its 3 evaluation rows are replaced by those of --eval_data_path"),
+        ("sft", 0.5, True, "its 3 evaluation rows are replaced by those of --eval_data_path"),
+        ("sft", 0.5, False, None),
+    ],
+)
+def test_evaluation_rows_that_are_not_used_are_logged(tmp_path, capsys, use, fraction, with_paths, logged):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", ROWS[:5])
+    write_jsonl(folder / "eval.jsonl", ROWS[5:])
+    paths = [write_jsonl(tmp_path / "other.jsonl", ROWS[:1])] if with_paths else None
+    flags = flags_for(tmp_path, str(folder), use=use)
+    prepare(use, TOKENIZER, flags, 64, eval_paths=paths, eval_fraction=fraction)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "evaluation rows" in line]
+    if logged is None:
+        assert not lines
+    else:
+        [line] = lines
+        assert line.endswith(f"data: {folder}: {logged}")
+
+
 def test_several_data_sets_are_concatenated(tmp_path):
     first = write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
     second = write_jsonl(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": "hi"},

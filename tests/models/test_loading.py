@@ -39,6 +39,7 @@ from dschat_ppo.models.loading import (
     model_folder,
 )
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.tools import addition
 
 IDS = torch.tensor([[5, 9, 17, 4, 1, 0, 0], [8, 30, 2, 7, 60, 9, 1]])
 LENGTHS = torch.tensor([5, 7])
@@ -174,6 +175,29 @@ def test_a_folder_without_tokenizer_is_named(tmp_path, config):
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--model_name_or_path .*has no tokenizer"):
         load_tokenizer(str(tmp_path), "--model_name_or_path")
+
+
+@pytest.mark.parametrize("settings", [{}, {"unk_token": "[UNK]"}])
+def test_a_tokenizer_without_unknown_token_is_loaded(tmp_path, settings):
+    """It refuses a text of other words than its own, as that of the addition task does."""
+    addition.make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"] |= settings
+    file.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path), "--model")
+    assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34="
+
+
+def test_a_tokenizer_that_cannot_encode_its_own_words_is_refused(tmp_path):
+    """Every word of the vocabulary becomes another one before it is looked up."""
+    addition.make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["normalizer"] = {"type": "Prepend", "prepend": "x"}
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="--model .*its tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path), "--model")
 
 
 def test_vocabulary_that_does_not_fit_is_refused(assets):

@@ -17,16 +17,16 @@ def experience_events(step: int) -> list:
 
 
 def update_events(step: int, number: int) -> list:
-    """One update of actor and critic, or of the critic alone in the warm-up, and the boundary after it."""
+    """One update of actor and critic, or of the critic alone in the warm-up, and the save point after it."""
     done = [(step, "critic", "train")] if step == 1 else ["texts", (step, "actor", "critic", "train"), "average"]
-    return [*done, ("boundary", (step - 1, number), False)]
+    return [*done, ("save_if_due", (step - 1, number), False)]
 
 
-def note_boundaries(run: PlainRun, checkpointer: StopAt, did: list) -> None:
+def note_save_points(run: PlainRun, checkpointer: StopAt, did: list) -> None:
     save = checkpointer.save_if_due
 
     def noted():
-        did.append(("boundary", run.resumable.position, run.resumable.is_best))
+        did.append(("save_if_due", run.resumable.position, run.resumable.is_best))
         save()
 
     checkpointer.save_if_due = noted
@@ -38,7 +38,7 @@ def started(assets, folder, words=EVERYTHING, resume_from=None, **stop):
     if resume_from is not None:
         run.load(resume_from)
     checkpointer, did = StopAt(run, **stop), watch(run)
-    note_boundaries(run, checkpointer, did)
+    note_save_points(run, checkpointer, did)
     return run, checkpointer, did
 
 
@@ -54,7 +54,7 @@ def test_the_order_of_a_run(whole):
     for step in range(1, STEPS + 1):
         expected += experience_events(step)
         expected += sum((update_events(step, number) for number in range(1, UPDATES + 1)), [])
-        expected += [WHOLE[step]] * (step > 1) + [("boundary", (step, 0), step == 2)]
+        expected += [WHOLE[step]] * (step > 1) + [("save_if_due", (step, 0), step == 2)]
     assert whole[1] == expected
 
 
@@ -113,7 +113,7 @@ def test_a_stop_during_a_rollout_discards_it_and_the_resumed_run_samples_it_agai
     before, checkpointer, did_before = started(assets, tmp_path / "run", question=question)
     with pytest.raises(StopRequested):
         before.run(checkpointer)
-    assert did_before[-2:] == [last, ("boundary", (1, 0), False)]
+    assert did_before[-2:] == [last, ("save_if_due", (1, 0), False)]
     state, collection = before.ppo.state, before.ppo.collection
     assert (state.experience, collection.stream.taken, before.ppo.advantage_computation.running.count) == (None, 4, 4)
     assert [line["step"] for line in before.lines] == [0, 1]
@@ -130,7 +130,7 @@ def test_rows_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     run.reward.bad_step = 2
     run.run(checkpointer)
     start = did.index("generate 2")
-    tail = ["generate 2", "reward 2", "score eval", "add", "advantages 2", WHOLE[2], ("boundary", (2, 0), True)]
+    tail = ["generate 2", "reward 2", "score eval", "add", "advantages 2", WHOLE[2], ("save_if_due", (2, 0), True)]
     assert did[start : start + len(tail)] == tail
     line = run.lines[2]
     assert (line["step"], line["eval/score"], line["nonfinite/skipped"]) == (2, 3.0, 1)
@@ -193,7 +193,7 @@ def test_an_update_of_the_actor_that_is_skipped_leaves_average_and_metrics_alone
     run.run(checkpointer)
     assert did.count("average") == 11
     after = did.index((2, "actor", "critic", "train")) + 1
-    assert did[after] == ("boundary", (1, 1), False) and did[after + 1] != "average"
+    assert did[after] == ("save_if_due", (1, 1), False) and did[after + 1] != "average"
     assert [line["policy/updates_done_share"] for line in run.lines] == [1.0, 0.75, 1.0]
     assert run.lines[1]["nonfinite/skipped"] == 1 and "policy/first_log_ratio_abs_mean" not in run.lines[1]
     assert "rollout/logprob_diff_mean" not in run.lines[1] and run.lines[1]["policy/loss"] != 0

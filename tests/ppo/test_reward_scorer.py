@@ -54,13 +54,13 @@ def test_the_token_that_ended_a_response_is_no_text_of_it():
     assert request.responses == ["hall", "hall", "hall<|im_end|>", "hall" + tokenizer.decode(hall[:1])]
 
 
-def test_faults_of_every_row_are_an_error_at_the_first_count_of_each_judge_alone():
-    """Training and evaluation each have a judge, and a run that goes on has new ones."""
+def test_faults_of_every_row_are_an_error_at_the_first_count_of_each_scorer():
+    """Training and evaluation each have a scorer, and a resumed run has new ones."""
     refused = []
     mixture = SimpleNamespace(count_failed_rows=lambda refuse_all: refused.append(refuse_all) or 3)
     for _ in range(2):
-        judge = RewardScorer(mixture, None, None)
-        assert [judge.count_failed_rows() for _ in range(3)] == [3, 3, 3]
+        scorer = RewardScorer(mixture, None, None)
+        assert [scorer.count_failed_rows() for _ in range(3)] == [3, 3, 3]
     assert refused == [True, False, False] * 2
 
 

@@ -52,14 +52,14 @@ def rollout(step: int) -> list:
 
 def update(step: int, number: int) -> list:
     done = [[step, "critic"]] if step == 1 else ["texts", [step, "actor", "critic"], "average"]
-    return [*done, ["boundary", step - 1, number]]
+    return [*done, ["save_if_due", step - 1, number]]
 
 
 def whole_run() -> list:
     did = ["evaluate 0"]
     for step in (1, 2, 3):
         did += rollout(step) + sum((update(step, number) for number in range(1, UPDATES + 1)), [])
-        did += [f"evaluate {step}"] * (step > 1) + [["boundary", step, 0]]
+        did += [f"evaluate {step}"] * (step > 1) + [["save_if_due", step, 0]]
     return did
 
 
@@ -75,7 +75,7 @@ def test_the_order_of_a_run(found):
 def test_a_run_that_is_stopped_and_resumed_does_the_same_once(found):
     starts = found[1]["cut"]
     assert [start["ended"] == "done" for start in starts] == [False] * 4 + [True]
-    assert starts[1]["did"][-2:] == ["rollout 2", ["boundary", 1, 0]]
+    assert starts[1]["did"][-2:] == ["rollout 2", ["save_if_due", 1, 0]]
     del starts[1]["did"][-2:]  # this rollout is discarded
     assert sum((start["did"] for start in starts), []) == whole_run()
 

@@ -139,7 +139,7 @@ def test_metrics_and_models_match_an_uninterrupted_run(runs, name):
     folder, found = runs
     starts = found[f"{name} cut"]
     assert [start["ended"].startswith("stopped as asked") for start in starts] == [True] * (len(starts) - 1) + [False]
-    assert all("going on from" in start["said"] for start in starts[1:])
+    assert all("resuming from" in start["said"] for start in starts[1:])
     whole, cut = (compared(folder / name / how) for how in ("whole", "cut"))
     assert whole == cut
     steps = [line["step"] for line in whole]
@@ -198,7 +198,7 @@ def test_a_finished_run_does_not_start_again_but_resume_force_can_extend_it(runs
 @pytest.mark.parametrize("name", ["fewer", "more"])
 def test_resuming_on_other_ranks_and_another_stage_matches_within_rounding(later, name):
     folder, found = later
-    assert found[name][-1]["ended"] == "done" and "divided anew" in found[name][-1]["said"]
+    assert found[name][-1]["ended"] == "done" and "resharded" in found[name][-1]["said"]
     assert f"checkpoints/{INSIDE}: 1 steps are done" in found[name][-1]["said"]
     for expected, line in zip(compared(folder / "moved/whole"), compared(folder / "moved" / name), strict=True):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)

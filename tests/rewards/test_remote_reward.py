@@ -299,6 +299,33 @@ def test_a_proxy_of_the_environment_is_used(serve, monkeypatch):
     assert proxy.requests[0][0] == "http://rewards.invalid:5000/get"
 
 
+def test_the_proxy_for_all_schemes_and_networks_without_proxy(serve, monkeypatch):
+    proxy, service = serve(ok(4, 5, 6)), serve(ok(1, 2, 3))
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("all_proxy", proxy.url)
+    assert ask(service.url).tolist() == [4, 5, 6]
+    monkeypatch.setenv("no_proxy", "example.org, 127.0.0.0/8")
+    assert ask(service.url).tolist() == [1, 2, 3]
+    monkeypatch.setenv("no_proxy", "10.0.0.0/8,fc00::/7")
+    assert ask(service.url).tolist() == [4, 5, 6]
+
+
+def test_a_proxy_of_another_kind_is_an_error_of_the_connection(monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:9")
+    with pytest.raises(RewardServiceError, match="2 attempts; the last: URLError: .*socks5"):
+        ask("http://rewards.invalid:5000/get", retries=1)
+
+
+@pytest.mark.parametrize("host", ["rewards..invalid", "a" * 64 + ".invalid"])
+def test_a_host_name_that_cannot_be_resolved_is_an_error_of_the_connection(host, monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with pytest.raises(RewardServiceError, match="1 attempts; the last: "):
+        ask(f"http://{host}:5000/get", retries=0)
+
+
 def test_a_server_without_tls_is_an_error_of_the_connection(serve):
     with pytest.raises(RewardServiceError, match="1 attempts; the last: SSLError"):
         ask(serve(ok(1, 2, 3)).url.replace("http:", "https:"), retries=0)

@@ -98,7 +98,7 @@ def train(words: list[str]) -> None:
         if step == READY + (FAULT if fault is take_time else 0):
             (out / f"ready_{dist.rank()}").write_text(str(os.getpid()))
         if bool(stop):
-            raise StopRequested(f"saved after step {step}; run the same command again to go on")
+            raise StopRequested(f"saved after step {step}; run the same command again to resume")
     raise AssertionError("nothing happened")
 
 

@@ -99,8 +99,7 @@ def layer_by_layer(assets: Path) -> dict:
     unpinned.collection.generator.config = fast
     return {
         "engine": fast.engine,
-        "collective": unpinned.engines.hybrid.max_over_ranks is not None
-        and pinned.engines.hybrid.max_over_ranks is None,
+        "collective": [ppo.engines.hybrid.max_over_ranks is not None for ppo in (unpinned, pinned)],
         "same_tokens": torch.equal(expected.response_ids, found.response_ids),
         "same_tokens_padded": torch.equal(expected.response_ids, by_padded_batches.response_ids),
         "difference": float((expected.rollout_logprobs - found.rollout_logprobs).abs().max()),

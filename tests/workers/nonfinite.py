@@ -275,17 +275,17 @@ def saved_case(assets: Path, out: Path) -> dict:
     ppo, scored = ppo_for(assets, folder, (2, 3), "--save_minutes", 0)
     about = RunIdentity("ppo", {}, "")
     folder.mkdir(exist_ok=True)
-    keeper = CheckpointManager(
+    manager = CheckpointManager(
         folder, ResumablePPO(ppo, None, HealthWatch()), ppo.config.safety, about, MetricsWriter(folder, None)
     )
-    keeper.finish()
+    manager.finish()
     update_too_far(ppo.engines.critic, 1e39)
     ppo.state.begin_updates(ppo.advantage_computation(scored, 1), {})
     minibatch = next(iter(ppo.mini_dataset.minibatches(ppo.state.experience, 1, step=1)))
     outcome = update_once(ppo, minibatch, MetricSums(), 1)
     ppo.state.count_update(outcome)
     found = {"norms": sorted(outcome.grad_norms)}
-    found["checkpoint"] = outcome_of(keeper.finish)
+    found["checkpoint"] = outcome_of(manager.finish)
     tokenizer = ppo.collection.reward_scorer.tokenizer
     found["models"] = outcome_of(lambda: save_models(ppo.engines, tokenizer, folder / "best.partial"))
     found["chosen"] = str(find_checkpoint(folder, ppo.config.safety, about, False))

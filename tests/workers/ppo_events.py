@@ -34,7 +34,7 @@ class StoppableManager(CheckpointManager):
 
     def save_if_due(self) -> None:
         position = list(self._trainer.position)
-        DID.append(["boundary", *position])
+        DID.append(["save_if_due", *position])
         stop_requests.requested = lambda: position == STOP_AT[0] or is_stopped_in_rollout()
         super().save_if_due()
         stop_requests.requested = is_stopped_in_rollout
