@@ -50,9 +50,9 @@ def in_one_line(problem: BaseException) -> str:
 def reading(what: str) -> Iterator[None]:
     """Turn the exceptions of a library that reads a file or value of the user into a `UserError`.
 
-    The block must do nothing but read. This is the only place that catches every `Exception`, because libraries raise
-    almost any of them for a malformed file: tokenizers raises plain `Exception`; transformers raises KeyError,
-    AttributeError, ZeroDivisionError and more. The exceptions of this module, `KeyboardInterrupt` and `SystemExit`
+    The block must do nothing but read. Every `Exception` is caught, because libraries raise almost any of them for a
+    malformed file: tokenizers raises plain `Exception`; transformers raises KeyError, AttributeError, ZeroDivisionError
+    and more. The exceptions of this module, `KeyboardInterrupt` and `SystemExit`
     pass. A panic in Rust code derives from `BaseException` and can be recognised only by its name.
 
     Args:

@@ -16,7 +16,7 @@ class EvaluationFlags:
 
     eval_data_path: list[str] = flag_list("data sets of held-out prompts, used whole; not given: no evaluation", list)
     eval_interval: int = flag(
-        "evaluate every N PPO steps, in addition to before the first and after the last; 0 = only then", 0
+        "evaluate every N PPO steps, and always before the first and after the last; 0 = only these two", 0
     )
     eval_samples: int = flag("number of answers to each held-out prompt, for pass@k and majority@n", 1)
     eval_greedy: bool = flag("decode greedily instead of sampling as in training", False)

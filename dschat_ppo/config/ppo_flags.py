@@ -61,7 +61,7 @@ class PPOFlags:
         "repetition penalty: above 1, tokens of the prompt and the answer so far become less likely; 1 = off", 1.0
     )
     n_samples_per_prompt: int = flag("number of answers sampled for each prompt", 1)
-    min_answer_seq_len: int = flag("minimum new tokens of an answer; EOS and stop tokens are suppressed before", 0)
+    min_answer_seq_len: int = flag("minimum new tokens of an answer; EOS and stop tokens are suppressed until then", 0)
     stop_strings: list[str] = flag_list("strings that end an answer; they are part of it", list)
     stop_token_ids: list[int] = flag_list("token ids that end an answer, in addition to EOS", list)
     rollout_rows: int = flag("maximum answers decoded at a time per device; 0 = as many as memory allows, up to 256", 0)
@@ -121,7 +121,7 @@ class PPOFlags:
         "no effect (kept for old scripts): the attention mask gives the score position", 1
     )
     add_eot_token: bool = flag(
-        "no effect (kept for old scripts): answers end with the end of turn of the chat template, or with EOS", False
+        "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", False
     )
     enable_hybrid_engine: bool = flag("no effect (kept for old scripts): the hybrid engine is always used", False)
     release_inference_cache: bool = flag(

@@ -268,7 +268,7 @@ class SupervisedFlags:
     only_optimize_lora: bool = flag("train only the LoRA parameters", False)
     lora_learning_rate: float = flag("learning rate of the LoRA parameters", 5e-4)
     add_eot_token: bool = flag(
-        "no effect (kept for old scripts): answers end with the end of turn of the chat template, or with EOS", False
+        "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", False
     )
 
     def __post_init__(self) -> None:

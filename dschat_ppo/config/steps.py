@@ -23,7 +23,7 @@ class SFTFlags:
     sft_only_data_path: list[str] = flag_list("data sets used whole in this step (--data_split does not apply)", list)
     train_on_prompt: bool = flag("include prompt tokens in the loss; default: response tokens only", False)
     eot_token: str = flag(
-        "no effect (kept for old scripts): answers end with the end of turn of the chat template, or with EOS",
+        "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS",
         "<|endoftext|>",
     )
     print_loss: bool = flag("no effect (kept for old scripts): the loss of every step is printed in any case", False)
@@ -185,7 +185,7 @@ _RUN_NOTES = {
     "compute_fp32_loss": "losses are always computed in fp32",
     "deepspeed": "training always runs on DeepSpeed",
 }
-_EOT_NOTE = "answers end with the end of turn of the chat template, or with the tokenizer's EOS after a text prompt"
+_EOT_NOTE = "answers end with the chat template's end-of-turn token, or with the tokenizer's EOS after a text prompt"
 _PADDING_NOTE = "the attention mask gives the score position"
 _PRINT_NOTE = "the loss of every step is printed in any case"
 _LORA = dict.fromkeys(("lora_dim", "only_optimize_lora", "lora_module_name", "lora_learning_rate"), "LoRA")

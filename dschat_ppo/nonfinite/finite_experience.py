@@ -34,13 +34,13 @@ class Computation(Protocol):
 class FiniteExperience:
     """Wraps the advantage computation: experience with a number that is not finite reaches no update.
 
-    Every rank holds the rows of all ranks, so every rank decides alike without a collective.
+    Every rank holds the rows of all ranks, so every rank makes the same decision without a collective.
 
     Args:
         compute: the advantage computation.
         policy: handles numbers that are not finite.
         models: role -> its engine, or the folder or hub name of a frozen model; saved or named in a repro bundle.
-        in_rank_order: whether rows stand in the order of the ranks that generated them.
+        in_rank_order: whether rows are in the order of the ranks that generated them.
     """
 
     def __init__(self, compute: Computation, policy: NonFinitePolicy, models: dict[str, Any], in_rank_order: bool):
@@ -50,9 +50,9 @@ class FiniteExperience:
         self.in_rank_order = in_rank_order
 
     def __call__(self, rows: ScoredRollout, step: int) -> Experience | None:
-        """Experience of all ranks; None where the updates of the PPO step are skipped.
+        """Experience of all ranks; None if the updates of the PPO step are skipped.
 
-        Where a number is bad, what adapts to the rows (KL coefficient, running scale) keeps its state. Collective then.
+        If a number is not finite, the KL coefficient and the running scale keep their state. Collective in that case.
 
         Raises:
             NonFiniteError: a number is not finite, and the run is to stop.

@@ -27,7 +27,7 @@ def model_folders(config: PPOConfig) -> ModelFolders:
     """Local folders of the models; hub names are downloaded.
 
     Raises:
-        UserError: a model is not there.
+        UserError: a model does not exist.
     """
     critic, reward = config.critic_folder, config.reward_folder
     return ModelFolders(
@@ -86,7 +86,7 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
 def reward_tokenizer(
     config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerBase | None:
-    """The reward model's tokenizer where it differs from the actor's; else None."""
+    """The reward model's tokenizer if it differs from the actor's; else None."""
     own = load_tokenizer(folder, config.reward_flag)
     return None if own.get_vocab() == tokenizer.get_vocab() else own
 

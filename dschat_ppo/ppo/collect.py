@@ -22,7 +22,7 @@ from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.group_pool import GroupPool
-from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, Scoring, texts_of
+from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, ScoringSettings, texts_of
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
 from dschat_ppo.types import Rollout, ScoredRollout
 
@@ -36,7 +36,7 @@ class Prompts:
 
 
 class ExperienceCollection:
-    """The steps of `make_experience`, each with its clock and its token count.
+    """The steps of `make_experience`. Each is timed, and its tokens are counted.
 
     Args:
         config: the resolved flags.
@@ -44,7 +44,7 @@ class ExperienceCollection:
         engines: actor, critic, reference.
         generator: samples answers.
         reward_scorer: scores answers.
-        shaped: raw scores (B,) -> scores as the baseline sees them, for dynamic sampling.
+        shaped: raw scores (B,) -> scaled and clipped scores, which dynamic sampling compares.
         clock: times the phases.
     """
 
@@ -63,7 +63,7 @@ class ExperienceCollection:
         self.pool = GroupPool(plan.rollout_rows, shaped) if algorithm.dynamic_sampling else None
         self.print_interval = ppo.print_answers_interval if ppo.print_answers else 0
         self.stream = IndexStream(len(generator.prompts), config.run.seed)
-        scoring = Scoring(
+        scoring = ScoringSettings(
             ppo.temperature, plan.micro_batch_tokens, config.recompute_old_logprobs, algorithm.kl_estimator
         )
         self.model_scorer = ModelScorer(engines.actor, engines.reference, engines.critic, scoring)
@@ -73,14 +73,14 @@ class ExperienceCollection:
 
     @contextmanager
     def cancelled_on_stop(self, checkpointer: Checkpointer) -> Iterator[None]:
-        """Collect the rows of one PPO step inside this block; discard them if the run is asked to stop meanwhile.
+        """Collect the rows of one PPO step inside this block; discard them if a stop is requested meanwhile.
 
-        A resumed run samples the same answers again, because their seeds depend on the step alone. A stop may end the
-        processes or the service of a reward before this rank notices it. So what was scored meanwhile is discarded
-        too, and a failure of a reward counts as a part of the stop.
+        A resumed run samples the same answers again, because their seeds depend only on the step. A stop may end the
+        processes or the service of a reward before this rank notices the request. So scores computed meanwhile are
+        discarded too, and a failed reward is treated as part of the stop.
 
         Raises:
-            StopRequested: the run is asked to stop, and the state before the block is saved.
+            StopRequested: a stop was requested, and the state before the block is saved.
         """
         before = self.state_dict()
         self._round = self._faults = 0
@@ -98,7 +98,7 @@ class ExperienceCollection:
     def prompts_wanted(self) -> int:
         """Prompts of the next round on each rank; 0 once the rows of the PPO step are collected.
 
-        Dynamic sampling takes as many prompts as should fill the step, from the share of rows kept so far.
+        Dynamic sampling takes as many prompts as should fill the step, estimated from the share of rows kept so far.
         """
         if self.pool is None:
             return self.plan.prompts_per_rank if self._round == 0 else 0
@@ -108,7 +108,7 @@ class ExperienceCollection:
         return min(self.plan.prompts_per_rank, -int(-wanted // dist.world_size()))
 
     def take_prompts(self, count: int) -> Prompts:
-        """The next `count` prompts of this rank. All ranks advance alike."""
+        """The next `count` prompts of this rank. All ranks advance by the same number."""
         first, ranks = self.stream.taken + dist.rank() * count, dist.world_size()
         taken = self.stream.take(count * ranks)
         return Prompts(taken[dist.rank() * count : (dist.rank() + 1) * count], first)
@@ -117,7 +117,7 @@ class ExperienceCollection:
         """Sample the answers to each prompt. Collective.
 
         Raises:
-            RolloutCancelled: the run is asked to stop.
+            RolloutCancelled: a stop was requested.
         """
         rollout = self._timed_rollout(prompts, step)
         if checkpointer.stop_requested():

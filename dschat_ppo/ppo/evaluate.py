@@ -23,7 +23,7 @@ from dschat_ppo.ppo.generate import RolloutGenerator, greedily
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer
 from dschat_ppo.rewards.rules import last_boxed
 
-STREAM = 5  # separates the seeds of these answers from those of training
+STREAM = 5  # separates the seeds of the evaluation's answers from those of training
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Evaluation:
         return metrics
 
     def _answer_all(self) -> list[Answered]:
-        """The held-out prompts of all ranks, in order."""
+        """Answer the held-out prompts; returns those of all ranks, in order."""
         mine: list[Answered] = []
         prompts, size = self.reward_scorer.prompts, self.flags.eval_batch_size
         for [indices] in optimizer_steps(range(len(prompts)), size, 1, dist.world_size(), dist.rank()):
@@ -158,7 +158,7 @@ class Evaluation:
             groups = torch.zeros(len(scores.total), dtype=torch.int64, device=scores.total.device)
             scored = self.model_scorer(rollout, scores, groups)
             assert scored.ref_logprobs is not None
-            kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()  # one sum an answer
+            kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()  # one sum per answer
         lengths, ended, totals = (
             rollout.response_mask.sum(dim=1).tolist(),
             rollout.ended.tolist(),
@@ -176,7 +176,7 @@ class Evaluation:
         return rows
 
     def _write(self, rows: list[Answered], step: int) -> str | None:
-        """Write the answers; returns why they cannot be written, so that all ranks stop alike, or None."""
+        """Write the answers; returns why they cannot be written, so that all ranks stop, or None."""
         path = self.folder / "eval" / f"step_{step:06d}.jsonl"
         try:
             make_folder(path.parent)
@@ -187,7 +187,7 @@ class Evaluation:
 
 
 def json_line(row: Answered) -> str:
-    """JSON has no NaN and no infinity: they become null, as in metrics.jsonl."""
+    """One line of JSON. NaN and infinity become null, as in metrics.jsonl."""
 
     def strict(values: list[float]) -> list[float | None]:
         return [value if math.isfinite(value) else None for value in values]

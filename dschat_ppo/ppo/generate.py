@@ -74,7 +74,7 @@ def generation_config(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model
 
 
 def greedily(config: GenerationConfig) -> GenerationConfig:
-    """The same with greedy decoding; log-probs stay those under the temperature."""
+    """The same configuration with greedy decoding; log-probs are still computed at the temperature."""
     return replace(config, sampling=replace(config.sampling, top_k=1))
 
 
@@ -115,7 +115,7 @@ class RolloutGenerator:
     def generate(self, indices: list[int], step: int, round_number: int = 0, greedy: bool = False) -> Rollout:
         """Answer the prompts at `indices`, this rank's share of a round of a PPO step. Collective.
 
-        Once the run is asked to stop, this rank stops generating. The caller checks for that and discards the answers.
+        Once a stop is requested, this rank stops generating. The caller checks for that and discards the answers.
 
         Args:
             indices: row numbers, as many on every rank.
@@ -135,8 +135,8 @@ class RolloutGenerator:
     ) -> Rollout:  # fmt: skip
         """Answer some prompts. Collective.
 
-        An answer's seed is made of `path` and the answer's number over all ranks, so it does not matter which rank
-        generates it.
+        An answer's seed is derived from `path` and the answer's number over all ranks, so the answer does not depend on
+        the rank that generates it.
 
         Args:
             prompts: token rows.

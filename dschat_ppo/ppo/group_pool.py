@@ -1,4 +1,4 @@
-"""Dynamic sampling: replace prompts whose answers all score alike; they teach nothing (Yu et al. 2025, DAPO)."""
+"""Dynamic sampling: replace prompts whose answers all have the same score, so advantage 0 (Yu et al. 2025, DAPO)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from dschat_ppo.types import ScoredRollout, concat_rows, record_of, select_rows,
 class GroupPool:
     """Collects the rows of a PPO step from several rounds of sampling.
 
-    Every rank holds the rows of all ranks, so every rank decides alike. Accepted rows beyond what the step needs are
-    kept for the next one.
+    Every rank holds the rows of all ranks, so every rank makes the same decision. Accepted rows beyond what the step
+    needs are kept for the next one.
 
     Args:
         rows_needed: rows of a PPO step over all ranks, whole groups.
-        shaped: raw scores (N,) -> scores as the baseline sees them: answers whose clipped scores are equal teach
-            nothing either.
+        shaped: raw scores (N,) -> scaled and clipped scores: a group whose clipped scores are equal is dropped too.
     """
 
     def __init__(self, rows_needed: int, shaped: Callable[[Tensor], Tensor]):

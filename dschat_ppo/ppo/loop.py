@@ -13,13 +13,13 @@ from dschat_ppo.types import Experience
 
 
 def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer) -> None:
-    """Run the PPO steps that are left, from where `ppo.state` stands.
+    """Run the PPO steps that are left, starting at the position in `ppo.state`.
 
     Raises:
-        StopRequested: the run is asked to stop, and its state is saved.
+        StopRequested: a stop was requested, and the state is saved.
     """
     for step in ppo.state.steps_left(ppo.plan.ppo_steps):  # a resumed run may enter in the middle of a step
-        experience = ppo.state.experience or make_experience(ppo, step, checkpointer)  # (N, R); None: not finite
+        experience = ppo.state.experience or make_experience(ppo, step, checkpointer)  # (N, R); None if not finite
         for minibatch in ppo.minibatches_left(experience, step):  # shuffled in each of the PPO epochs
             update(ppo, minibatch, step)
             checkpointer.save_if_due()
@@ -30,7 +30,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer) -> No
 def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -> Experience | None:
     """Sample answers with the current policy and score them; the same rows on every rank.
 
-    None where a number is not finite and the updates of this PPO step are skipped.
+    None if a number is not finite and the updates of this PPO step are skipped.
     """
     collection = ppo.collection
     with collection.cancelled_on_stop(checkpointer):
@@ -49,7 +49,7 @@ def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -
 def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
     """Make one optimizer step of actor and critic; each micro-batch holds (b, R) tensors of this rank's rows."""
     objectives = []
-    if step > ppo.plan.warmup_rollouts:  # before that, the critic alone learns
+    if step > ppo.plan.warmup_rollouts:  # critic warm-up: until then, only the critic trains
         objectives.append(ppo.updates.actor_objective(minibatch))  # clipped ratio x advantage, entropy, KL, PTX
     if ppo.engines.critic is not None:
         objectives.append(ppo.updates.critic_objective(minibatch))  # clipped squared error of the values

@@ -1,4 +1,4 @@
-"""The losses of one micro-batch of step 3. Each is its part of the optimizer step's loss, so the parts add up."""
+"""The losses of one micro-batch of step 3: its part of the loss of the whole optimizer step, so the parts add up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.score import exact_kl
 from dschat_ppo.types import Experience, Model
 
-# Metrics over the tokens that the policy loss counts, of the policy in training against the one that was scored.
+# Metrics that compare the policy in training with the one at scoring, over the tokens that the policy loss counts.
 KL_OF_UPDATE = "policy/kl_k3"
 LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
@@ -32,7 +32,7 @@ class ActorLoss:
     """Policy loss, entropy bonus, KL and router losses.
 
     Args:
-        actor: engine around a `PolicyModel`, in training.
+        actor: engine around a `PolicyModel`, in training mode.
         reference: engine, needed for the full KL as a loss; else None.
         flags: of the algorithm.
         temperature: of sampling.
@@ -59,10 +59,11 @@ class ActorLoss:
         Args:
             rows: the micro-batch, (b, R).
             minibatch: holds the denominators.
-            entropy_coef: weight of the entropy bonus now.
+            entropy_coef: current weight of the entropy bonus.
             sums: receives the metrics.
         """
-        flags, mask, how, over = self.flags, rows.loss_mask, self.flags.aggregation, minibatch.denominators
+        flags, mask = self.flags, rows.loss_mask
+        aggregation, denominators = flags.aggregation, minibatch.denominators
         scores = response_scores(
             self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl, flags.router_loss_coef > 0
         )
@@ -73,18 +74,18 @@ class ActorLoss:
             keep = off_policy_rows(scores.logprobs, rows.old_logprobs, rows.advantages, mask, flags.off_policy_delta)
             sums.add_mean("policy/off_policy_share", 1 - keep.float(), mask.any(dim=1))
             weights = weights * keep.unsqueeze(1)
-        loss = aggregate(policy.losses * weights, mask, how, over)
+        loss = aggregate(policy.losses * weights, mask, aggregation, denominators)
         weight = loss.new_tensor(minibatch.metric_weight)
         sums.add_sum("policy/loss", loss, weight)
         _measure(rows, scores, policy, sums)
         if entropy_coef > 0:
-            loss = loss - entropy_coef * aggregate(scores.entropy, mask, how, over)
+            loss = loss - entropy_coef * aggregate(scores.entropy, mask, aggregation, denominators)
         if flags.kl_loss_coef > 0:
-            kl = aggregate(self._kl(rows, scores), mask, how, over)
+            kl = aggregate(self._kl(rows, scores), mask, aggregation, denominators)
             sums.add_sum("policy/kl_loss", kl, weight)
             loss = loss + flags.kl_loss_coef * kl
         if scores.router_loss is not None:
-            router = scores.router_loss * (mask.sum() / over.tokens)
+            router = scores.router_loss * (mask.sum() / denominators.tokens)
             sums.add_sum("policy/router_loss", router, weight)
             loss = loss + flags.router_loss_coef * router
         return loss
@@ -116,7 +117,7 @@ def _measure(rows: Experience, scores: ResponseScores, policy: TokenLosses, sums
 
 
 def critic_loss(critic: Model, rows: Experience, minibatch: MiniBatch, clip_eps: float, sums: MetricSums) -> Tensor:
-    """Clipped or plain value loss, a mean over the optimizer step's response tokens; scalar with gradient."""
+    """Clipped or plain value loss, averaged over the response tokens of the optimizer step; scalar with gradient."""
     assert rows.values is not None
     mask = rows.response_mask
     losses, clipped = value_losses(response_values(critic, rows), rows.values, rows.returns, mask, clip_eps)
@@ -127,7 +128,7 @@ def critic_loss(critic: Model, rows: Experience, minibatch: MiniBatch, clip_eps:
 
 
 def ptx_loss(actor: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
-    """Sum of `-log p(token)` of plain text over `num_tokens` of the whole optimizer step; scalar with gradient."""
+    """Sum of `-log p(token)` of plain text, divided by `num_tokens` of the optimizer step; scalar with gradient."""
     logprobs = actor(batch.input_ids, batch.loss_mask)[0]
     sums.add_mean("ptx/loss", -logprobs.detach())
     return -logprobs.sum() / num_tokens

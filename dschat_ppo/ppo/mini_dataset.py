@@ -28,9 +28,9 @@ class MiniBatch:
 class MiniDataset:
     """Experience of one PPO step, served in shuffled mini-batches for several epochs.
 
-    Every rank holds the rows of all ranks (they are small compared with the models), and all shuffle alike. So the rows
-    of an optimizer step, its denominators and the moments for whitening do not depend on the number of ranks, and
-    shuffling moves single rows between micro-batches and ranks. A mini-batch never mixes two PPO steps.
+    Every rank holds the rows of all ranks (they are small compared with the models) and shuffles them in the same way.
+    So the rows of an optimizer step, its denominators and the moments for whitening do not depend on the number of
+    ranks, and shuffling moves single rows between micro-batches and ranks. A mini-batch never mixes two PPO steps.
 
     Args:
         rows_per_update: rows of one optimizer step over all ranks.
@@ -94,7 +94,7 @@ def _empty_micro_batch(rows: Experience) -> Experience:
 
 
 def gather_rows(rows: ScoredRollout) -> ScoredRollout:
-    """The rows of all ranks, as many of each, in rank order, padded to the longest: (N, P) and (N, R). Collective."""
+    """The rows of all ranks (equally many each) in rank order, padded to the longest: (N, P) and (N, R). Collective."""
     lengths = torch.tensor([rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device)
     prompt_length, response_length = dist.all_reduce(lengths, "max").tolist()
     padded = pad_rows(rows, prompt_length, response_length)

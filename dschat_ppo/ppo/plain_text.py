@@ -13,7 +13,7 @@ from dschat_ppo.types import to_device
 
 
 class TextBatches:
-    """Serves as many blocks of text to each optimizer step as the step has answers.
+    """Serves to each optimizer step as many blocks of text as the step has answers.
 
     Args:
         rows: token blocks of `data.unsupervised`.

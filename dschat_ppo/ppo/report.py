@@ -90,10 +90,10 @@ class PPOReport:
 
 
 def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, float]:
-    """Drift of the rollout of the PPO step in flight and the share of updates that were applied.
+    """Drift between sampling and training in the PPO step in flight, and the share of its updates that were applied.
 
-    Rollout log-probs are compared with those of a training forward: over all tokens where `old_logprobs` come from
-    one, else over the first optimizer step, whose forward is the first that meets the recorded log-probs.
+    Rollout log-probs are compared with those of a training forward pass: over all tokens if `old_logprobs` come from
+    one, else over the first optimizer step, whose forward pass precedes every update of the policy.
     """
     state, epochs = ppo.state, ppo.config.ppo.ppo_epochs
     experience = state.experience

@@ -45,7 +45,7 @@ class ResumablePPO:
         return best is not None and self.position == (best[1], 0)
 
     def shared_state(self) -> dict[str, Any]:
-        """The state that all ranks have in common. Its keys are those of every checkpoint so far."""
+        """The state that all ranks have in common. Its keys must not change: earlier checkpoints have them."""
         ppo = self.ppo
         return {
             "progress": ppo.state.state_dict(),

@@ -45,7 +45,7 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip
 
 
 class RewardScorer:
-    """Asks the reward sources for the scores of a rollout.
+    """Scores a rollout with the reward sources.
 
     Args:
         mixture: the sources with their weights.
@@ -60,13 +60,13 @@ class RewardScorer:
         self._has_counted = False
 
     def request(self, rollout: Rollout, indices: list[int]) -> RewardRequest:
-        """What the sources receive.
+        """The request that the sources receive.
 
         Prompts keep the special tokens of a chat template, but not the actor's BOS. Responses lose the EOS that ended
         them.
 
         Args:
-            rollout: answers to the prompts at `indices`, as many to each, one prompt after another.
+            rollout: answers to the prompts at `indices`: the same number to each, one prompt after another.
             indices: row numbers of the prompts.
         """
         samples = len(rollout.response_ids) // len(indices)
@@ -102,10 +102,10 @@ class RewardScorer:
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """Constants of `ModelScorer`."""
+class ScoringSettings:
+    """Settings of `ModelScorer`."""
 
-    temperature: float  # of sampling; log-probs are taken under it
+    temperature: float  # of sampling; log-probs are computed at it
     micro_batch_tokens: int  # budget of one forward pass
     recompute: bool  # take old log-probs and entropies from a forward pass, not as recorded while sampling
     kl_estimator: str  # form of the KL in the reward; "full" needs `recompute`
@@ -116,12 +116,12 @@ class ModelScorer:
 
     Args:
         actor: engine or `PolicyModel`.
-        reference: the same, or None where no KL is asked for.
-        critic: engine or `ScalarModel`, or None where the estimator needs no values.
-        scoring: constants.
+        reference: the same, or None if the run needs no KL.
+        critic: engine or `ScalarModel`, or None if the estimator needs no values.
+        scoring: settings.
     """
 
-    def __init__(self, actor: Model, reference: Model | None, critic: Model | None, scoring: Scoring):
+    def __init__(self, actor: Model, reference: Model | None, critic: Model | None, scoring: ScoringSettings):
         self.actor = actor
         self.reference = reference
         self.critic = critic

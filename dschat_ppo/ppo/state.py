@@ -1,4 +1,4 @@
-"""Position and parts of step 3. `loop.py` holds the algorithm that uses them."""
+"""The state of step 3, and the components that its loop (`loop.py`) uses."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from dschat_ppo.types import Experience, record_of, tensors_of, to_device
 
 @dataclass
 class PPOState:
-    """Position and step in flight. It changes in the methods below alone."""
+    """The position in the run, and the PPO step in flight. Only the methods below change it."""
 
     steps: int = 0  # finished PPO steps
     updates: int = 0  # optimizer steps of the PPO step in flight
-    applied: int = 0  # those of them that moved the actor
+    applied: int = 0  # those of them that updated the actor
     ended: bool = False  # a limit ended the updates of the PPO step in flight
-    experience: Experience | None = None  # rows of all ranks; None between two PPO steps, or where not finite
+    experience: Experience | None = None  # of all ranks; None between two PPO steps, or if not finite
     metrics: dict[str, float] = field(default_factory=dict)  # of the PPO step in flight, known so far
-    sums: MetricSums = field(default_factory=MetricSums)  # this rank's part of what the updates measured
-    evaluated: dict[str, float] | None = None  # evaluation before the first PPO step; None: not made yet
+    sums: MetricSums = field(default_factory=MetricSums)  # metrics of the updates, this rank's part
+    evaluated: dict[str, float] | None = None  # metrics before the first PPO step; None: not evaluated yet
     first: dict[str, float] = field(default_factory=dict)  # metrics of the first finished PPO step
     last: dict[str, float] = field(default_factory=dict)  # of the last one
 
@@ -57,7 +57,7 @@ class PPOState:
             yield self.steps + 1
 
     def begin_updates(self, experience: Experience | None, metrics: dict[str, float]) -> None:
-        """Start the updates of a PPO step; without experience there are none."""
+        """Start the updates of a PPO step. Without experience it has none."""
         self.experience, self.metrics, self.sums = experience, metrics, MetricSums()
         self.updates, self.applied, self.ended = 0, 0, False
 
@@ -111,12 +111,12 @@ class PPOState:
 
 
 class PPOComponents:
-    """What `run`, `make_experience` and `update` act on. Building it is collective.
+    """The components that `run`, `make_experience` and `update` use. Constructing it is collective.
 
     Args:
         config: the resolved flags.
         plan: the batch sizes.
-        engines: the roles.
+        engines: of the four models.
         prompts: token rows of the prompts.
         tokenizer: of the actor.
         rewards: the reward sources.

@@ -123,15 +123,15 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 def derived_batch_sizes(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
     """Batch sizes that the flags result in, for a checkpoint's manifest.
 
-    Each round of dynamic sampling takes as many prompts on every rank. So the number of ranks decides how many prompts
-    a round takes in all, hence which prompts later steps see.
+    Each round of dynamic sampling takes the same number of prompts on every rank. So the number of ranks decides how
+    many prompts a round takes in all, and which prompts later steps see.
     """
     sizes = {"rows_per_update": plan.global_batch, "rows_per_step": plan.rollout_prompts}
     return sizes | ({"ranks": plan.world_size} if config.algorithm.dynamic_sampling else {})
 
 
 def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: TextBatches | None) -> RunInputs:
-    """What step 3 reads. The actor's folder is the reference's as well."""
+    """The inputs of step 3. The reference is loaded from the actor's folder."""
     evaluated_by = config.validation.eval_reward_function
     return RunInputs(
         rows.train,
@@ -163,7 +163,7 @@ def plain_texts(
 def learned_reward(
     config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
 ) -> RewardSource | None:
-    """The reward model as a reward source, or None where there is none."""
+    """The reward model as a reward source, or None if there is none."""
     if engines.reward is None or config.reward_folder is None:
         return None
     folder = model_folder(config.reward_folder, config.reward_flag)

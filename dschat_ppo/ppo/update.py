@@ -34,13 +34,13 @@ class Objective:
     engine: Engine
     batches: list[Any]  # micro-batches of this rank
     loss: Callable[[Any], Tensor]  # a micro-batch's part of the loss
-    sums: MetricSums  # what the loss measures, of this step alone
+    sums: MetricSums  # metrics that the loss records, of this optimizer step alone
     constants: dict[str, Any]  # what a replay needs besides the micro-batches
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an optimizer step."""
+    """The result of an optimizer step."""
 
     grad_norms: dict[str, float]  # by role, of the updates that were applied
     sums: list[MetricSums]  # metrics of the updates that were applied
@@ -52,22 +52,22 @@ class PPOUpdate:
 
     Args:
         config: the resolved flags.
-        engines: the roles.
+        engines: of the models.
         texts: blocks of plain text for the PTX loss, or None.
         entropy_coef: weight of the entropy bonus; it may adapt.
-        policy: handles numbers that are not finite.
+        nonfinite: handles numbers that are not finite.
         clock: times the phases.
     """
 
     def __init__(
         self, config: PPOConfig, engines: RLHFEngine, texts: TextBatches | None,
-        entropy_coef: AdaptiveEntropy | FixedCoefficient, policy: NonFinitePolicy, clock: PhaseClock,
+        entropy_coef: AdaptiveEntropy | FixedCoefficient, nonfinite: NonFinitePolicy, clock: PhaseClock,
     ):  # fmt: skip
         self.config = config
         self.engines = engines
         self.texts = texts
         self.entropy_coef = entropy_coef
-        self.policy = policy
+        self.nonfinite = nonfinite
         self.clock = clock
         self.actor_loss = ActorLoss(engines.actor, engines.reference, config.algorithm, config.ppo.temperature)
 
@@ -114,42 +114,42 @@ class PPOUpdate:
             for objective in objectives:
                 gradients = accumulate(objective.engine, objective.batches, objective.loss)
                 is_actor = objective.role == "actor"
-                if is_actor and gradients.fault is None and self._goes_too_far(objective.sums):
+                if is_actor and gradients.fault is None and self._exceeds_max_log_ratio(objective.sums):
                     apply(gradients, refused=True)
                     return Outcome({}, [], ends_step=True)
                 if self.config.aligns_overflow:
                     waiting.append((objective, gradients))
                 else:
-                    self._settle(objective, apply(gradients), step, outcome)
+                    self._record_result(objective, apply(gradients), step, outcome)
             results = apply_together([gradients for _, gradients in waiting])
             for (objective, _), result in zip(waiting, results, strict=True):
-                self._settle(objective, result, step, outcome)
-            ends = "actor" in outcome.grad_norms and self._reaches_target(objectives[0].sums)
+                self._record_result(objective, result, step, outcome)
+            ends = "actor" in outcome.grad_norms and self._exceeds_target_kl(objectives[0].sums)
         return Outcome(outcome.grad_norms, outcome.sums, ends)
 
-    def _settle(self, objective: Objective, result: StepResult, step: int, outcome: Outcome) -> None:
-        """Count an update that was applied; hand a number that is not finite to the policy."""
+    def _record_result(self, objective: Objective, result: StepResult, step: int, outcome: Outcome) -> None:
+        """Record an update that was applied; handle a number that is not finite."""
 
         def context() -> FailureContext:
             state = result.fault.random_state if result.fault else []
             return FailureContext(objective.batches, objective.constants, objective.engine, random_state=state)
 
-        self.policy.handle(objective.role, step, result, context)
+        self.nonfinite.handle(objective.role, step, result, context)
         if result.applied:
             outcome.grad_norms[objective.role] = result.grad_norm
             outcome.sums.append(objective.sums)
 
-    def _goes_too_far(self, sums: MetricSums) -> bool:
+    def _exceeds_max_log_ratio(self, sums: MetricSums) -> bool:
         """Whether a token's log-ratio is above `--max_log_ratio`. Collective if that is set.
 
         Like `--target_kl`, it compares the policy in the update's forward pass with the one that scored the answers,
-        over the tokens of all ranks that the policy loss counts. So every rank decides alike.
+        over the tokens of all ranks that the policy loss counts. So every rank makes the same decision.
         """
         limit = self.config.algorithm.max_log_ratio
         return _is_above(limit, LARGEST_LOG_RATIO, sums, "--max_log_ratio: the update is not applied")
 
-    def _reaches_target(self, sums: MetricSums) -> bool:
-        """Whether the update's mean KL (k3) is above `--target_kl`, so it is the PPO step's last. Collective if set."""
+    def _exceeds_target_kl(self, sums: MetricSums) -> bool:
+        """Whether the update's mean KL (k3) is above `--target_kl`, which makes it the last one. Collective if set."""
         return _is_above(
             self.config.algorithm.target_kl, KL_OF_UPDATE, sums, "--target_kl: it was the PPO step's last update"
         )

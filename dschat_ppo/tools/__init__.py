@@ -1,1 +1,1 @@
-"""Programs beside the three steps."""
+"""Programs other than the three steps."""

@@ -64,7 +64,7 @@ class Scorer:
     """A reward model with its tokenizer: texts to scores.
 
     Args:
-        folder: holds a one-label sequence classifier and its tokenizer.
+        folder: holds a decoder with a one-label head named `score`, and its tokenizer.
         dtype: "bf16", "fp16" or "fp32".
         max_batch_tokens: most tokens of a forward pass.
 
@@ -280,7 +280,7 @@ class Handler(BaseHTTPRequestHandler):
 def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Serve a reward model over HTTP, for --remote_reward_url.")
-    parser.add_argument("--model", required=True, help="one-label sequence classifier: a folder or a hub name")
+    parser.add_argument("--model", required=True, help="folder or hub name of a decoder with a one-label head `score`")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all interfaces")
     parser.add_argument("--port", type=int, default=5000, help="port; 0 selects a free one and prints it")
     parser.add_argument("--max_batch_tokens", type=int, default=16384, help="most tokens of a forward pass")

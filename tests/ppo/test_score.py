@@ -19,7 +19,7 @@ from dschat_ppo.models.forward import response_values
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo import score
-from dschat_ppo.ppo.score import ModelScorer, Scores, Scoring
+from dschat_ppo.ppo.score import ModelScorer, Scores, ScoringSettings
 from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, row_lengths, tensors_of
 
 VOCABULARY = 32
@@ -82,7 +82,7 @@ def rollout(padding_seed: int = 0) -> Rollout:
 def scored(models, rows: Rollout, budget=20, recompute=True, kl="k1", baselines=None, **changes) -> ScoredRollout:
     """The rows with scores of their own number."""
     roles = {name: models[name] for name in ("actor", "reference", "critic")} | changes
-    score = ModelScorer(**roles, scoring=Scoring(TEMPERATURE, budget, recompute, kl))
+    score = ModelScorer(**roles, scoring=ScoringSettings(TEMPERATURE, budget, recompute, kl))
     return score(rows, Scores(SCORES, SOURCES, baselines), GROUPS)
 
 
