@@ -51,7 +51,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         check_causal_lm(folders.actor)
     check_length(folders.actor, longest, LIMITS)
     if config.algorithm.router_loss_coef > 0 and "output_router_logits" not in actor_config.to_dict():
-        raise UserError(f"--router_loss_coef: {folders.actor} is no mixture of experts that can give its router's loss")
+        raise UserError(f"--router_loss_coef: {folders.actor} is not a mixture of experts with a router loss")
     if folders.critic is not None:
         flag = config.critic_flag
         with naming(flag):

@@ -152,7 +152,7 @@ class _Watchdog:
         timer = threading.Timer(max(_LEAST_SECONDS, end - time.time()), self._leave, [RANK_LOST])
         timer.daemon = True
         timer.start()  # before anything is written: the disk that holds the log may be the one that hangs
-        reason = f"makes no progress since {idle:.0f} s"
+        reason = f"has made no progress for {idle:.0f} s"
         if first.rank != dist.rank() and self.limit is not None and idle < self.limit / 2:
             reason = f"ends because rank {first.rank} makes no progress"
         text = f"rank {dist.rank()} {reason}: {where()}\n{stacks}"

@@ -176,8 +176,8 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(ended):
     run = ended["rank 1 hangs"]
     assert run.code == 5
     first, second = run.told()
-    assert re.fullmatch(r"rank 0 makes no progress since [3-8] s: phase 'update', step 5", first)
-    assert re.fullmatch(r"rank 1 makes no progress since [3-8] s: phase 'update', step 5", second)
+    assert re.fullmatch(r"rank 0 has made no progress for [3-8] s: phase 'update', step 5", first)
+    assert re.fullmatch(r"rank 1 has made no progress for [3-8] s: phase 'update', step 5", second)
     of_rank_0, of_rank_1 = run.err[run.err.index(first) :].split(second)
     assert "in all_reduce" in of_rank_0 and "in hang" not in of_rank_0
     assert "in hang" in of_rank_1 and "in all_reduce" not in of_rank_1
@@ -189,7 +189,7 @@ def test_a_slow_disk_is_not_a_hang_and_does_not_hide_one(ended):
     run = ended["rank 1 hangs while rank 0 writes"]
     assert run.code == 5
     idle = [
-        int(re.fullmatch(r"rank \d makes no progress since (\d+) s: phase 'update', step 5", line)[1])
+        int(re.fullmatch(r"rank \d has made no progress for (\d+) s: phase 'update', step 5", line)[1])
         for line in run.told()
     ]
     assert idle[0] in range(3, 2 * 3), "counted from the end of the awaited write, not of concurrent ones"
@@ -202,7 +202,7 @@ def test_a_hang_in_c_code_ends_the_run(ended):
     run = ended["rank 1 holds the lock"]
     assert run.code == 5
     told = run.told()
-    assert re.fullmatch(r"rank 0 makes no progress since [3-8] s: phase 'update', step 5", told[0])
+    assert re.fullmatch(r"rank 0 has made no progress for [3-8] s: phase 'update', step 5", told[0])
     assert "rank 1 does not answer: it runs C code that holds Python's lock, or is stopped" in told
     assert "in hold_the_lock" in run.err
 

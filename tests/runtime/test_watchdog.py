@@ -88,7 +88,7 @@ def ended(tmp_path_factory):
 def test_a_rank_without_progress_writes_its_stacks_and_ends(ended, case):
     code, errors, log = ended[case]
     assert code == 5
-    assert re.search(r"^rank 0 makes no progress since [2-6] s: phase 'start', step 3$", errors, re.MULTILINE)
+    assert re.search(r"^rank 0 has made no progress for [2-6] s: phase 'start', step 3$", errors, re.MULTILINE)
     assert errors.count("in sleeps_long") == 1
     assert "watchdog.py" not in errors
     assert "in sleeps_long" in log
