@@ -49,7 +49,7 @@ CASES = {
     "reward function that is not there": ("ppo", "--reward_function nowhere.py:score", ["there is no file nowhere.py"]),
     "no reward at all": ("ppo", "--use_reward_model False", ["give --reward_function or --remote_reward_url"]),
     "warm-up without end": ("ppo", "--critic_warmup_rollouts 99", ["--critic_warmup_rollouts 99 must be below"]),
-    "router loss of a dense model": ("ppo", "--router_loss_coef 0.1", ["--router_loss_coef", "not a mixture of experts"]),
+    "router loss of a dense model": ("ppo", "--router_loss_coef 0.1", ["--router_loss_coef", "a mixture of experts"]),
     "statistics that the reward model lacks": ("ppo", "--normalize_rewards model", ["reward_mean", "step 2"]),
     "true score that is no function": (
         "ppo",
