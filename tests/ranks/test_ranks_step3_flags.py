@@ -296,7 +296,7 @@ def test_a_service_that_fails_once_is_retried(runs):
         ("slow", "no complete reply in 1 s"),
         ("garbage", "is not JSON"),
         ("one_rank", "status 500"),
-        ("away", "ConnectionError"),
+        ("away", "Connection refused"),
     ],
 )
 def test_an_unreachable_service_stops_all_ranks(runs, name, cause):

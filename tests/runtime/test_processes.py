@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import time
 
 from dschat_ppo.runtime.processes import ancestor, children, command_line, find_process, processes_at
@@ -35,5 +36,8 @@ def test_children_and_ancestors_are_found():
     finally:
         process.kill()
         process.wait()
-    assert ancestor("pytest")[0] == os.getpid() or ancestor("pytest") is not None
-    assert ancestor("no command line has this word") is None
+    child = "import os; from dschat_ppo.runtime.processes import ancestor; "
+    child += "print(ancestor('word-of-the-parent')[0] == os.getppid(), ancestor('no command line has this word'))"
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    command = [sys.executable, "-c", parent, child, "word-of-the-parent"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True None\n"
