@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from dschat_ppo.runtime.processes import ancestor, children, command_line, find_process, processes_at
+from dschat_ppo.runtime.processes import children, command_line, find_process, processes_at
 
 
 def test_a_process_is_found_by_number_and_by_the_folder_it_runs_in(tmp_path):
