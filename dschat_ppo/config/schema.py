@@ -25,9 +25,12 @@ LARGEST_BETA = 1 - 1e-6  # of AdamW: 1 - beta of a larger one has hardly a signi
 SMALLEST_NORM = 1e-6  # of clipped gradients: smaller ones vanish against the usual epsilon
 
 
-def flag(help: str, default: Any = MISSING) -> Any:
-    """A dataclass field that becomes the command-line flag of the same name; required without a default."""
-    return field(default=default, metadata={"help": help})
+def flag(help: str, default: Any = MISSING, *aliases: str) -> Any:
+    """A dataclass field that becomes the command-line flag of the same name; required without a default.
+
+    `aliases` are other names of the flag, as other libraries call it.
+    """
+    return field(default=default, metadata={"help": help, "aliases": [f"--{name}" for name in aliases]})
 
 
 def flag_list(help: str, default: Callable[[], list[Any]]) -> Any:
@@ -112,46 +115,6 @@ def read_settings(flag: str, path: str) -> str:
         f"{flag} {path}: is longer than {MOST_SETTINGS} characters, so it is not a settings file",
     )
     return text
-
-
-def parse_data_split(text: str) -> tuple[float, float, float]:
-    """Parse `"2,4,4"`, the shares of a data set for SFT, reward model and PPO."""
-    try:
-        shares = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"--data_split must be three numbers such as 2,4,4, got '{text}'") from None
-    require(len(shares) == 3, f"--data_split needs three shares (SFT,reward,PPO), got '{text}'")
-    usable = all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
-    require(usable, f"--data_split shares must be finite, 0 or above, and not all 0, got '{text}'")
-    return shares  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class DataFlags:
-    """Data sets, their split among the steps, and tokenisation."""
-
-    _argument_group_name: ClassVar[str] = "data"
-
-    data_path: list[str] = flag_list(
-        "one or more data sets: a JSON, JSONL, CSV or Parquet file, a folder of such files, or a hub name (required)",
-        list,
-    )
-    data_split: str = flag("shares of each data set for SFT, reward model and PPO; the parts are disjoint", "2,4,4")
-    data_split_seed: int = flag("seed of the split; use the same one in all three steps", 1234)
-    data_output_path: str | None = flag("folder for prepared data; not given: the cache of `datasets`", None)
-    preprocessing_num_workers: int | None = flag("number of processes that tokenise; not given: 1", None)
-    truncation: Literal["left", "drop", "error"] = flag(
-        "rows over the length limit: 'left' cuts the start of the prompt (and the end of an answer that is too long by"
-        " itself), 'drop' drops the row, 'error' stops; the number of rows affected is logged",
-        "left",
-    )
-
-    def __post_init__(self) -> None:
-        parse_data_split(self.data_split)
-        require_not_negative(self, "data_split_seed")
-        require(len(self.data_path) > 0, "--data_path is required: name at least one data set")
-        require_positive(self, "preprocessing_num_workers")
-        require_at_most(self, "preprocessing_num_workers", MOST_PROCESSES, "each is a process on this machine")
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.config.schema import DataFlags, RunFlags, SupervisedFlags, flag, flag_list, require
+from dschat_ppo.config.schema import RunFlags, SupervisedFlags, flag, flag_list, require
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_ppo.data.templates import Messages, is_messages
+from dschat_ppo.data.templates import Message, Messages, is_messages
 from dschat_ppo.errors import UserError
 
 LAYOUTS = {
@@ -18,11 +19,24 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, and as `answers` [response] (SFT), [chosen, rejected] (preference) or [] (PPO prompt)."""
+    """What one row asks and answers.
+
+    Attributes:
+        prompt: text that is used as it is, or chat messages up to the answer, for the chat template.
+        answers: [response] (SFT), [chosen, rejected] (preference) or [] (PPO prompt). An answer to chat messages may be
+            a message, such as one with tool calls.
+        margin: by which the chosen answer is better.
+        truth: the correct answer, for reward functions; None if the row names none.
+        tools: tool descriptions for the chat template, or None.
+        suffix: of the row's name if a row gives several examples, such as ", answers 1 and 3".
+    """
 
     prompt: str | Messages
-    answers: list[str]
-    margin: float
+    answers: Sequence[str | Message]
+    margin: float = 0.0
+    truth: Any = None
+    tools: list[Any] | None = None
+    suffix: str = ""
 
 
 def layout_of(columns: list[str], use: str, name: str) -> tuple[str, ...]:

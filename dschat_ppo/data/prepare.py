@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.schema import DataFlags, parse_data_split
+from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.examples import layout_of, read_example
 from dschat_ppo.data.splits import ORIGIN, hold_out, load_splits, split_of_step

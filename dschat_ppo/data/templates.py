@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.errors import UserError, reading
 
-Messages = list[dict[str, Any]]
+Message = dict[str, Any]
+Messages = list[Message]
 _EXAMPLE = "An answer."
 
 
@@ -100,7 +101,7 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(dict.fromkeys((int(tokenizer.eos_token_id), turn_end(tokenizer).token)))
 
 
-def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, answer: str) -> list[int]:
+def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, answer: str | Message) -> list[int]:
     """Token ids of an answer to `prompt`, with exactly one final token.
 
     After a text prompt the final token is EOS. After chat messages the ids are those that the chat template renders, up
@@ -109,6 +110,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, an
     Raises:
         UserError: as for `encode_prompt`.
     """
+    assert isinstance(answer, str)
     eos = str(tokenizer.eos_token)
     end = TurnEnd("", "", int(tokenizer.eos_token_id)) if isinstance(prompt, str) else turn_end(tokenizer)
     final = (eos, str(tokenizer.convert_ids_to_tokens(end.token)))

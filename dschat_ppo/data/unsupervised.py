@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.schema import DataFlags
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.splits import ORIGIN, load_splits
 from dschat_ppo.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.schema import DataFlags
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import examples
 from dschat_ppo.data import prepare as prepare_module
 from dschat_ppo.data.prepare import fit_row, prepare

@@ -1,0 +1,147 @@
+"""Flags of the data: data sets, their form and columns, chat template, lengths, bad rows and the cache."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from dschat_ppo.config.schema import (
+    MOST_PROCESSES,
+    flag,
+    flag_list,
+    require,
+    require_at_most,
+    require_not_negative,
+    require_positive,
+)
+from dschat_ppo.errors import UserError
+
+DATA_FORMATS = Literal[
+    "auto", "prompt_response", "messages", "sharegpt", "alpaca", "preference", "implicit_preference", "hh", "ranked",
+    "kto", "question_answer", "verl", "text",
+]  # fmt: skip
+COLUMN_FLAGS = (
+    "prompt_column", "response_column", "chosen_column", "rejected_column", "messages_column", "system_column",
+    "answer_column",
+)  # fmt: skip
+
+
+def parse_data_split(text: str) -> tuple[float, float, float]:
+    """Parse `"2,4,4"`, the shares of a data set for SFT, reward model and PPO."""
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--data_split must be three numbers such as 2,4,4, got '{text}'") from None
+    require(len(shares) == 3, f"--data_split needs three shares (SFT,reward,PPO), got '{text}'")
+    usable = all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
+    require(usable, f"--data_split shares must be finite, 0 or above, and not all 0, got '{text}'")
+    return shares  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Data sets, their split among the steps, how their rows are read, and tokenisation."""
+
+    _argument_group_name: ClassVar[str] = "data"
+
+    data_path: list[str] = flag_list(
+        "one or more data sets: a file (JSON, JSONL, CSV, TSV, Parquet, Arrow or text; also .gz and .zst), a folder, or"
+        " a hub name such as openai/gsm8k:main[train]; add :WEIGHT or @ROWS to mix several (required)",
+        list,
+    )
+    data_split: str = flag("shares of each data set for SFT, reward model and PPO; the parts are disjoint", "2,4,4")
+    data_split_seed: int = flag("seed of the split; use the same one in all three steps", 1234)
+    data_output_path: str | None = flag("folder for prepared data; not given: the cache of `datasets`", None)
+    preprocessing_num_workers: int | None = flag(
+        "number of processes that tokenise; not given: one per idle core for large data sets, 1 for small ones", None
+    )
+    dataset_config: str | None = flag("configuration of the hub data sets that name none themselves", None)
+    dataset_split: str | None = flag("training split of the hub data sets that name none themselves", None)
+    data_format: DATA_FORMATS = flag(
+        "form of the rows, see docs/data.md; auto: detected from columns and first rows, and printed", "auto"
+    )
+    prompt_column: str | None = flag("column of the prompt", None, "input_key")
+    response_column: str | None = flag("column of the response", None, "output_key")
+    chosen_column: str | None = flag("column of the preferred response", None, "chosen_key")
+    rejected_column: str | None = flag("column of the other response", None, "rejected_key")
+    messages_column: str | None = flag("column of the chat messages", None)
+    system_column: str | None = flag("column of the system message", None)
+    answer_column: str | None = flag(
+        "column of the correct answer; reward functions receive it as `answer` and `ground_truth`", None, "label_key"
+    )
+    answer_pattern: str | None = flag(
+        "regular expression whose first group is the correct answer, such as '#### (.*)'", None
+    )
+    apply_chat_template: bool | None = flag(
+        "True: a prompt that is plain text becomes the user's message of the chat template; False: it is used as it is",
+        None,
+    )
+    input_template: str | None = flag("text around a plain-text prompt; {} stands for the prompt", None)
+    chat_template: str | None = flag(
+        "chat template: a Jinja file or chatml, llama-3, zephyr or human-assistant; it is saved with the model. Not"
+        " given: the tokenizer's",
+        None,
+    )
+    chat_template_kwargs: str | None = flag(
+        "JSON of variables for the chat template, such as '{\"enable_thinking\": false}'", None
+    )
+    truncation: Literal["left", "right", "middle", "drop", "error"] = flag(
+        "rows over the length limit: 'left' cuts the start of the prompt, 'right' its end, 'middle' its middle (each"
+        " also cuts the end of a response that is too long by itself), 'drop' drops the row, 'error' stops; the number"
+        " of rows affected is logged",
+        "left",
+    )
+    bad_rows: Literal["error", "skip"] = flag(
+        "rows that cannot be used: 'error' stops at the first one, 'skip' drops and counts them and stops above 5 percent",
+        "error",
+    )
+    streaming: bool = flag(
+        "read and tokenise the training rows during training, in pieces, for data sets larger than the disk", False
+    )
+    streaming_rows: int | None = flag("number of training rows of an epoch; required with --streaming", None)
+
+    def __post_init__(self) -> None:
+        parse_data_split(self.data_split)
+        require_not_negative(self, "data_split_seed")
+        require(len(self.data_path) > 0, "--data_path is required: name at least one data set")
+        require_positive(self, "preprocessing_num_workers streaming_rows")
+        require_at_most(self, "preprocessing_num_workers", MOST_PROCESSES, "each is a process on this machine")
+        require(
+            self.streaming == (self.streaming_rows is not None),
+            "--streaming and --streaming_rows need each other: the number of rows sets the length of an epoch",
+        )
+        require(
+            self.input_template is None or "{}" in self.input_template,
+            f"--input_template '{self.input_template}' must contain {{}}, which stands for the prompt",
+        )
+        if self.answer_pattern is not None:
+            try:
+                groups = re.compile(self.answer_pattern).groups
+            except re.error as problem:
+                raise UserError(f"--answer_pattern '{self.answer_pattern}': {problem}") from None
+            require(groups > 0, f"--answer_pattern '{self.answer_pattern}' needs a group such as (.*)")
+        _ = self.template_variables  # refuses invalid JSON now
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Role ("prompt", "response", "chosen", ...) -> the column that a flag names for it."""
+        named = {name.removesuffix("_column"): getattr(self, name) for name in COLUMN_FLAGS}
+        return {role: column for role, column in named.items() if column is not None}
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """`--chat_template_kwargs` as a dict.
+
+        Raises:
+            UserError: it is not a JSON object.
+        """
+        try:
+            found = json.loads(self.chat_template_kwargs or "{}")
+        except ValueError as problem:
+            raise UserError(f"--chat_template_kwargs is not JSON: {problem}") from None
+        if not isinstance(found, dict):
+            raise UserError("--chat_template_kwargs must be a JSON object such as '{\"name\": true}'")
+        return found
