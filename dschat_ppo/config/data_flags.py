@@ -95,7 +95,7 @@ class DataFlags:
         "left",
     )
     bad_rows: Literal["error", "skip"] = flag(
-        "rows that cannot be used: 'error' stops at the first one, 'skip' drops and counts them and stops above 5 percent",
+        "rows that cannot be used: 'error' stops at the first one, 'skip' drops and counts them, up to 5 percent",
         "error",
     )
     streaming: bool = flag(

@@ -122,7 +122,7 @@ def test_a_learning_rate_above_1_is_refused():
         ("sft", "zero_stage", "4"),
         ("sft", "dtype", "int8"),
         ("sft", "lr_scheduler_type", "step"),
-        ("sft", "truncation", "right"),
+        ("sft", "truncation", "sideways"),
         ("sft", "seed", "-1"),
         ("sft", "data_split", "2,4"),
         ("sft", "data_split", "0,0,0"),
