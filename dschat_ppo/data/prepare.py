@@ -169,6 +169,7 @@ def prepare(
     whole_paths: list[str] | None = None,
     eval_paths: list[str] | None = None,
     eval_fraction: float | None = None,
+    all_turns: bool = False,
 ) -> TokenRows:
     """Token rows of one step from all its data sets.
 
@@ -181,6 +182,7 @@ def prepare(
         eval_paths: data sets for evaluation.
         eval_fraction: fraction of the training rows held out for evaluation if a data set has no evaluation split
             and `eval_paths` is empty; None leaves evaluation to `eval_paths` alone.
+        all_turns: see `encode_examples`.
 
     Raises:
         UserError: a data set cannot be used, or `--data_split` leaves this step no row of it.
