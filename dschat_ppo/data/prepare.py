@@ -46,6 +46,7 @@ class TokenRows:
 
     train: Dataset
     eval: Dataset | None
+    sources: tuple[str, ...] = ()  # names of the data sets
 
 
 def fit_row(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.rewards.function_reward import FLAG, FunctionReward, parse_function
+from dschat_ppo.rewards.function_reward import DATA_SOURCE, FLAG, FunctionReward, parse_function
 from dschat_ppo.rewards.remote_reward import RemoteReward, check_url
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.rewards.sandbox import Limits, missing_isolation
 
+MOST_ROWS, MOST_SHOWN = 2000, 8
 WEAKER = {
     "network": "only Python keeps programs from the network, and programs can circumvent that",
     "files": "programs can write every file that the user of this run can write",
@@ -32,7 +36,10 @@ def check_sources(flags: RewardSourceFlags) -> None:
         check_url(url)
     specs = [parse_function(text) for text in flags.reward_function]
     for spec in specs:
-        FunctionReward(spec, 1, flags.reward_timeout, flags.reward_default).close()
+        function = FunctionReward(spec, 1, flags.reward_timeout, flags.reward_default)
+        function.close()
+        if spec.rule is None:
+            logger().info(f"{spec}: {function.pool.signature.call.description}")
     sandboxed = [spec for spec in specs if spec.rule == "code_tests"]
     if sandboxed:
         try:
@@ -47,6 +54,42 @@ def check_sources(flags: RewardSourceFlags) -> None:
             raise UserError(
                 f"{FLAG} code_tests: wall_seconds={wall:g} must be below --reward_timeout {flags.reward_timeout:g}, "
                 "or a program that takes too long would get --reward_default"
+            )
+
+
+def check_routes(flags: RewardSourceFlags, names: Sequence[str], rows: Sequence[str]) -> None:
+    """Check that each route of a reward function leads to prompts, and that each prompt has a reward source.
+
+    Args:
+        flags: which sources to use.
+        names: of the data sets.
+        rows: the data row of each training prompt, as JSON. At most `MOST_ROWS`, evenly spaced, are read.
+
+    Raises:
+        UserError: all rows were read, and none has the data source of a route. Otherwise only a warning is printed.
+    """
+    specs = [parse_function(text) for text in flags.reward_function]
+    if not any(spec.sources for spec in specs):
+        return
+    numbers = sorted({number * len(rows) // MOST_ROWS for number in range(MOST_ROWS)} if len(rows) > MOST_ROWS
+                     else range(len(rows)))  # fmt: skip
+    found = {str(json.loads(rows[number]).get(DATA_SOURCE)) for number in numbers}
+    shown = ", ".join(sorted(found)[:MOST_SHOWN]) + (", ..." if len(found) > MOST_SHOWN else "")
+    for spec in specs:
+        for source in spec.sources:
+            if source in found:
+                continue
+            if len(numbers) == len(rows):
+                raise UserError(f"{spec}: no training prompt has the data source '{source}'; there are: {shown}")
+            if source not in names:
+                logger().warning(f"{spec}: none of {len(numbers)} training prompts has the data source '{source}'; "
+                                 f"they have: {shown}")  # fmt: skip
+    if not flags.use_reward_model and not flags.remote_urls and all(spec.sources for spec in specs):
+        lacking = sorted(found - {source for spec in specs for source in spec.sources})
+        if lacking:
+            logger().warning(
+                f"{FLAG}: no function scores prompts of the data source {', '.join(map(repr, lacking[:MOST_SHOWN]))}; "
+                f"their answers get {flags.reward_default:g} (--reward_default)"
             )
 
 
@@ -72,4 +115,4 @@ def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -
             flags.remote_urls, flags.remote_reward_timeout, flags.remote_reward_retries, flags.remote_reward_batch_size
         )
         sources.append((remote, flags.remote_reward_weight))
-    return RewardMixture(sources)
+    return RewardMixture(sources, flags.reward_default)

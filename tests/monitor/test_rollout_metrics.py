@@ -135,7 +135,7 @@ def test_a_batch_of_empty_answers_has_finite_metrics():
 
 
 def test_without_critic_and_reference_their_metrics_are_absent():
-    rows = experience(values=None, ref_logprobs=None, kl=None, groups=torch.arange(4))
+    rows = experience(values=None, ref_logprobs=None, kl=None, groups=torch.arange(4), source_scores=torch.ones(4, 1))
     found = experience_metrics(rows, 0.0, ("model",))
     whole = experience_metrics(experience(), KL_COEF, SOURCES)
     lacking = {name for name in whole if name not in found}

@@ -8,6 +8,7 @@ import torch
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import function_reward
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
+from dschat_ppo.rewards.returned_values import Returned
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.rewards.worker_pool import CallError, Target, Worker
 
@@ -86,7 +87,7 @@ def test_a_worker_that_failed_to_start_is_started_again_by_the_next_call(tmp_pat
     with pytest.raises(CallError, match="ZeroDivisionError"):
         worker.call({}, 5.0)
     file.write_text("def f():\n    return [4]\n")
-    assert worker.call({}, 5.0) == [4]
+    assert worker.call({}, 5.0) == [Returned(4.0, {})]
     worker.stop()
 
 
@@ -107,7 +108,7 @@ CAUSES = {
     "bare": "KeyError (", "long": "RuntimeError: xxx", "lines": "OSError: one two (",
     "subclass": "OfTextsError: harmless", "hang": "longer than 1 s", "exit": "process ended", "quit": "SystemExit: 3",
     "crash": "process ended", "surrogate": r"ValueError: \ud800", "nan": "nan", "inf": "-inf", "huge": "1e+39",
-    "text": "not a number", "none": "not a number", "complex": "not a number",
+    "text": "not a number", "complex": "not a number",
 }  # fmt: skip
 
 

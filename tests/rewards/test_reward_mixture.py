@@ -82,7 +82,7 @@ class Function(Fixed):
 
     def __init__(self, name, *calls):
         super().__init__(name, [0, 0, 0])
-        self.spec, self.ended = f"--reward_function {name}", list(calls)
+        self.spec, self.ended, self.numbers = f"--reward_function {name}", list(calls), {}
 
     def take_counts(self):
         return self.ended.pop(0)
@@ -109,7 +109,7 @@ OTHER = CallCounts(4, 4, "ValueError: c")
 )
 def test_a_function_that_fails_on_every_row_of_all_ranks_is_an_error(monkeypatch, first, second, expected):
     """`first`, `second`: counts of two functions on (rank 0, rank 1); the other sources succeed."""
-    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [first[1], second[1]]])
+    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [first[1], second[1], CallCounts()]])
 
     def mixture():
         return RewardMixture([(Fixed("a", [1, 2, 3]), 1), (Function("f", first[0]), 0), (Function("g", second[0]), 1)])
