@@ -163,6 +163,7 @@ class FunctionReward:
         self.numbers: dict[str, Tensor] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
         self.missing: set[str] = set()  # arguments without a column, for which a warning was printed
         self.names: set[str] = set()  # names of the numbers returned so far, at most `MOST_NUMBERS`
+        self.too_many_names = False
         try:
             self.pool = WorkerPool(Target(spec.path, spec.name, spec.settings), workers, timeout)
         except CallError as problem:
@@ -238,7 +239,8 @@ class FunctionReward:
         names = dict.fromkeys(name for found in results for name in found.numbers)
         new = [name for name in names if name not in self.names]
         room = MOST_NUMBERS - len(self.names)
-        if len(new) > room:
+        if len(new) > room and not self.too_many_names:
+            self.too_many_names = True
             self._warn(f"returns more than {MOST_NUMBERS} other numbers; those such as '{new[room]}' are not logged")
         self.names |= set(new[:room])
         columns = {name: torch.full((count,), math.nan, dtype=torch.float64) for name in names if name in self.names}
