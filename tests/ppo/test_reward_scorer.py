@@ -86,16 +86,18 @@ def test_a_function_of_trl_sees_messages_token_ids_and_the_step(tmp_path):
     rows = Dataset.from_dict({"row": [
         json.dumps({"place": 0.5, "_messages": [{"role": "user", "content": "where?"}]}), json.dumps({"place": 2})
     ]})  # fmt: skip
-    [hall], [lamp] = tokenizer.encode("hall"), tokenizer.encode("lamp")
-    prompts, answers = torch.tensor([[5], [5]]), torch.tensor([[hall, tokenizer.eos_token_id], [lamp, 9]])
-    mask = torch.tensor([[True, True], [True, False]])
+    hall, lamp = [*tokenizer.encode("hall"), tokenizer.eos_token_id], tokenizer.encode("lamp")
+    assert len(lamp) <= len(hall)
+    padded = [*lamp, *[9] * (len(hall) - len(lamp))]
+    prompts, answers = torch.tensor([[5], [5]]), torch.tensor([hall, padded])
+    mask = torch.arange(len(hall)) < torch.tensor([[len(hall)], [len(lamp)]])
     reasons = torch.tensor([FinishReason.EOS, FinishReason.LENGTH])
-    rollout = Rollout(prompts, torch.ones_like(prompts).bool(), answers, mask, torch.zeros(2, 2), reasons)
+    rollout = Rollout(prompts, torch.ones_like(prompts).bool(), answers, mask, mask.float(), reasons)
     function = FunctionReward(parse_function(f"{tmp_path}/f.py:f"), 1, 10.0, -1.0)
     scorer = RewardScorer(RewardMixture([(function, 2.0)]), rows, tokenizer)
     scorer.step = 3
     scores = scorer(rollout, [0, 1])
     function.close()
     assert function.take_counts().cause is None
-    assert scores.total.tolist() == [2 * (3000 + hall + tokenizer.eos_token_id), 2 * (3000 + lamp)]
+    assert scores.total.tolist() == [2 * (3000 + sum(hall)), 2 * (3000 + sum(lamp))]
     assert scores.numbers["f/places"].tolist() == [2.5, 2.5]
