@@ -20,6 +20,7 @@ from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.rewards.call_arguments import arguments_of, missing_columns, token_ids_of
 from dschat_ppo.rewards.returned_values import MOST_NUMBERS, Returned
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
+from dschat_ppo.rewards.routed_reward import is_routed_to
 from dschat_ppo.rewards.worker_pool import CallError, Target, WorkerPool
 from dschat_ppo.types import Rollout
 
@@ -31,7 +32,6 @@ RULES = {
 }  # fmt: skip
 EXTRAS = {"boxed_math": ("math_verify", "math")}  # rule -> (module it imports, extra of this package that installs it)
 SETTING_CHECKS: dict[tuple[str, str], Callable[[str], Any]] = {("format_match", "pattern"): re.compile}
-DATA_SOURCE = "data_source"  # column: the row's own, otherwise the name of its data set
 MOST_WARNINGS = 3
 LARGEST = torch.finfo(torch.float32).max
 
@@ -53,10 +53,6 @@ class FunctionSpec:
     def __str__(self) -> str:
         route = f"{','.join(self.sources)}=" if self.sources else ""
         return f"{self.flag} {route}{self.rule or f'{self.path}:{self.name}'}"
-
-    def scores_row(self, row: dict[str, Any]) -> bool:
-        """Whether the function scores responses to this data row."""
-        return not self.sources or row.get(DATA_SOURCE) in self.sources
 
     @property
     def rule(self) -> str | None:
@@ -183,7 +179,7 @@ class FunctionReward:
         all workers. With `n` workers that takes at most `(1 + ceil(B / n)) * timeout`, plus one start of a worker (at
         most `worker_pool.START_SECONDS`) for each call that has to be killed.
         """
-        rows = [number for number, row in enumerate(request.rows) if self.spec.scores_row(row)]
+        rows = [number for number, row in enumerate(request.rows) if is_routed_to(self.spec.sources, row)]
         own = request.select(rows)
         new = missing_columns(self.pool.signature, own) - self.missing if rows else set()
         self.missing |= new

@@ -20,6 +20,7 @@ from dschat_ppo.rewards.reward_source import (
     RewardSource,
     raise_on_any_rank,
 )
+from dschat_ppo.rewards.routed_reward import Routed, is_routed_to
 from dschat_ppo.types import Rollout
 
 MOST_NAMES = 4  # data sources that a message lists
@@ -106,7 +107,11 @@ class RewardMixture:
                 continue
             columns.append(column)
             present.append(torch.ones_like(column, dtype=torch.bool))
-            if isinstance(source, HasWorkers):
+            if isinstance(source, Routed):
+                own = [is_routed_to(source.sources, row) for row in request.rows]
+                present[-1] = torch.tensor(own, dtype=torch.bool, device=device)
+                columns[-1] = column.where(present[-1], torch.nan)
+            elif isinstance(source, HasWorkers):
                 present[-1] = ~column.isnan()
                 numbers |= {f"{name}/{key}": values for key, values in source.numbers.items()}
         raise_on_any_rank(problem)

@@ -8,7 +8,7 @@ import torch
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards import build_rewards
+from dschat_ppo.rewards import build_rewards, remote_reward
 from dschat_ppo.rewards.build_rewards import build_sources, check_routes, check_sources
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import Rollout
@@ -128,6 +128,9 @@ def test_missing_isolation_is_logged_once(monkeypatch, capsys):
         ({"remote_reward_timeout": -1.0}, "--remote_reward_timeout"),
         ({"remote_reward_retries": -1}, "--remote_reward_retries"),
         ({"remote_reward_batch_size": 0}, "--remote_reward_batch_size"),
+        ({"reward_model_sources": ["a"]}, "--reward_model_sources"),
+        ({"use_reward_model": True, "reward_model_sources": [""]}, "--reward_model_sources"),
+        ({"remote_reward_sources": ["a"]}, "--remote_reward_sources"),
         ({"reward_function": [""]}, "--reward_function"),
         ({"remote_reward_url": "http://a,"}, "--remote_reward_url"),
         ({"remote_reward_url": ""}, "--remote_reward_url"),
@@ -190,7 +193,7 @@ def test_a_route_that_a_sample_does_not_show_is_a_warning(monkeypatch, capsys):
     check_routes(wanted, ["c"], rows)
     assert rows.read == 4 and capsys.readouterr().out == "", "the last of the four is a 'b'; 'c' is a data set's name"
     check_routes(wanted, ["d"], rows)
-    assert "none of 4 training prompts has the data source 'c'; they have: a, b" in capsys.readouterr().out
+    assert "none of 4 training prompts has the data source 'c', but: a, b" in capsys.readouterr().out
 
 
 def test_prompts_that_no_function_scores_are_reported(capsys):
@@ -198,7 +201,8 @@ def test_prompts_that_no_function_scores_are_reported(capsys):
     check_routes(flags(reward_function=["a=length"], reward_default=-1.0), [], rows)
     printed = capsys.readouterr().out
     assert (
-        "no function scores prompts of the data source 'None', 'b'; their answers get -1 (--reward_default)" in printed
+        "no reward source scores prompts of the data source 'None', 'b'; their answers get -1 (--reward_default)"
+        in printed
     )
     check_routes(flags(reward_function=["a=length", "exact_match"]), [], rows)
     check_routes(flags(reward_function=["a=length"], use_reward_model=True), [], rows)
@@ -218,3 +222,43 @@ def test_routed_functions_and_their_default():
     mixture = build_sources(flags(reward_function=["math=length"], reward_default=4.0), None)
     assert mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT).scores.tolist() == [3, 4]
     mixture.close()
+
+
+def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
+    asked = []
+
+    def rewards(content, count, url):
+        return [7.0] * count
+
+    monkeypatch.setattr(remote_reward, "post", lambda url, body, timeout: asked.append(json.loads(body)["query"]))
+    monkeypatch.setattr(remote_reward, "read_rewards", rewards)
+    wanted = flags(
+        use_reward_model=True, reward_model_sources=["chat", "math"], reward_model_weight=0.5, reward_default=-1.0,
+        remote_reward_url="http://a/b", remote_reward_sources=["code", "math"],
+    )  # fmt: skip
+    mixture = build_sources(wanted, Fourfold())
+    rows = [{"data_source": name} for name in ("chat", "code", "math", "other")]
+    mixed = mixture(RewardRequest(["p"] * 4, list("abcd"), rows), ROLLOUT)
+    nan = float("nan")
+    assert mixed.by_source[:, 0].tolist() == pytest.approx([1, nan, 3, nan], nan_ok=True)
+    assert mixed.by_source[:, 1].tolist() == pytest.approx([nan, 7, 7, nan], nan_ok=True)
+    assert mixed.scores.tolist() == [0.5, 7, 1.5 + 7, -1]
+    assert asked == [["pb", "pc"]] and mixture.names == ["model", "remote"]
+    assert mixture.count_failed_rows(refuse_all=True) == 1
+    # a fault of the model in a row of its own stays one; in other rows it does not matter
+    Fourfold.scores = [nan, nan, 3.0, nan]
+    assert mixture(RewardRequest(["p"] * 4, list("abcd"), rows), ROLLOUT).scores.isnan().tolist() == [
+        True,
+        *[False] * 3,
+    ]
+    for names, flag in ((["chat", "code"], "--reward_model_sources"), (["chat", "math"], "--remote_reward_sources")):
+        with pytest.raises(UserError, match=f"^{flag}: no training prompt has the data source"):
+            check_routes(wanted, [], rows_of(*names))
+
+
+class Fourfold(Model):
+    scores = (1.0, 2.0, 3.0, 4.0)
+
+    def __call__(self, request, rollout):
+        assert len(request) == 4, "collective: it is called for all rows on every rank"
+        return torch.tensor(self.scores)
