@@ -69,7 +69,7 @@ class ScoredRollout(Rollout):
     ref_logprobs: Tensor | None  # (B, R) fp32, log-probs under the reference
     kl: Tensor | None  # (B, R) fp32, KL to the reference, for the penalty in the reward
     values: Tensor | None  # (B, R) fp32, the critic's value before each response token
-    source_scores: Tensor  # (B, K) fp32, score by each reward source
+    source_scores: Tensor  # (B, K) fp32, score by each reward source; NaN where it does not score the row
     scores: Tensor  # (B,) fp32, weighted sum over the reward sources
     baselines: Tensor | None  # (B,) fp32, score of the greedy answer to the same prompt, for remax
     groups: Tensor  # (B,) int64, number of the row's prompt in the run

@@ -48,6 +48,7 @@ class TokenRows:
 
     train: Dataset
     eval: Dataset | None
+    sources: tuple[str, ...] = ()  # names of the data sets
 
 
 def fit_row(

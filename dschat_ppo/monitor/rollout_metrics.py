@@ -20,7 +20,8 @@ def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str])
     Args:
         rows: the B rows of all ranks.
         kl_coef: weight of the KL penalty in the reward.
-        sources: names of the reward sources, in the order of `source_scores`.
+        sources: names of the reward sources, in the order of `source_scores`. The mean of a source is over the rows
+            that it scores; their share is reported if it is below 1.
     """
     mask = rows.response_mask
     score_mean, score_std = moments(rows.scores)
@@ -33,10 +34,12 @@ def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str])
         "policy/counted_share": float(rows.loss_mask.sum() / mask.sum().clamp_min(1)),
         "policy/loss_weight_mean": moments(rows.loss_weights[mask])[0],
     }
-    if len(sources) > 1:
-        metrics |= {
-            f"reward/{name}_mean": float(x.mean()) for name, x in zip(sources, rows.source_scores.T, strict=True)
-        }
+    for name, scores in zip(sources, rows.source_scores.T, strict=True):
+        scored = ~scores.isnan()  # (B,); other rows are not this source's
+        if len(sources) > 1 and bool(scored.any()):
+            metrics[f"reward/{name}_mean"] = float(scores[scored].mean())
+        if not bool(scored.all()):
+            metrics[f"reward/{name}_share"] = float(scored.float().mean())
     if rows.ref_logprobs is not None and rows.kl is not None:
         metrics["kl/ref_k1"] = moments(kl_k1(rows.old_logprobs, rows.ref_logprobs)[mask])[0]
         metrics["kl/ref_k3"] = moments(kl_k3(rows.old_logprobs, rows.ref_logprobs)[mask])[0]

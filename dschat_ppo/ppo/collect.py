@@ -23,6 +23,7 @@ from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, ScoringSettings, texts_of
+from dschat_ppo.rewards.number_means import NumberMeans
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
 from dschat_ppo.types import Rollout, ScoredRollout
 
@@ -69,6 +70,7 @@ class ExperienceCollection:
         self.model_scorer = ModelScorer(engines.actor, engines.reference, engines.critic, scoring)
         self.metrics: dict[str, float] = {}  # of the last collection
         self._round = self._faults = 0
+        self._numbers = NumberMeans()
         self._rows: ScoredRollout | None = None  # without dynamic sampling
 
     @contextmanager
@@ -84,6 +86,7 @@ class ExperienceCollection:
         """
         before = self.state_dict()
         self._round = self._faults = 0
+        self._numbers = NumberMeans()
         try:
             yield
             if checkpointer.stop_requested():
@@ -126,7 +129,7 @@ class ExperienceCollection:
 
     def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Scores:
         """Score the answers; with ReMax (Li et al. 2024), the greedy answer to each prompt as well. Collective."""
-        baselines = None
+        baselines, self.reward_scorer.step = None, step - 1
         if self.greedy_baseline:
             greedy = self._timed_rollout(prompts, step, greedy=True)
             with self.clock.phase("reward"):
@@ -135,6 +138,7 @@ class ExperienceCollection:
         with self.clock.phase("reward"):
             scores = self.reward_scorer(rollout, prompts.rows)
             self._faults += self.reward_scorer.count_failed_rows()
+            self._numbers.add(scores.numbers)
         if self.print_interval and step % self.print_interval == 0:
             self._print_answers(rollout, scores.total, step)
         return Scores(scores.total, scores.by_source, baselines)
@@ -158,8 +162,9 @@ class ExperienceCollection:
             self.pool.add(rows)
 
     def take_rows(self) -> ScoredRollout:
-        """The rows of the PPO step, of all ranks."""
+        """The rows of the PPO step, of all ranks. Collective."""
         self.metrics = {"reward/function_faults": float(self._faults)}
+        self.metrics |= {f"reward/{name}": mean for name, mean in self._numbers.reduce().items()}
         if self.pool is None:
             assert self._rows is not None
             rows, self._rows = self._rows, None

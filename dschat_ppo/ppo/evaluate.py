@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ class Answered:
     lengths: list[int]  # in tokens
     ended: list[bool]  # False where the length limit cut the answer
     kl: list[float] | None  # sum over the tokens of each answer; None without a reference
+    numbers: dict[str, list[float]] = field(default_factory=dict)  # see `MixedScores`; NaN where an answer has none
 
 
 def final_answer(text: str) -> str:
@@ -71,6 +72,10 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     if rows[0].kl is not None:
         total = sum(value for row in rows for value in row.kl or [])
         metrics["eval/kl_ref_k1"] = total / max(1.0, float(lengths.sum()))
+    for name in sorted({name for row in rows for name in row.numbers}):
+        known = [value for row in rows for value in row.numbers.get(name, []) if not math.isnan(value)]
+        if known:
+            metrics[f"eval/{name}"] = math.fsum(known) / len(known)
     return metrics
 
 
@@ -121,6 +126,7 @@ class Evaluation:
 
         Collective; returns the metrics.
         """
+        self.reward_scorer.step = step
         rows = self._answer_all()
         faults = self.reward_scorer.count_failed_rows()
         metrics = summary(rows, self.flags.eval_pass_score)
@@ -171,6 +177,7 @@ class Evaluation:
                 Answered(
                     index, request.prompts[own.start], list(request.responses[own]), totals[own], lengths[own],
                     ended[own], None if kl is None else kl[own],
+                    {name: values[own].tolist() for name, values in scores.numbers.items()},
                 )
             )  # fmt: skip
         return rows
@@ -187,9 +194,11 @@ class Evaluation:
 
 
 def json_line(row: Answered) -> str:
-    """One line of JSON. NaN and infinity become null, as in metrics.jsonl."""
+    """One line of JSON. NaN and infinity become null, as in metrics.jsonl; `numbers` only where there are some."""
 
     def strict(values: list[float]) -> list[float | None]:
         return [value if math.isfinite(value) else None for value in values]
 
-    return json.dumps(asdict(row) | {"scores": strict(row.scores), "kl": row.kl and strict(row.kl)})
+    found = asdict(row) | {"scores": strict(row.scores), "kl": row.kl and strict(row.kl)}
+    numbers = {name: strict(values) for name, values in found.pop("numbers").items()}
+    return json.dumps(found | ({"numbers": numbers} if numbers else {}))

@@ -135,7 +135,7 @@ def test_a_batch_of_empty_answers_has_finite_metrics():
 
 
 def test_without_critic_and_reference_their_metrics_are_absent():
-    rows = experience(values=None, ref_logprobs=None, kl=None, groups=torch.arange(4))
+    rows = experience(values=None, ref_logprobs=None, kl=None, groups=torch.arange(4), source_scores=torch.ones(4, 1))
     found = experience_metrics(rows, 0.0, ("model",))
     whole = experience_metrics(experience(), KL_COEF, SOURCES)
     lacking = {name for name in whole if name not in found}
@@ -149,3 +149,16 @@ def test_without_critic_and_reference_their_metrics_are_absent():
 def test_the_share_of_groups_with_equal_scores(groups, share):
     rows = experience(scores=torch.tensor([1.0, 1.0, 2.0, 3.0]), groups=torch.tensor(groups))
     assert experience_metrics(rows, KL_COEF, SOURCES)["reward/equal_groups_share"] == share
+
+
+def test_a_source_is_measured_over_the_rows_that_it_scores():
+    nan = float("nan")
+    scores = torch.tensor([[1.0, nan, nan], [nan, nan, 4.0], [0.0, nan, nan], [0.5, nan, -2.0]])
+    found = experience_metrics(experience(source_scores=scores), KL_COEF, ("a", "b", "c"))
+    by_source = {name: value for name, value in found.items() if name.startswith(("reward/a", "reward/b", "reward/c"))}
+    assert by_source == {
+        "reward/a_mean": 0.5, "reward/a_share": 0.75, "reward/b_share": 0.0, "reward/c_mean": 1.0, "reward/c_share": 0.5
+    }  # fmt: skip
+    alone = experience_metrics(experience(source_scores=scores[:, :1]), KL_COEF, ("a",))
+    assert alone["reward/a_share"] == 0.75 and "reward/a_mean" not in alone
+    assert "reward/a_share" not in experience_metrics(experience(), KL_COEF, ("a", "b"))

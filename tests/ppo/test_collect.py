@@ -1,6 +1,7 @@
 """The steps of experience collection, with stand-ins for generation and rewards: prompts, groups, rounds, stops."""
 
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -266,6 +267,30 @@ def test_a_cancelled_rollout_is_sampled_again_from_the_same_seeds():
     first, again = collection.generator.asked
     assert again == first and found.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert collection.metrics == {"reward/function_faults": 2.0}
+
+
+def test_other_numbers_are_means_over_the_sampled_answers_of_all_rounds():
+    """Not over the greedy answers of ReMax, nor over those of a cancelled rollout."""
+
+    class Scorer(RewardScorer):
+        def __call__(self, rollout, indices):
+            found, number = super().__call__(rollout, indices), rollout.response_ids[:, 0].double()
+            self.greedy = len(number) == len(indices)
+            numbers = {"f/greedy": number * 0 + self.greedy, "f/even": number.where(number % 2 == 0, torch.nan)}
+            return replace(found, numbers=numbers)
+
+    collection = collection_of("--advantage_estimator remax")
+    collection.reward_scorer = Scorer()
+    with suppress(StopRequested):
+        collect(collection, 1, Stops(2))
+    for step in (1, 2):
+        found = collect(collection, step)
+        even = found.response_ids[found.response_ids % 2 == 0].tolist()
+        assert collection.metrics["reward/f/greedy"] == 0
+        assert (
+            collection.metrics["reward/f/even"] == sum(even) / len(even) and collection.reward_scorer.step == step - 1
+        )
+    assert any(greedy for *_, greedy in collection.generator.asked)
 
 
 @pytest.mark.parametrize("failure", [RewardServiceError("no answer"), RewardFunctionError("failed on all answers")])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -127,6 +128,23 @@ def lines_of(folder, step: int) -> list[dict]:
 
     lines = (folder / f"eval/step_{step:06d}.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=no_constant) for line in lines]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 64])
+def test_other_numbers_of_reward_functions_are_means_over_the_answers_that_have_them(tmp_path, batch):
+    """Answers 0 to 5; the copies that fill up the last batch do not count."""
+
+    class Scorer(RewardScorer):
+        def score(self, request, rollout):
+            found, number = super().score(request, rollout), rollout.response_ids[:, 0].double()
+            return replace(
+                found, numbers={"f/odd": number.where(number % 2 == 1, math.nan), "g/none": number * math.nan}
+            )
+
+    scorer = Scorer()
+    metrics = evaluation_of(tmp_path, scorer, eval_samples=2, eval_batch_size=batch).run(4)
+    assert metrics["eval/f/odd"] == (1 + 3 + 5) / 3 and "eval/g/none" not in metrics and scorer.step == 4
+    assert [line["numbers"]["f/odd"] for line in lines_of(tmp_path, 4)] == [[None, 1], [None, 3], [None, 5]]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 64])
