@@ -24,7 +24,8 @@ def sft_loss(model: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums
     """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole optimizer step."""
     logprobs, _ = model(batch.input_ids, batch.loss_mask)  # (N,) of the tokens in the mask
     sums.add_mean("loss", -logprobs.detach())
-    if batch.data_sources is not None:
+    if len(sums.sources) > 1:
+        assert batch.data_sources is not None
         of_tokens = batch.data_sources.repeat_interleave(batch.loss_mask.sum(dim=1))  # (N,)
         sums.add_by_source("loss", -logprobs, of_tokens)
     return -logprobs.sum() / num_tokens
