@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,10 +34,13 @@ class _Running:
     config: PretrainedConfig
     lengths: list[int]
 
-    @cached_property
-    def bounds(self) -> Tensor:
-        """(segments + 1,) int32 on the GPU: where each segment begins, and the end of the last one."""
-        return torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
+    made: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """(segments + 1,) int32: where each segment begins, and the end of the last one."""
+        if device not in self.made:  # one copy to the device, not one in each layer
+            self.made[device] = torch.tensor([0, *self.lengths]).cumsum(0).int().to(device)
+        return self.made[device]
 
 
 _RUNNING: list[_Running] = []
@@ -106,9 +108,9 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor, window: int | No
     running = _RUNNING[-1]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
     before = -1 if window is None else window - 1  # keys before its own that a query sees; -1: all
-    longest = max(running.lengths)
+    bounds, longest = running.bounds(query.device), max(running.lengths)
     found: Any = varlen_attn(
-        q, k, v, running.bounds, running.bounds, longest, longest, scale=scale, window_size=(before, 0),
+        q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(before, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return found.unsqueeze(0)
