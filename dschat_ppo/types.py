@@ -7,7 +7,7 @@ and are carried along, never derived from token ids: padding may hold any id.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ Record = TypeVar("Record")
 
 # Fields of shape (B, P), and fields with one entry per row; all other fields are (B, R).
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
-PER_ROW = ("finish_reason", "source_scores", "scores", "baselines", "groups")
+PER_ROW = ("finish_reason", "source_scores", "scores", "baselines", "groups", "data_sources")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class ScoredRollout(Rollout):
     scores: Tensor  # (B,) fp32, weighted sum over the reward sources
     baselines: Tensor | None  # (B,) fp32, score of the greedy answer to the same prompt, for remax
     groups: Tensor  # (B,) int64, number of the row's prompt in the run
+    data_sources: Tensor | None = field(default=None, kw_only=True)  # (B,) int64, number of the prompt's data set
 
 
 @dataclass(frozen=True)

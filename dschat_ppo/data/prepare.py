@@ -44,7 +44,7 @@ _FIT, _CUT_PROMPT, _CUT_ANSWER, _DROPPED = "kept whole", "prompt cut", "answer c
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Token rows for training, and for evaluation or None."""
+    """Token rows for training, and for evaluation or None, and the names that their column `source` numbers."""
 
     train: Dataset
     eval: Dataset | None

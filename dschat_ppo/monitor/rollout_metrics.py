@@ -14,7 +14,9 @@ from dschat_ppo.monitor.metric_sums import explained_variance, moments
 from dschat_ppo.types import Experience
 
 
-def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str]) -> dict[str, float]:
+def experience_metrics(
+    rows: Experience, kl_coef: float, sources: Sequence[str], data_sources: Sequence[str] = ()
+) -> dict[str, float]:
     """Metrics of the experience of all ranks.
 
     Args:
@@ -22,6 +24,8 @@ def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str])
         kl_coef: weight of the KL penalty in the reward.
         sources: names of the reward sources, in the order of `source_scores`. The mean of a source is over the rows
             that it scores; their share is reported if it is below 1.
+        data_sources: names of the data sets, in the order of their numbers in `data_sources` of the rows. With more
+            than one, scores, lengths and KL are also those of each data set that has rows.
     """
     mask = rows.response_mask
     score_mean, score_std = moments(rows.scores)
@@ -63,6 +67,15 @@ def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str])
     if len(torch.unique(rows.groups)) < len(rows.groups):  # some prompt has several answers
         differ = groups_that_differ(rows.scores, rows.groups)
         metrics["reward/equal_groups_share"] = 1 - float(differ.float().mean())
+    for number, name in enumerate(data_sources if len(data_sources) > 1 else ()):
+        assert rows.data_sources is not None
+        own = rows.data_sources == number  # (B,)
+        if bool(own.any()):
+            metrics[f"reward/score_mean/{name}"] = moments(rows.scores[own])[0]
+            metrics[f"answers/length_mean/{name}"] = float(lengths[own].mean())
+            if rows.ref_logprobs is not None:
+                kl = kl_k1(rows.old_logprobs, rows.ref_logprobs)  # (B, R)
+                metrics[f"kl/ref_k1/{name}"] = moments(kl[own][mask[own]])[0]
     return metrics
 
 

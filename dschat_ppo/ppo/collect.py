@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,11 +47,13 @@ class ExperienceCollection:
         reward_scorer: scores answers.
         shaped: raw scores (B,) -> scaled and clipped scores, which dynamic sampling compares.
         clock: times the phases.
+        several_data_sets: whether rows carry the number of their prompt's data set, the column `source`.
     """
 
     def __init__(
         self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, generator: RolloutGenerator,
         reward_scorer: RewardScorer, shaped: Callable[[Tensor], Tensor], clock: PhaseClock,
+        several_data_sets: bool = False,
     ):  # fmt: skip
         ppo, algorithm = config.ppo, config.algorithm
         self.plan = plan
@@ -59,6 +61,7 @@ class ExperienceCollection:
         self.generator = generator
         self.reward_scorer = reward_scorer
         self.clock = clock
+        self.several_data_sets = several_data_sets
         self.greedy_baseline = algorithm.advantage_estimator == "remax"
         self.max_rounds = algorithm.dynamic_sampling_rounds
         self.pool = GroupPool(plan.rollout_rows, shaped) if algorithm.dynamic_sampling else None
@@ -150,6 +153,9 @@ class ExperienceCollection:
             numbers = torch.arange(prompts.first, prompts.first + len(prompts.rows), device=rollout.prompt_ids.device)
             groups = numbers.repeat_interleave(self.plan.samples)  # (B,)
             scored = self.model_scorer(rollout, scores, groups)
+            if self.several_data_sets:
+                numbers = torch.tensor(self.generator.prompts[prompts.rows]["source"], device=groups.device)
+                scored = replace(scored, data_sources=numbers.repeat_interleave(self.plan.samples))  # (B,)
             self.clock.count_tokens("score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum()))
         return scored
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Answered:
     ended: list[bool]  # False where the length limit cut the answer
     kl: list[float] | None  # sum over the tokens of each answer; None without a reference
     numbers: dict[str, list[float]] = field(default_factory=dict)  # see `MixedScores`; NaN where an answer has none
+    data_source: str | None = None  # name of the prompt's data set; None if there is only one
 
 
 def final_answer(text: str) -> str:
@@ -79,6 +80,16 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     return metrics
 
 
+def summary_by_source(rows: list[Answered], pass_score: float) -> dict[str, float]:
+    """`summary` of each data set, with `/NAME` after each name; {} if there is only one data set."""
+    names = sorted({row.data_source for row in rows if row.data_source is not None})
+    return {
+        f"{metric}/{name}": value
+        for name in names
+        for metric, value in summary([row for row in rows if row.data_source == name], pass_score).items()
+    }
+
+
 def majority_passes(row: Answered, pass_score: float) -> bool:
     """Whether the most frequent final answer passes; of equally frequent ones the first counts."""
     finals = [final_answer(answer) for answer in row.answers]
@@ -96,11 +107,13 @@ class Evaluation:
         model_scorer: computes log-probs under actor and reference; None where there is no reference.
         folder: of the outputs.
         save_best: saves the models of the best evaluation; collective.
+        data_sources: names of the data sets, which the column `source` of the prompts numbers.
     """
 
     def __init__(
         self, flags: EvaluationFlags, generator: RolloutGenerator, reward_scorer: RewardScorer,
         model_scorer: ModelScorer | None, folder: Path, save_best: Callable[[], None],
+        data_sources: Sequence[str] = (),
     ):  # fmt: skip
         self.flags = flags
         self.generator = generator
@@ -108,6 +121,7 @@ class Evaluation:
         self.model_scorer = model_scorer
         self.folder = folder
         self.save_best = save_best
+        self.data_sources = data_sources
         config = greedily(generator.config) if flags.eval_greedy else generator.config
         self.config = replace(config, samples=flags.eval_samples)
         self.best: tuple[float, int] | None = None  # (score, PPO step)
@@ -129,14 +143,15 @@ class Evaluation:
         self.reward_scorer.step = step
         rows = self._answer_all()
         faults = self.reward_scorer.count_failed_rows()
-        metrics = summary(rows, self.flags.eval_pass_score)
+        score = self.flags.eval_pass_score
+        metrics = summary(rows, score) | summary_by_source(rows, score)
         metrics["eval/function_faults"] = float(faults)
         problem = dist.broadcast_object(self._write(rows, step) if dist.is_main() else None)
         if problem:
             raise StorageError(problem)
-        score = metrics["eval/score"]
-        if math.isfinite(score) and (self.best is None or score > self.best[0]):
-            self.best = (score, step)
+        mean = metrics["eval/score"]
+        if math.isfinite(mean) and (self.best is None or mean > self.best[0]):
+            self.best = (mean, step)
             if step > 0 and self.flags.save_best:
                 self.save_best()
         return metrics
@@ -170,6 +185,9 @@ class Evaluation:
             rollout.ended.tolist(),
             scores.total.tolist(),
         )
+        names: list[str | None] = [None] * len(indices)
+        if len(self.data_sources) > 1:
+            names = [self.data_sources[number] for number in prompts[indices]["source"]]
         rows = []
         for number, index in enumerate(indices):
             own = slice(number * samples, (number + 1) * samples)
@@ -177,7 +195,7 @@ class Evaluation:
                 Answered(
                     index, request.prompts[own.start], list(request.responses[own]), totals[own], lengths[own],
                     ended[own], None if kl is None else kl[own],
-                    {name: values[own].tolist() for name, values in scores.numbers.items()},
+                    {name: values[own].tolist() for name, values in scores.numbers.items()}, names[number],
                 )
             )  # fmt: skip
         return rows
@@ -199,6 +217,8 @@ def json_line(row: Answered) -> str:
     def strict(values: list[float]) -> list[float | None]:
         return [value if math.isfinite(value) else None for value in values]
 
-    found = asdict(row) | {"scores": strict(row.scores), "kl": row.kl and strict(row.kl)}
-    numbers = {name: strict(values) for name, values in found.pop("numbers").items()}
-    return json.dumps(found | ({"numbers": numbers} if numbers else {}))
+    line = asdict(row) | {"scores": strict(row.scores), "kl": row.kl and strict(row.kl)}
+    numbers = {name: strict(values) for name, values in line.pop("numbers").items()}
+    if row.data_source is None:
+        del line["data_source"]
+    return json.dumps(line | ({"numbers": numbers} if numbers else {}))

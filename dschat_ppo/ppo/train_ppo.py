@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,11 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     with ExitStack() as at_end:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
-        components = PPOComponents(config, plan, engines, rows.train, tokenizer, rewards, device, texts)
+        components = PPOComponents(config, plan, engines, rows.train, tokenizer, rewards, device, texts, rows.sources)
         evaluation, health = None, HealthWatch()
         if rows.eval is not None:
-            evaluation = at_end.enter_context(closing(evaluation_of(config, components, rows.eval, tokenizer, output)))
+            held_out = evaluation_of(config, components, rows.eval, rows.sources, tokenizer, output)
+            evaluation = at_end.enter_context(closing(held_out))
 
         def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:
             report = PPOReport(components, evaluation, health, writer)
@@ -197,9 +199,10 @@ def evaluation_reward(config: PPOConfig) -> FunctionReward:
 
 
 def evaluation_of(
-    config: PPOConfig, ppo: PPOComponents, rows: Dataset, tokenizer: PreTrainedTokenizerBase, output: Path
-) -> Evaluation:
-    """Evaluation over the held-out prompts."""
+    config: PPOConfig, ppo: PPOComponents, rows: Dataset, data_sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase, output: Path,
+) -> Evaluation:  # fmt: skip
+    """Evaluation over the held-out prompts, whose column `source` numbers the `data_sources`."""
     flags, engines, collection = config.validation, ppo.engines, ppo.collection
     rows = rows.select(range(min(flags.eval_max_prompts or len(rows), len(rows))))
     mixture = collection.reward_scorer.mixture
@@ -216,7 +219,8 @@ def evaluation_of(
         if problem is not None:
             raise StorageError(problem)
 
-    return Evaluation(flags, collection.generator, RewardScorer(mixture, rows, tokenizer), scorer, output, save_best)
+    reward_scorer = RewardScorer(mixture, rows, tokenizer)
+    return Evaluation(flags, collection.generator, reward_scorer, scorer, output, save_best, data_sources)
 
 
 def _replace_best(best: Path) -> str | None:
