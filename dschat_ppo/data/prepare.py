@@ -20,14 +20,15 @@ from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.cache import cached_dataset, token_key
-from dschat_ppo.data.examples import layout_of, read_example
+from dschat_ppo.data.examples import Example, Use
+from dschat_ppo.data.forms import FIRST_ROWS, Form, detect_form
 from dschat_ppo.data.splits import ORIGIN, hold_out, load_splits, split_of_step
 from dschat_ppo.data.templates import encode_answer, encode_prompt, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 
-_FORMAT = "3"  # increase it when the same rows give other tokens: older cache entries are then not used
+_FORMAT = "4"  # increase it when the same rows give other tokens: older cache entries are then not used
 _DOING = "prepared the data"
 _MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
@@ -76,40 +77,62 @@ def fit_row(
 
 
 def _tokenise(
-    row: dict[str, Any],
+    batch: dict[str, list[Any]],
     tokenizer: PreTrainedTokenizerBase,
-    layout: tuple[str, ...],
-    use: str,
+    form: Form,
+    use: Use,
     limit: int,
     policy: str,
+) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {name: [] for name in (*_FEATURES, *(["row"] if use == "prompt" else []))}
+    for number in range(len(batch[ORIGIN])):
+        raise_if_stop_requested(_DOING)  # tokenising a data set may take hours
+        row = {name: values[number] for name, values in batch.items()}
+        for example in form.read(row, use, row[ORIGIN]):
+            tokens = _tokenise_example(example, row, tokenizer, use, limit, policy)
+            for name, values in found.items():
+                values.append(tokens[name])
+    return found
+
+
+def _tokenise_example(
+    example: Example, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, use: str, limit: int, policy: str
 ) -> dict[str, Any]:
-    raise_if_stop_requested(_DOING)  # tokenising a data set may take hours
-    where = row[ORIGIN]
-    parsed = read_example(row, layout, use, where)
+    where = row[ORIGIN] + example.suffix
     try:
-        prompt = encode_prompt(tokenizer, parsed.prompt)
-        answers = [encode_answer(tokenizer, parsed.prompt, answer) for answer in parsed.answers]
+        prompt = encode_prompt(tokenizer, example.prompt)
+        answers = [encode_answer(tokenizer, example.prompt, answer) for answer in example.answers]
     except UserError as problem:
         raise UserError(f"{where}: {problem}") from problem.__cause__
-    if not prompt:
-        raise UserError(f"{where}: the prompt is empty")
-    has_empty = any(len(answer) == 1 for answer in answers)  # only the final token
+    if any(len(answer) == 1 for answer in answers):
+        raise UserError(f"{where}: the answer is empty: it has only the final token")
+    if example.prompt == "":  # plain text: the first token has nothing before it that predicts it
+        prompt, answers = [*prompt, *answers[0][:1]], [answers[0][1:]]
     prompt, answers, done = fit_row(prompt, answers, limit, policy)
     if done == _DROPPED and policy == "error":
         raise UserError(f"{where}: longer than the limit of {limit} tokens (--truncation error)")
-    if has_empty and done != _DROPPED:
-        done += " with an empty answer"
-    tokens = {"prompt_ids": prompt, "answers": answers, "margin": parsed.margin, "fitted": done}
+    tokens = {"prompt_ids": prompt, "answers": answers, "margin": example.margin, "fitted": done}
     if use == "prompt":
-        tokens["row"] = json.dumps({name: value for name, value in row.items() if name != ORIGIN}, default=str)
+        named = {} if example.truth is None else {"answer": example.truth, "ground_truth": example.truth}
+        values = {name: value for name, value in row.items() if name != ORIGIN}
+        tokens["row"] = json.dumps({**values, **named}, default=str)
     return tokens
+
+
+def _form_of(rows: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, flags: DataFlags) -> Form:
+    columns = [column for column in rows.column_names if column != ORIGIN]
+    first = [{name: row[name] for name in columns} for row in rows.select(range(min(FIRST_ROWS, len(rows))))]
+    form = detect_form(name, columns, first, tokenizer.chat_template is not None, flags)
+    logger().info(f"data: {name}: {form.description}")
+    return form
 
 
 def tokenise_rows(
     rows: Dataset,
     name: str,
+    form: Form,
     tokenizer: PreTrainedTokenizerBase,
-    use: str,
+    use: Use,
     limit: int,
     flags: DataFlags,
     for_training: bool = True,
@@ -120,19 +143,18 @@ def tokenise_rows(
         UserError: wrong columns, or a bad row (the message names it). For training rows also if the length limit drops
             every row or cuts every answer; evaluation rows may all be dropped.
     """
-    layout = layout_of([column for column in rows.column_names if column != ORIGIN], use, name)
-    settings = {"layout": layout, "use": use, "limit": limit, "policy": flags.truncation}
-    text_prompts = isinstance(rows.features.get("prompt"), datasets.Value)
+    settings = {"use": use, "limit": limit, "policy": flags.truncation}
     if len(rows) >= _MANY_ROWS:
         logger().info(f"data: {name}: tokenising {len(rows)} rows (immediate if they are cached)")
 
-    key = token_key(rows, tokenizer, *settings.values(), _FORMAT)
+    key = token_key(rows, tokenizer, form.identity, *settings.values(), _FORMAT)
 
     def make(folder: Path) -> Dataset:
         with data_workers(flags.preprocessing_num_workers):
             return rows.map(
                 _tokenise,
-                fn_kwargs={**settings, "tokenizer": tokenizer},
+                batched=True,
+                fn_kwargs={**settings, "tokenizer": tokenizer, "form": form},
                 remove_columns=rows.column_names,
                 num_proc=flags.preprocessing_num_workers,
                 new_fingerprint=key,
@@ -145,9 +167,7 @@ def tokenise_rows(
     logger().info(f"data: {name}: {len(rows)} rows; " + ", ".join(f"{count} {what}" for what, count in done.items()))
     if for_training and set(done) == {_CUT_ANSWER}:
         raise UserError(f"{name}: every answer is cut by the limit of {limit} tokens; raise it")
-    if tokenizer.chat_template and text_prompts:
-        logger().info(f"data: {name}: prompts are plain text, so the chat template is not applied")
-    elif tokenizer.chat_template:
+    if form.rendering == "chat":
         end = tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token)
         logger().info(f"data: {name}: answers to chat messages end with {end}")
     if done[_DROPPED]:
@@ -158,7 +178,7 @@ def tokenise_rows(
 
 
 def prepare(
-    use: str,
+    use: Use,
     tokenizer: PreTrainedTokenizerBase,
     flags: DataFlags,
     limit: int,
@@ -188,13 +208,17 @@ def prepare(
         wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
         for spec, flag in wanted:
             splits = load_splits(spec, flag, flags.data_output_path)
+            form = _form_of(splits.train, spec, tokenizer, flags)
             train, evaluation = splits.train, splits.eval
+            if form.regroup is not None:
+                train, evaluation = form.regroup(train), evaluation and form.regroup(evaluation)
+            whole = len(train)
             if flag == "--data_path":
                 train = split_of_step(train, parse_data_split(flags.data_split), PARTS[use], flags.data_split_seed)
                 if len(train) == 0:
                     raise UserError(f"{spec}: --data_split {flags.data_split} leaves no row for this step")
-                if len(train) < len(splits.train):
-                    counts = f"{len(train)} of {len(splits.train)} rows"
+                if len(train) < whole:
+                    counts = f"{len(train)} of {whole} rows"
                     logger().info(f"data: {spec}: this step uses {counts} (--data_split {flags.data_split})")
             if eval_fraction is None or eval_paths:
                 if evaluation is not None:
@@ -206,12 +230,16 @@ def prepare(
                 evaluation = None
             elif evaluation is None:
                 train, evaluation = hold_out(train, eval_fraction, flags.data_split_seed)
-            train_parts.append(tokenise_rows(train, spec, tokenizer, use, limit, flags))
+            train_parts.append(tokenise_rows(train, spec, form, tokenizer, use, limit, flags))
             if evaluation is not None:
-                held_out = tokenise_rows(evaluation, f"{spec} (eval)", tokenizer, use, limit, flags, for_training=False)
+                held_out = tokenise_rows(
+                    evaluation, f"{spec} (eval)", form, tokenizer, use, limit, flags, for_training=False
+                )
                 eval_parts.append(held_out)
         for spec in eval_paths or []:
             splits = load_splits(spec, "--eval_data_path", flags.data_output_path)
-            eval_parts.append(tokenise_rows(splits.train, spec, tokenizer, use, limit, flags, for_training=False))
+            form = _form_of(splits.train, spec, tokenizer, flags)
+            rows = splits.train if form.regroup is None else form.regroup(splits.train)
+            eval_parts.append(tokenise_rows(rows, spec, form, tokenizer, use, limit, flags, for_training=False))
     evaluation = datasets.concatenate_datasets(eval_parts) if eval_parts else None
     return TokenRows(datasets.concatenate_datasets(train_parts), evaluation if evaluation else None)

@@ -8,7 +8,6 @@ from datasets import Dataset
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data import examples
 from dschat_ppo.data import prepare as prepare_module
 from dschat_ppo.data.prepare import fit_row, prepare
 from dschat_ppo.errors import StopRequested, UserError
@@ -27,7 +26,7 @@ def write_jsonl(path: Path, rows: list) -> str:
 
 
 def flags_for(tmp_path: Path, *paths: str, use: str = "sft", **settings) -> DataFlags:
-    settings = {"data_split": WHOLE[use], **settings}
+    settings = {"data_split": WHOLE[use], "apply_chat_template": False, **settings}
     return DataFlags(data_path=list(paths), data_output_path=str(tmp_path / "cache"), **settings)
 
 
@@ -83,12 +82,15 @@ def test_drop_and_error_policies_do_not_truncate(policy):
     assert fit_row([1, 2, 3], [[7, 8]], 4, policy)[2] == "left out"
 
 
-def test_rows_with_an_empty_answer_are_counted(tmp_path, capsys):
-    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS[:3], {"prompt": "p", "response": ""}])
-    prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in ("4 rows", "3 kept whole", "1 kept whole with an empty answer"))
-    assert "this step uses" not in printed
+def test_an_answer_of_the_final_token_alone_is_a_bad_row(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS[:3], {"prompt": "p", "response": TOKENIZER.eos_token}])
+    with pytest.raises(UserError, match=r"d\.jsonl, row 4: the answer is empty"):
+        prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
+
+
+def test_a_split_of_all_rows_is_not_announced(tmp_path, capsys):
+    prepare("sft", TOKENIZER, flags_for(tmp_path, write_jsonl(tmp_path / "d.jsonl", ROWS[:3])), 64)
+    assert "this step uses" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("many", "logged"), [(3, 1), (4, 0)])
@@ -233,11 +235,11 @@ def test_evaluation_rows_that_are_not_used_are_logged(tmp_path, capsys, use, fra
 
 
 def test_several_data_sets_are_concatenated(tmp_path):
-    first = write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
+    first = write_jsonl(tmp_path / "a.jsonl", [{**row, "prompt": f"{row['prompt']}:"} for row in ROWS[:3]])
     second = write_jsonl(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": "hi"},
                                                               {"role": "assistant", "content": "ho"}]}])  # fmt: skip
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, first, second), 64).train
-    assert sorted(prompts_of(rows)) == ["<|user|>hi<|assistant|>", "prompt 0", "prompt 1", "prompt 2"]
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, first, second, apply_chat_template=None), 64).train
+    assert sorted(prompts_of(rows)) == ["<|user|>hi<|assistant|>", "prompt 0:", "prompt 1:", "prompt 2:"]
 
 
 # The cache
@@ -272,13 +274,15 @@ def test_another_limit_policy_or_template_misses_the_cache(tmp_path):
 def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypatch):
     path, read = write_jsonl(tmp_path / "d.jsonl", ROWS), []
 
-    def read_example(*words):
+    encode = prepare_module.encode_prompt
+
+    def encode_prompt(*words):
         read.append(words)
         if len(read) == 3:
             stop_requests.set_flag()
-        return examples.read_example(*words)
+        return encode(*words)
 
-    monkeypatch.setattr(prepare_module, "read_example", read_example)
+    monkeypatch.setattr(prepare_module, "encode_prompt", encode_prompt)
     stop_requests.install()
     try:
         for rows in (3, 3):  # the second call stops before its first row
@@ -309,7 +313,7 @@ def test_an_empty_prompt_is_rejected(tmp_path):
 
 def test_wrong_columns_are_rejected_with_the_name_of_the_data_set(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"question": "q", "reply": "r"}])
-    with pytest.raises(UserError, match=r"d\.jsonl.*'question', 'reply'.*needs prompt/chosen/rejected"):
+    with pytest.raises(UserError, match=r"d\.jsonl.*'question', 'reply'.*fit no known form"):
         prepare("preference", TOKENIZER, flags_for(tmp_path, path, use="preference"), 64)
 
 
@@ -328,7 +332,8 @@ def test_another_eos_misses_the_cache(tmp_path):
 def test_only_evaluation_rows_may_all_be_too_long(tmp_path, truncation):
     for name, answer in (("train", "b"), ("eval", "b" * 50)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "a", "response": answer}) + "\n")
-    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --truncation {truncation} --data_path"
+    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --truncation {truncation} "
+    words += "--apply_chat_template False --data_path"
     tokenizer = make_tokenizer(["words"])
     rows = prepare("sft", tokenizer, parse("sft", [*words.split(), str(tmp_path)]).data, 10, eval_fraction=0.1)
     assert len(rows.train) == 1
