@@ -1,6 +1,7 @@
 """Small tokenizers of different kinds, with the tokens of the named chat templates where asked."""
 
 from functools import cache
+from string import ascii_letters
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -19,7 +20,9 @@ class Letters(PreTrainedTokenizer):
     model_input_names = ["input_ids"]  # noqa: RUF012
 
     def __init__(self, **settings):
-        self.letters = {letter: number for number, letter in enumerate(sorted(set("".join(TEXTS)) | set("<|>_")))}
+        self.letters = {
+            letter: number for number, letter in enumerate(sorted(set("".join(TEXTS)) | set(f"<|>_{ascii_letters}")))
+        }
         super().__init__(**settings)
 
     @property
