@@ -6,7 +6,6 @@ import pytest
 import yaml
 from command_lines import read
 
-from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.data_flags import COLUMN_FLAGS, DataFlags
 from dschat_ppo.errors import UserError
 
