@@ -21,7 +21,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.examples import Example, Use
-from dschat_ppo.data.forms import FIRST_ROWS, Form, detect_form
+from dschat_ppo.data.forms import FIRST_ROWS, Form, check_flags_used, detect_form
 from dschat_ppo.data.splits import ORIGIN, hold_out, load_splits, split_of_step
 from dschat_ppo.data.templates import encode_answer, encode_prompt, turn_end
 from dschat_ppo.errors import UserError
@@ -119,11 +119,12 @@ def _tokenise_example(
     return tokens
 
 
-def _form_of(rows: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, flags: DataFlags) -> Form:
+def _form_of(rows: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, use: Use) -> Form:
     columns = [column for column in rows.column_names if column != ORIGIN]
     first = [{name: row[name] for name in columns} for row in rows.select(range(min(FIRST_ROWS, len(rows))))]
     form = detect_form(name, columns, first, tokenizer.chat_template is not None, flags)
     logger().info(f"data: {name}: {form.description}")
+    form.require(use)
     return form
 
 
@@ -206,9 +207,11 @@ def prepare(
     with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
         wanted = [(spec, "--data_path") for spec in flags.data_path]
         wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
+        forms = []
         for spec, flag in wanted:
             splits = load_splits(spec, flag, flags.data_output_path)
-            form = _form_of(splits.train, spec, tokenizer, flags)
+            form = _form_of(splits.train, spec, tokenizer, flags, use)
+            forms.append(form)
             train, evaluation = splits.train, splits.eval
             if form.regroup is not None:
                 train, evaluation = form.regroup(train), evaluation and form.regroup(evaluation)
@@ -236,9 +239,10 @@ def prepare(
                     evaluation, f"{spec} (eval)", form, tokenizer, use, limit, flags, for_training=False
                 )
                 eval_parts.append(held_out)
+        check_flags_used(forms, flags)
         for spec in eval_paths or []:
             splits = load_splits(spec, "--eval_data_path", flags.data_output_path)
-            form = _form_of(splits.train, spec, tokenizer, flags)
+            form = _form_of(splits.train, spec, tokenizer, flags, use)
             rows = splits.train if form.regroup is None else form.regroup(splits.train)
             eval_parts.append(tokenise_rows(rows, spec, form, tokenizer, use, limit, flags, for_training=False))
     evaluation = datasets.concatenate_datasets(eval_parts) if eval_parts else None

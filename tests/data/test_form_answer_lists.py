@@ -4,7 +4,9 @@ import pytest
 from datasets import Dataset
 from form_fixtures import ASK, HALL, KTO, ROOF, form_of, read
 
+from dschat_ppo.data import form_answer_lists
 from dschat_ppo.data.examples import Example
+from dschat_ppo.data.form_answer_lists import group_by_prompt
 from dschat_ppo.errors import UserError
 
 
@@ -81,6 +83,17 @@ def test_kto_rows_are_grouped_by_prompt_before_anything_else():
         Example("Q1:", [" good", " worse"], suffix=", answers 1 and 3"),
     ]
     assert examples["prompt"] == [Example("Q1:", []), Example("Q2:", [])]
+
+
+def test_groups_do_not_depend_on_how_many_are_made_at_a_time(monkeypatch):
+    rows = Dataset.from_list([{"prompt": f"{n % 7}:", "completion": f"{n}", "label": n % 2 == 0} for n in range(40)])
+    expected = group_by_prompt(rows, "prompt", "completion", "label")
+    assert expected["_answers"][3] == [str(n) for n in range(40) if n % 7 == 3]
+    assert expected["_labels"][3] == [n % 2 == 0 for n in range(40) if n % 7 == 3]
+    monkeypatch.setattr(form_answer_lists, "_GROUPS", 2)
+    again = group_by_prompt(rows, "prompt", "completion", "label")
+    assert again.to_list() == expected.to_list()
+    assert again._fingerprint == expected._fingerprint != rows._fingerprint
 
 
 def test_kto_rows_alone_give_good_answers_but_no_pairs():

@@ -69,7 +69,7 @@ def test_flags_that_name_a_column_of_no_data_set_are_refused():
     check_flags_used([other, form_of([{"ask": "Q:", "response": "a"}], paths=2, prompt_column="ask")], flags)
     with pytest.raises(UserError, match="--prompt_column ask: no data set has such a column"):
         check_flags_used([other], flags)
-    check_flags_used([other], DataFlags(data_path=["a"]))
+    check_flags_used([other], DataFlags(data_path=["a"], system_column=""))
 
 
 def test_a_forced_form_needs_its_columns_and_roles():
@@ -82,6 +82,12 @@ def test_a_forced_form_needs_its_columns_and_roles():
     rows = [{"task": "Sing.", "result": "La."}]
     flags = {"data_format": "alpaca", "prompt_column": "task", "response_column": "result"}
     assert read(rows, "sft", **flags) == [Example([user("Sing.")], ["La."])]
+
+
+def test_kto_rows_are_grouped_by_columns_alone():
+    row = {"ask": {"text": "Q:"}, "completion": "a", "label": True}
+    with pytest.raises(UserError, match=r"'ask\.text' must be a column, not inside one"):
+        form_of([row], prompt_column="ask.text")
 
 
 # Rendering
