@@ -106,8 +106,10 @@ def _tokenise_example(
         raise UserError(f"{where}: {problem}") from problem.__cause__
     if any(len(answer) == 1 for answer in answers):
         raise UserError(f"{where}: the answer is empty: it has only the final token")
-    if example.prompt == "":  # plain text: the first token has nothing before it that predicts it
-        prompt, answers = [*prompt, *answers[0][:1]], [answers[0][1:]]
+    if not prompt and example.prompt == "":  # plain text without a BOS: nothing predicts its first token
+        prompt, answers = answers[0][:1], [answers[0][1:]]
+    if not prompt:
+        raise UserError(f"{where}: the prompt is empty")
     prompt, answers, done = fit_row(prompt, answers, limit, policy)
     if done == _DROPPED and policy == "error":
         raise UserError(f"{where}: longer than the limit of {limit} tokens (--truncation error)")
