@@ -36,7 +36,7 @@ class TokenTable:
         fitted: int8, see `Fitted`.
         prompt_tokens: int32, before the length limit.
         answer_tokens: int32, of the longest answer before the length limit.
-        key: uint64, equal for duplicates.
+        key: int64, equal for duplicates.
     """
 
     rows: Dataset

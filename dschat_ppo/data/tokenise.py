@@ -31,7 +31,7 @@ NOTES = {  # further columns of a `TokenTable`
     "fitted": Value("int8"),  # see `Fitted`; UNUSABLE rows have no tokens but a `problem`
     "prompt_tokens": Value("int32"),  # before the length limit
     "answer_tokens": Value("int32"),  # of the longest answer, before the length limit
-    "key": Value("uint64"),  # hash of all ids before the length limit: equal rows are duplicates
+    "key": Value("int64"),  # hash of all ids before the length limit: equal rows are duplicates
     "problem": Value("string"),
 }
 
@@ -85,7 +85,7 @@ def token_features(use: str) -> Features:
         columns["prompt_spans"] = List(_IDS)
     if use == "prompt":
         columns["row"] = Value("string")
-    return Features(columns | {"digest": Value("uint64")})
+    return Features(columns | {"digest": Value("int64")})
 
 
 def tokenise_batch(
@@ -205,7 +205,7 @@ def _bytes_of(ids: EncodedExample) -> bytes:
 
 
 def _hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 def _shown(row: dict[str, Any]) -> str:
