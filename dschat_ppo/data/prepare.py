@@ -124,8 +124,7 @@ class _Preparation:
         first = [{name: row[name] for name in columns} for row in raw.select(range(min(FIRST_ROWS, len(raw))))]
         form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
         logger().info(f"data: {source.spec}: {form.description}")
-        if self.use not in form.uses:
-            form.read(first[0], self.use, source.spec)  # raises, and names the columns that are missing
+        form.require(self.use)
         self.forms.append(form)
         return form
 
