@@ -9,7 +9,7 @@ from datasets import Dataset
 from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data import forms
+from dschat_ppo.data import forms, token_table
 from dschat_ppo.data import prepare as prepare_module
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import StopRequested, UserError
@@ -264,6 +264,16 @@ def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(t
     expected = GOLDEN[use]
     assert (" ".join(prompts_of(found.train)), " ".join(prompts_of(found.eval))) == expected[:2]
     assert (rows_fingerprint(found.train), rows_fingerprint(found.eval)) == expected[2:]
+
+
+def test_another_rank_reads_the_same_rows_from_the_cache(tmp_path, monkeypatch):
+    first, second = write_jsonl(tmp_path / "a.jsonl", ROWS), write_jsonl(tmp_path / "b.jsonl", ROWS[:3])
+    flags = flags_for(tmp_path, f"{first}:2", f"{second}:3", data_split="1,1,0")
+    rows = prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(token_table, "_map_batch", None)
+    again = prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.3)
+    assert again.train.to_list() == rows.train.to_list() and again.eval.to_list() == rows.eval.to_list()
 
 
 def test_rows_name_their_data_set(tmp_path):
