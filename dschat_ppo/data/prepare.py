@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.examples import layout_of, read_example
-from dschat_ppo.data.splits import ORIGIN, hold_out, load_splits, split_of_step
+from dschat_ppo.data.sources import parse_sources
+from dschat_ppo.data.splits import ORIGIN, hold_out, load_all, load_splits, split_of_step
 from dschat_ppo.data.templates import encode_answer, encode_prompt, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
@@ -42,10 +44,11 @@ _FIT, _CUT_PROMPT, _CUT_ANSWER, _DROPPED = "kept whole", "prompt cut", "answer c
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Token rows for training, and for evaluation or None."""
+    """Token rows for training, and for evaluation or None, and the names that their column `source` numbers."""
 
     train: Dataset
     eval: Dataset | None
+    sources: tuple[str, ...] = ()  # names of the data sets
 
 
 def fit_row(
@@ -82,9 +85,10 @@ def _tokenise(
     use: str,
     limit: int,
     policy: str,
+    describe: Callable[[int], str],
 ) -> dict[str, Any]:
     raise_if_stop_requested(_DOING)  # tokenising a data set may take hours
-    where = row[ORIGIN]
+    where = describe(row[ORIGIN])
     parsed = read_example(row, layout, use, where)
     try:
         prompt = encode_prompt(tokenizer, parsed.prompt)
@@ -112,6 +116,7 @@ def tokenise_rows(
     use: str,
     limit: int,
     flags: DataFlags,
+    describe: Callable[[int], str],
     for_training: bool = True,
 ) -> Dataset:
     """Tokenise one data set and log how many rows the length limit changed.
@@ -132,7 +137,7 @@ def tokenise_rows(
         with data_workers(flags.preprocessing_num_workers):
             return rows.map(
                 _tokenise,
-                fn_kwargs={**settings, "tokenizer": tokenizer},
+                fn_kwargs={**settings, "tokenizer": tokenizer, "describe": describe},
                 remove_columns=rows.column_names,
                 num_proc=flags.preprocessing_num_workers,
                 new_fingerprint=key,
@@ -165,6 +170,7 @@ def prepare(
     whole_paths: list[str] | None = None,
     eval_paths: list[str] | None = None,
     eval_fraction: float | None = None,
+    all_turns: bool = False,
 ) -> TokenRows:
     """Token rows of one step from all its data sets.
 
@@ -177,6 +183,7 @@ def prepare(
         eval_paths: data sets for evaluation.
         eval_fraction: fraction of the training rows held out for evaluation if a data set has no evaluation split
             and `eval_paths` is empty; None leaves evaluation to `eval_paths` alone.
+        all_turns: see `encode_examples`.
 
     Raises:
         UserError: a data set cannot be used, or `--data_split` leaves this step no row of it.
@@ -184,11 +191,12 @@ def prepare(
     """
     train_parts, eval_parts = [], []
     with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
-        wanted = [(spec, "--data_path") for spec in flags.data_path]
-        wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
-        for spec, flag in wanted:
-            splits = load_splits(spec, flag, flags.data_output_path)
-            train, evaluation = splits.train, splits.eval
+        wanted = parse_sources(flags.data_path, "--data_path", flags)
+        wanted += parse_sources(whole_paths or [], "--sft_only_data_path", flags, [source.name for source in wanted])
+        for source in wanted:
+            spec, flag = source.spec, source.flag
+            splits = load_splits(source, flags.data_output_path)
+            train, evaluation, describe = splits.train, splits.eval, splits.origins.describe
             if flag == "--data_path":
                 train = split_of_step(train, parse_data_split(flags.data_split), PARTS[use], flags.data_split_seed)
                 if len(train) == 0:
@@ -206,12 +214,16 @@ def prepare(
                 evaluation = None
             elif evaluation is None:
                 train, evaluation = hold_out(train, eval_fraction, flags.data_split_seed)
-            train_parts.append(tokenise_rows(train, spec, tokenizer, use, limit, flags))
+            train_parts.append(tokenise_rows(train, spec, tokenizer, use, limit, flags, describe))
             if evaluation is not None:
-                held_out = tokenise_rows(evaluation, f"{spec} (eval)", tokenizer, use, limit, flags, for_training=False)
+                name = f"{spec} (eval)"
+                held_out = tokenise_rows(evaluation, name, tokenizer, use, limit, flags, describe, for_training=False)
                 eval_parts.append(held_out)
-        for spec in eval_paths or []:
-            splits = load_splits(spec, "--eval_data_path", flags.data_output_path)
-            eval_parts.append(tokenise_rows(splits.train, spec, tokenizer, use, limit, flags, for_training=False))
+        for source in parse_sources(eval_paths or [], "--eval_data_path", flags):
+            splits = load_all(source, flags.data_output_path)
+            train, describe = splits.train, splits.origins.describe
+            eval_parts.append(
+                tokenise_rows(train, source.spec, tokenizer, use, limit, flags, describe, for_training=False)
+            )
     evaluation = datasets.concatenate_datasets(eval_parts) if eval_parts else None
     return TokenRows(datasets.concatenate_datasets(train_parts), evaluation if evaluation else None)
