@@ -9,11 +9,9 @@ from pathlib import Path
 
 import datasets
 import numpy
-import torch
 from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.files import SUPPORTED, read_files
 from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_files
 from dschat_ppo.data.hub import hub_dataset
@@ -21,7 +19,7 @@ from dschat_ppo.data.row_readers import FILE_SHIFT, ORIGIN, Skipped
 from dschat_ppo.data.sources import DataSource, is_hub_name
 from dschat_ppo.errors import UserError, reading
 
-__all__ = ["ORIGIN", "Origins", "Splits", "hold_out", "load_all", "load_splits", "split_of_step"]
+__all__ = ["ORIGIN", "Origins", "Splits", "load_all", "load_splits"]
 
 
 @dataclass(frozen=True)
@@ -220,25 +218,3 @@ def _without_training(opened: _Opened) -> str:
 
 def _example(source: DataSource, split: str) -> str:
     return f"{source.location}{f':{source.config}' if source.config else ''}[{split}]"
-
-
-def split_of_step(rows: Dataset, shares: tuple[float, float, float], part: int, seed: int) -> Dataset:
-    """The rows of one step: `part` 0 is SFT, 1 reward model, 2 PPO. The parts are random, disjoint and complete.
-
-    The result depends only on the number of rows, `shares` and `seed`, so all three steps see the same split.
-    """
-    order = torch.randperm(len(rows), generator=shared_generator(seed)).tolist()
-    bounds = [round(len(rows) * sum(shares[:i]) / sum(shares)) for i in range(4)]
-    return rows.select(order[bounds[part] : bounds[part + 1]])
-
-
-def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Split rows at random into (training rows, held-out rows).
-
-    At least one row is held out and one is kept. Nothing is held out if `fraction` is 0 or there is only one row.
-    """
-    if fraction == 0 or len(rows) < 2:
-        return rows, None
-    count = min(len(rows) - 1, max(1, round(len(rows) * fraction)))
-    order = torch.randperm(len(rows), generator=shared_generator(seed, 1)).tolist()
-    return rows.select(order[count:]), rows.select(order[:count])

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data import examples
+from dschat_ppo.data import forms
 from dschat_ppo.data import prepare as prepare_module
-from dschat_ppo.data.prepare import fit_row, prepare
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.tools.toy import make_tokenizer
@@ -27,7 +28,7 @@ def write_jsonl(path: Path, rows: list) -> str:
 
 
 def flags_for(tmp_path: Path, *paths: str, use: str = "sft", **settings) -> DataFlags:
-    settings = {"data_split": WHOLE[use], **settings}
+    settings = {"data_split": WHOLE[use], "apply_chat_template": False, **settings}
     return DataFlags(data_path=list(paths), data_output_path=str(tmp_path / "cache"), **settings)
 
 
@@ -42,53 +43,15 @@ def answers_of(rows: Dataset) -> list[list[str]]:
 # The length limit
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answers", "limit", "expected_prompt", "expected_answers", "done"),
-    [
-        ([1, 2, 3], [[7, 8]], 5, [1, 2, 3], [[7, 8]], "kept whole"),
-        ([1, 2, 3], [[7, 8]], 4, [2, 3], [[7, 8]], "prompt cut"),
-        ([1, 2, 3], [[7, 8]], 3, [3], [[7, 8]], "prompt cut"),
-        ([1, 2, 3], [[7, 8]], 2, [3], [[7]], "answer cut"),
-        ([1, 2, 3], [[7, 8, 9, 0]], 4, [3], [[7, 8, 9]], "answer cut"),
-        # The longer answer of a pair decides; both keep the same prompt, and the short one stays whole.
-        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [[7, 0], [7, 8, 9, 0]], "prompt cut"),
-        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [[7, 0], [7, 8, 9]], "answer cut"),
-        ([1, 2, 3, 4], [], 4, [1, 2, 3, 4], [], "kept whole"),
-        ([1, 2, 3, 4], [], 3, [2, 3, 4], [], "prompt cut"),
-    ],
-)
-def test_left_cuts_the_start_of_the_prompt_then_the_end_of_the_answer(
-    prompt, answers, limit, expected_prompt, expected_answers, done
-):
-    assert fit_row(prompt, answers, limit, "left") == (expected_prompt, expected_answers, done)
+def test_an_answer_of_the_final_token_alone_is_a_bad_row(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS[:3], {"prompt": "p", "response": TOKENIZER.eos_token}])
+    with pytest.raises(UserError, match=r"d\.jsonl, row 4: the answer is empty"):
+        prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
 
 
-@pytest.mark.parametrize("prompt_length", [1, 2, 9])
-@pytest.mark.parametrize("lengths", [(1,), (9,), (1, 9), (30, 2)])
-@pytest.mark.parametrize("limit", [2, 3, 8, 10, 50])
-def test_left_never_empties_prompt_or_answer_and_keeps_the_limit(prompt_length, lengths, limit):
-    answers = [list(range(100, 100 + n)) for n in lengths]
-    prompt, kept, _ = fit_row(list(range(prompt_length)), answers, limit, "left")
-    assert len(prompt) >= 1
-    assert prompt == list(range(prompt_length))[-len(prompt) :]
-    for before, after in zip(answers, kept, strict=True):
-        assert len(after) >= 1
-        assert after == before[: len(after)]
-        assert len(prompt) + len(after) <= limit
-
-
-@pytest.mark.parametrize("policy", ["drop", "error"])
-def test_drop_and_error_policies_do_not_truncate(policy):
-    assert fit_row([1, 2, 3], [[7, 8]], 5, policy) == ([1, 2, 3], [[7, 8]], "kept whole")
-    assert fit_row([1, 2, 3], [[7, 8]], 4, policy)[2] == "left out"
-
-
-def test_rows_with_an_empty_answer_are_counted(tmp_path, capsys):
-    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS[:3], {"prompt": "p", "response": ""}])
-    prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in ("4 rows", "3 kept whole", "1 kept whole with an empty answer"))
-    assert "this step uses" not in printed
+def test_a_split_of_all_rows_is_not_announced(tmp_path, capsys):
+    prepare("sft", TOKENIZER, flags_for(tmp_path, write_jsonl(tmp_path / "d.jsonl", ROWS[:3])), 64)
+    assert "this step uses" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("many", "logged"), [(3, 1), (4, 0)])
@@ -232,12 +195,78 @@ def test_evaluation_rows_that_are_not_used_are_logged(tmp_path, capsys, use, fra
         assert line.endswith(f"data: {folder}: {logged}")
 
 
+GOLDEN = {  # of the code that tokenised the permuted rows: training and evaluation prompts, and their fingerprints
+    "sft": (
+        "p38 p17 p6 p5 p32 p25 qp9 qp1",
+        "p16 p14 qp14",
+        "c23a9be80c9c1e13121905d0f1e8e48b9d03151bf0a8209998fcdb8a34eb037f",
+        "aaa82cf7a8413a53ec4dead81b8bf79bc3e14f9d89b5d03276e703131f6027df",
+    ),
+    "preference": (
+        "p18 p4 p10 p35 p1 p34 p23 p0 p21 p11 p7 p22 p13 qp13 qp0 p11 qp5 qp3",
+        "p15 p26 p24 qp12",
+        "a9a7630b8c816bfe2d14de779a322d56a6cb3a29ea7f46f6a89220b547ae1c15",
+        "43fdc1695c9f90416c257fc8aba9eabd6ebe3cb29865dd25dda27c77943af3e0",
+    ),
+    "prompt": (
+        "p12 p9 p30 p19 p33 p39 p3 p27 p29 p2 p36 p8 p31 p20 p37 p28 qp10 qp4 qp2 qp8 qp6 qp7",
+        "qp0 qp1 qp2 qp3 qp4 qp5 qp6 qp7 qp8 qp9 qp10 qp11 qp12 qp13 qp14",
+        "11fc9e78f9198189e6bd11006a1d2be4f194c31fcf73559e39c1e6a4cb16364d",
+        "f0d2135c1417f2f53805f98364d4b247b1429c4df7bd4656ef7bba2f6d149983",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", GOLDEN)
+@pytest.mark.parametrize("workers", [None, 2])
+def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(tmp_path, use, workers):
+    rows = [
+        {
+            "prompt": f"p{i}",
+            "chosen": "good " * (i % 4 + 1),
+            "rejected": f"bad {i}",
+            "margin": i / 4,
+            "note": ["é", None][i % 2],
+        }
+        for i in range(40)
+    ]
+    paths = [write_jsonl(tmp_path / "a.jsonl", rows)]
+    paths.append(write_jsonl(tmp_path / "b.jsonl", [row | {"prompt": "q" + row["prompt"]} for row in rows[:15]]))
+    flags = flags_for(tmp_path, *paths, data_split="2,4,4", preprocessing_num_workers=workers)
+    evaluation = {"eval_paths": paths[1:]} if use == "prompt" else {"eval_fraction": 0.2}
+    found = prepare(use, TOKENIZER, flags, 24, **evaluation)
+    expected = GOLDEN[use]
+    assert (" ".join(prompts_of(found.train)), " ".join(prompts_of(found.eval))) == expected[:2]
+    assert (rows_fingerprint(found.train), rows_fingerprint(found.eval)) == expected[2:]
+
+
+def test_rows_name_their_data_set(tmp_path):
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", ROWS[start : start + 2]) for start, name in enumerate("abc")]
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, *paths[:2]), 64, eval_paths=paths[2:])
+    assert rows.sources == ("a", "b", "c")
+    assert (list(rows.train["source"]), list(rows.eval["source"])) == ([0, 0, 1, 1], [2, 2])
+    assert str(rows.train.features["source"]) == "Value('int32')"
+
+
+def test_weights_and_numbers_of_rows_mix_data_sets(tmp_path, capsys):
+    first, second = write_jsonl(tmp_path / "a.jsonl", ROWS[:6]), write_jsonl(tmp_path / "b.jsonl", ROWS[6:])
+    mixed = prepare("sft", TOKENIZER, flags_for(tmp_path, f"{first}:1", f"{second}:3"), 64).train
+    assert list(mixed["source"]) == [0] * 2 + [1] * 6
+    found = prompts_of(mixed)
+    assert sorted(found[2:]) == ["prompt 6"] * 3 + ["prompt 7"] * 3 and len({*found[:2]}) == 2
+    printed = capsys.readouterr().out
+    assert "  a            6     2     0.33  25.0 %" in printed and "  b            2     6     3.00  75.0 %" in printed
+    sampled = prepare("sft", TOKENIZER, flags_for(tmp_path, f"{second}@5"), 64).train
+    assert sorted(prompts_of(sampled))[:2] == ["prompt 6"] * 2 and len(sampled) == 5
+    assert prepare("sft", TOKENIZER, flags_for(tmp_path, f"{second}@5"), 64).train.to_list() == sampled.to_list()
+
+
 def test_several_data_sets_are_concatenated(tmp_path):
-    first = write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
+    first = write_jsonl(tmp_path / "a.jsonl", [{**row, "prompt": f"{row['prompt']}:"} for row in ROWS[:3]])
     second = write_jsonl(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": "hi"},
                                                               {"role": "assistant", "content": "ho"}]}])  # fmt: skip
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, first, second), 64).train
-    assert sorted(prompts_of(rows)) == ["<|user|>hi<|assistant|>", "prompt 0", "prompt 1", "prompt 2"]
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, first, second, apply_chat_template=None), 64).train
+    assert sorted(prompts_of(rows)) == ["<|user|>hi<|assistant|>", "prompt 0:", "prompt 1:", "prompt 2:"]
 
 
 # The cache
@@ -266,19 +295,56 @@ def test_another_limit_policy_or_template_misses_the_cache(tmp_path):
         prepare("sft", tokenizer, flags_for(tmp_path, path, truncation="drop"), 16)
 
 
+# Bad rows and duplicates
+
+
+def test_skipped_rows_are_counted_by_reason_and_the_first_are_named(tmp_path, capsys):
+    rows = [{"prompt": f"p{n}", "response": "a"} for n in range(96)]
+    rows[7]["response"], rows[3]["prompt"], rows[90]["response"], rows[91]["prompt"] = None, "", None, ""
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    kept = prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="skip"), 64).train
+    assert len(kept) == 92
+    for _ in range(2):
+        printed = capsys.readouterr().out
+        assert "skipped: 4 of 96 rows cannot be used: 2 the prompt is empty; 2 'response' is null" in printed
+        assert "d.jsonl, row 4: the prompt is empty; the row: {" in printed and "row 92" not in printed
+        prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="skip"), 64)  # the cache repeats it
+
+
+def test_more_than_five_percent_of_bad_rows_stop_the_run(tmp_path):
+    rows = [{"prompt": f"p{n}", "response": None if n < 2 else "a"} for n in range(40)]
+    whole = write_jsonl(tmp_path / "d.jsonl", rows)
+    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, whole, bad_rows="skip"), 64).train) == 38
+    part = write_jsonl(tmp_path / "e.jsonl", rows[:39])
+    with pytest.raises(UserError, match=r"e.jsonl: 2 of 39 rows cannot be used: 2 'response' is null; .* row 1: "):
+        prepare("sft", TOKENIZER, flags_for(tmp_path, part, bad_rows="skip"), 64)
+
+
+@pytest.mark.parametrize("bad_rows", ["error", "skip"])
+def test_duplicates_are_counted_and_dropped_only_with_skip(tmp_path, capsys, bad_rows):
+    rows = [*ROWS[:3], ROWS[1], {"prompt": "prompt 0", "response": "other"}, ROWS[1], ROWS[2]]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    kept = prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows=bad_rows), 64).train
+    assert len(kept) == (4 if bad_rows == "skip" else 7)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "repeat" in line]
+    assert "3 rows repeat an earlier row" in line and line.endswith(f"{path}, row 4 repeats {path}, row 2")
+    kept = prepare("prompt", TOKENIZER, flags_for(tmp_path, path, use="prompt", bad_rows=bad_rows), 64).train
+    assert len(kept) == (3 if bad_rows == "skip" else 7), "of prompts the answers do not matter"
+
+
 # Stop requests
 
 
 def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypatch):
-    path, read = write_jsonl(tmp_path / "d.jsonl", ROWS), []
+    path, read, read_row = write_jsonl(tmp_path / "d.jsonl", ROWS), [], forms.read_row
 
-    def read_example(*words):
+    def reading_three(*words):
         read.append(words)
         if len(read) == 3:
             stop_requests.set_flag()
-        return examples.read_example(*words)
+        return read_row(*words)
 
-    monkeypatch.setattr(prepare_module, "read_example", read_example)
+    monkeypatch.setattr(forms, "read_row", reading_three)
     stop_requests.install()
     try:
         for rows in (3, 3):  # the second call stops before its first row
@@ -309,7 +375,7 @@ def test_an_empty_prompt_is_rejected(tmp_path):
 
 def test_wrong_columns_are_rejected_with_the_name_of_the_data_set(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"question": "q", "reply": "r"}])
-    with pytest.raises(UserError, match=r"d\.jsonl.*'question', 'reply'.*needs prompt/chosen/rejected"):
+    with pytest.raises(UserError, match=r"d\.jsonl.*'question', 'reply'.*fit no known form"):
         prepare("preference", TOKENIZER, flags_for(tmp_path, path, use="preference"), 64)
 
 
@@ -328,7 +394,8 @@ def test_another_eos_misses_the_cache(tmp_path):
 def test_only_evaluation_rows_may_all_be_too_long(tmp_path, truncation):
     for name, answer in (("train", "b"), ("eval", "b" * 50)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "a", "response": answer}) + "\n")
-    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --truncation {truncation} --data_path"
+    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --truncation {truncation} "
+    words += "--apply_chat_template False --data_path"
     tokenizer = make_tokenizer(["words"])
     rows = prepare("sft", tokenizer, parse("sft", [*words.split(), str(tmp_path)]).data, 10, eval_fraction=0.1)
     assert len(rows.train) == 1

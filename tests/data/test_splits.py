@@ -13,7 +13,7 @@ from test_prepare import ROWS, TOKENIZER, answers_of, flags_for, prompts_of, wri
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import DataSource, parse_sources
-from dschat_ppo.data.splits import ORIGIN, Splits, hold_out, load_splits, split_of_step
+from dschat_ppo.data.splits import ORIGIN, Splits, load_splits
 from dschat_ppo.errors import UserError
 
 
@@ -50,40 +50,6 @@ def parquet_of(columns: dict[str, list]) -> bytes:
     file = io.BytesIO()
     Dataset.from_dict(columns).to_parquet(file)
     return file.getvalue()
-
-
-@pytest.mark.parametrize("shares", [(2.0, 4.0, 4.0), (1.0, 1.0, 1.0), (10.0, 0.0, 0.0), (0.2, 0.5, 0.3)])
-@pytest.mark.parametrize("count", [1, 7, 100])
-def test_the_parts_of_the_steps_are_disjoint_and_complete(shares, count):
-    rows = Dataset.from_dict({"id": list(range(count))})
-    parts = [split_of_step(rows, shares, part, seed=5)["id"] for part in range(3)]
-    assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(count))
-    for part, share in zip(parts, shares, strict=True):
-        assert abs(len(part) - count * share / sum(shares)) <= 1
-
-
-def test_parts_are_random_and_reproducible():
-    rows = Dataset.from_dict({"id": list(range(100))})
-    first = list(split_of_step(rows, (1, 1, 1), 0, seed=5)["id"])
-    assert first == list(split_of_step(rows, (1, 1, 1), 0, seed=5)["id"])
-    assert first != list(split_of_step(rows, (1, 1, 1), 0, seed=6)["id"])
-    assert sorted(first) != list(range(33))
-
-
-@pytest.mark.parametrize(("count", "fraction", "held"), [(100, 0.05, 5), (10, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0)])
-def test_hold_out_takes_its_fraction_and_keeps_a_training_row(count, fraction, held):
-    rows = Dataset.from_dict({"id": list(range(count))})
-    train, evaluation = hold_out(rows, fraction, seed=1)
-    assert (evaluation is None) == (held == 0)
-    kept = [] if evaluation is None else list(evaluation["id"])
-    assert len(kept) == held
-    assert sorted([*train["id"], *kept]) == list(range(count))
-
-
-def test_hold_out_with_fraction_zero_holds_out_nothing():
-    rows = Dataset.from_dict({"id": [0, 1, 2]})
-    train, evaluation = hold_out(rows, 0.0, seed=1)
-    assert (list(train["id"]), evaluation) == ([0, 1, 2], None)
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "a/b/c"])
