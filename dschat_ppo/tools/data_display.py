@@ -122,7 +122,7 @@ def _coloured(piece: Piece) -> str:
 def indented(title: str, text: str, colour: bool) -> list[str]:
     """Lines of a text behind its title and a bar."""
     bar = f"{_MARK}|{_RESET}" if colour else "|"
-    width = max(len(title), 10)
+    width = max(len(title), 12)
     return [
         f"    {(title if number == 0 else '').ljust(width)} {bar} {line}"
         for number, line in enumerate(text.removesuffix("\n").split("\n"))

@@ -86,4 +86,4 @@ def test_long_texts_lose_their_middle():
 
 
 def test_lines_stand_behind_their_title():
-    assert indented("prompt", "a⏎\nb⏎\n", colour=False) == ["    prompt     | a⏎", "               | b⏎"]
+    assert indented("prompt", "a⏎\nb⏎\n", colour=False) == ["    prompt       | a⏎", "                 | b⏎"]
