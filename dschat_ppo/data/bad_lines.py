@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dschat_ppo.errors import UserError
 
 QUOTED_CHARACTERS = 200
+BATCH_BYTES = 2**22  # of a file that are read at a time
 
 
 @dataclass

@@ -94,10 +94,10 @@ def _read_file(
 
     def convert(folder: Path) -> None:
         source = path
-        if path.suffix.lower() in COMPRESSED:
-            source = folder / "unpacked"
-            unpack(path, source)
         try:
+            if path.suffix.lower() in COMPRESSED:
+                source = folder / "unpacked"
+                unpack(path, source)
             write_table(kind, source, folder / "rows.arrow", number, skip, as_json)
         except OSError as problem:
             if problem.errno is None:

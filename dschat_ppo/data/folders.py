@@ -122,9 +122,11 @@ def _split_of(path: Path, folder: Path) -> str:
 
 
 def _group(path: Path, folder: Path) -> tuple[str, ...]:
-    """The folders that a file lies in, without those that are named "data" or like a split."""
+    """The folders that a file lies in, above the first one that is named like a split; "data" alone does not count."""
     parts = path.relative_to(folder).parts[:-1]
-    return tuple(part for part in parts if part.lower() not in ("data", TRAIN, "training") and not is_eval(part))
+    names_split = [part.lower() in (TRAIN, "training") or is_eval(part) for part in parts]
+    parts = parts[: names_split.index(True)] if True in names_split else parts
+    return () if parts == ("data",) else parts
 
 
 def _saved_files(folder: Path, what: str) -> Files | None:

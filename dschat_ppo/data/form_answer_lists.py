@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from itertools import accumulate
 from typing import Any
+
+import pyarrow
+from datasets import Dataset
 
 from dschat_ppo.data.examples import Row, Use, value_at
 from dschat_ppo.data.form_readers import prompt_value
@@ -16,6 +21,7 @@ SCORES = ("scores", "ratings", "rewards")  # columns with a number per answer: m
 RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
 _TEXTS = ("text", "answer", "response", "completion", "content")
 _SCORE = ("score", "overall_score", "rating", "reward")
+_GROUPS = 10_000
 GROUP_ANSWERS, GROUP_LABELS = "_answers", "_labels"  # columns that `group_by_prompt` adds
 
 
@@ -137,11 +143,11 @@ def _is_good(label: Any) -> bool:
     return known[text]
 
 
-def group_by_prompt(rows: Any, prompt: str, answer: str, label: str) -> Any:
-    """One row for each prompt of a `datasets.Dataset` of KTO rows.
+def group_by_prompt(rows: Dataset, prompt: str, answer: str, label: str) -> Dataset:
+    """One row for each prompt of a data set of KTO rows.
 
     Args:
-        rows: the data set.
+        rows: the whole data set.
         prompt, answer, label: names of its columns.
 
     Returns:
@@ -149,18 +155,25 @@ def group_by_prompt(rows: Any, prompt: str, answer: str, label: str) -> Any:
         `GROUP_LABELS`, in the order of the rows.
     """
     groups: dict[str, list[int]] = {}
-    for number, value in enumerate(rows.select_columns([prompt])):
-        key = value[prompt] if isinstance(value[prompt], str) else json.dumps(value[prompt], default=str)
+    for number, row in enumerate(rows.select_columns([prompt])):
+        key = row[prompt] if isinstance(row[prompt], str) else json.dumps(row[prompt], default=str)
         groups.setdefault(key, []).append(number)
     order = [number for numbers in groups.values() for number in numbers]
-    answers = rows.select(order).select_columns([answer, label])
-    grouped: dict[str, list[Any]] = {GROUP_ANSWERS: [], GROUP_LABELS: []}
-    at = iter(answers)
-    for numbers in groups.values():
-        members = [next(at) for _ in numbers]
-        grouped[GROUP_ANSWERS].append([member[answer] for member in members])
-        grouped[GROUP_LABELS].append([member[label] for member in members])
-    first = rows.select([numbers[0] for numbers in groups.values()])
-    for name, values in grouped.items():
-        first = first.add_column(name, values)
-    return first
+    members = rows.select_columns([answer, label]).select(order).with_format("arrow")[:]
+    grouped = rows.select([numbers[0] for numbers in groups.values()])
+    for name, column in ((GROUP_ANSWERS, answer), (GROUP_LABELS, label)):
+        key = hashlib.sha256(f"{grouped._fingerprint} {name} {column}".encode()).hexdigest()[:32]
+        lists = _lists(members[column], [len(numbers) for numbers in groups.values()])
+        grouped = grouped.add_column(name, lists, new_fingerprint=key)
+    return grouped
+
+
+def _lists(values: pyarrow.ChunkedArray, lengths: list[int]) -> pyarrow.ChunkedArray:
+    """Consecutive values as lists of these lengths, some thousands at a time: 32-bit offsets hold 2 GiB of text."""
+    parts, start = [], 0
+    for at in range(0, len(lengths), _GROUPS):
+        offsets = [0, *accumulate(lengths[at : at + _GROUPS])]
+        part = values.slice(start, offsets[-1]).combine_chunks()
+        parts.append(pyarrow.ListArray.from_arrays(pyarrow.array(offsets, pyarrow.int32()), part))
+        start += offsets[-1]
+    return pyarrow.chunked_array(parts)

@@ -35,6 +35,7 @@ class Form:
             use that the form does not serve. It can be pickled.
         description: what was understood, one line for the log.
         uses: what the form serves: some of "sft", "preference" and "prompt".
+        about: the data set, its columns and the form, for messages.
         identity: text that differs between forms that read rows differently, for keys of caches.
         uses_flags: whether the column flags name columns of this data set.
         regroup: None, or a function of the whole `datasets.Dataset` that must run before its rows are split or read.
@@ -45,9 +46,18 @@ class Form:
     read: Callable[[Row, Use, str], list[Example]]
     description: str
     uses: tuple[Use, ...]
+    about: str
     identity: str
     uses_flags: bool
     regroup: Callable[[Any], Any] | None = None
+
+    def require(self, use: Use) -> None:
+        """Refuse a use that the form does not serve.
+
+        Raises:
+            UserError: the message lists the columns and what the step needs.
+        """
+        _require(self.uses, self.about, use)
 
 
 def detect_form(name: str, columns: list[str], rows: list[Row], has_template: bool, flags: DataFlags) -> Form:
@@ -96,8 +106,8 @@ def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
     Raises:
         UserError: they do.
     """
-    if flags.columns and forms and not any(form.uses_flags for form in forms):
-        named = ", ".join(f"--{role}_column {column}" for role, column in flags.columns.items() if column)
+    named = ", ".join(f"--{role}_column {column}" for role, column in flags.columns.items() if column)
+    if named and forms and not any(form.uses_flags for form in forms):
         raise UserError(f"{named}: no data set has such a column")
 
 
@@ -139,18 +149,26 @@ def _form(
         parts.append(f"SFT learns '{chosen.columns['response']}', not '{chosen.columns['chosen']}'")
     regroup = None
     if kind.name == "kto":
+        nested = [column for column in chosen.columns.values() if column not in columns]
+        if nested:
+            raise UserError(f"{name}: rows are grouped by prompt, so '{nested[0]}' must be a column, not inside one")
         regroup = partial(group_by_prompt, **{role: chosen.columns[role] for role in ("prompt", "label")},
                           answer=chosen.columns["response"])  # fmt: skip
+    about = f"{name}: has the columns {_listed(columns)}, read as form {kind.name}"
     return Form(
-        kind.name, rendering, partial(_read, reading, uses, f"{name}: has the columns {_listed(columns)}"),
-        "; ".join([*parts, *([note] if note else [])]), uses, repr(reading), bool(by_flag), regroup,
+        kind.name, rendering, partial(_read, reading, uses, about), "; ".join([*parts, *([note] if note else [])]),
+        uses, about, repr(reading), bool(by_flag), regroup,
     )  # fmt: skip
 
 
 def _read(reading: Reading, uses: tuple[Use, ...], about: str, row: Row, use: Use, where: str) -> list[Example]:
-    if use not in uses:
-        raise UserError(f"{about}, read as form {reading.form}; this step needs {NEEDED[use]}")
+    _require(uses, about, use)
     return read_row(kind_named(reading.form).read, reading, row, use, where)
+
+
+def _require(uses: tuple[Use, ...], about: str, use: Use) -> None:
+    if use not in uses:
+        raise UserError(f"{about}; this step needs {NEEDED[use]}")
 
 
 def _columns_by_flag(name: str, columns: list[str], rows: list[Row], flags: DataFlags) -> tuple[dict[str, str], str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub
+from datasets.naming import camelcase_to_snakecase
 from huggingface_hub import constants
 
 from dschat_ppo.common.atomic_files import sync_folder
@@ -20,7 +21,7 @@ ANSWER_SECONDS = 5.0  # for the hub to answer before it counts as unreachable
 
 def hub_dataset(
     spec: str, config_name: str | None, root: str | None, flag: str = "--data_path"
-) -> datasets.DatasetDict:
+) -> datasets.DatasetDict | Path:
     """Load the splits of a hub data set through the cache of `datasets`.
 
     Without network, and with `HF_HUB_OFFLINE`, only the cache is used. If the cached files cannot be read, or hold
@@ -32,20 +33,33 @@ def hub_dataset(
         root: folder of the cache; None for that of `datasets`.
         flag: the flag that names it, for messages.
 
+    Returns:
+        Its splits; or, if the hub cannot be reached, the folder with its files that `hf download` has made.
+
     Raises:
         UserError: there is no such data set or configuration, it is a script, or the hub cannot be reached.
     """
     unreachable = _why_unreachable(spec)
+    cached = _cached_configs(spec, root)
+    if unreachable and config_name is None and len(cached) > 1:  # `datasets` would take the latest one
+        raise UserError(
+            f"{flag} {spec}: the configurations {', '.join(cached)} were downloaded, and the hub cannot be reached "
+            f"({unreachable}); name one, as in {spec}:{cached[0]}"
+        )
     load = partial(datasets.load_dataset, spec, config_name, cache_dir=root)
     with _offline(unreachable != ""):
         try:
             with reading(f"{flag} {spec}"):
                 splits = _load_intact(load)
         except UserError as problem:
+            if unreachable and not cached and (folder := _downloaded_folder(spec)) is not None:
+                logger().info(f"data: {spec}: the hub cannot be reached; an earlier download is used: {folder}")
+                return folder
             cause = problem.__cause__ or problem
             raise UserError(f"{flag} {spec}: {_explain(cause, spec, config_name, unreachable)}") from cause
     if unreachable:
-        logger().info(f"data: {spec}: the hub cannot be reached, so the files of an earlier download are used")
+        names = ", ".join(sorted({str(rows.info.config_name) for rows in splits.values()}))
+        logger().info(f"data: {spec}: the hub cannot be reached; an earlier download is used (configuration {names})")
     for rows in splits.values():
         for file in rows.cache_files:
             sync_folder(Path(file["filename"]).parent)
@@ -76,6 +90,21 @@ def _why_unreachable(spec: str) -> str:
     return ""
 
 
+def _cached_configs(spec: str, root: str | None) -> list[str]:
+    """Configurations of a data set in the cache of `datasets`."""
+    *owner, name = spec.split("/")
+    place = Path(root or datasets.config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(name)])
+    return sorted({path.parent.parent.name for path in place.glob("*/*/*") if path.is_dir()})
+
+
+def _downloaded_folder(spec: str) -> Path | None:
+    """The files of a data set in the cache of the hub, as `hf download` leaves them; None if they are not there."""
+    try:
+        return Path(huggingface_hub.snapshot_download(spec, repo_type="dataset", local_files_only=True))
+    except (huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.HFValidationError):
+        return None
+
+
 @contextmanager
 def _offline(wanted: bool) -> Iterator[None]:
     """Let `datasets` use its cache alone. It offers this only as a setting of the process."""
@@ -98,6 +127,8 @@ def _explain(problem: BaseException, spec: str, config_name: str | None, unreach
             "is a loading script, which would run code of others; download the files of its revision "
             "refs/convert/parquet and give the local folder"
         )
+    if "Available configs in the cache" in text and unreachable:
+        return f"its configuration '{config_name}' was not downloaded, and the hub cannot be reached ({text})"
     if "onfig name is missing" in text or "BuilderConfig" in text:
         chosen = f"has no configuration '{config_name}'" if config_name else "has several configurations"
         return f"{chosen}; name one, as in {spec}:NAME ({text})"

@@ -18,10 +18,9 @@ import pyarrow as pa
 from datasets import Features, Json
 from datasets.features.features import generate_from_arrow_type
 
-from dschat_ppo.data.bad_lines import BadLines
-from dschat_ppo.errors import UserError
+from dschat_ppo.data.bad_lines import BATCH_BYTES, BadLines
+from dschat_ppo.data.json_stream import json_values
 
-BATCH_BYTES = 2**22
 _BATCH_ROWS = 2000
 _BOM = codecs.BOM_UTF8
 Batch = tuple[list[int], list[dict[str, Any]]]  # numbers of the rows, and the rows
@@ -232,7 +231,8 @@ def _line_batches(path: Path, bad: BadLines) -> Iterator[Batch]:
                 except UnicodeDecodeError:
                     fault = "is not UTF-8 text"
                 except json.JSONDecodeError as problem:
-                    fault = f"is not JSON ({problem.msg}, column {problem.colno})"
+                    column = min(problem.pos, len(problem.doc.rstrip("\r\n"))) + 1
+                    fault = f"is not JSON ({problem.msg}, column {column})"
                 except RecursionError:
                     fault = "is nested too deeply"
                 else:
@@ -254,7 +254,7 @@ def _misfit(row: Any) -> str:
 
 def _stream_batches(path: Path, bad: BadLines) -> Iterator[Batch]:
     number, numbers, rows = 0, [], []
-    for number, row in enumerate(_values(path), start=1):
+    for number, row in enumerate(json_values(path), start=1):
         if isinstance(row, str):
             row = {"text": row}
         if fault := _misfit(row):
@@ -285,69 +285,3 @@ def _columns_of(table: dict[str, Any]) -> list[dict[str, Any]] | None:
     ):
         return None
     return [dict(zip(table, values, strict=True)) for values in zip(*parts, strict=True)]
-
-
-def _values(path: Path) -> Iterator[Any]:
-    """The values of one array, or of a sequence of JSON values, decoded one by one: the file is never whole in memory.
-
-    Raises:
-        UserError: not JSON, not UTF-8, or the file ends early.
-    """
-    decoder, number = json.JSONDecoder(), 0
-    with path.open(encoding="utf-8-sig") as file:
-        buffer, place = _read(file, number), 0
-        buffer = buffer.lstrip()
-        in_array = buffer.startswith("[")
-        place = 1 if in_array else 0
-        comma = False
-        while True:
-            place = _skip(buffer, place, " \t\r\n")
-            if place == len(buffer):
-                more = _read(file, number)
-                if not more:
-                    if in_array:
-                        raise UserError(f"its array has no end after row {number}: the file is truncated")
-                    return
-                buffer, place = more, 0
-                continue
-            if in_array and buffer[place] == "," and comma:
-                place, comma = place + 1, False
-                continue
-            if in_array and buffer[place] == "]" and (comma or number == 0):
-                rest = buffer[place + 1 :] + file.read(BATCH_BYTES)
-                if rest.strip():
-                    raise UserError(f"has more text after the end of its array: {rest.strip()[:200]!r}")
-                return
-            if in_array and comma:
-                raise UserError(f"row {number} is not followed by a comma: {buffer[place : place + 200]!r}")
-            try:
-                value, end = decoder.raw_decode(buffer, place)
-                if end == len(buffer) and not isinstance(value, (dict, list, str)):
-                    raise json.JSONDecodeError("a number may continue", buffer, end)
-            except RecursionError:
-                raise UserError(f"row {number + 1} is nested too deeply") from None
-            except json.JSONDecodeError as problem:
-                more = _read(file, number, at_least=len(buffer) - place)
-                if not more:
-                    shown = buffer[place : place + 200]
-                    cause = f"row {number + 1} is not JSON ({problem.msg})"
-                    if problem.pos >= len(buffer.rstrip()) or "Unterminated" in problem.msg:
-                        cause = f"row {number + 1} has no end: the file is truncated"
-                    raise UserError(f"{cause}: {shown!r}") from None
-                buffer, place = buffer[place:] + more, 0
-                continue
-            number, place, comma = number + 1, end, True
-            yield value
-
-
-def _skip(buffer: str, place: int, letters: str) -> int:
-    while place < len(buffer) and buffer[place] in letters:
-        place += 1
-    return place
-
-
-def _read(file: Any, number: int, at_least: int = 0) -> str:
-    try:
-        return str(file.read(max(BATCH_BYTES, at_least)))
-    except UnicodeDecodeError:
-        raise UserError(f"is not UTF-8 text, in or after row {number + 1}; convert it") from None

@@ -113,12 +113,14 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
     Raises:
         UserError: the field is neither.
     """
-    if isinstance(value, str):
+    is_text = isinstance(value, str)
+    if is_text:
         value = parse_json(value, f"'{column}'") if value.strip() else None
     if value is not None and not isinstance(value, list):
         raise UserError(f"'{column}' is {kind_of(value)}; expected a list of tool descriptions or its JSON")
-    tools = [parse_json(tool, f"'{column}'") if isinstance(tool, str) else without_nulls(tool) for tool in value or []]
-    return tools or None
+    if not is_text:  # nulls of a JSON text are meant
+        value = without_nulls(value)
+    return [parse_json(tool, f"'{column}'") if isinstance(tool, str) else tool for tool in value or []] or None
 
 
 def parse_json(text: Any, name: str) -> Any:

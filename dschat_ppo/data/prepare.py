@@ -175,8 +175,7 @@ class Preparation:
         first = raw.select_columns(columns).select(range(min(FIRST_ROWS, len(raw)))).to_list()
         form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
         logger().info(f"data: {source.spec}: {form.description}")
-        if self.use not in form.uses:
-            form.read(first[0], self.use, source.spec)  # raises, and names the columns that are missing
+        form.require(self.use)
         self.forms.append(form)
         return form
 

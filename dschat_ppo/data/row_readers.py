@@ -18,8 +18,8 @@ import pyarrow.parquet
 from datasets import Features, Value
 from datasets.table import table_cast
 
-from dschat_ppo.data.bad_lines import BadLines
-from dschat_ppo.data.json_rows import BATCH_BYTES, JsonColumns, json_batches
+from dschat_ppo.data.bad_lines import BATCH_BYTES, BadLines
+from dschat_ppo.data.json_rows import JsonColumns, json_batches
 from dschat_ppo.errors import UserError
 
 ORIGIN = "_origin"  # column with the number of the file and of the row, see `splits.Origins`

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy
@@ -155,9 +156,12 @@ def _open(source: DataSource, cache_dir: str | None, skip: bool) -> _Opened:
             os.makedirs(cache_dir, exist_ok=True)
         except OSError as problem:
             raise UserError(f"--data_output_path {cache_dir}: cannot be written ({problem.strerror})") from None
-    if is_hub_name(source.location):
-        return _open_hub(source, cache_dir, what)
     path = Path(source.location)
+    if is_hub_name(source.location):
+        found = hub_dataset(source.location, source.config, cache_dir, source.flag)
+        if not isinstance(found, Path):
+            return _open_hub(source, found, cache_dir, what)
+        path = found
     if path.is_dir():
         files: Files = split_files(path, source.config, what)
     elif not os.path.lexists(path):
@@ -170,8 +174,7 @@ def _open(source: DataSource, cache_dir: str | None, skip: bool) -> _Opened:
     return _Opened(source, cache_dir, skip, files, Origins(names))
 
 
-def _open_hub(source: DataSource, cache_dir: str | None, what: str) -> _Opened:
-    found = hub_dataset(source.location, source.config, cache_dir, source.flag)
+def _open_hub(source: DataSource, found: Mapping[Any, Dataset], cache_dir: str | None, what: str) -> _Opened:
     name = source.location + (f":{source.config}" if source.config else "")
     splits = {str(split): rows for split, rows in found.items() if len(rows)}
     if not splits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
@@ -75,6 +76,11 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
     if own is not None:
         check_length(folder, reward_length(config, folder), "--reward_model_max_length")
         return
+    if load_tokenizer(folder, flag).chat_template != tokenizer.chat_template:
+        logger().warning(
+            f"{flag} {folder}: its chat template differs from the actor's, but it reads the actor's token ids, "
+            "rendered with the actor's template; for chat messages, train both with the same template (--chat_template)"
+        )
     check_length(folder, longest, LIMITS)
     if config.rewards.reward_model_max_length is not None:
         raise UserError(

@@ -12,7 +12,9 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.collators import right_padded
-from dschat_ppo.data.templates import Messages, encode_answer, encode_prompt, is_messages
+from dschat_ppo.data.encode import encode_examples
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import filler_id
@@ -90,12 +92,15 @@ class RetokenizedModelReward:
         Raises:
             RewardServiceError: the template or the tokenizer rejects a row of some rank; raised on every rank.
         """
-        texts = zip(request.prompts, request.responses, request.rows, rollout.ended.tolist(), strict=True)
+        rows = zip(request.prompts, request.responses, request.rows, strict=True)
         sequences, problem = list[list[int]](), None
-        try:
-            sequences = [self._encode(*text) for text in texts]
-        except UserError as rejected:
-            problem = str(rejected)
+        found = encode_examples(self.tokenizer, [self._example(*row) for row in rows], all_turns=False)
+        for encoded, prompt, ended in zip(found, request.prompts, rollout.ended.tolist(), strict=True):
+            if isinstance(encoded, UserError):
+                problem = f"--reward_model_name_or_path: {encoded} (prompt: {prompt[:60]!r})"
+                break
+            (answer,) = encoded.answers
+            sequences.append(encoded.prompt + (answer if ended else answer[:-1]))
         raise_on_any_rank(problem)  # otherwise the other ranks would wait in the forward passes
         too_long = sum(len(sequence) > self.max_length for sequence in sequences)
         if too_long:
@@ -107,18 +112,12 @@ class RetokenizedModelReward:
         input_ids, lengths = right_padded(cut, filler_id(self.tokenizer))
         return scores_in_batches(self.engine, input_ids.to(self.device), lengths.to(self.device), self.batch_tokens)
 
-    def _encode(self, prompt: str, response: str, row: dict[str, Any], ended: bool) -> list[int]:
-        """Token ids of one prompt and response; without the final token if the response did not end."""
+    def _example(self, prompt: str, response: str, row: dict[str, Any]) -> Example:
+        """What the reward model reads: the row's chat messages, if it has a template for them, or the prompt's text."""
         messages = next((row[name] for name in (MESSAGES, "prompt") if is_messages(row.get(name))), None)
-        source: str | Messages = prompt
-        if messages is not None and self.tokenizer.chat_template is not None:
-            source = messages
-        tools = row.get(TOOLS)
-        try:
-            answer = encode_answer(self.tokenizer, source, response, tools)
-            return encode_prompt(self.tokenizer, source, tools) + (answer if ended else answer[:-1])
-        except UserError as problem:
-            raise UserError(f"--reward_model_name_or_path: {problem} (prompt: {prompt[:60]!r})") from problem.__cause__
+        if messages is None or self.tokenizer.chat_template is None:
+            return Example(prompt, [response])
+        return Example(messages, [response], tools=row.get(TOOLS))
 
 
 @torch.no_grad()

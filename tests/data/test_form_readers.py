@@ -1,6 +1,7 @@
 """Each form on rows of real shape: the examples of each use, one prompt for all uses, and messages about bad rows."""
 
 import pytest
+from datasets import Dataset
 from form_fixtures import ALPACA, ASK, FIXTURES, HALL, HH, ROOF, assistant, form_of, read, system, user
 
 from dschat_ppo.data.examples import Example
@@ -21,6 +22,16 @@ def test_rows_of_real_shape_give_these_examples(name, use):
         assert read(fixture.rows, use, has_template=fixture.has_template) == expected
 
 
+@pytest.mark.parametrize("name", [name for name in FIXTURES if name != "messages without an answer"])
+def test_rows_read_the_same_from_an_arrow_table(name):
+    fixture = FIXTURES[name]
+    rows = Dataset.from_list([*fixture.rows, *fixture.rows], on_mixed_types="use_json").to_list()
+    form = form_of(rows, fixture.has_template)
+    for use, expected in fixture.expected.items():
+        if expected is not None:
+            assert [example for row in rows for example in form.read(row, use, "row")] == [*expected, *expected]
+
+
 @pytest.mark.parametrize("name", FIXTURES)
 def test_all_uses_read_the_same_prompt(name):
     fixture = FIXTURES[name]
@@ -38,6 +49,10 @@ def test_a_use_that_the_form_does_not_serve_is_refused_with_the_columns(name):
     fixture = FIXTURES[name]
     with pytest.raises(UserError) as caught:
         read(fixture.rows, "preference")
+    with pytest.raises(UserError, match="this step needs") as again:
+        form_of(fixture.rows).require("preference")
+    assert str(again.value) == str(caught.value)
+    form_of(fixture.rows).require("sft")
     assert f"d.jsonl: has the columns {', '.join(map(repr, fixture.rows[0]))}" in str(caught.value)
     assert f"read as form {fixture.form}; this step needs a prompt and two answers" in str(caught.value)
 

@@ -13,7 +13,7 @@ from test_prepare import ROWS, TOKENIZER, answers_of, flags_for, prompts_of, wri
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import DataSource, parse_sources
-from dschat_ppo.data.splits import ORIGIN, Splits, load_splits
+from dschat_ppo.data.splits import ORIGIN, Splits, load_all, load_splits
 from dschat_ppo.errors import UserError
 
 
@@ -185,3 +185,111 @@ def test_an_unreadable_file_is_named_in_the_error(tmp_path, name, content):
     with pytest.raises(UserError) as problem:
         prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64)
     assert name in str(problem.value)
+
+
+# Splits that the name of a data set chooses
+
+
+NAMES = ["train.jsonl", "validation.jsonl", "test.jsonl"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """10 training rows, 2 validation rows and 3 test rows, numbered."""
+    (tmp_path / "d").mkdir()
+    for name, numbers in zip(NAMES, [range(10), range(10, 12), range(12, 15)], strict=True):
+        write_jsonl(tmp_path / "d" / name, [{"n": n} for n in numbers])
+    return tmp_path / "d"
+
+
+@pytest.mark.parametrize(
+    ("split", "train", "evaluation"),
+    [
+        ("", range(10), [12, 13, 14, 10, 11]),
+        ("[train]", range(10), [12, 13, 14, 10, 11]),
+        ("[test]", [12, 13, 14], None),
+        ("[dev]", [10, 11], None),
+        ("[train[:3]]", [0, 1, 2], [12, 13, 14, 10, 11]),
+        ("[train[50%:]]", range(5, 10), [12, 13, 14, 10, 11]),
+        ("[train[-1:]+validation]", [9, 10, 11], [12, 13, 14]),
+        ("[validation+test[1:2]]", [10, 11, 13], None),
+    ],
+)
+def test_a_split_in_brackets_selects_files_and_rows(tmp_path, folder, split, train, evaluation):
+    splits = load(tmp_path, f"{folder}{split}")
+    assert splits.train["n"][:] == list(train)
+    assert (splits.eval and splits.eval["n"][:]) == evaluation
+    assert origins_of(splits)[0].startswith(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ("[trial]", "has no split 'trial'; it has test, train, validation"),
+        ("[train[:0]]", r"the split 'train\[:0\]' has no rows"),
+        ("[train[a:b]]", r"the split 'train\[a:b\]': Unrecognized instruction format"),
+        ("[train+x]", "has no split 'x'"),
+    ],
+)
+def test_splits_that_do_not_exist_list_those_that_do(tmp_path, folder, split, words):
+    with pytest.raises(UserError, match=f"^--data_path .*/d: {words}") as problem:
+        load(tmp_path, f"{folder}{split}")
+    assert "\n" not in str(problem.value)
+
+
+def test_several_training_splits_need_a_choice_and_their_own_evaluation_split(tmp_path):
+    (tmp_path / "d").mkdir()
+    for n, name in enumerate(["train_sft", "train_prefs", "test_sft", "test_prefs"]):
+        write_jsonl(tmp_path / "d" / f"{name}-00000-of-00001.jsonl", [{"n": n}])
+    with pytest.raises(
+        UserError, match=r"has the training splits train_prefs, train_sft; choose one, as in .*d\[train"
+    ):
+        load(tmp_path, tmp_path / "d")
+    splits = load(tmp_path, f"{tmp_path}/d[train_sft]")
+    assert (splits.train["n"][:], splits.eval["n"][:]) == ([0], [2])
+
+
+def test_a_file_has_one_split_and_no_configuration(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"n": n} for n in range(4)])
+    assert load(tmp_path, f"{path}[train[:2]]").train["n"][:] == [0, 1]
+    with pytest.raises(UserError, match=r"has no split 'test'; it has train"):
+        load(tmp_path, f"{path}[test]")
+    with pytest.raises(UserError, match=r"d\.jsonl: a file has no configuration 'main'"):
+        load(tmp_path, f"{path}:main")
+
+
+def test_a_folder_for_evaluation_is_used_whole(tmp_path, folder):
+    cache = str(tmp_path / "cache")
+    rows = load_all(source_of(folder, "--eval_data_path"), cache).train
+    assert sorted(rows["n"]) == list(range(15))
+    assert load_all(source_of(f"{folder}[test]", "--eval_data_path"), cache).train["n"][:] == [12, 13, 14]
+    (folder / "train.jsonl").unlink()
+    assert len(load_all(source_of(folder, "--eval_data_path"), cache).train) == 5
+
+
+def test_evaluation_files_of_a_folder_reach_the_token_rows(tmp_path):
+    (tmp_path / "e").mkdir()
+    write_jsonl(tmp_path / "e/eval.jsonl", ROWS[:2])
+    path = write_jsonl(tmp_path / "d.jsonl", ROWS)
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64, eval_paths=[str(tmp_path / "e")], eval_fraction=0.5)
+    assert prompts_of(rows.eval) == ["prompt 0", "prompt 1"]
+
+
+def test_a_hub_data_set_for_evaluation_must_name_one_of_its_splits(tmp_path, monkeypatch):
+    one, two = Dataset.from_dict({"n": [1]}), Dataset.from_dict({"n": [2, 3]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: DatasetDict(train=one, test=two))
+    with pytest.raises(UserError, match=r"--eval_data_path org/x: has the splits train, test; .* org/x:main\[test\]"):
+        load_all(source_of("org/x:main", "--eval_data_path"), None)
+    assert load_all(source_of("org/x[test]", "--eval_data_path"), None).train["n"][:] == [2, 3]
+    splits = load_splits(source_of("org/x[test[1:]]"), None)
+    assert splits.train["n"][:] == [3] and splits.eval is None
+    assert origins_of(splits) == ["org/x (test), row 2"]
+    with pytest.raises(UserError, match="--data_path org/x: has no split 'dev'; it has train, test"):
+        load_splits(source_of("org/x[dev]"), None)
+
+
+def test_a_million_rows_carry_their_origin_in_eight_bytes_each(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"n": n} for n in range(5)])
+    rows = load(tmp_path, path).train
+    assert rows.data.table.column(ORIGIN).nbytes == 5 * 8
+    assert [Path(file["filename"]).name for file in rows.cache_files] == ["rows_00000.arrow"], "it lies on the disk"

@@ -218,7 +218,7 @@ def bad(assets, tmp_path_factory):
     from dschat_ppo.tools import toy
 
     folder = tmp_path_factory.mktemp("bad")
-    good = json.dumps({"prompt": "a", "response": "b"})
+    good = json.dumps({"prompt": "a:", "response": "b"})
     (folder / "empty.jsonl").write_text("")
     (folder / "notes.txt").write_text("hello")
     (folder / "number.jsonl").write_text(f'{good}\n{{"prompt": "a", "response": 7}}\n')

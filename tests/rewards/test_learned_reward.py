@@ -138,6 +138,18 @@ def test_messages_use_the_reward_models_chat_template(engine, tokenizer):
     assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
 
 
+def test_rows_of_every_chat_form_use_the_reward_models_chat_template(engine, tokenizer):
+    """Data preparation adds the messages; the columns of such rows hold another form."""
+    sharegpt = {"conversations": [{"from": "human", "value": "a lamp?"}], "_messages": MESSAGES}
+    both = {"prompt": [{"role": "user", "content": "not this"}], "_messages": MESSAGES}
+    rows = [("the actor's form", "yes", row) for row in (sharegpt, both, {**sharegpt, "_tools": [{"name": "find"}]})]
+    tokenizer.chat_template = "{{ tools | tojson if tools }}" + TEMPLATE
+    texts = [f"{tools}<user>a lamp?\n<assistant>" for tools in ("", "", '[{"name": "find"}]')]
+    end = [*tokenizer.encode("yes", add_special_tokens=False), tokenizer.eos_token_id]
+    expected = [tokenizer.encode(text, add_special_tokens=False) + end for text in texts]
+    assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
+
+
 def test_long_sequences_lose_their_start_and_are_counted(engine, tokenizer, capsys):
     tokenizer.chat_template = None
     rows = [("a lamp in the hall", " yes", {}), ("red", "", {}), ("blue blue blue", " no thanks", {})]

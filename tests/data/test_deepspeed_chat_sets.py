@@ -1,0 +1,144 @@
+"""The sixteen data sets of DeepSpeed-Chat: raw rows as the hub has them, to its prompts and answers."""
+
+from typing import get_args
+
+import pytest
+from form_fixtures import form_of, read, user
+
+from dschat_ppo.config.data_flags import DATA_FORMATS
+from dschat_ppo.data.deepspeed_chat_sets import HUB_NAMES, SETS, set_named
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.form_kinds import KINDS
+from dschat_ppo.errors import UserError
+
+HH = "\n\nHuman: What is a lamp?\n\nAssistant:"
+PAIR = {"prompt": HH, "response": " A light.", "chosen": " A light.", "rejected": " No idea."}
+WEBGPT = {
+    "question": {"dataset": "eli5", "id": "1", "full_text": "Why is it red?"}, "quotes_0": {"title": [], "extract": []},
+    "answer_0": "Because of iron [1] (see [2]).", "tokens_0": {}, "score_0": 0.5, "quotes_1": {},
+    "answer_1": "It is (not) red[1, 3].", "tokens_1": {}, "score_1": -0.5,
+}  # fmt: skip
+FIRST, SECOND = " Because of iron).", " It is red."  # "(see [2]" ends at the first closing bracket
+SHP = {"history": "How?", "human_ref_A": "So.", "human_ref_B": "Thus.", "labels": 1, "score_A": 9, "score_B": 2}
+MIRACL = {
+    "query_id": "1", "query": "何?", "positive_passages": [{"docid": "1#0", "text": "答", "title": "t"}, {"text": "b"}],
+    "negative_passages": [{"docid": "2#0", "text": "否", "title": "u"}], "emb": [0.5],
+}  # fmt: skip
+MKQA = {
+    "example_id": 1, "queries": {"zh_cn": "谁?", "ja": "誰?", "en": "who?"}, "query": "who?",
+    "answers": {lang: [{"type": 0, "entity": "Q1", "text": text, "aliases": []}] for lang, text in
+                (("zh_cn", "他"), ("ja", "彼"), ("en", "he"))},
+}  # fmt: skip
+# name -> (raw row, prompt, chosen, rejected or None)
+EXPECTED = {
+    "Dahoas/rm-static": (PAIR, HH, " A light.", " No idea."),
+    "Dahoas/full-hh-rlhf": (PAIR, HH, " A light.", " No idea."),
+    "Dahoas/synthetic-instruct-gptj-pairwise": (
+        {"prompt": "Name a colour.", "chosen": "Red.", "rejected": "Seven."},
+        " Human: Name a colour. Assistant:", " Red.", " Seven.",
+    ),
+    "yitingxie/rlhf-reward-datasets": (
+        {"prompt": "Human: Hi?\n\n", "chosen": "Assistant: Hello.", "rejected": "Assistant: Go. Assistant: away"},
+        "Human: Hi?\n\nAssistant:", " Hello.", " away",
+    ),
+    "openai/webgpt_comparisons": (WEBGPT, " Human: Why is it red? Assistant:", FIRST, SECOND),
+    "stanfordnlp/SHP": (SHP, " Human: How? Assistant:", " So.", " Thus."),
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": (
+        {"prompt": "USER: Hi ASSISTANT:", "label": "Hello</s>"}, "Human: Hi Assistant:", " Hello</s>", None,
+    ),
+    "wangrui6/Zhihu-KOL": (
+        {"INSTRUCTION": "怎么?", "RESPONSE": "这样。", "SOURCE": "Zhihu", "METADATA": "{}"},
+        " Human: 怎么? Assistant:", " 这样。", None,
+    ),
+    "Cohere/miracl-zh-queries-22-12": (MIRACL, " Human: 何? Assistant:", " 答", " 否"),
+    "Cohere/miracl-ja-queries-22-12": (MIRACL, " Human: 何? Assistant:", " 答", " 否"),
+    "Hello-SimpleAI/HC3-Chinese": (
+        {"id": "0", "question": "什么?", "human_answers": ["人", "b"], "chatgpt_answers": ["机"]},
+        " Human: 什么? Assistant:", " 人", None,
+    ),
+    "mkqa-Chinese": (MKQA, " Human: 谁? Assistant:", " 他", None),
+    "mkqa-Japanese": (MKQA, " Human: 誰? Assistant:", " 彼", None),
+    "lmqg/qg_jaquad": (
+        {"question": "何?", "sentence": "文。", "paragraph": "段落。", "answer": "文"},
+        " Human: 何? Assistant:", " 文。", None,
+    ),
+    "lmqg/qag_jaquad": (
+        {"questions": ["何?", "誰?"], "paragraph": "段落。", "answers": ["a", "b"]},
+        " Human: 何? Assistant:", " 段落。", None,
+    ),
+    "local/jsonfile": ({"prompt": "Hi", "chosen": "Yes", "rejected": "No"}, " Hi", " Yes", " No"),
+}  # fmt: skip
+
+
+def test_all_sixteen_are_known_and_can_be_named_as_a_format():
+    assert len(SETS) == 16 and set(SETS) == set(EXPECTED)
+    assert set(get_args(DATA_FORMATS)) == {"auto", *SETS, *(kind.name for kind in KINDS)}
+    assert set(HUB_NAMES) <= set(SETS)
+
+
+@pytest.mark.parametrize("how", ["name", "folder", "flag"])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_prompts_and_answers_are_those_of_deepspeed_chat(name, how):
+    row, prompt, chosen, rejected = EXPECTED[name]
+    given = {"name": {"name": name}, "folder": {"name": f"data/{name}/"}, "flag": {"data_format": name}}[how]
+    form = form_of([row], **given)
+    assert (form.name, form.rendering) == (name, "text")
+    assert read([row], "sft", **given) == [Example(prompt, [chosen])]
+    assert read([row], "prompt", **given) == [Example(prompt, [])]
+    if rejected is None:
+        with pytest.raises(UserError, match="this step needs a prompt and two answers"):
+            read([row], "preference", **given)
+    else:
+        assert read([row], "preference", **given) == [Example(prompt, [chosen, rejected])]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "pair"),
+    [
+        ("openai/webgpt_comparisons", {"score_0": -1}, [SECOND, FIRST]),
+        ("openai/webgpt_comparisons", {"score_0": "-0.5"}, [FIRST, SECOND]),  # equal scores: the first one
+        ("stanfordnlp/SHP", {"labels": 0}, [" Thus.", " So."]),
+    ],
+)
+def test_scores_and_labels_choose_the_better_answer(name, changes, pair):
+    assert read([EXPECTED[name][0] | changes], "preference", name=name)[0].answers == pair
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("wangrui6/Zhihu-KOL", {"INSTRUCTION": None}, "'INSTRUCTION' is null"),
+        ("mkqa-Chinese", {"answers": {"zh_cn": [{"text": None}]}}, r"'answers\.zh_cn\.0\.text' is null"),
+        ("Hello-SimpleAI/HC3-Chinese", {"human_answers": []}, r"has no 'human_answers\.0'"),
+        ("openai/webgpt_comparisons", {"score_0": None}, "'score_0' is None; expected a number"),
+        ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"label": ""}, "the answer is empty"),
+    ],
+)
+def test_rows_without_the_texts_are_bad(name, changes, words):
+    row = EXPECTED[name][0]
+    with pytest.raises(UserError, match=f"^row 1: {words}"):
+        form_of([row], name=name).read(row | changes, "sft", "row 1")
+
+
+def test_a_name_is_a_whole_part_of_a_path():
+    assert set_named("/data/Dahoas/rm-static") == set_named("Dahoas/rm-static/data") == "Dahoas/rm-static"
+    assert set_named("Dahoas/rm-static-2") is None and set_named("my-Dahoas/rm-static") is None
+
+
+def test_other_columns_than_those_of_the_hub_are_refused():
+    with pytest.raises(UserError, match="the form Dahoas/rm-static needs .*; --data_format FORM reads it in another"):
+        form_of([{"messages": [user("a")]}], name="Dahoas/rm-static")
+    assert form_of([{"messages": [user("a")]}], name="Dahoas/rm-static", data_format="messages").name == "messages"
+
+
+def test_columns_that_flags_name_come_before_the_name():
+    row = {"q": "Hi:", "chosen": "a", "rejected": "b"}
+    assert read([row], "prompt", name="local/jsonfile", prompt_column="q") == [Example("Hi:", [])]
+
+
+def test_the_chat_template_does_not_apply():
+    with pytest.raises(UserError, match="has the text prompts of DeepSpeed-Chat, so --apply_chat_template True"):
+        form_of([PAIR], name="Dahoas/rm-static", apply_chat_template=True)
+    assert (
+        "--input_template does not apply" in form_of([PAIR], name="Dahoas/rm-static", input_template="{}").description
+    )

@@ -1,0 +1,171 @@
+"""Batched encoding equals encoding one by one, and both equal the rendered conversation, on many tokenizers."""
+
+import random
+
+import pytest
+from tiny_tokenizers import KINDS, tokenizer_of
+
+from dschat_ppo.data.chat_templates import NAMED, named_template
+from dschat_ppo.data.encode import EncodedExample, encode_examples
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.templates import encode_answer, encode_finished, encode_prompt, render_prompt, turn_end
+from dschat_ppo.errors import UserError
+
+WORDS = [
+    "Where", " lamp", "hall.", "\n", "\n\n", "  ", " ", "😀", "é", "☕", "Human:", " Assistant:", "<|im_end|>",
+    "<|eot_id|>", "</s>", "<|im_start|>", "<|user|>", "user", ":",
+]  # fmt: skip
+EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TEMPLATES = {
+    **dict.fromkeys(NAMED),
+    "BOS by the template": "<s>" + EACH + OPENED,
+    "space before answers": (
+        "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role != 'assistant' else ' ' + m.content + "
+        "'</s>' }}{% endfor %}"
+    ),
+    "opening ends with a token": EACH + "{% if add_generation_prompt %}<|im_start|>{% endif %}",
+    "no marker": "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+}
+CASES = [(kind, name) for kind in KINDS for name in TEMPLATES]
+
+
+def chat_tokenizer(kind: str, name: str):
+    tokenizer = tokenizer_of(kind)
+    tokenizer.chat_template = TEMPLATES[name] or named_template(name, tokenizer)
+    return tokenizer
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choices(WORDS, k=rng.randint(0, 7)))
+
+
+def random_chat(rng: random.Random) -> list[dict]:
+    roles = rng.choice(
+        (["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant"] * 2 + ["user"])
+    )
+    return [{"role": role, "content": random_text(rng)} for role in roles]
+
+
+def examples(seed: int, count: int = 24) -> list[Example]:
+    rng = random.Random(seed)
+    return [
+        Example(rng.choice((random_chat, random_text))(rng), [random_text(rng) for _ in range(rng.randint(0, 2))])
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_batch_equals_single_rows(kind, name):
+    tokenizer = chat_tokenizer(kind, name)
+    given = examples(len(kind) + len(name))
+    for example, found in zip(given, encode_examples(tokenizer, given, False), strict=True):
+        answers = [encode_answer(tokenizer, example.prompt, answer) for answer in example.answers]
+        assert found == EncodedExample(encode_prompt(tokenizer, example.prompt), answers, [])
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_prompt_and_answer_equal_the_rendered_conversation(kind, name):
+    """Unless a token would span the end of the prompt: in step 3 the prompt ends there."""
+    tokenizer, equal = chat_tokenizer(kind, name), 0
+    end = turn_end(tokenizer)
+    rng = random.Random(1)
+    for _ in range(20):
+        chat, answer = random_chat(rng), f"{random_text(rng)}lamp{rng.choice(('', ' ', '😀'))}"
+        prompt = encode_prompt(tokenizer, chat)
+        found = prompt + encode_answer(tokenizer, chat, answer)
+        text = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": answer}], tokenize=False)
+        whole = tokenizer.encode(text.removesuffix(end.dropped), add_special_tokens=False)
+        whole += [end.token] * (not end.kept)
+        equal += found == whole
+        assert found == whole or whole[: len(prompt)] != prompt or name == "opening ends with a token"
+    assert equal > 10 or name == "opening ends with a token"
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_bos_and_the_final_token_occur_once(kind, name):
+    tokenizer = chat_tokenizer(kind, name)
+    has_bos = tokenizer.encode("a")[0] == tokenizer.bos_token_id
+    for prompt in ("Where?", "<s>Where?", [{"role": "user", "content": "Where?"}]):
+        ids = encode_prompt(tokenizer, prompt)
+        is_chat = isinstance(prompt, list)
+        expected = has_bos if is_chat and name in NAMED else name.startswith("BOS") if is_chat else None
+        count = int(has_bos or prompt.startswith("<s>")) if expected is None else int(expected)
+        assert ids.count(tokenizer.bos_token_id) == count
+        for answer in ("lamp", "lamp</s>", ""):
+            found = encode_answer(tokenizer, prompt, answer)
+            end = turn_end(tokenizer).token if is_chat else tokenizer.eos_token_id
+            assert (found.count(end), found[-1]) == (1, end)
+            assert tokenizer.bos_token_id not in found
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_the_reward_server_reads_the_same_ids_as_training(kind, name):
+    tokenizer = chat_tokenizer(kind, name)
+    for prompt in ("Where is it?", [{"role": "user", "content": "Where is it?"}]):
+        answer = encode_answer(tokenizer, prompt, "lamp")
+        text = prompt if isinstance(prompt, str) else render_prompt(tokenizer, prompt)
+        whole = encode_finished(tokenizer, f"{text}{tokenizer.decode(answer[:-1]).removeprefix(' ')}")
+        if name in ("chatml", "zephyr") and kind.startswith("bytes"):
+            assert whole == encode_prompt(tokenizer, prompt) + answer
+        assert whole.count(tokenizer.bos_token_id) <= 1
+
+
+# Work
+
+
+class Counting:
+    """Counts calls of a tokenizer, and the characters that it encodes."""
+
+    def __init__(self, tokenizer, monkeypatch):
+        self.calls = self.characters = self.renderings = 0
+        encode, render = type(tokenizer)._encode_plus, type(tokenizer).apply_chat_template
+
+        def count(tokenizer, text, *others, **settings):
+            self.calls += 1
+            self.characters += len("".join([text] if isinstance(text, str) else text))
+            return encode(tokenizer, text, *others, **settings)
+
+        def rendering(tokenizer, *others, **settings):
+            self.renderings += 1
+            return render(tokenizer, *others, **settings)
+
+        monkeypatch.setattr(type(tokenizer), "_encode_plus", count)
+        monkeypatch.setattr(type(tokenizer), "apply_chat_template", rendering)
+
+
+def test_prompts_are_encoded_and_rendered_once(monkeypatch):
+    tokenizer = chat_tokenizer("bytes", "chatml")
+    turn_end(tokenizer)
+    counting = Counting(tokenizer, monkeypatch)
+    chats = [[{"role": "user", "content": f"{number} " * 500}] for number in range(8)]
+    encode_examples(tokenizer, [Example(chat, ["lamp", "hall"]) for chat in chats], False)
+    assert counting.calls == 1
+    assert counting.renderings == 3 * 8
+    assert counting.characters < 8 * (1000 + 150)
+    encode_examples(tokenizer, [Example(f"{number} lamp", ["hall", "lamp"]) for number in range(8)], False)
+    assert counting.calls == 3
+
+
+# What cannot be encoded
+
+
+def test_a_row_that_cannot_be_encoded_does_not_disturb_the_others():
+    tokenizer = chat_tokenizer("bytes", "chatml")
+    ask = [{"role": "user", "content": "Where?"}]
+    good = [Example(ask, ["lamp"]), Example("Where?", ["lamp"])]
+    bad = [
+        Example([{"role": "tool", "content": "4"}], []),
+        Example("half a pair: \ud83d", ["lamp"]),
+        Example("Where?", ["\ud83d"]),
+        Example([{"role": "user", "content": "\ud83d"}], ["lamp"]),
+    ]
+    found = encode_examples(tokenizer, [good[0], *bad, good[1]], False)
+    assert [type(each) for each in found] == [EncodedExample, *[UserError] * 4, EncodedExample]
+    assert found[:: len(found) - 1] == encode_examples(tokenizer, good, False)
+    assert "no form for the role 'tool'" in str(found[1])
+    assert all("the tokenizer rejects this text" in str(each) for each in found[2:5])
+
+
+def test_nothing_to_encode():
+    assert encode_examples(chat_tokenizer("bytes", "chatml"), [], True) == []

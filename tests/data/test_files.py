@@ -1,0 +1,206 @@
+"""Files of every kind, compressed or not; damaged ones; several files as one table."""
+
+import gzip
+import json
+import os
+import random
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+from test_splits import load, origins_of, source_of
+
+from dschat_ppo.data import files
+from dschat_ppo.data.splits import ORIGIN, load_splits
+from dschat_ppo.errors import UserError
+
+ROWS = [{"prompt": f"ask {n}", "response": f"Grüße {n}"} for n in range(50)]
+TEXT = {
+    ".jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS),
+    ".json": json.dumps(ROWS),
+    ".csv": "prompt,response\n" + "".join(f"{row['prompt']},{row['response']}\n" for row in ROWS),
+    ".tsv": "prompt\tresponse\r\n" + "".join(f"{row['prompt']}\t{row['response']}\r\n" for row in ROWS),
+}
+
+
+def parquet() -> bytes:
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(pa.Table.from_pylist(ROWS), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(opener) -> bytes:
+    sink = pa.BufferOutputStream()
+    table = pa.Table.from_pylist(ROWS)
+    with opener(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=20)
+    return sink.getvalue().to_pybytes()
+
+
+CONTENT = {name: text.encode() for name, text in TEXT.items()} | {
+    ".parquet": parquet(), "1.arrow": arrow(pa.ipc.new_stream), "2.arrow": arrow(pa.ipc.new_file),
+}  # fmt: skip
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as out:
+        out.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+PACK = {"": lambda content: content, ".gz": gzip.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("packing", PACK)
+@pytest.mark.parametrize("kind", CONTENT)
+def test_every_kind_gives_the_same_rows_with_their_origins(tmp_path, kind, packing):
+    path = tmp_path / f"d{kind.upper() if kind == '.csv' else kind}{packing}"
+    path.write_bytes(PACK[packing](CONTENT[kind]))
+    splits = load(tmp_path, path)
+    assert splits.train.remove_columns(ORIGIN).to_list() == ROWS
+    assert origins_of(splits) == [f"{path}, row {number}" for number in range(1, 51)]
+    assert splits.train.features[ORIGIN].dtype == "int64" and splits.skipped.count == 0
+
+
+def test_nothing_but_the_entry_is_left_in_the_cache(tmp_path):
+    (tmp_path / "d.csv.gz").write_bytes(gzip.compress(CONTENT[".csv"]))
+    load(tmp_path, tmp_path / "d.csv.gz")
+    left = {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"}
+    assert left == {"files.json", "rows_00000.arrow"}
+
+
+def test_text_files_have_one_row_for_each_line_that_is_not_blank(tmp_path):
+    (tmp_path / "d.txt").write_bytes("\ufeffone\r\n\n  \n two, three \nfour".encode())
+    splits = load(tmp_path, tmp_path / "d.txt")
+    assert splits.train["text"][:] == ["one", " two, three ", "four"]
+    assert [text.rpartition(", ")[2] for text in origins_of(splits)] == ["row 1", "row 4", "row 5"]
+
+
+@pytest.mark.parametrize("bad_rows", ["error", "skip"])
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+@pytest.mark.parametrize("part", [0.001, 0.5, 0.99])
+def test_a_truncated_compressed_file_is_an_error_in_both_modes(tmp_path, packing, part, bad_rows):
+    content = PACK[packing](random.Random(0).randbytes(9999).hex().encode())
+    path = tmp_path / f"d.jsonl{packing}"
+    path.write_bytes(content[: max(1, int(len(content) * part))])
+    with pytest.raises(UserError, match=r"d\.jsonl\..*: the compressed file is (truncated|damaged)") as problem:
+        load(tmp_path, path, bad_rows)
+    assert "truncated" in str(problem.value) or part == 0.001, "one byte is no header of gzip"
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_a_file_that_is_not_compressed_is_an_error(tmp_path, packing):
+    (tmp_path / f"d.jsonl{packing}").write_bytes(CONTENT[".jsonl"])
+    with pytest.raises(UserError, match="the compressed file is damaged .*; copy or download it again"):
+        load(tmp_path, tmp_path / f"d.jsonl{packing}")
+
+
+def test_a_truncated_parquet_file_is_an_error_in_both_modes(tmp_path):
+    (tmp_path / "d.parquet").write_bytes(parquet()[:-20])
+    for bad_rows in ("error", "skip"):
+        with pytest.raises(UserError, match=r"d\.parquet: cannot be read as a table"):
+            load(tmp_path, tmp_path / "d.parquet", bad_rows)
+
+
+def test_a_full_disk_is_not_an_error_of_the_file(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(files, "unpack", fail)
+    (tmp_path / "d.csv.gz").write_bytes(gzip.compress(CONTENT[".csv"]))
+    with pytest.raises(UserError, match=r"No space left on device; free disk space, or .* --data_output_path"):
+        load(tmp_path, tmp_path / "d.csv.gz")
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    (tmp_path / "d.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n")
+    with pytest.raises(UserError, match=r"d\.parquet: is a Git LFS pointer, .*git lfs pull"):
+        load(tmp_path, tmp_path / "d.parquet")
+
+
+def test_another_mode_misses_the_cache(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"a": 1}\nx\n')
+    assert load(tmp_path, tmp_path / "d.jsonl", "skip").skipped.count == 1
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        load(tmp_path, tmp_path / "d.jsonl")
+
+
+def test_categories_become_their_values(tmp_path):
+    table = pa.table({"a": pa.array(["x", "y", "x"]).dictionary_encode()})
+    pa.parquet.write_table(table, tmp_path / "d.parquet")
+    assert load(tmp_path, tmp_path / "d.parquet").train["a"][:] == ["x", "y", "x"]
+
+
+def test_files_of_a_folder_keep_their_order_names_and_bad_lines(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, lines in {"b": ["1", "bad"], "a": ["2"], "test": ["worse", "3"], "c": ["4", "bad"]}.items():
+        text = "".join((f'{{"n": "{line}"}}' if line.isdigit() else line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    splits = load(tmp_path, folder, "skip")
+    assert splits.train["n"][:] == ["2", "1", "4"] and splits.eval["n"][:] == ["3"]
+    assert origins_of(splits) == [f"{folder / name}.jsonl, row 1" for name in ("a", "b", "c")]
+    assert origins_of(splits, splits.eval) == [f"{folder / 'test'}.jsonl, row 2"]
+    assert splits.skipped.count == 3
+    assert splits.skipped.first.startswith(f"{folder / 'b.jsonl'}, line 2 is not JSON")
+
+
+def test_kinds_of_files_that_differ_in_their_columns_are_an_error(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"p": "x"}\n')
+    (folder / "b.csv").write_text("p\ny\n")
+    assert load(tmp_path, folder).train["p"][:] == ["x", "y"]
+    (folder / "c.csv").write_text("q\ny\n")
+    (folder / "b.csv").unlink()
+    with pytest.raises(UserError, match=r"files of different kinds and columns \(a.jsonl has p; c.csv has q\)"):
+        load(tmp_path, folder)
+
+
+def test_origins_survive_what_the_pipeline_does(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(CONTENT[".jsonl"])
+    splits = load_splits(source_of(tmp_path / "d.jsonl"), str(tmp_path / "cache"))
+    rows = splits.train.shuffle(seed=1).select(range(10))
+
+    def name(row: dict, describe) -> dict:
+        return {"where": describe(row[ORIGIN])}
+
+    named = rows.map(name, fn_kwargs={"describe": splits.origins.describe}, num_proc=2)
+    for row in named:
+        assert row["where"].endswith(f"d.jsonl, row {int(row['prompt'].split()[1]) + 1}")
+
+
+MUTATED = {**{f"d{kind}": content for kind, content in CONTENT.items()}, "d.txt": b"some\ntext\n" * 20}
+MUTATED |= {
+    f"{name}{ending}": PACK[ending](MUTATED[name]) for name in ("d.jsonl", "d.csv") for ending in (".gz", ".zst")
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad_rows", ["error", "skip"])
+@pytest.mark.parametrize("name", MUTATED)
+def test_mutated_and_truncated_files_give_rows_or_a_one_line_error(tmp_path, name, bad_rows):
+    rng, content = random.Random(name), MUTATED[name]
+    for number in range(12):
+        damaged = bytearray(content)
+        for _ in range(rng.choice((1, 3, 20))):
+            damaged[rng.randrange(len(damaged))] ^= rng.randrange(1, 256)
+        if number % 3 == 0:
+            del damaged[rng.randrange(1, len(damaged)) :]
+        if number % 7 == 0:
+            damaged = damaged[len(damaged) // 2 :] + damaged[: len(damaged) // 2]
+        path = tmp_path / f"{number}_{name}"
+        path.write_bytes(damaged)
+        try:
+            splits = load(tmp_path, path, bad_rows)
+            assert len(splits.train.to_list()) == len(splits.train) > 0
+            assert all(str(path) in text for text in origins_of(splits))
+        except UserError as problem:
+            assert str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1500
+
+
+def test_the_number_of_rows_of_a_table_is_what_datasets_finds(tmp_path):
+    Dataset.from_list(ROWS).to_parquet(str(tmp_path / "d.parquet"))
+    assert load(tmp_path, tmp_path / "d.parquet").train.num_rows == 50

@@ -1,0 +1,175 @@
+"""Rows that can be read in two ways stop with both readings; rows that say the same twice do not."""
+
+import pytest
+from form_fixtures import ASK, FIXTURES, HALL, HH, ROOF, assistant, form_of, read, user
+
+from dschat_ppo.data.examples import Example
+from dschat_ppo.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("row", "first", "second"),
+    [
+        (
+            {"prompt": "Q:", "question": "Why?", "answer": "So."},
+            "as question_answer, prompt 'Why?'", "as prompt_response, prompt 'Q:'",
+        ),
+        (
+            {"prompt": "Q:", "response": "r", "messages": [user("Why?"), assistant("So.")]},
+            "as messages, user: 'Why?', answer 'So.'", "as prompt_response, prompt 'Q:', answer 'r'",
+        ),
+        (
+            {"messages": [ASK, HALL], "conversations": [ASK, ROOF]},
+            "as sharegpt, user: 'Where is the lamp?', answer 'On the roof.'", "as messages, user:",
+        ),
+        (
+            {"prompt": "Q:", "response": "r", "responses": ["a", "b"], "scores": [1, 2]},
+            "as ranked, prompt 'Q:', answer 'b'", "as prompt_response, prompt 'Q:', answer 'r'",
+        ),
+        (
+            {"messages": [ASK, HALL], "text": "Something else."},
+            "as messages, ", "as text, text without a prompt, answer 'Something else.'",
+        ),
+    ],
+)  # fmt: skip
+def test_two_readings_are_shown_with_the_flag_that_chooses(row, first, second):
+    with pytest.raises(UserError) as caught:
+        form_of([row])
+    message = str(caught.value)
+    names = [reading.removeprefix("as ").partition(",")[0] for reading in (first, second)]
+    assert message.startswith("d.jsonl: its rows can be read in two ways: ") and "\n" not in message
+    assert first in message and second in message
+    for name in names:
+        assert f"--data_format {name}" in message
+        assert form_of([row], data_format=name).name == name
+
+
+def test_a_flag_that_names_the_column_chooses_too():
+    row = {"prompt": "Q:", "response": "r", "messages": [user("Why?"), assistant("So.")]}
+    assert form_of([row], messages_column="messages").name == "messages"
+    assert form_of([row], response_column="response").name == "prompt_response"
+
+
+def test_a_difference_in_any_of_the_first_rows_counts():
+    same = {"prompt": "Why?", "messages": [user("Why?"), assistant("So.")]}
+    assert form_of([same] * 20).name == "messages"
+    with pytest.raises(UserError, match="in two ways"):
+        form_of([same] * 19 + [same | {"prompt": "Who?"}])
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        # UltraChat: the prompt is the first message of the user
+        ({"prompt": "Why?", "messages": [user("Why?"), assistant("So."), user("Oh?"), assistant("Yes.")]}, "messages"),
+        ({"question": "Why?", "answer": "So.", "messages": [user("Why?"), assistant("So.")]}, "messages"),
+        ({"messages": [ASK, HALL], "conversations": [ASK, HALL]}, "sharegpt"),
+        ({"messages": [ASK, HALL], "text": "<s>Where is the lamp?</s> In the hall."}, "messages"),
+        ({"chosen": [ASK, HALL], "rejected": [ASK, ROOF], "messages": [ASK, HALL]}, "implicit_preference"),
+        ({"prompt": "Q:", "response": "b", "responses": ["a", "b"], "scores": [1, 2]}, "ranked"),
+    ],
+)
+def test_columns_that_repeat_each_other_are_no_second_reading(row, form):
+    assert form_of([row]).name == form
+
+
+def test_a_form_must_read_half_of_the_rows():
+    row = {"text": f"{HH} a"}
+    assert form_of([row, {"text": "no transcript"}]).name == "hh"
+    assert form_of([row, {"text": "no transcript"}, {"text": "none"}]).name == "text"
+
+
+# Prompts and answers without anything between them
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ("What is 2+2?", "4"),
+        ("Say it", "Yes"),
+        ("2", "3"),
+        ("谁?", "他"),
+        ("你好。", "好"),
+        ("何ですか！", "A"),
+        ('"Why?"', "So"),
+    ],
+)
+def test_text_whose_answer_is_glued_to_the_prompt_stops_with_both_readings(prompt, answer):
+    with pytest.raises(UserError) as caught:
+        form_of([{"prompt": prompt, "response": answer}])
+    message = str(caught.value)
+    assert repr(f"...{prompt}{answer}...") in message and f"user: {prompt!r}, answer {answer!r}" in message
+    assert all(flag in message for flag in ("--apply_chat_template True", "--apply_chat_template False"))
+    assert "--input_template" in message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ("What is 2+2?", " 4"),
+        ("2+2=", "4"),
+        ("A:", "b"),
+        ("Why? ", "So"),
+        ("Why?\n", "So"),
+        ("Why", ", so"),
+        ("Q\n\nA:", "b"),
+    ],
+)
+def test_text_with_something_between_stays_text_unasked(prompt, answer):
+    form = form_of([{"prompt": prompt, "response": answer}])
+    assert (form.rendering, "warning" in form.description) == ("text", False)
+
+
+def test_glued_rows_count_from_more_than_half():
+    glued, apart = {"prompt": "Why?", "response": "So"}, {"prompt": "Why?", "response": " So"}
+    assert form_of([glued, apart]).rendering == "text"
+    with pytest.raises(UserError, match="in two ways"):
+        form_of([glued, apart, glued])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"prompt": "Why?", "chosen": "a", "rejected": "b"}, {"prompt": "Why?", "completion": "a", "label": True},
+     {"prompt": "Why?", "responses": ["a", "b"], "scores": [1, 2]}],
+)  # fmt: skip
+def test_pairs_are_asked_as_well(row):
+    with pytest.raises(UserError, match="in two ways"):
+        form_of([row])
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt"),
+    [
+        ({"apply_chat_template": True}, [user("Why?")]),
+        ({"apply_chat_template": False}, "Why?"),
+        ({"input_template": "Q: {} A: "}, "Q: Why? A: "),
+        ({"input_template": "Q: {}", "apply_chat_template": True}, [user("Q: Why?")]),
+    ],
+)
+def test_a_flag_chooses_the_rendering_for_all_uses(flags, prompt):
+    row = {"prompt": "Why?", "chosen": "a", "rejected": "b"}
+    assert read([row], "sft", **flags) == [Example(prompt, ["a"])]
+    assert read([row], "preference", **flags) == [Example(prompt, ["a", "b"])]
+    assert read([row], "prompt", **flags) == [Example(prompt, [])]
+
+
+def test_without_a_chat_template_the_description_warns():
+    form = form_of([{"prompt": "Why?", "response": "So"}], has_template=False)
+    assert form.rendering == "text"
+    assert "warning: nothing separates prompt and answer: '...Why?So...' (--input_template)" in form.description
+
+
+def test_prompts_that_the_answers_repeat_stop():
+    row = {"prompt": "Q: a\nA:", "chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"}
+    with pytest.raises(UserError, match="in two ways, because chosen and rejected repeat the prompt 'Q: a"):
+        form_of([row])
+    assert read([row], "preference", data_format="implicit_preference") == [Example("Q: a\nA:", [" yes", " no"])]
+    assert read([row], "sft", data_format="preference") == [Example("Q: a\nA:", ["Q: a\nA: yes"])]
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_rows_of_real_shape_are_described(name):
+    fixture = FIXTURES[name]
+    form = form_of(fixture.rows, fixture.has_template)
+    assert form.description.startswith(f"form {form.name} (")
+    assert "\n" not in form.description

@@ -1,0 +1,157 @@
+"""The tokens of earlier answers in a prompt, by generation marks, by differences and by a probe."""
+
+import re
+
+import pytest
+from test_encode import CASES, TEMPLATES, chat_tokenizer
+from tiny_tokenizers import KINDS, tokenizer_of
+
+from dschat_ppo.data.chat_templates import NAMED
+from dschat_ppo.data.encode import encode_examples
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.templates import encode_prompt, turn_end
+from dschat_ppo.data.turns import token_spans
+from dschat_ppo.errors import UserError
+
+TALK = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Where is it?"},
+    {"role": "assistant", "content": "In the hall 😀"},
+    {"role": "user", "content": "In the hall 😀"},
+    {"role": "assistant", "content": " Café\n"},
+    {"role": "user", "content": "And now?"},
+]
+CHATML = TEMPLATES["BOS by the template"]
+# As those of Qwen 3 and DeepSeek R1: thinking is shown in the last answer only.
+DROPS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1].strip() if m.role == 'assistant' and not loop.last else m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OPENS_THINKING = DROPS_THINKING.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+
+
+def spans_of(tokenizer, prompt=TALK, tools=None) -> list[str]:
+    """The text of each earlier answer; checks that the ids are those of the prompt."""
+    (found,) = encode_examples(tokenizer, [Example(prompt, ["lamp"], tools=tools)], True)
+    if isinstance(found, UserError):
+        raise found
+    assert found.prompt == encode_prompt(tokenizer, prompt, tools)
+    ids, texts = found.prompt, []
+    for start, stop in found.prompt_spans:  # decoded with what comes before: some tokenizers drop a first space
+        before = tokenizer.decode(ids[:start])
+        whole = tokenizer.decode(ids[:stop])
+        texts.append(whole[len(before) :])
+    return texts
+
+
+def templated(kind: str, template: str):
+    tokenizer = tokenizer_of(kind)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMED)
+def test_named_templates_with_and_without_marks(kind, name, marks):
+    tokenizer = chat_tokenizer(kind, name)
+    if not marks:
+        tokenizer.chat_template = re.sub(r"\{%-? *(end)?generation *%\}", "", tokenizer.chat_template)
+    end = tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token)
+    answers = [m["content"] for m in TALK if m["role"] == "assistant"]
+    if name == "llama-3":
+        answers = [answer.strip() for answer in answers]
+    if name == "human-assistant":
+        answers = [f" {answer}" for answer in answers]
+    unknown = "<unk>" if kind.startswith("pieces") else ""
+    found = [text.replace(unknown, "") if unknown else text for text in spans_of(tokenizer)]
+    assert found == [f"{answer}{end}" for answer in answers]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_every_earlier_answer_is_found_with_its_final_token(kind, name):
+    tokenizer = chat_tokenizer(kind, name)
+    found = spans_of(tokenizer)
+    end = turn_end(tokenizer)
+    closing = tokenizer.convert_ids_to_tokens(end.token) if end.kept else ""
+    assert len(found) == 2
+    for text, content in zip(found, ("In the hall 😀", "Café"), strict=True):
+        assert content in text
+        assert text.endswith(closing)
+        assert "now" not in text
+        assert "Where" not in text
+
+
+@pytest.mark.parametrize("kind", ["bytes", "letters"])
+@pytest.mark.parametrize("template", [DROPS_THINKING, OPENS_THINKING])
+def test_thinking_that_the_template_drops_is_not_trained(kind, template):
+    answer = {"role": "assistant", "content": "<think>\nUm.\n</think>\n\nIn the hall."}
+    prompt = [TALK[1], answer, TALK[5], answer, TALK[5]]
+    assert spans_of(templated(kind, template), prompt) == ["In the hall.<|im_end|>"] * 2
+
+
+def test_an_answer_that_repeats_its_question():
+    same = [{"role": role, "content": "the hall"} for role in ("user", "assistant", "user")]
+    tokenizer = templated("bytes", DROPS_THINKING)
+    (found,) = encode_examples(tokenizer, [Example(same, ["lamp"])], True)
+    header = len(tokenizer.encode("<|im_start|>user\nthe hall<|im_end|>\n<|im_start|>assistant\n"))
+    length = len(tokenizer.encode("the hall<|im_end|>"))
+    assert found.prompt_spans == [(header, header + length)]
+
+
+def test_marks_that_reach_too_far_or_not_far_enough_end_with_the_final_token():
+    body = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}MARK{% else %}{{ m.content }}"
+    )
+    body += "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    short = "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\n' }}"
+    far = "{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"
+    for marked in (short, far):
+        found = spans_of(templated("bytes", body.replace("MARK", marked)))
+        assert found == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
+
+
+def test_wrong_marks_are_not_used():
+    template = CHATML.replace("{{ m.role }}", "{% generation %}{{ m.role }}{% endgeneration %}")
+    once = CHATML.replace("<s>", "<s>{% generation %}x{% endgeneration %}")
+    for wrong in (template, once):
+        assert spans_of(templated("bytes", wrong)) == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
+
+
+def test_tool_calls_are_trained_and_tool_messages_are_not():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "find", "arguments": {"what": "lamp"}}}
+    talk = [TALK[1], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "hall"}]
+    assert spans_of(templated("bytes", template), talk) == ['find({"what": "lamp"})<|im_end|>']
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' or loop.last }}"),  # drops answers
+        CHATML.replace("{{ m.content }}", "{{ m.content | upper if loop.index < 4 else m.content }}"),
+    ],
+)
+def test_an_answer_that_cannot_be_found_is_refused(template):
+    talk = [m if m["role"] == "assistant" else {**m, "content": m["content"].upper()} for m in TALK]
+    with pytest.raises(UserError, match="--train_on last"):
+        spans_of(templated("bytes", template), talk)
+
+
+def test_without_all_turns_there_are_no_spans():
+    tokenizer = chat_tokenizer("bytes", "chatml")
+    both = [encode_examples(tokenizer, [Example(TALK, ["lamp"])], all_turns)[0] for all_turns in (False, True)]
+    assert both[0].prompt_spans == []
+    assert (both[0].prompt, both[0].answers) == (both[1].prompt, both[1].answers)
+
+
+def test_tokens_of_ranges_of_characters():
+    offsets = [(0, 2), (2, 2), (2, 5), (5, 6), (6, 9)]
+    assert token_spans(offsets, [(2, 5)]) == [(2, 3)]
+    assert token_spans(offsets, [(1, 4), (5, 9)]) == [(0, 3), (3, 5)]
+    assert token_spans(offsets, [(0, 2), (6, 7)]) == [(0, 1), (4, 5)]
