@@ -41,6 +41,7 @@ def files_of(folder: Path, config: str | None = None) -> dict[str, list[str]]:
         (["only/deep/down/x.jsonl"], {"train": ["only/deep/down/x.jsonl"]}),
         (["data/en/train.jsonl", "data/en/dev.jsonl"],
          {"dev": ["data/en/dev.jsonl"], "train": ["data/en/train.jsonl"]}),
+        (["data/train.jsonl", "test.jsonl"], {"train": ["data/train.jsonl"], "test": ["test.jsonl"]}),
         (["a.jsonl", "raw/b.jsonl"], {"train": ["a.jsonl"]}),
     ],
 )  # fmt: skip

@@ -293,3 +293,10 @@ def test_a_million_rows_carry_their_origin_in_eight_bytes_each(tmp_path):
     rows = load(tmp_path, path).train
     assert rows.data.table.column(ORIGIN).nbytes == 5 * 8
     assert [Path(file["filename"]).name for file in rows.cache_files] == ["rows_00000.arrow"], "it lies on the disk"
+
+
+def test_the_first_evaluation_split_of_the_hub_is_used(tmp_path, monkeypatch):
+    names = {"train": 1, "validation": 2, "test": 3}
+    found = DatasetDict({name: Dataset.from_dict({"n": [n]}) for name, n in names.items()})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
+    assert load(tmp_path, "org/x").eval["n"][:] == [2]
