@@ -49,7 +49,8 @@ def random_chat(rng: random.Random) -> list[dict]:
 
 def examples(seed: int, count: int = 24) -> list[Example]:
     rng = random.Random(seed)
-    return [
+    with_bos = Example("<s>Where is it?", ["lamp"])
+    return [with_bos] + [
         Example(rng.choice((random_chat, random_text))(rng), [random_text(rng) for _ in range(rng.randint(0, 2))])
         for _ in range(count)
     ]
