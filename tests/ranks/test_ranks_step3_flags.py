@@ -38,8 +38,14 @@ def bad(prompts, responses, number, **columns):
 def truth(prompt, response):
     return float("e" in response)
 
-def completions(completions, **columns):
-    return [len(text) for text in completions]
+def misspelt(reponses, **columns):
+    return [len(text) for text in reponses]
+
+def half(response, number):
+    return {"score": number / 2, "fourth": number % 4 == 0, "text": response}
+
+def odd(prompts, completions, number, **columns):
+    return [None if value % 4 == 3 else 1.0 for value in number]
 
 def gold(response, answer):
     return float(answer in response)
@@ -50,7 +56,7 @@ def gold(response, answer):
 def data(assets):
     """Numbered prompts, held-out prompts, plain text, reward functions, a mixture of experts and a foreign reward."""
     prompts = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
-    numbered = [{**row, "number": number} for number, row in enumerate(prompts)]
+    numbered = [{**row, "number": n, "data_source": ("even", "odd")[n % 2]} for n, row in enumerate(prompts)]
     for name, rows in {"numbered": numbered, "held_out": numbered[:5], "plain": [{"text": "a few words"}] * 9}.items():
         (assets / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (assets / "rewards.py").write_text(REWARDS, encoding="utf-8")
@@ -122,7 +128,10 @@ def cases_of(data, url: str) -> dict[str, str]:
         "bad calls": f"--advantage_estimator rloo --reward_default -7 --reward_clip 0 {no_model.format(10)}"
         f"--reward_function {functions}:bad --num_train_epochs 1",
         "all bad": f"--advantage_estimator rloo --kl_coef 0 {no_model.format(10)}"
-        f"--reward_function exact_match?ignore_case=true:0 {functions}:completions",
+        f"--reward_function exact_match?ignore_case=true:0 {functions}:misspelt",
+        "routed": f"--advantage_estimator rloo --reward_default -7 --reward_clip 0 {no_model.format(10)}"
+        f"--reward_function even={functions}:half odd={functions}:odd --num_train_epochs 1",
+        "no such route": f"--advantage_estimator rloo {no_model.format(1)} --reward_function math={functions}:half",
         "all bad in evaluation": f"{no_model.format(1)} {evaluated.replace(':truth', ':gold')}",
         "dynamic": dynamic + no_model.format(2) + letters,
         "dynamic, all equal": dynamic + no_model.format(1) + f"--reward_function {functions}:equal",
@@ -192,6 +201,24 @@ def test_failing_calls_of_a_reward_function_give_the_default_score(runs):
     good = sum(number for number in range(40) if number % 4 < 2)
     assert sum(line["reward/score_mean"] for line in lines) * 4 == pytest.approx(good - 7 * 20)
     assert "cannot score this" in said
+
+
+def test_routed_functions_score_their_rows(runs):
+    """Numbers 0 to 39, each once: n / 2 if even, 1 for every other odd one, and no source for the rest."""
+    _, lines, said = finished(runs, "routed")
+    assert sum(line["reward/score_mean"] for line in lines) * 4 == pytest.approx(sum(range(0, 40, 2)) / 2 + 10 - 7 * 10)
+    assert sum(line["reward/function_faults"] for line in lines) == 10 * 4
+    even = [line for line in lines if "reward/half_mean" in line]
+    shares = [line.get("reward/half_share", 1) for line in even]
+    for name, total in (("reward/half_mean", 190), ("reward/half/fourth", 10)):
+        assert sum(line[name] * share for line, share in zip(even, shares, strict=True)) * 4 == pytest.approx(total)
+    assert all(line.get("reward/odd_mean", 1.0) == 1.0 for line in lines) and len(lines) == 10
+    assert "no reward source scored" in said and "rewards.py:odd: called once per batch, as TRL's" in said
+
+
+def test_a_route_that_leads_nowhere_stops_before_a_model_is_loaded(runs):
+    _, lines, _, error = runs["no such route"]
+    assert lines == [] and "no training prompt has the data source 'math'; there are: even, odd" in error
 
 
 @pytest.mark.parametrize(
