@@ -141,6 +141,36 @@ def test_token_rows_of_each_use(tmp_path):
         assert (prompts_of(rows), answers_of(rows), list(rows["margin"])) == (["prompt 0"], [answers], [1.5])
 
 
+def test_plain_text_is_trained_from_its_second_token(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"text": "Once upon a time."}])
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64).train
+    text = TOKENIZER.decode(rows[0]["prompt_ids"] + rows[0]["answers"][0])
+    assert (text, len(rows[0]["prompt_ids"])) == (f"Once upon a time.{TOKENIZER.eos_token}", 1)
+
+
+def test_pairs_of_kto_rows_are_made_before_the_split(tmp_path):
+    rows = [{"prompt": f"{n}:", "completion": f"{word} {n}", "label": word == "good"}
+            for word in ("good", "bad", "poor") for n in range(10)]  # fmt: skip
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    seen = []
+    for use, count in (("sft", 2), ("preference", 8), ("prompt", 4)):
+        flags = flags_for(tmp_path, path, use=use, data_split="2,4,4")
+        found = prepare(use, TOKENIZER, flags, 64).train
+        assert len(found) == count
+        seen += sorted(set(prompts_of(found)))
+    assert sorted(seen) == [f"{n}:" for n in range(10)]
+
+
+def test_the_correct_answer_reaches_reward_functions(tmp_path):
+    whole = {"question": "How many?", "answer": "1 + 1 = 2\n#### 2", "id": 7}
+    path, expected = write_jsonl(tmp_path / "d.jsonl", [whole]), whole | {"ground_truth": "2", "data_source": "d"}
+    [row] = prepare("prompt", TOKENIZER, flags_for(tmp_path, path, use="prompt"), 64).train["row"]
+    assert json.loads(row) == expected, "a column of the data set keeps its value"
+    named = flags_for(tmp_path, path, use="prompt", answer_pattern="#### (.*)")
+    [row] = prepare("prompt", TOKENIZER, named, 64).train["row"]
+    assert json.loads(row) == expected | {"answer": "2"}, "unless a flag asks for it"
+
+
 def test_the_evaluation_file_of_a_folder_replaces_the_held_out_fraction(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
