@@ -47,12 +47,20 @@ def quiet_libraries() -> None:
     """Suppress progress bars and informational messages of the libraries, unless `DSCHAT_PPO_VERBOSE=1`."""
     if _VERBOSE:
         return
-    import datasets
     import deepspeed  # noqa: F401  (creates the logger that is set here)
-    import transformers
 
     for name in ("DeepSpeed", "deepspeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_hugging_face()
+
+
+def quiet_hugging_face() -> None:
+    """`quiet_libraries` for programs that do without DeepSpeed, whose import takes seconds."""
+    if _VERBOSE:
+        return
+    import datasets
+    import transformers
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()

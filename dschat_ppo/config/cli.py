@@ -90,12 +90,13 @@ def _config_path(argv: Sequence[str]) -> str | None:
     return path
 
 
-def parse(step_name: str, argv: Sequence[str]) -> Any:
+def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = None) -> Any:
     """Parse the command line of one step.
 
     Args:
         step_name: "sft", "reward", "dpo" or "ppo".
         argv: arguments after the program's name. They override the YAML file named by `--config`.
+        given: flag -> value that takes the place of its default; such a flag is not required.
 
     Returns:
         The frozen configuration of the step: `SFTConfig`, `PreferenceConfig` or `PPOConfig`.
@@ -110,7 +111,9 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
         [kind for _, kind in groups], allow_abbrev=False, formatter_class=_HelpFormatter,
         usage="deepspeed %(prog)s [--flag value ...]",
     )  # fmt: skip
-    parser.set_defaults(**step.defaults)
+    parser.set_defaults(**{**step.defaults, **(given or {})})
+    for action in parser._actions:
+        action.required = action.required and action.dest not in (given or {})
     _correct(parser, step)
     fields = [field for _, kind in groups for field in dataclasses.fields(kind)]
     known = {field.name for field in fields} - {"config", "local_rank"}
@@ -127,6 +130,13 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
     require(not refused, "; ".join(refused))
     _check_values(values)
     return step.config(**{name: part for (name, _), part in zip(groups, parts, strict=True)})
+
+
+def flag_help(kind: Any) -> str:
+    """The help of one group of flags, such as `DataFlags`, as text."""
+    parser = _StepParser([kind], add_help=False, formatter_class=_HelpFormatter, usage=argparse.SUPPRESS)
+    _correct(parser, STEPS["sft"])
+    return parser.format_help().strip()
 
 
 def _check_values(values: dict[str, Any]) -> None:

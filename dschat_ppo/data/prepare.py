@@ -34,6 +34,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 _MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
+EVAL_FLAG = "--eval_data_path"
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 
 
@@ -56,24 +57,75 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Preparation:
-    """What all data sets of one call of `prepare` share; the parts are added as they are read."""
+class TokenisedSet:
+    """Rows of one data set before bad rows and duplicates are judged, for `tools/data_preview.py`.
+
+    Attributes:
+        raw: its rows; `origins` names them.
+        form: how they are read.
+        table: their token rows.
+        parts: (row numbers in the order of use, suffix of the name in the log, whether they are for training).
+    """
+
+    raw: Dataset
+    origins: Origins
+    form: Form
+    table: TokenTable
+    parts: list[tuple[np.ndarray, str, bool]]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What `prepare` knows while it reads one data set after another. Its arguments are those of `prepare`.
+
+    Attributes:
+        most_rows: use only the first rows of each data set, as if it had no others; None for all.
+        seen: each data set that was tokenised, also one that was refused afterwards.
+    """
 
     use: Use
     tokenizer: PreTrainedTokenizerBase
     flags: DataFlags
     limit: int
-    all_turns: bool
+    whole_paths: list[str] | None = None
+    eval_paths: list[str] | None = None
+    eval_fraction: float | None = None
+    all_turns: bool = False
+    most_rows: int | None = None
+    seen: list[TokenisedSet] = field(default_factory=list)
     train: list[_Part] = field(default_factory=list)
     eval: list[_Part] = field(default_factory=list)
     forms: list[Form] = field(default_factory=list)
 
-    def add_training(self, source: DataSource, has_eval_paths: bool, eval_fraction: float | None) -> None:
+    def sources(self) -> list[DataSource]:
+        """All data sets, those for evaluation last.
+
+        Raises:
+            UserError: see `parse_sources`.
+        """
+        flags = self.flags
+        sources = parse_sources(flags.data_path, "--data_path", flags)
+        names = [source.name for source in sources]
+        sources += parse_sources(self.whole_paths or [], "--sft_only_data_path", flags, names)
+        return sources + parse_sources(self.eval_paths or [], EVAL_FLAG, flags)
+
+    def add(self, source: DataSource) -> None:
+        """Read, split and tokenise a data set.
+
+        Raises:
+            UserError: see `prepare`.
+        """
+        if source.flag == EVAL_FLAG:
+            self.add_evaluation(source)
+        else:
+            self.add_training(source)
+
+    def add_training(self, source: DataSource) -> None:
         """Add a data set for training, and its evaluation rows: of its own, or held out."""
         flags, seed = self.flags, self.flags.data_split_seed
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
         report_unreadable(source.spec, splits)
-        raw, evaluation = splits.train, splits.eval
+        raw, evaluation = self.first(splits.train), splits.eval
         form = self.form_of(source, raw)
         raw, evaluation = self.grouped(form, raw), evaluation and self.grouped(form, evaluation)
         numbers = np.arange(len(raw))
@@ -85,18 +137,18 @@ class _Preparation:
                 counts = f"{len(numbers)} of {len(raw)} rows"
                 logger().info(f"data: {source.spec}: this step uses {counts} (--data_split {flags.data_split})")
         parts = [(numbers, "", True)]
-        if eval_fraction is None or has_eval_paths:
+        if self.eval_fraction is None or self.eval_paths:
             if evaluation is not None:
                 unused = f"data: {source.spec}: its {len(evaluation)} evaluation rows are "
                 used_by = (
                     "replaced by those of --eval_data_path"
-                    if has_eval_paths
+                    if self.eval_paths
                     else "not used; --eval_data_path FILE uses them"
                 )
                 logger().info(unused + used_by)
                 evaluation = None
         elif evaluation is None:
-            numbers, held_out = hold_out(numbers, eval_fraction, seed)
+            numbers, held_out = hold_out(numbers, self.eval_fraction, seed)
             parts = [(numbers, "", True), (held_out, " (eval)", False)] if len(held_out) else parts
         found = self.parts_of(source, raw, splits.origins, form, parts)
         self.train.append(found[0])
@@ -109,7 +161,7 @@ class _Preparation:
         """Add a data set of which all rows are for evaluation."""
         splits = load_all(source, self.flags.data_output_path, self.flags.bad_rows)
         report_unreadable(source.spec, splits)
-        raw = splits.train
+        raw = self.first(splits.train)
         form = self.form_of(source, raw)
         raw = self.grouped(form, raw)
         self.eval.extend(self.parts_of(source, raw, splits.origins, form, [(np.arange(len(raw)), "", False)]))
@@ -127,6 +179,10 @@ class _Preparation:
         form.require(self.use)
         self.forms.append(form)
         return form
+
+    def first(self, raw: Dataset) -> Dataset:
+        """The rows that `most_rows` allows."""
+        return raw if self.most_rows is None else raw.select(range(min(self.most_rows, len(raw))))
 
     def grouped(self, form: Form, raw: Dataset) -> Dataset:
         """The rows that the form reads: some forms join several rows of a file into one."""
@@ -160,6 +216,7 @@ class _Preparation:
             form, self.use, self.tokenizer, self.limit, flags.truncation, self.all_turns, source.name, truth_replaces
         )
         table = tokenise_rows(raw, numbers, origins, settings, flags)
+        self.seen.append(TokenisedSet(raw, origins, form, table, parts))
         report_bad_rows(name, table, len(numbers))
         repeats = report_duplicates(name, table, raw, origins, flags.bad_rows == "skip")
         usable = ~repeats & (table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE)
@@ -194,7 +251,12 @@ class _Preparation:
             logger().info(f"data: {source.spec}: answers to chat messages end with {end}")
 
     def mixed(self) -> TokenRows:
-        """The rows of all parts: for training as their weights say, for evaluation one part after another."""
+        """The rows of all parts: for training as their weights say, for evaluation one part after another.
+
+        Raises:
+            UserError: a flag names a column that no data set has.
+        """
+        check_flags_used(self.forms, self.flags)
         names = tuple(dict.fromkeys(part.source.name for part in [*self.train, *self.eval]))
         shares = shares_of([part.source for part in self.train], [len(part.order) for part in self.train])
         if len(shares) > 1 or shares[0].used != shares[0].available:
@@ -252,12 +314,7 @@ def prepare(
         StopRequested: the run receives a stop request.
     """
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
-        preparation = _Preparation(use, tokenizer, flags, limit, all_turns)
-        sources = parse_sources(flags.data_path, "--data_path", flags)
-        sources += parse_sources(whole_paths or [], "--sft_only_data_path", flags, [source.name for source in sources])
-        for source in sources:
-            preparation.add_training(source, bool(eval_paths), eval_fraction)
-        for source in parse_sources(eval_paths or [], "--eval_data_path", flags):
-            preparation.add_evaluation(source)
-        check_flags_used(preparation.forms, flags)
+        preparation = Preparation(use, tokenizer, flags, limit, whole_paths, eval_paths, eval_fraction, all_turns)
+        for source in preparation.sources():
+            preparation.add(source)
         return preparation.mixed()

@@ -162,6 +162,8 @@ def test_a_source_is_measured_over_the_rows_that_it_scores():
     alone = experience_metrics(experience(source_scores=scores[:, :1]), KL_COEF, ("a",))
     assert alone["reward/a_share"] == 0.75 and "reward/a_mean" not in alone
     assert "reward/a_share" not in experience_metrics(experience(), KL_COEF, ("a", "b"))
+
+
 def test_scores_lengths_and_kl_by_data_set_and_none_of_a_data_set_without_rows():
     rows = experience(data_sources=torch.tensor([2, 0, 2, 0]))
     whole = experience_metrics(experience(), KL_COEF, SOURCES)

@@ -1,0 +1,119 @@
+"""Show what a training step would train on.
+
+    python -m dschat_ppo.tools.data --step 1 --data_path DATA --tokenizer MODEL [flags of the step]
+
+The flags are those of the step's main.py: in a command, replace `deepspeed training/step1_sft/main.py` by this one and
+`--step 1`. Flags that do not concern the data have no effect. For each data set the command prints how its rows are
+read, counts, lengths, samples with the tokens that the loss covers, and rows that cannot be used. Without --tokenizer
+(and the flag of the model) it prints how the rows are read, and samples before the rendering.
+
+Exit code 0: the step can train on the data; 2: it cannot, and the last line says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dschat_ppo.common.logging import logger, quiet_hugging_face
+from dschat_ppo.config.cli import flag_help, parse
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.errors import UserError
+from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
+
+STEPS = {"1": "sft", "2": "reward", "3": "ppo", "sft": "sft", "reward": "reward", "dpo": "dpo", "ppo": "ppo"}
+_UNNAMED = ""  # stands for a model that the command does not name
+
+
+def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, str | None]:
+    """Parse the command line.
+
+    Returns:
+        (the command's own flags, `step` as a name; the configuration of the step; the tokenizer's folder or hub name,
+        or None).
+
+    Raises:
+        UserError: a flag is unknown or out of range.
+        SystemExit: after `--help`, or an error in the command's own flags.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m dschat_ppo.tools.data", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"Flags of all steps that say how data are read (the others: main.py --help)\n{flag_help(DataFlags)}",
+    )  # fmt: skip
+    parser.add_argument("--step", choices=STEPS, required=True, help="the step, as a number or a name")
+    parser.add_argument("--tokenizer", help="folder or hub name of a model or tokenizer")
+    parser.add_argument("--rows", type=int, help="read only the first ROWS rows of each data set, for a quick look")
+    parser.add_argument("--samples", type=int, default=3, help="samples of each data set (default: 3)")
+    parser.add_argument("--problems", type=int, default=20, help="bad rows to show of each data set (default: 20)")
+    parser.add_argument("--full", action="store_true", help="show long texts whole")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto",
+                        help="mark trained tokens by colour; auto: on a terminal (default: auto)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    words, others = parser.parse_known_args(argv)
+    words.step = STEPS[words.step]
+    for name, least in (("rows", 1), ("samples", 0), ("problems", 0)):
+        value = vars(words)[name]
+        if value is not None and value < least:
+            raise UserError(f"--{name} must be at least {least}, got {value}")
+    if words.step == "ppo" and any(word.split("=")[0] == "--max_seq_len" for word in others):
+        raise UserError("--max_seq_len belongs to steps 1 and 2; --max_prompt_seq_len limits the prompts of step 3")
+    known: dict[str, Any] = {"output_dir": "."}  # not written
+    if words.step == "ppo":
+        known |= {"actor_model_name_or_path": _UNNAMED, "critic_model_name_or_path": "unused"}
+    else:
+        known |= {"model_name_or_path": _UNNAMED}
+    config = parse(words.step, others, known)
+    model = config.ppo.actor_model_name_or_path if words.step == "ppo" else config.fit.model_name_or_path
+    return words, config, words.tokenizer or model or None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with the arguments `argv`; returns its exit code."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        words, config, tokenizer = read_words(argv)
+        quiet_hugging_face()
+        for handler in logger().handlers:
+            handler.setLevel(logging.ERROR)  # the report has what training logs
+        return show(words, config, tokenizer)
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return USER_ERROR
+
+
+def show(words: argparse.Namespace, config: Any, tokenizer_name: str | None) -> int:
+    """Print the report; returns the exit code.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded, or the data sets are not named as they must be.
+    """
+    from dschat_ppo.tools import data_preview, data_report  # after the flags are checked: it takes seconds
+
+    wanted = data_preview.Wanted(words.step, config, words.rows, words.samples, words.problems)
+    if tokenizer_name is None:
+        preview = data_preview.look_at_forms(wanted)
+    else:
+        preview = data_preview.look_at(tokenizer_name, wanted)
+    if words.json:
+        print(json.dumps(asdict(preview), default=str))
+    else:
+        colour = words.color == "always" or (
+            words.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        )
+        for line in data_report.lines_of(preview, words.full, colour):
+            print(line)
+    if preview.error is not None:
+        print(f"error: {preview.error}", file=sys.stderr)
+        return USER_ERROR
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

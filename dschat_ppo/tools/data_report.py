@@ -1,0 +1,78 @@
+"""The report of `tools/data.py` as lines of text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from dschat_ppo.tools.data_display import indented, shortened, text_of, visible
+from dschat_ppo.tools.data_preview import Preview, Sample, SetReport
+
+LEGENDS = {
+    "sft": "marked: the tokens that the loss covers",
+    "reward": "marked: the tokens whose scores the loss compares",
+    "dpo": "marked: the tokens whose log-probs the loss compares",
+    "ppo": "the prompt ends where the response begins; no token of it is trained",
+}
+_SHOWN_FIRST = ("data_source", "answer", "ground_truth")  # of the columns for reward functions
+_MOST_OF_A_COLUMN = 200  # characters
+
+
+def lines_of(preview: Preview, full: bool, colour: bool) -> Iterator[str]:
+    """The report.
+
+    Args:
+        preview: what was found.
+        full: long texts whole.
+        colour: mark trained tokens by colour, otherwise by brackets.
+    """
+    yield from preview.notes
+    for number, report in enumerate(preview.sets, start=1):
+        yield f"data set {number} of {len(preview.sets)}: {report.source.flag} {report.source.spec}"
+        yield from _set_lines(report)
+        if report.samples:
+            yield f"  samples ({LEGENDS[preview.step]})" if preview.has_tokenizer else "  samples (not rendered)"
+        for sample in report.samples:
+            yield from _sample_lines(sample, full, colour)
+        if report.problems:
+            shown = f", the first {len(report.problems)}" if report.bad_rows > len(report.problems) else ""
+            yield f"  {report.bad_rows} rows that cannot be used{shown}:"
+        for problem in report.problems:
+            yield f"    {visible(problem['message'])}"
+        if report.error not in (None, preview.error):
+            yield f"  this step cannot train on it: {visible(str(report.error))}"
+        yield ""
+    yield from preview.summary
+
+
+def _set_lines(report: SetReport) -> Iterator[str]:
+    rows = [("read as", report.description), ("columns", ", ".join(map(visible, report.columns)))]
+    rows += [("rows", str(report.rows))] if report.rows else []
+    for name, part in report.parts.items():
+        counts = ", ".join(f"{value} {what}" for what, value in part.items() if isinstance(value, int) and value)
+        rows.append((name, counts))
+        rows += [(f"  {what}", value["shown"]) for what, value in part.items() if isinstance(value, dict) and value]
+    rows += [("note", note) for note in report.notes]
+    for title, text in rows:
+        if text:
+            yield f"  {title.ljust(16)}{visible(text)}"
+
+
+def _sample_lines(sample: Sample, full: bool, colour: bool) -> Iterator[str]:
+    counts = ", ".join(f"{name} {count} tokens" for name, count in sample.tokens.items())
+    yield f"   {sample.where}{': ' if counts else ''}{counts}"
+    for name, pieces in sample.texts:
+        yield from indented(name, text_of(pieces if full else shortened(pieces), colour), colour)
+    for name, value in _columns(sample.columns):
+        text = visible(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+        text = text.replace("\n", "")
+        short = text if full or len(text) <= _MOST_OF_A_COLUMN else f"{text[:_MOST_OF_A_COLUMN]}..."
+        yield from indented(name, short, colour)
+
+
+def _columns(columns: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What is shown of a row's columns: those that rules read, and the names of the others."""
+    first = [(name, columns[name]) for name in (*_SHOWN_FIRST, "margin") if columns.get(name) is not None]
+    others = [name for name in columns if name not in dict(first) and not name.startswith("_")]
+    return [*first, *([("columns", ", ".join(others))] if others else [])]

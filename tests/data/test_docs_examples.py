@@ -1,0 +1,118 @@
+"""The examples of docs/data.md: each is detected as the form that its section names, and gives the prompt and answers
+that its table shows, in every step that the section names."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from datasets import Dataset
+
+from dschat_ppo.config.data_flags import DATA_FORMATS, DataFlags
+from dschat_ppo.data.deepspeed_chat_sets import SETS
+from dschat_ppo.data.forms import detect_form
+from dschat_ppo.errors import UserError
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "data.md"
+USES = {"1": "sft", "2": "preference", "3": "prompt"}
+# First cell of a line of a table -> (whether the tokenizer has a chat template, flags).
+CASES = {
+    "by default": (True, {}),
+    "without a chat template": (False, {}),
+    "`--apply_chat_template True`": (True, {"apply_chat_template": True}),
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page says of one form."""
+
+    name: str
+    text: str
+
+    @property
+    def rows(self) -> list[dict]:
+        (block,) = re.findall(r"```json\n(.*?)```", self.text, re.DOTALL)
+        return [json.loads(line) for line in block.splitlines()]
+
+    @property
+    def uses(self) -> set[str]:
+        found = re.findall(r"Steps? ([123](?:(?:, | and )[123])*)\.", self.text.replace("\n", " "))
+        return {USES[digit] for digit in found[-1] if digit in USES}
+
+    @property
+    def table(self) -> list[tuple[str, list[str], list[str]]]:
+        """(case, prompt, answers) of each line."""
+        lines = [line.strip("|").split(" | ") for line in self.text.splitlines() if line.startswith("| ")]
+        return [(cells[0].strip(), spans(cells[1]), spans(cells[2])) for cells in lines[1:]]
+
+    def read(self, rows: list[dict], case: str) -> tuple:
+        """(form, all rows as the form regroups them)."""
+        has_template, flags = CASES[case]
+        form = detect_form("data.jsonl", list(rows[0]), rows, has_template, DataFlags(["data.jsonl"], **flags))
+        if form.regroup is not None:
+            rows = form.regroup(Dataset.from_list(rows)).to_list()
+        return form, rows
+
+
+def spans(cell: str) -> list[str]:
+    """The code spans of a cell, in which line breaks are written as in JSON."""
+    return [json.loads(f'"{span}"') for span in re.findall(r"`([^`]*)`", cell)]
+
+
+def shown(prompt) -> list[str]:
+    """A prompt as the page writes it."""
+    if isinstance(prompt, str):
+        return [prompt] if prompt else []
+    return [f"{turn['role']}: {turn['content']}" for turn in prompt]
+
+
+PARTS = re.split(
+    r"^### `(\w+)`\n", PAGE.read_text(encoding="utf-8").split("## Forms\n")[1].split("\n## ")[0], flags=re.M
+)
+SECTIONS = [Section(name, text) for name, text in zip(PARTS[1::2], PARTS[2::2], strict=True)]
+
+
+def test_the_page_has_every_form():
+    assert {section.name for section in SECTIONS} == set(get_args(DATA_FORMATS)) - {"auto"} - set(SETS)
+    listed = re.findall(r"^\| \[`(\w+)`\]\(#(\w+)\) \|.*\| ([^|]*) \|$", PARTS[0], flags=re.M)
+    assert [line[:2] for line in listed] == [(section.name, section.name) for section in SECTIONS]
+    for section, (_, _, steps) in zip(SECTIONS, listed, strict=True):
+        always = {USES[digit] for digit in steps.split(";")[0] if digit in USES}
+        assert always <= section.uses, section.name
+        assert section.uses == {USES[digit] for digit in steps if digit in USES} or ";" in steps, section.name
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_an_example_is_read_as_the_page_shows(section):
+    assert len(section.rows) == 2 and section.table
+    for case, prompt, answers in section.table:
+        form, rows = section.read(section.rows, case)
+        assert (form.name, set(form.uses)) == (section.name, section.uses)
+        for use in form.uses:
+            found = form.read(rows[0], use, "data.jsonl, row 1")[0]
+            wanted = {"sft": answers[:1], "preference": answers, "prompt": []}[use]
+            assert shown(found.prompt) == prompt, case
+            assert list(found.answers) == wanted, (case, use)
+            assert form.rendering == ("text" if isinstance(found.prompt, str) else "chat")
+        for use in set(USES.values()) - set(form.uses):
+            with pytest.raises(UserError, match="this step needs"):
+                form.read(rows[0], use, "data.jsonl, row 1")
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_both_lines_of_an_example_can_be_used(section):
+    form, rows = section.read(section.rows, "by default")
+    for number, row in enumerate(rows, start=1):
+        for use in form.uses:
+            assert form.read(row, use, f"data.jsonl, row {number}")
+
+
+def test_the_page_lists_the_data_sets_of_deepspeed_chat():
+    table = PAGE.read_text(encoding="utf-8").split("## Data sets of DeepSpeed-Chat\n")[1]
+    lines = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    found = {spans(cells[0])[0]: (tuple(spans(cells[1])), cells[-1].strip()) for cells in lines}
+    steps = {True: "1, 2, 3", False: "1, 3"}
+    assert found == {name: (known.columns, steps[known.rejected is not None]) for name, known in SETS.items()}

@@ -1,0 +1,101 @@
+"""The three steps on data of published shapes, by their command lines, in one launch of one rank."""
+
+import json
+import math
+
+import pytest
+from launch import metrics_of, run_steps
+from real_shapes import hh, sharegpt, ultrafeedback, verl, write_lines, write_parquet
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+COMMON = "--dtype fp32 --per_device_train_batch_size 4 --learning_rate 0.01 --max_seq_len 120 --eval_iters 1"
+PPO = (
+    "--dtype fp32 --max_prompt_seq_len 100 --max_answer_seq_len 6 --per_device_generation_batch_size 4 "
+    "--per_device_training_batch_size 4 --num_warmup_steps 0 --actor_learning_rate 0.003 --use_reward_model False "
+    "--advantage_estimator grpo --n_samples_per_prompt 2"
+)
+REWARDS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):  # as in verl
+    assert data_source == "openai/gsm8k" and extra_info["answer"] == f"#### {ground_truth}"
+    return {"score": 0.5 + float(ground_truth in solution_str), "seen": 1.0}
+
+def math(responses, ground_truth, **columns):
+    assert all(truth is not None for truth in ground_truth)
+    return [2.0] * len(responses)
+
+def chat(completions, prompts, **kwargs):  # as in TRL; "chat" rows are messages
+    assert all(completion[0]["role"] == "assistant" for completion in completions)
+    return [3.0] * len(completions)
+
+def every(responses, **columns):
+    return [1.0] * len(responses)
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(assets, tmp_path_factory):
+    """Name -> what `run_steps` found; the outputs are in `folder / name`."""
+    folder = tmp_path_factory.mktemp("real_data")
+    (folder / "rewards.py").write_text(REWARDS)
+    ultra = write_lines(folder / "ultra.jsonl", ultrafeedback(12))
+    share = write_lines(folder / "share.jsonl", sharegpt(12))
+    transcripts = write_lines(folder / "hh.jsonl", hh(12))
+    arithmetic = write_parquet(folder / "arithmetic.parquet", verl(8))
+    write_lines(folder / "chat.jsonl", [{"data_source": "chat", **row} for row in ultrafeedback(12)])
+    write_parquet(folder / "math.parquet", verl(8, "math"))
+    every_row = {"sft": "1,0,0", "reward": "0,1,0", "ppo": "0,0,1"}
+    cases = {}
+
+    def case(name: str, step: str, words: str) -> None:
+        known = f"--data_split {every_row[step]} --output_dir {folder / name} {PPO if step == 'ppo' else COMMON}"
+        model = "--actor_model_name_or_path" if step == "ppo" else "--model_name_or_path"
+        cases[name] = (step, f"{model} {assets / 'lm'} {known} {words}".split())
+
+    for name, file in (("ultra", ultra), ("share", share), ("hh", transcripts)):
+        case(f"{name}_sft", "sft", f"--data_path {file}")
+        if name != "share":
+            case(f"{name}_reward", "reward", f"--data_path {file}")
+        case(f"{name}_ppo", "ppo", f"--data_path {file} --reward_function {folder}/rewards.py:every")
+    case("verl", "ppo", f"--data_path {arithmetic} --reward_function {folder}/rewards.py:compute_score")
+    case("mixed_sft", "sft", f"--data_path {ultra}:3 {share}@4 --eval_fraction 0.2")
+    case(
+        "mixed_ppo", "ppo",
+        f"--data_path {folder}/math.parquet {folder}/chat.jsonl:0.5 --reward_function "
+        f"math={folder}/rewards.py:math chat={folder}/rewards.py:chat",
+    )  # fmt: skip
+    return folder, run_steps(cases, folder, ranks=1)
+
+
+def test_every_step_trains_on_every_form(runs):
+    folder, found = runs
+    assert {name: end["error"] for name, end in found.items()} == dict.fromkeys(found)
+    assert len(found) == 11
+    for name in found:
+        assert (folder / name / "result.json").exists(), name
+        losses = [line[key] for line in metrics_of(folder / name) for key in ("loss", "policy/loss") if key in line]
+        assert losses and all(map(math.isfinite, losses)), name
+
+
+@pytest.mark.parametrize(("name", "form"), [("ultra", "preference"), ("share", "sharegpt"), ("hh", "hh")])
+def test_the_log_says_how_the_rows_are_read_and_shows_one(runs, name, form):
+    _, found = runs
+    said = [end["said"] for case, end in found.items() if case.startswith(f"{name}_")]
+    assert said
+    for text in said:
+        assert "Where is the" in text
+    assert form
+
+
+def test_a_verl_function_scores_verl_rows(runs):
+    folder, _ = runs
+    for line in metrics_of(folder / "verl"):
+        assert 0.5 <= line["reward/score_mean"] <= 1.5
+
+
+def test_each_set_of_a_mixture_is_scored_by_its_own_function(runs):
+    folder, _ = runs
+    lines = metrics_of(folder / "mixed_ppo")
+    for line in lines:
+        assert 2.0 <= line["reward/score_mean"] <= 3.0
+    print(json.dumps(lines[0], indent=1))
