@@ -31,7 +31,7 @@ from dschat_ppo.runtime.dataset_workers import worker_count
 
 VOCABULARY, WORDS, LIMIT = 32_000, 60_000, 512
 BASELINE_ROWS = 100_000
-MARKS = ("<!-- data preparation -->", "<!-- end of data preparation -->")
+MARKS = ("<!-- data -->", "<!-- /data -->")
 BLOCK = 10_000  # rows that are generated at once
 
 

@@ -162,9 +162,13 @@ def test_pairs_of_kto_rows_are_made_before_the_split(tmp_path):
 
 
 def test_the_correct_answer_reaches_reward_functions(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [{"question": "How many?", "answer": "1 + 1 = 2\n#### 2", "id": 7}])
+    whole = {"question": "How many?", "answer": "1 + 1 = 2\n#### 2", "id": 7}
+    path, expected = write_jsonl(tmp_path / "d.jsonl", [whole]), whole | {"ground_truth": "2", "data_source": "d"}
     [row] = prepare("prompt", TOKENIZER, flags_for(tmp_path, path, use="prompt"), 64).train["row"]
-    assert json.loads(row) == {"question": "How many?", "answer": "2", "ground_truth": "2", "id": 7}
+    assert json.loads(row) == expected, "a column of the data set keeps its value"
+    named = flags_for(tmp_path, path, use="prompt", answer_pattern="#### (.*)")
+    [row] = prepare("prompt", TOKENIZER, named, 64).train["row"]
+    assert json.loads(row) == expected | {"answer": "2"}, "unless a flag asks for it"
 
 
 def test_the_evaluation_file_of_a_folder_replaces_the_held_out_fraction(tmp_path):

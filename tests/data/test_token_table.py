@@ -1,10 +1,12 @@
 """The token rows of a whole data set: in the order of the step, equal for any number of processes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from datasets import Dataset
-from test_tokenise import TOKENIZER, raw_rows, settings
+from test_tokenise import FORM, TOKENIZER, raw_rows, settings
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.lengths import Fitted
@@ -62,6 +64,21 @@ def test_the_first_bad_row_is_named_whatever_process_meets_one_first(tmp_path, w
     assert list(unusable) == sorted(places) and (np.diff(kept.number) >= 0).all()
     elsewhere = np.setdiff1d(np.arange(1500), places)
     assert len(tokenise_rows(dataset(rows), elsewhere, ORIGINS, settings(), flags_of(tmp_path, workers)).number) > 1000
+
+
+def test_rows_far_after_a_bad_row_are_not_read(tmp_path):
+    numbers, rows = [], raw_rows(1500)
+
+    def read(row, use, where):
+        numbers.append(int(row["prompt"][1:]))
+        if numbers[-1] == 600:
+            raise UserError(f"{where}: wrong")
+        return []
+
+    changed = settings(form=replace(FORM, read=read))
+    with pytest.raises(UserError, match="^f, row 601: wrong"):
+        tokenise_rows(dataset(rows), np.arange(1500), ORIGINS, changed, flags_of(tmp_path))
+    assert numbers == list(range(1024)), "two batches"
 
 
 def test_a_data_set_without_a_row_for_the_step_is_rejected(tmp_path):

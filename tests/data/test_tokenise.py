@@ -27,7 +27,7 @@ def read(row, use, where):
     ]
 
 
-FORM = Form("several", "text", read, "several answers", ("sft", "prompt"), "several", False)
+FORM = Form("several", "text", read, "several answers", ("sft", "prompt"), "f", "several", False)
 
 
 def settings(use="sft", limit=64, truncation="left", **changes) -> TokeniseSettings:
