@@ -38,10 +38,12 @@ BLOCK = 10_000  # rows that are generated at once
 def pairs(rows: int) -> Iterator[dict[str, str]]:
     """Preference pairs, always the same: words of one to five syllables, drawn by Zipf's law."""
     rng = np.random.default_rng(0)
-    syllables = ["".join(parts) for parts in zip(*(rng.choice(list(letters), 800) for letters in
-                 ("bcdfghklmnprstvw", "aeiou", "lmnrst   ")), strict=True)]  # fmt: skip
-    syllables = [syllable.strip() for syllable in syllables]
-    words = np.array(["".join(rng.choice(syllables, rng.integers(1, 6))) for _ in range(WORDS)])
+    syllables = [
+        first + vowel + last for first in "bcdfghklmnprstvw" for vowel in "aeiou" for last in ("", "n", "r", "st")
+    ]
+    drawn = rng.integers(len(syllables), size=(WORDS, 5))
+    counts = rng.integers(1, 6, WORDS)
+    words = np.array(["".join(syllables[n] for n in row[:count]) for row, count in zip(drawn, counts, strict=True)])
     chances = 1 / np.arange(3, WORDS + 3)
     chances /= chances.sum()
     for start in range(0, rows, BLOCK):

@@ -66,7 +66,7 @@ def make_models(folder: Path) -> None:
         kind(shape).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     prompts = [{"prompt": f"word {number} of {number * 7 % 40}"} for number in range(40)]
-    answers = [{"prompt": f"{number} or", "response": f"{number * 7} of {number}"} for number in range(64)]
+    answers = [{"prompt": f"{number} or", "response": f" {number * 7} of {number}"} for number in range(64)]
     for name, rows in (("prompts", prompts), ("answers", answers)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")

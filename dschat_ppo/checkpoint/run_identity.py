@@ -111,7 +111,7 @@ def rows_fingerprint(rows: Dataset) -> str:
         digests = np.concatenate([chunk.to_numpy() for chunk in rows.data.column(DIGEST).chunks])
         if rows._indices is not None:
             digests = digests[rows._indices.column(0).to_numpy()]
-        digest.update(digests.astype("<u8").tobytes())
+        digest.update(digests.astype("<i8").tobytes())
         heartbeat()
         return digest.hexdigest()
     columns = [name for name in rows.column_names if name not in (DIGEST, "source", "prompt_spans")]

@@ -11,7 +11,7 @@ from datasets import Dataset
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.splits import ORIGIN, Origins, Splits
-from dschat_ppo.data.tokenise import TokenTable
+from dschat_ppo.data.token_table import TokenTable
 from dschat_ppo.errors import UserError
 
 MOST_BAD = 0.05  # of the rows of a data set

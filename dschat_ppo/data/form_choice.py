@@ -27,6 +27,7 @@ class Candidate:
         drafts: use -> for each row its drafts, or None where it cannot be read.
         is_chat: whether the form finds chat messages, not text.
         fits: whether it reads at least half of the rows.
+        problem: with the first row that it cannot read, or "".
     """
 
     kind: Kind
@@ -34,6 +35,7 @@ class Candidate:
     drafts: dict[Use, list[list[Draft] | None]]
     is_chat: bool
     fits: bool
+    problem: str
 
 
 def try_kind(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
@@ -42,13 +44,15 @@ def try_kind(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
     reading = Reading(kind.name, tuple(columns.items()), rendering)  # type: ignore[arg-type]
     uses = [use for use in kind.uses(columns) if not (kind.name == "kto" and use == "preference")]
     drafts: dict[Use, list[list[Draft] | None]] = {}
+    first_problem = ""
     for use in uses:
         found: list[list[Draft] | None] = []
         for row in rows:
             try:
                 found.append(kind.read(row, reading, use))
-            except UserError:
+            except UserError as problem:
                 found.append(None)
+                first_problem = first_problem or str(problem)
         drafts[use] = found
     is_chat = kind.rendering == "chat" or (
         kind.rendering == "as given"
@@ -56,20 +60,26 @@ def try_kind(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
     )
     telling = [use for use in uses if use != "prompt" or kind.name in _WITHOUT_ANSWER]
     fits = any(2 * sum(some is not None for some in drafts[use]) >= len(rows) for use in telling)
-    return Candidate(kind, columns, drafts, is_chat, fits)
+    return Candidate(kind, columns, drafts, is_chat, fits, first_problem)
 
 
 def choose(name: str, found: list[Candidate]) -> Candidate:
     """The form of a data set among those that fit its columns: chat first, then the one that serves most.
 
     Raises:
-        UserError: two forms read the rows differently.
+        UserError: two forms read the rows differently, or no form reads them.
     """
     fitting = [candidate for candidate in found if candidate.fits]
     shadowed = {other for candidate in fitting for other in candidate.kind.shadows}
     fitting = [candidate for candidate in fitting if candidate.kind.name not in shadowed]
     if not fitting:
-        return min(found, key=lambda one: one.kind.name in _SPECIAL)  # its reader says what is wrong with the rows
+        likely = min(found, key=lambda one: one.kind.name in _SPECIAL)
+        if likely.kind.name not in _SPECIAL:
+            return likely  # its reader says what is wrong with each row
+        raise UserError(
+            f"{name}: its columns are those of the form {likely.kind.name}, but its first rows are not: "
+            f"{likely.problem}; name the columns to use (--prompt_column, --response_column, ...) or correct the rows"
+        )
     for first, second in combinations(fitting, 2):
         _require_same(name, first, second)
     chosen = max(

@@ -132,7 +132,8 @@ def _form(
         kind.name, tuple(chosen.columns.items()), rendering, wrap, template,
         None if is_named else system, None if is_named else tools, truth, pattern,
     )  # fmt: skip
-    if rendering == "text" and reading.system and any(row.get(reading.system) for row in rows):
+    systems = [value_at(row, reading.system) for row in rows if reading.system and has_value(row, reading.system)]
+    if rendering == "text" and any(systems):
         raise UserError(
             f"{name}: the column '{reading.system}' holds system messages, but the prompts are text, which has no "
             "place for them; choose: --apply_chat_template True makes chat messages of both, --system_column '' "

@@ -154,7 +154,7 @@ def split_answer(messages: Messages, column: str) -> tuple[Messages, str | Messa
         (messages before the answer, its text; or the message if it has more than text, such as tool calls).
 
     Raises:
-        UserError: the last message is not the assistant's, or the one before it is the assistant's too.
+        UserError: the last message is not the assistant's.
     """
     if messages[-1]["role"] != "assistant":
         raise UserError(f"'{column}' ends with a message of role '{messages[-1]['role']}'; expected the assistant's")

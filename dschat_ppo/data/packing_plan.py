@@ -23,14 +23,17 @@ _CHUNK = 10_000  # rows whose lengths are read at a time
 
 def sample_tokens(rows: Dataset) -> np.ndarray:
     """Tokens of each sample, (n,) int64: of its answers, and of the prompt once for each of them."""
-    found = [np.zeros(0, dtype=np.int64)]
-    for table in rows.select_columns(["prompt_ids", "answers"]).with_format("arrow").iter(_CHUNK):
-        prompts = pc.list_value_length(table["prompt_ids"]).to_numpy()
-        answers = table["answers"].combine_chunks()
-        before = np.concatenate([[0], np.cumsum(pc.list_value_length(answers.values).to_numpy())])
-        offsets = answers.offsets.to_numpy()  # answers before each row
+    table, found = rows.data, [np.zeros(0, dtype=np.int64)]
+    for start in range(0, table.num_rows, _CHUNK):
+        part = table.slice(start, _CHUNK)
+        prompts = pc.list_value_length(part.column("prompt_ids")).to_numpy()
+        answers = part.column("answers").combine_chunks()
+        before = np.concatenate([[0], np.cumsum(pc.list_value_length(answers.flatten()).to_numpy())])
+        offsets = answers.offsets.to_numpy() - answers.offsets[0].as_py()  # answers before each row
         found.append(before[offsets[1:]] - before[offsets[:-1]] + prompts * np.diff(offsets))
-    return np.concatenate(found).astype(np.int64)
+    tokens = np.concatenate(found).astype(np.int64)
+    # Lengths of the whole table, then of the selected rows: `datasets` would copy the tokens of a selection.
+    return tokens if rows._indices is None else tokens[rows._indices.column(0).to_numpy()]
 
 
 def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[int]]:

@@ -28,7 +28,8 @@ from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of,
 from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.splits import ORIGIN, Origins, load_all, load_splits
 from dschat_ppo.data.templates import turn_end
-from dschat_ppo.data.tokenise import DOING, TokeniseSettings, TokenTable, tokenise_rows
+from dschat_ppo.data.token_table import TokenTable, tokenise_rows
+from dschat_ppo.data.tokenise import DOING, TokeniseSettings
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
@@ -172,7 +173,7 @@ class Preparation:
             UserError: see `detect_form`; or the form does not serve this step.
         """
         columns = [name for name in raw.column_names if name != ORIGIN]
-        first = raw.select_columns(columns).select(range(min(FIRST_ROWS, len(raw)))).to_list()
+        first = [{name: row[name] for name in columns} for row in raw.select(range(min(FIRST_ROWS, len(raw))))]
         form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
         logger().info(f"data: {source.spec}: {form.description}")
         form.require(self.use)

@@ -1,19 +1,22 @@
 """The identity of a run: a resumed run detects that the contents behind its flags have changed."""
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import identity_of, save_checkpoint
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from safetensors.torch import save_file
 
+from dschat_ppo.checkpoint import run_identity
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.manifest import Manifest
 from dschat_ppo.checkpoint.resume import find_checkpoint
 from dschat_ppo.checkpoint.run_identity import (
+    DIGEST,
     SAMPLE_BYTES,
     SAMPLES,
     RunIdentity,
@@ -213,3 +216,40 @@ def test_a_fingerprint_tells_rows_apart_however_they_are_stored(tmp_path):
         assert rows_fingerprint(Dataset.from_dict(other)) != expected
     assert rows_fingerprint(rows.select([1, 0, 2])) != expected
     assert rows_fingerprint(rows.select([0, 1])) != expected
+
+
+def digested(count: int, **changed: int) -> Dataset:
+    """Rows whose tokens are left alone, so that only their digests can tell them apart."""
+    digests = [changed.get(f"row_{number}", number - 2**62) for number in range(count)]
+    return Dataset.from_dict({"ids": [[1]] * count, DIGEST: digests})
+
+
+def test_many_rows_are_known_by_their_digests_in_order(monkeypatch, tmp_path):
+    monkeypatch.setattr(run_identity, "MANY_ROWS", 100)
+    rows, order = digested(120), [*range(60, 120), *range(60)]
+    expected = hashlib.sha256(
+        b"".join((number - 2**62).to_bytes(8, "little", signed=True) for number in range(120))
+    ).hexdigest()
+    assert rows_fingerprint(rows) == expected
+    rows.save_to_disk(str(tmp_path / "rows"), num_shards=3)
+    assert rows_fingerprint(Dataset.load_from_disk(str(tmp_path / "rows"))) == expected
+    assert rows_fingerprint(rows.select(order).select(order)) == expected
+    halves = concatenate_datasets([rows.select(range(60, 120)), rows.select(range(60))])
+    assert rows_fingerprint(halves) == rows_fingerprint(rows.select(order)) != expected
+    assert rows_fingerprint(digested(120, row_77=5)) != expected
+    assert rows_fingerprint(rows.select(range(119))) != expected
+
+
+def test_few_rows_are_read_whole_without_the_columns_of_later_versions():
+    rows = digested(60)
+    expected = rows_fingerprint(rows.remove_columns(DIGEST))
+    assert rows_fingerprint(rows) == expected == rows_fingerprint(digested(60, row_7=5))
+    more = rows.add_column("source", [1] * 60).add_column("prompt_spans", [[[0, 1]]] * 60)
+    assert rows_fingerprint(more) == expected
+    texts = [json.dumps({"a": number}) for number in range(60)]
+    added = [f'{text[:-1]},\n"data_source": "b"}}' for text in texts]
+    fingerprints = {rows_fingerprint(rows.add_column("row", column)) for column in (texts, added)}
+    assert len(fingerprints) == 1 and expected not in fingerprints
+    empty = [rows_fingerprint(Dataset.from_dict({"row": [text]})) for text in ("{}", '{\n"data_source": "b"}')]
+    assert empty[0] == empty[1]
+    assert rows_fingerprint(rows.add_column("row", [*texts[:-1], '{"a": 1}'])) not in fingerprints

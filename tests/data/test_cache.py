@@ -6,6 +6,7 @@ from conftest import tiny_config  # noqa: F401  (sets the environment before tra
 from datasets import Dataset
 from filelock import FileLock
 
+from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data import cache
@@ -74,6 +75,26 @@ def test_a_damaged_entry_is_made_again(tmp_path, warnings, name, damage):
         (rows.folder / name).write_bytes(content)
     assert [rows.read(), rows.read()] == [[1, 2, 3], [1, 2, 3]]
     assert rows.calls == 2 and warnings == [f"data: {rows.folder} is damaged and is made again"]
+
+
+def test_only_the_first_rank_of_a_node_reads_an_entry_whole(tmp_path, monkeypatch):
+    rows, read = Rows(tmp_path), []
+    rows.read()
+    monkeypatch.setattr(cache, "checksum", lambda path: read.append(path.name) or checksum(path))
+    for rank, files in (("0", 2), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert rows.read() == [1, 2, 3] and len(read) == files
+        read.clear()
+    (rows.folder / "rows_00000.arrow").write_bytes(b"short")
+    assert rows.read() == [1, 2, 3] and rows.calls == 2, "another rank compares sizes"
+
+
+def test_other_code_misses_the_cache(monkeypatch):
+    rows, tokenizer = Dataset.from_dict({"a": [1]}), toy.make_tokenizer(["words"])
+    key = cache.token_key(rows, tokenizer, "x")
+    assert cache.token_key(rows, tokenizer, "x") == key != cache.token_key(rows, tokenizer, "y")
+    monkeypatch.setattr(cache, "_code", lambda: "other")
+    assert cache.token_key(rows, tokenizer, "x") != key
 
 
 def test_an_unfinished_entry_is_made_again(tmp_path):

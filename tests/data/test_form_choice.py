@@ -79,6 +79,19 @@ def test_a_form_must_read_half_of_the_rows():
     assert form_of([row, {"text": "no transcript"}, {"text": "none"}]).name == "text"
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"question": "Why?", "answers": {"text": ["So"]}}, "the form ranked, .*: 'answers' is dict"),  # SQuAD
+        ({"question": "Why?", "answers": ["So", "As"]}, "the form ranked, .*: the answers of 'answers' have no score"),
+    ],
+)
+def test_columns_that_only_look_like_a_form_are_refused(row, words):
+    with pytest.raises(UserError, match=f"its columns are those of {words}.*--prompt_column"):
+        form_of([row])
+    assert read([row], "prompt", prompt_column="question") == [Example("Why?", [])]
+
+
 # Prompts and answers without anything between them
 
 

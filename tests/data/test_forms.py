@@ -166,6 +166,9 @@ def test_system_messages_of_text_prompts_need_a_choice():
         form_of([row])
     assert read([row], "prompt", system_column="") == [Example("a b", [])]
     assert read([row], "prompt", apply_chat_template=True)[0].prompt == [system("Be kind."), user("a b")]
+    nested = {"prompt": "a b", "meta": {"system": "Be kind."}}
+    with pytest.raises(UserError, match=r"'meta\.system' holds system messages"):
+        form_of([nested], system_column="meta.system")
     form = form_of([{"prompt": "a b", "system": ""}])
     with pytest.raises(UserError, match="^row 30: 'system' holds a system message"):
         form.read(row, "prompt", "row 30")

@@ -9,7 +9,7 @@ from datasets import Dataset
 from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data import forms
+from dschat_ppo.data import forms, token_table
 from dschat_ppo.data import prepare as prepare_module
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import StopRequested, UserError
@@ -141,6 +141,32 @@ def test_token_rows_of_each_use(tmp_path):
         assert (prompts_of(rows), answers_of(rows), list(rows["margin"])) == (["prompt 0"], [answers], [1.5])
 
 
+def test_plain_text_is_trained_from_its_second_token(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"text": "Once upon a time."}])
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64).train
+    text = TOKENIZER.decode(rows[0]["prompt_ids"] + rows[0]["answers"][0])
+    assert (text, len(rows[0]["prompt_ids"])) == (f"Once upon a time.{TOKENIZER.eos_token}", 1)
+
+
+def test_pairs_of_kto_rows_are_made_before_the_split(tmp_path):
+    rows = [{"prompt": f"{n}:", "completion": f"{word} {n}", "label": word == "good"}
+            for word in ("good", "bad", "poor") for n in range(10)]  # fmt: skip
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    seen = []
+    for use, count in (("sft", 2), ("preference", 8), ("prompt", 4)):
+        flags = flags_for(tmp_path, path, use=use, data_split="2,4,4")
+        found = prepare(use, TOKENIZER, flags, 64).train
+        assert len(found) == count
+        seen += sorted(set(prompts_of(found)))
+    assert sorted(seen) == [f"{n}:" for n in range(10)]
+
+
+def test_the_correct_answer_reaches_reward_functions(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"question": "How many?", "answer": "1 + 1 = 2\n#### 2", "id": 7}])
+    [row] = prepare("prompt", TOKENIZER, flags_for(tmp_path, path, use="prompt"), 64).train["row"]
+    assert json.loads(row) == {"question": "How many?", "answer": "2", "ground_truth": "2", "id": 7}
+
+
 def test_the_evaluation_file_of_a_folder_replaces_the_held_out_fraction(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -238,6 +264,16 @@ def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(t
     expected = GOLDEN[use]
     assert (" ".join(prompts_of(found.train)), " ".join(prompts_of(found.eval))) == expected[:2]
     assert (rows_fingerprint(found.train), rows_fingerprint(found.eval)) == expected[2:]
+
+
+def test_another_rank_reads_the_same_rows_from_the_cache(tmp_path, monkeypatch):
+    first, second = write_jsonl(tmp_path / "a.jsonl", ROWS), write_jsonl(tmp_path / "b.jsonl", ROWS[:3])
+    flags = flags_for(tmp_path, f"{first}:2", f"{second}:3", data_split="1,1,0")
+    rows = prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(token_table, "_map_batch", None)
+    again = prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.3)
+    assert again.train.to_list() == rows.train.to_list() and again.eval.to_list() == rows.eval.to_list()
 
 
 def test_rows_name_their_data_set(tmp_path):

@@ -155,8 +155,9 @@ def test_only_attention_that_the_kernel_computes_is_given_to_it():
     )
     assert suits(softcap=None, is_causal=True) and suits(capability=(9, 0))
     refused = [
-        {"dtype": torch.float32}, {"head": 100, "value_head": 100}, {"head": 264, "value_head": 264}, {"capability": (7, 5)},
-        {"is_cuda": False}, {"value_head": 32}, {"dropout": 0.1}, {"softcap": 5.0}, {"s_aux": 1.0}, {"position_bias": 1.0},
+        {"dtype": torch.float32},
+        {"head": 100, "value_head": 100}, {"head": 264, "value_head": 264}, {"capability": (7, 5)}, {"is_cuda": False},
+        {"value_head": 32}, {"dropout": 0.1}, {"softcap": 5.0}, {"s_aux": 1.0}, {"position_bias": 1.0},
         {"is_causal": False},
     ]  # fmt: skip
     assert not any(suits(**case) for case in refused)

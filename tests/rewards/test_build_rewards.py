@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
@@ -171,7 +172,7 @@ def rows_of(*sources) -> list[str]:
 
 def test_a_route_without_a_prompt_is_an_error():
     wanted = flags(reward_function=["math,code=exact_match", "length"])
-    check_routes(wanted, ["x"], rows_of("code", "math"))
+    check_routes(wanted, ["x"], Dataset.from_dict({"row": rows_of("code", "math")})["row"])  # as step 3 does
     with pytest.raises(UserError) as refused:
         check_routes(wanted, ["math", "code"], rows_of("maths", "math", "chat"))
     assert str(refused.value) == ("--reward_function math,code=exact_match: no training prompt has the data source "

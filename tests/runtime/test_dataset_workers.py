@@ -266,3 +266,23 @@ def test_a_process_that_a_thread_has_forked_outlives_the_thread():
         os.kill(forked[0], signal.SIGKILL)
         os.waitpid(forked[0], 0)
     assert alive
+
+
+def test_few_rows_take_one_process_and_many_one_per_core(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
+    few = dataset_workers.FEW_ROWS
+    assert [dataset_workers.worker_count(None, rows) for rows in (0, few - 1, few, 10**6)] == [1, 1, 3, 3]
+    assert [dataset_workers.worker_count(chosen, rows) for chosen, rows in ((1, 10**6), (7, 2))] == [1, 7]
+
+
+@pytest.mark.parametrize("before", [None, "true"])
+def test_the_tokenizers_of_workers_use_one_thread(monkeypatch, before):
+    name = "TOKENIZERS_PARALLELISM"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with dataset_workers.data_workers(1):
+        assert os.environ.get(name) == before
+    with dataset_workers.data_workers(2):
+        assert os.environ[name] == "false"
+    assert os.environ.get(name) == before
