@@ -33,7 +33,7 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
-from dschat_ppo.models.loading import load_tokenizer
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import Prompts
 from dschat_ppo.ppo.loop import update
 from dschat_ppo.ppo.mini_dataset import gather_rows

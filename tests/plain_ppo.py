@@ -18,9 +18,9 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.moving_average import MovingAverage
 from dschat_ppo.errors import StopRequested
-from dschat_ppo.models.loading import load_tokenizer
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluate import Evaluation

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,6 +28,7 @@ from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.architectures import SCORE, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import grow_vocabulary
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,49 +71,6 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
     check_settings(folder, refused)
     with reading(refused):  # without trust_remote_code=False transformers asks at a terminal
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
-
-
-def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; it must have an EOS token.
-
-    Raises:
-        UserError: there is no usable tokenizer, or it has no words or no EOS.
-    """
-    if _needs_sentencepiece(folder):
-        raise UserError(
-            f"{flag} {folder}: its only tokenizer is a SentencePiece tokenizer.model; pip install "
-            '"dschat_ppo[sentencepiece]", or save a tokenizer.json there'
-        )
-    if (Path(folder) / "config.json").exists():  # transformers reads it here too
-        check_settings(folder, f"{flag} {folder}: config.json cannot be used")
-    with reading(f"{flag} {folder}: its tokenizer cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        words = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
-        if words:  # parts that do not match fail only in use; any other text may lack an unknown token
-            tokenizer.encode(tokenizer.decode([min(words)]))
-    if not words:  # transformers made an empty one
-        raise UserError(f"{flag} {folder}: has no tokenizer; save the model's tokenizer there")
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"{flag} {folder}: the tokenizer has no EOS token, so answers could not end; add one")
-    return tokenizer
-
-
-def _needs_sentencepiece(folder: str) -> bool:
-    """Whether the sentencepiece package is needed and missing; transformers' own error asks for tiktoken instead.
-
-    Files of tiktoken are lines of text; those of SentencePiece are protocol buffers, whose first byte is the tag of the
-    list of pieces.
-    """
-    file = Path(folder) / "tokenizer.model"
-    if find_spec("sentencepiece") is not None or (Path(folder) / "tokenizer.json").exists() or not file.is_file():
-        return False
-    with file.open("rb") as stream:
-        return stream.read(1) == b"\n"
-
-
-def filler_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """An id for padding: PAD, or EOS without one. Masks mark the real tokens, so any valid id works."""
-    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def check_vocabulary(

@@ -17,7 +17,7 @@ from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.loading import filler_id
+from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters

@@ -17,8 +17,8 @@ from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
-from dschat_ppo.models.loading import filler_id
 from dschat_ppo.models.micro_batches import even_passes
+from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource, raise_on_any_rank
 from dschat_ppo.types import Model, Rollout, full_sequences
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.data.collators import SFTBatch, collate_sft
-from dschat_ppo.models.loading import check_causal_lm, filler_id, load_causal_lm
+from dschat_ppo.models.loading import check_causal_lm, load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer

@@ -21,7 +21,8 @@ from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.forms import Use
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, load_tokenizer, model_folder
+from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, model_folder
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles

@@ -12,12 +12,12 @@ from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_sequence_classifier,
-    filler_id,
     load_causal_lm,
     load_sequence_classifier,
 )
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.supervised.dpo_objective import dpo_objective
 from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save

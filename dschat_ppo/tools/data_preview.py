@@ -35,7 +35,7 @@ from dschat_ppo.data.prepare import EVAL_FLAG, Preparation, TokenisedSet
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.splits import ORIGIN, Splits, load_all, load_splits
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.loading import filler_id, load_tokenizer
+from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.tools.data_display import Piece, pieces_of
 
 USES: dict[str, Use] = {"sft": "sft", "reward": "preference", "dpo": "preference", "ppo": "prompt"}

@@ -30,8 +30,8 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.data.templates import encode_prompt
 from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.models.loading import filler_id
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters

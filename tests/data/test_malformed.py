@@ -14,13 +14,8 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.loading import (
-    check_causal_lm,
-    check_sequence_classifier,
-    check_vocabulary,
-    load_config,
-    load_tokenizer,
-)
+from dschat_ppo.models.loading import check_causal_lm, check_sequence_classifier, check_vocabulary, load_config
+from dschat_ppo.models.tokenizers import load_tokenizer
 
 FLAG = "--model_name_or_path"
 VALUES = ["abc", "", -1, 0, 3, 10**12, 10**40, 1e308, 0.5, float("nan"), None, True, [], {}, [1, 2], {"a": 1}]

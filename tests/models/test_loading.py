@@ -35,10 +35,10 @@ from dschat_ppo.models.loading import (
     load_causal_lm,
     load_config,
     load_sequence_classifier,
-    load_tokenizer,
     model_folder,
 )
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.tools import addition
 
 IDS = torch.tensor([[5, 9, 17, 4, 1, 0, 0], [8, 30, 2, 7, 60, 9, 1]])
@@ -280,7 +280,7 @@ def test_weights_that_only_look_like_old_buffers_are_unexpected(tmp_path, name, 
 
 def test_a_tokenizer_model_alone_asks_for_sentencepiece(tmp_path, monkeypatch):
     tiny_config().save_pretrained(tmp_path)
-    monkeypatch.setattr("dschat_ppo.models.loading.find_spec", lambda name: None)
+    monkeypatch.setattr("dschat_ppo.models.tokenizers.find_spec", lambda name: None)
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     with pytest.raises(UserError, match=r'--model .*pip install "dschat_ppo\[sentencepiece\]"'):
         load_tokenizer(str(tmp_path), "--model")

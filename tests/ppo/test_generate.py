@@ -10,7 +10,7 @@ from tiny_models import tokens_of
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.loading import load_tokenizer
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.generate import check_stop_ids, end_ids, generation_config, greedily
 from dschat_ppo.runtime import stop_requests
 

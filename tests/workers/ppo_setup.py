@@ -15,7 +15,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
-from dschat_ppo.models.loading import load_tokenizer
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter

@@ -16,7 +16,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.models.forward import answer_logprobs
-from dschat_ppo.models.loading import load_tokenizer
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.supervised.dpo_objective import dpo_objective

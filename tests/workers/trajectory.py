@@ -16,9 +16,10 @@ from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
-from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, load_tokenizer
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group

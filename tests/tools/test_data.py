@@ -1,0 +1,199 @@
+"""The preview of data: what it shows is what training uses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from real_shapes import hh, sharegpt, turns, ultrafeedback, verl, write_lines, write_parquet
+from transformers import AutoTokenizer
+
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.collators import collate_sft
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.tools import data
+from dschat_ppo.tools.data_display import CLOSE, OPEN
+
+
+@pytest.fixture
+def preview(assets, tmp_path, capsys):
+    """(words) -> (exit code, stdout, stderr) of the command with the tokenizer and a cache of its own."""
+
+    def run(*words: object, tokenizer: bool = True) -> tuple[int, str, str]:
+        known = ["--data_output_path", str(tmp_path / "cache"), *(["--tokenizer", str(assets / "lm")] * tokenizer)]
+        code = data.main([*map(str, words), *known])
+        found = capsys.readouterr()
+        return code, found.out, found.err
+
+    return run
+
+
+def in_json(result: tuple[int, str, str]) -> dict:
+    return json.loads(result[1])
+
+
+def test_samples_are_the_rows_and_the_loss_mask_of_training(preview, assets, tmp_path):
+    path = write_lines(tmp_path / "share.jsonl", sharegpt(6))
+    found = in_json(preview("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--json"))
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    flags = DataFlags([str(path)], data_split="1,0,0", data_output_path=str(tmp_path / "other"))
+    rows = prepare("sft", tokenizer, flags, 512, eval_fraction=0.0, all_turns=True).train
+    assert len(found["sets"][0]["samples"]) == 3
+    for number, sample in enumerate(found["sets"][0]["samples"]):
+        batch = collate_sft(rows, [number], 0, False)
+        pieces = [piece for _, text in sample["texts"] for piece in text]
+        assert "".join(piece["text"] for piece in pieces) == tokenizer.decode(batch.input_ids[0])
+        trained = tokenizer.decode(batch.input_ids[0][batch.loss_mask[0]])
+        assert "".join(piece["text"] for piece in pieces if piece["trained"]) == trained
+        assert "Hello." in trained and "Where" not in trained
+        assert sample["tokens"] == {
+            "prompt": len(rows[number]["prompt_ids"]),
+            "answer": len(rows[number]["answers"][0]),
+        }
+
+
+def test_only_the_last_turn_is_marked_if_only_it_is_trained(preview, tmp_path):
+    path = write_lines(tmp_path / "share.jsonl", sharegpt(2))
+    words = ("--step", "sft", "--data_path", path, "--data_split", "1,0,0", "--samples", 1)
+    _, every, _ = preview(*words)
+    _, last, _ = preview(*words, "--train_on", "last")
+    assert (every.count(OPEN), last.count(OPEN)) == (2, 1)
+    assert f"{OPEN}Hello." in every and "Hello." in last and f"{OPEN}Hello." not in last
+
+
+def test_pairs_show_what_the_objective_compares(preview, tmp_path):
+    path = write_lines(tmp_path / "hh.jsonl", hh(2))
+    words = ("--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0, "--samples", 1)
+    _, reward, _ = preview("--step", 2, *words)
+    _, dpo, _ = preview("--step", "dpo", *words, "--objective", "dpo")
+    assert f" In the hall.{OPEN}<|end|>{CLOSE}" in reward
+    assert f" Not in the hall.{OPEN}<|end|>{CLOSE}" in reward
+    assert f"{OPEN} In the hall.<|end|>{CLOSE}" in dpo and f"{OPEN} Not in the hall.<|end|>{CLOSE}" in dpo
+
+
+def test_step_3_shows_prompts_with_what_rules_receive(preview, tmp_path):
+    path = write_parquet(tmp_path / "arithmetic.parquet", verl(4))
+    code, shown, _ = preview("--step", 3, "--data_path", path, "--data_split", "0,0,1", "--samples", 1)
+    assert code == 0
+    assert OPEN not in shown
+    assert "data_source  | openai/gsm8k" in shown and "ground_truth | " in shown
+    assert "reward_model, extra_info" in shown
+
+
+def test_each_bad_row_is_named_with_its_cause(preview, tmp_path):
+    rows = ultrafeedback(10)
+    rows[3]["chosen"], rows[7]["rejected"] = None, rows[7]["chosen"]
+    path = write_lines(tmp_path / "bad.jsonl", [*rows, rows[0]])
+    words = ("--step", 2, "--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0)
+    code, shown, error = preview(*words)
+    assert code == 2
+    assert error.startswith(f"error: {path}, row 4: 'chosen' is null") and error.count("\n") == 1
+    assert "2 rows that cannot be used:" in shown
+    assert f"    {path}, row 4: 'chosen' is null" in shown
+    assert f"    {path}, row 8: chosen and rejected are equal" in shown
+    assert "11 rows, 2 cannot be used, 9 examples, 1 repeat an earlier example" in shown
+    found = in_json(preview(*words, "--json"))
+    assert [problem["where"] for problem in found["sets"][0]["problems"]] == [f"{path}, row 4", f"{path}, row 8"]
+    assert found["error"] == found["sets"][0]["error"]
+    _, shown, _ = preview(*words, "--problems", 1)
+    assert "2 rows that cannot be used, the first 1:" in shown and "row 8:" not in shown
+
+
+def test_bad_rows_that_training_skips_are_no_error(preview, tmp_path):
+    rows = [{"prompt": f"{number}:", "response": " yes"} for number in range(30)]
+    rows[5]["response"] = None
+    path = write_lines(tmp_path / "some.jsonl", rows)
+    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--bad_rows")
+    assert [preview(*words, policy)[0] for policy in ("skip", "error")] == [0, 2]
+
+
+def test_too_long_rows_are_problems_if_they_end_training(preview, tmp_path):
+    rows = [{"prompt": "x" * (40 if number == 2 else 3) + ": ", "response": "yes"} for number in range(5)]
+    path = write_lines(tmp_path / "long.jsonl", rows)
+    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--max_seq_len", 20)
+    code, shown, error = preview(*words, "--truncation", "error")
+    assert code == 2 and f"{path}, row 3: longer than the limit of 20 tokens" in error
+    assert "1 left out" in shown
+    code, shown, _ = preview(*words, "--truncation", "left")
+    assert code == 0 and "1 prompt cut" in shown and "an epoch has 5 rows" in shown
+
+
+def test_one_unusable_data_set_does_not_hide_another(preview, assets, tmp_path):
+    path = write_lines(tmp_path / "share.jsonl", sharegpt(4))
+    code, shown, error = preview("--step", 2, "--data_path", path, assets / "pairs.jsonl", "--data_split", "0,1,0")
+    assert code == 2 and "share.jsonl" in error and "this step needs" in error
+    assert "data set 2 of 2" in shown and shown.count(OPEN) == 6
+
+
+def test_without_a_tokenizer_rows_are_shown_before_the_rendering(preview, tmp_path):
+    path = write_lines(tmp_path / "share.jsonl", sharegpt(4))
+    code, shown, _ = preview("--step", 1, "--data_path", path, "--samples", 1, tokenizer=False)
+    assert code == 0
+    assert "form sharegpt" in shown and "user: Where is the lamp?" in shown and "not rendered" in shown
+
+
+def test_a_quick_look_reads_the_first_rows_only(preview, tmp_path):
+    rows = [{"prompt": f"{number}:", "response": " yes"} for number in range(9)]
+    rows[8]["response"] = None
+    path = write_lines(tmp_path / "some.jsonl", rows)
+    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--json", "--rows")
+    assert [preview(*words, count)[0] for count in (8, 9)] == [0, 2]
+    found = in_json(preview(*words, 4, "--samples", 9))
+    assert found["sets"][0]["rows"] == 4
+    assert sorted(sample["where"] for sample in found["sets"][0]["samples"]) == [
+        f"{path}, row {n}" for n in range(1, 5)
+    ]
+
+
+def test_a_mixture_is_shown_as_training_mixes_it(preview, assets, tmp_path):
+    more = write_lines(tmp_path / "more.jsonl", [{"prompt": f"{n}:", "response": " yes"} for n in range(10)])
+    words = ("--step", 1, "--data_path", f"{assets}/sft.jsonl@10", f"{more}@30", "--data_split", "1,0,0")
+    code, shown, _ = preview(*words, "--eval_fraction", 0)
+    assert code == 0
+    assert "an epoch has 40 rows" in shown and "75.0 %" in shown
+
+
+def test_the_chat_template_of_the_flags_is_used_and_named(preview, tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", [{"messages": turns("Where?", "Here.")}])
+    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--chat_template", "human-assistant")
+    code, shown, _ = preview(*words)
+    assert code == 0
+    assert "chat template: human-assistant" in shown and " Human: Where? Assistant:" in shown
+
+
+def test_colours_replace_brackets(preview, assets):
+    words = ("--step", 1, "--data_path", assets / "sft.jsonl", "--color")
+    assert "\x1b[30;42m" in preview(*words, "always")[1]
+    assert "\x1b" not in preview(*words, "never")[1] and OPEN in preview(*words, "auto")[1]
+
+
+@pytest.mark.parametrize(("words", "cause"), [
+    ("--step 1 --data_path x.jsonl --no_such_flag 1", "--no_such_flag"),
+    ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
+    ("--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),
+    ("--step 1", "--data_path is required"),
+    ("--step 1 --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
+])  # fmt: skip
+def test_a_wrong_command_is_one_line(preview, words, cause):
+    code, shown, error = preview(*words.split())
+    assert (code, shown) == (2, "")
+    assert error.startswith("error: ") and cause in error and error.count("\n") == 1
+
+
+def test_a_training_command_and_its_configuration_can_be_pasted(preview, assets, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"model_name_or_path: {assets / 'lm'}\nmax_seq_len: 48\n")
+    words = ("--step", 1, "--config", tmp_path / "run.yaml", "--data_path", assets / "sft.jsonl", "--output_dir", "out")
+    code, shown, _ = preview(*words, "--zero_stage", 3, "--learning_rate", 1e-5, tokenizer=False)
+    assert code == 0 and OPEN in shown
+
+
+def test_it_starts_without_deepspeed(assets, tmp_path):
+    program = "import sys; from dschat_ppo.tools.data import main; code = main(sys.argv[1:])\n"
+    program += "assert code == 0 and 'deepspeed' not in sys.modules"
+    words = ["--step", "1", "--data_path", str(assets / "sft.jsonl"), "--tokenizer", str(assets / "lm")]
+    words += ["--data_output_path", str(tmp_path)]
+    found = subprocess.run(
+        [sys.executable, "-c", program, *words], env=dict(os.environ), text=True, capture_output=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
