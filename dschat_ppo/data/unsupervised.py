@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.splits import ORIGIN, load_splits
@@ -45,7 +46,9 @@ def text_blocks(
     with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
         wanted = dataclasses.replace(flags, dataset_config=config_name, dataset_split=None)
         (source,) = parse_sources([spec], FLAG, wanted)
-        rows = load_splits(source, flags.data_output_path).train
+        splits = load_splits(source, flags.data_output_path, flags.bad_rows)
+        report_unreadable(spec, splits)
+        rows = splits.train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(name for name in rows.column_names if name != ORIGIN)
             raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
