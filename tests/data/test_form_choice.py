@@ -59,9 +59,7 @@ def test_a_difference_in_any_of_the_first_rows_counts():
 
 
 def test_the_same_prompt_with_another_answer_is_a_second_reading():
-    with pytest.raises(
-        UserError, match="answer 'So.', or as question_answer, prompt 'Why.', answer 'No.'"
-    ):
+    with pytest.raises(UserError, match="answer 'So.', or as question_answer, prompt 'Why.', answer 'No.'"):
         form_of([{"question": "Why?", "answer": "No.", "messages": [user("Why?"), assistant("So.")]}])
 
 
