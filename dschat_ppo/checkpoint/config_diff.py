@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -52,9 +52,20 @@ PRODUCTS = {
     "generation_batches": "rows_per_step",
 }
 
-FLAGS = frozenset(
-    field.name for step in STEPS.values() for group in get_type_hints(step.config).values() for field in fields(group)
-)
+
+
+def _defaults() -> dict[str, list[Any]]:
+    """Every flag -> its defaults in the steps that have it."""
+    found: dict[str, list[Any]] = {}
+    for step in STEPS.values():
+        for group in get_type_hints(step.config).values():
+            for field in fields(group):
+                own = field.default if field.default_factory is MISSING else field.default_factory()
+                found.setdefault(field.name, []).append(step.defaults.get(field.name, own))
+    return found
+
+
+DEFAULTS = _defaults()
 
 _ABSENT = object()
 
@@ -96,6 +107,8 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
         if before != after:
             product = PRODUCTS.get(name)
             matters = name not in HARMLESS and not (product in saved and product in now)
+            if before is _ABSENT and after in DEFAULTS.get(name, []):  # the checkpoint is older than the flag
+                matters = False
             changes.append(ConfigChange(name, _as_text(before), _as_text(after), matters))
     return sorted(changes, key=lambda change: not change.matters)
 
@@ -104,7 +117,7 @@ def format_diff(changes: Sequence[ConfigChange]) -> str:
     """The changes as a diff: for each one a line `- --flag before` and a line `+ --flag after`."""
     lines = []
     for change in changes:
-        name = f"--{change.name}" if change.name in FLAGS else change.name
+        name = f"--{change.name}" if change.name in DEFAULTS else change.name
         lines += [f"{sign} {name} {value}" for sign, value in (("-", change.before), ("+", change.after)) if value]
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from dschat_ppo.errors import UserError
 
 Row = dict[str, Any]
 Use = Literal["sft", "preference", "prompt"]
+MESSAGES, TOOLS = "_messages", "_tools"  # in the JSON of a row for reward functions: its chat messages and their tools
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from dschat_ppo.data.examples import MESSAGES
 from dschat_ppo.rewards.call_forms import CALL_FORMS, LOGGERS, CallForm
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import Rollout
 
-MESSAGES = "_messages"  # column of a row that was rendered as a chat: the messages of its prompt
 # Columns that `**kwargs` does not receive: this package's own, and those that TRL leaves out.
 _HIDDEN = {"trl": {MESSAGES, "prompt", "completion", "completion_ids", "completions_ids"}}
 # Argument of verl -> column. Where a row has no `extra_info`, verl passes an empty dict.

@@ -13,7 +13,7 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.encode import encode_examples
-from dschat_ppo.data.examples import Example
+from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
 from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
@@ -23,7 +23,6 @@ from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource, raise_
 from dschat_ppo.types import Model, Rollout, full_sequences
 
 BATCH_TOKENS = 16384
-MESSAGES, TOOLS = "_messages", "_tools"  # in a row: chat messages and tools of its prompt, added by data preparation
 STATISTICS = ("reward_mean", "reward_std")  # keys of the model's config, written by step 2
 
 

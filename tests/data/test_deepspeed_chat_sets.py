@@ -136,6 +136,10 @@ def test_columns_that_flags_name_come_before_the_name():
     assert read([row], "prompt", name="local/jsonfile", prompt_column="q") == [Example("Hi:", [])]
 
 
+def test_other_columns_change_nothing():
+    assert read([PAIR | {"system": "Be kind."}], "prompt", name="Dahoas/rm-static") == [Example(HH, [])]
+
+
 def test_the_chat_template_does_not_apply():
     with pytest.raises(UserError, match="has the text prompts of DeepSpeed-Chat, so --apply_chat_template True"):
         form_of([PAIR], name="Dahoas/rm-static", apply_chat_template=True)

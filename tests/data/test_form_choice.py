@@ -55,6 +55,12 @@ def test_a_difference_in_any_of_the_first_rows_counts():
     assert form_of([same] * 20).name == "messages"
     with pytest.raises(UserError, match="in two ways"):
         form_of([same] * 19 + [same | {"prompt": "Who?"}])
+    assert form_of([same] * 20 + [same | {"prompt": "Who?"}]).name == "messages"
+
+
+def test_the_same_prompt_with_another_answer_is_a_second_reading():
+    with pytest.raises(UserError, match="answer 'So.', or as question_answer, prompt 'Why.', answer 'No.'"):
+        form_of([{"question": "Why?", "answer": "No.", "messages": [user("Why?"), assistant("So.")]}])
 
 
 @pytest.mark.parametrize(

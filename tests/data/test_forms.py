@@ -35,6 +35,12 @@ def test_columns_that_flags_name_leave_no_second_reading():
     assert rows == [Example("Q: Name the colour.\nA: ", ["Yellow."])]
 
 
+def test_a_column_that_a_flag_names_has_no_second_role():
+    form = form_of([{"prompt": "a", "response": "b"}], prompt_column="response")
+    assert form.uses == ("prompt",)
+    assert form.read({"prompt": "a", "response": "b"}, "prompt", "row") == [Example("b", [])]
+
+
 def test_messages_may_lie_in_another_column():
     rows = [{"chat": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
     assert read(rows, "sft", messages_column="chat") == [Example([user("a")], ["b"])]
