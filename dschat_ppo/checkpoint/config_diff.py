@@ -53,7 +53,6 @@ PRODUCTS = {
 }
 
 
-
 def _defaults() -> dict[str, list[Any]]:
     """Every flag -> its defaults in the steps that have it."""
     found: dict[str, list[Any]] = {}
@@ -66,6 +65,7 @@ def _defaults() -> dict[str, list[Any]]:
 
 
 DEFAULTS = _defaults()
+FLAGS = frozenset(DEFAULTS)
 
 _ABSENT = object()
 
@@ -117,7 +117,7 @@ def format_diff(changes: Sequence[ConfigChange]) -> str:
     """The changes as a diff: for each one a line `- --flag before` and a line `+ --flag after`."""
     lines = []
     for change in changes:
-        name = f"--{change.name}" if change.name in DEFAULTS else change.name
+        name = f"--{change.name}" if change.name in FLAGS else change.name
         lines += [f"{sign} {name} {value}" for sign, value in (("-", change.before), ("+", change.after)) if value]
     return "\n".join(lines)
 

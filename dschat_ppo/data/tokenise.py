@@ -165,7 +165,7 @@ def tokenise_batch(
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:
     """The columns of a row as JSON for reward functions, and on a second line what they do not hold themselves:
-    `data_source`, `answer` and `ground_truth` if the row has a correct answer, and the `MESSAGES` and `TOOLS` of a chat."""
+    `data_source`, `answer` and `ground_truth` if the row has a correct answer, `MESSAGES` and `TOOLS` of a chat."""
     added: dict[str, Any] = {}
     if row.get("data_source") is None:
         added["data_source"] = settings.source

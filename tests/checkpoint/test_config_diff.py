@@ -98,6 +98,12 @@ def test_a_change_that_affects_the_result_is_refused(step, words):
     refuse_changes(FOLDER, [change], force=True)
 
 
+@pytest.mark.parametrize("value, matters", [("left", False), ("drop", False), ("right", True)])
+def test_a_flag_that_the_checkpoint_does_not_know_matters_unless_it_has_its_default(value, matters):
+    [change] = compare_configs({}, {"truncation": value})
+    assert (change.before, change.matters) == (None, matters)
+
+
 def test_derived_batch_sizes_matter_and_their_factors_alone_do_not():
     saved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows_per_update": 8}
     halved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "rows_per_update": 8}
