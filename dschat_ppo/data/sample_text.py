@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.data.encode import EncodedExample
 
+MOST_CHARACTERS = 2000  # of a sample in the log
 MARKS, COLOURS = ("⟦", "⟧"), ("\x1b[32m", "\x1b[0m")  # green
 
 
@@ -31,10 +36,10 @@ def render_sample(
     text, done = "", 0
     for start, stop in joined:
         text += (
-            f"{_text_between(tokenizer, ids, done, start)}{opened}{_text_between(tokenizer, ids, start, stop)}{closed}"
+            f"{text_between(tokenizer, ids, done, start)}{opened}{text_between(tokenizer, ids, start, stop)}{closed}"
         )
         done = stop
-    return text + _text_between(tokenizer, ids, done, len(ids))
+    return text + text_between(tokenizer, ids, done, len(ids))
 
 
 def sample_text(tokenizer: PreTrainedTokenizerBase, encoded: EncodedExample, colour: bool = False) -> str:
@@ -45,12 +50,40 @@ def sample_text(tokenizer: PreTrainedTokenizerBase, encoded: EncodedExample, col
     spans = [*encoded.prompt_spans, *([(len(prompt), len(prompt) + len(first))] if first else [])]
     lines = [render_sample(tokenizer, [*prompt, *first], spans, colour)]
     for answer in encoded.answers[1:]:
-        text = _text_between(tokenizer, [*prompt, *answer], len(prompt), len(prompt) + len(answer))
+        text = text_between(tokenizer, [*prompt, *answer], len(prompt), len(prompt) + len(answer))
         lines.append(f"or {opened}{text}{closed}")
     return "\n".join(lines)
 
 
-def _text_between(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, stop: int) -> str:
+def log_samples(tokenizer: PreTrainedTokenizerBase, rows: Any, names: Sequence[str]) -> None:
+    """Log the first row of each data set.
+
+    Args:
+        tokenizer: of the rows.
+        rows: token rows with the column `source`; of a stream only row 0 is read.
+        names: of the data sets.
+    """
+    first = np.zeros(1, dtype=np.int64)
+    if isinstance(rows, Dataset) and "source" in rows.column_names:
+        numbers = np.concatenate(
+            [part["source"] for part in rows.select_columns(["source"]).with_format("numpy").iter(10**6)]
+        )
+        _, first = np.unique(numbers, return_index=True)
+    for index in first:
+        row = rows[int(index)]
+        name = f"data: {names[row['source']]}: " if len(names) > 1 else "data: "
+        logger().info(f"{name}a sample{', answers in ⟦ ⟧' if row['answers'] else ''}:\n{row_sample(tokenizer, row)}")
+
+
+def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
+    """A token row for the log, see `sample_text`; of a long text its start and end."""
+    spans = [(start, end) for start, end in row.get("prompt_spans") or []]
+    text = sample_text(tokenizer, EncodedExample(row["prompt_ids"], row["answers"], spans))
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
+
+
+def text_between(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, stop: int) -> str:
     """The text of `ids[start:stop]` where they are: tokenizers decode the first token of a text differently."""
 
     def text_of(part: Sequence[int]) -> str:

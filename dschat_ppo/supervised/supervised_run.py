@@ -20,6 +20,7 @@ from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.forms import Use
 from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
@@ -90,6 +91,7 @@ def begin_supervised_run(
     announce("prepare data")
     evaluation = (fit.eval_data_path, fit.eval_fraction)
     rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns)
+    log_samples(tokenizer, rows.train, rows.sources)
     batch_sizes = {"rows_per_update": plan_supervised(fit, len(rows.train), dist.world_size()).global_batch}
     session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), batch_sizes)
     announce("load models")

@@ -15,6 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.data.sample_text import text_between
+
 OPEN, CLOSE = "⟦", "⟧"
 MOST_CHARACTERS = 1200  # of one text, unless --full
 _JOINERS = "\u200c\u200d"  # invisible, but part of ordinary text in several scripts
@@ -41,9 +43,6 @@ def pieces_of(
 ) -> tuple[list[Piece], list[Piece]]:
     """The text of a token row, (of its prompt, of its answer), in pieces. Joined, they are the decoded row.
 
-    A piece is what its tokens add to the text of the tokens before them, because some tokenizers drop the space at the
-    start of a text.
-
     Args:
         tokenizer: of the ids.
         ids: T token ids.
@@ -52,17 +51,14 @@ def pieces_of(
     """
     special = special_ids(tokenizer)
     found: tuple[list[Piece], list[Piece]] = ([], [])
-    end, before = 0, ""
+    end = 0
     kinds = [
         (place >= prompt_tokens, bool(mask), int(token) in special)
         for place, (token, mask) in enumerate(zip(ids, trained, strict=True))
     ]
     for (is_answer, is_trained, is_special), run in groupby(kinds):
         start, end = end, end + len(list(run))
-        whole = _decoded(tokenizer, ids[:end])
-        text = whole[len(before) :] if whole.startswith(before) else _decoded(tokenizer, ids[start:end])
-        found[is_answer].append(Piece(text, is_trained, is_special))
-        before = whole
+        found[is_answer].append(Piece(text_between(tokenizer, ids, start, end), is_trained, is_special))
     return found
 
 
@@ -70,10 +66,6 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids of all special tokens, those that only a chat template uses included."""
     added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | set(tokenizer.all_special_ids)
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def visible(text: str) -> str:

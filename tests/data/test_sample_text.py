@@ -1,12 +1,13 @@
 """The text of a sample with its trained parts marked."""
 
 import pytest
+from datasets import Dataset
 from test_encode import chat_tokenizer
 from tiny_tokenizers import KINDS
 
 from dschat_ppo.data.encode import encode_examples
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.sample_text import render_sample, sample_text
+from dschat_ppo.data.sample_text import MOST_CHARACTERS, log_samples, render_sample, row_sample, sample_text
 
 TALK = [
     {"role": "user", "content": "Where is it?"},
@@ -53,3 +54,30 @@ def test_a_character_that_a_boundary_splits():
     ids = tokenizer.encode("ä")
     assert len(ids) == 2
     assert render_sample(tokenizer, ids, [(1, 2)]) == "\ufffd⟦\ufffd⟧"
+
+
+def test_a_long_row_is_shown_by_its_start_and_end():
+    tokenizer = chat_tokenizer("letters", "zephyr")
+    (encoded,) = encode_examples(tokenizer, [Example("a" * 3000 + "b", ["c"])], True)
+    row = {"prompt_ids": encoded.prompt, "answers": encoded.answers}
+    text = row_sample(tokenizer, row)
+    assert text.startswith("aaa") and text.endswith("ab⟦c</s>⟧") and " [...] " in text
+    assert len(text) == MOST_CHARACTERS + len(" [...] ")
+    short = {**row, "prompt_ids": encoded.prompt[:5], "prompt_spans": [[1, 3]]}
+    assert row_sample(tokenizer, short) == "a⟦aa⟧aa⟦c</s>⟧"
+
+
+def test_the_first_row_of_each_data_set_is_logged(said):
+    tokenizer = chat_tokenizer("letters", "zephyr")
+    encoded = encode_examples(tokenizer, [Example(letter, ["x"]) for letter in "abcd"], True)
+    rows = Dataset.from_dict(
+        {"prompt_ids": [e.prompt for e in encoded], "answers": [e.answers for e in encoded], "source": [1, 1, 0, 0]}
+    )
+    said.clear()
+    log_samples(tokenizer, rows, ("first", "second"))
+    assert said == [
+        "data: first: a sample, answers in ⟦ ⟧:\nc⟦x</s>⟧", "data: second: a sample, answers in ⟦ ⟧:\na⟦x</s>⟧"
+    ]  # fmt: skip
+    said.clear()
+    log_samples(tokenizer, rows.select([1]), ("first", "second"))
+    assert said == ["data: second: a sample, answers in ⟦ ⟧:\nb⟦x</s>⟧"]

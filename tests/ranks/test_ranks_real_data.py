@@ -1,7 +1,7 @@
 """The three steps on data of published shapes, by their command lines, in one launch of one rank."""
 
-import json
 import math
+import re
 
 import pytest
 from launch import metrics_of, run_steps
@@ -61,7 +61,7 @@ def runs(assets, tmp_path_factory):
     case("mixed_sft", "sft", f"--data_path {ultra}:3 {share}@4 --eval_fraction 0.2")
     case(
         "mixed_ppo", "ppo",
-        f"--data_path {folder}/math.parquet {folder}/chat.jsonl:0.5 --reward_function "
+        f"--data_path {folder}/math.parquet:2 {folder}/chat.jsonl:1 --reward_function "
         f"math={folder}/rewards.py:math chat={folder}/rewards.py:chat",
     )  # fmt: skip
     return folder, run_steps(cases, folder, ranks=1)
@@ -77,25 +77,43 @@ def test_every_step_trains_on_every_form(runs):
         assert losses and all(map(math.isfinite, losses)), name
 
 
-@pytest.mark.parametrize(("name", "form"), [("ultra", "preference"), ("share", "sharegpt"), ("hh", "hh")])
-def test_the_log_says_how_the_rows_are_read_and_shows_one(runs, name, form):
+@pytest.mark.parametrize(
+    ("name", "form"), [("ultra", "preference"), ("share", "sharegpt"), ("hh", "hh"), ("verl", "verl")]
+)
+def test_the_log_says_how_the_rows_are_read_alike_in_every_step(runs, name, form):
     _, found = runs
-    said = [end["said"] for case, end in found.items() if case.startswith(f"{name}_")]
-    assert said
-    for text in said:
-        assert "Where is the" in text
-    assert form
+    said = [end["said"] for case, end in found.items() if case.startswith(name)]
+    lines = {re.search(rf"form {form} \(.*", text).group() for text in said}
+    assert len(lines) == 1, lines
+    assert all("a sample" in text and "Human: Where" in text or "<|user|>" in text for text in said)
+    rendering = "text is used as it is" if form == "hh" else "rendered by the chat template"
+    assert rendering in lines.pop()
 
 
-def test_a_verl_function_scores_verl_rows(runs):
+def test_a_verl_function_scores_verl_rows_and_its_other_numbers_are_logged(runs):
     folder, _ = runs
     for line in metrics_of(folder / "verl"):
         assert 0.5 <= line["reward/score_mean"] <= 1.5
+        assert line["reward/compute_score/seen"] == 1.0
+        assert line["reward/function_faults"] == 0
+
+
+def test_each_set_of_a_mixture_has_its_own_loss(runs):
+    folder, _ = runs
+    first, *lines = metrics_of(folder / "mixed_sft")
+    assert {"eval_loss/ultra", "eval_loss/share"} <= set(first)
+    found = {name for line in lines for name in line}
+    assert {"loss/ultra", "loss/share"} <= found
+    for line in lines:
+        if "loss/ultra" in line and "loss/share" in line:
+            low, high = sorted([line["loss/ultra"], line["loss/share"]])
+            assert low <= line["loss"] + 1e-6 and line["loss"] <= high + 1e-6
 
 
 def test_each_set_of_a_mixture_is_scored_by_its_own_function(runs):
     folder, _ = runs
-    lines = metrics_of(folder / "mixed_ppo")
-    for line in lines:
+    scores = {}
+    for line in metrics_of(folder / "mixed_ppo"):
         assert 2.0 <= line["reward/score_mean"] <= 3.0
-    print(json.dumps(lines[0], indent=1))
+        scores |= {name: line[name] for name in ("reward/score_mean/math", "reward/score_mean/chat") if name in line}
+    assert scores == {"reward/score_mean/math": 2.0, "reward/score_mean/chat": 3.0}
