@@ -24,7 +24,7 @@ from dschat_ppo.config.batch_plan import plan_supervised
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.sampler import epoch_order, optimizer_steps
+from dschat_ppo.data.sampler import optimizer_steps, order_of
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
@@ -146,7 +146,7 @@ class SupervisedTrainer(Generic[Batch]):
         """For each optimizer step that is left: the row numbers of this rank's micro-batches."""
         epoch, done = divmod(self.steps, self.plan.steps_per_epoch)
         for number in range(epoch, self.plan.epochs):
-            order = epoch_order(len(self.rows.train), self.run_flags.seed, number)
+            order = order_of(self.rows.train, self.run_flags.seed, number)
             steps = optimizer_steps(order, self.plan.per_device, self.plan.accumulation, dist.world_size(), dist.rank())
             yield from islice(steps, done, None)
             done = 0
