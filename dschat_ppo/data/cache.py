@@ -12,11 +12,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import datasets
+import tokenizers
+import transformers
 from datasets import Dataset
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
@@ -31,11 +34,13 @@ from dschat_ppo.common.atomic_files import (
     sync_folder,
     write_file,
 )
+from dschat_ppo.common.dist import local_rank
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 POLL_SECONDS = 0.5
+_READERS = 4  # files that are read at once
 _FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of their rows
 
 
@@ -134,12 +139,21 @@ def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> list[str]:
 
 
 def _intact_files(folder: Path) -> list[str] | None:
-    """Names of the files of an entry, in the order of their rows; None if the entry is missing or damaged."""
+    """Names of the files of an entry, in the order of their rows; None if the entry is missing or damaged.
+
+    The first rank of a node reads the files whole and compares their SHA-256. It comes first, so for the other ranks of
+    the node their sizes are enough.
+    """
     try:
         content = json.loads((folder / _FILES).read_bytes())
         sizes_differ = any((folder / name).stat().st_size != entry["bytes"] for name, entry in content.items())
-        if sizes_differ or any(checksum(folder / name) != entry["sha256"] for name, entry in content.items()):
+        if sizes_differ:
             return None
+        if local_rank() == 0:
+            with ThreadPoolExecutor(_READERS) as readers:  # hashing releases the interpreter's lock
+                sums = list(readers.map(checksum, [folder / name for name in content]))
+            if sums != [entry["sha256"] for entry in content.values()]:
+                return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # a missing file, or a corrupt `files.json`
         return None
     return list(content)
@@ -152,9 +166,17 @@ def file_key(path: Path, *settings: object) -> str:
 
 
 def token_key(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
-    """Key of token rows: the data rows, tokenizer, chat template and settings."""
+    """Key of token rows: the data rows, tokenizer, chat template, settings, and the code that makes them."""
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
-    return _digest(rows._fingerprint, vocabulary, tokenizer.chat_template, tokenizer.special_tokens_map, *settings)
+    made_by = (_code(), transformers.__version__, tokenizers.__version__)
+    special = tokenizer.special_tokens_map
+    return _digest(rows._fingerprint, vocabulary, tokenizer.chat_template, special, *made_by, *settings)
+
+
+@cache
+def _code() -> str:
+    """Digest of the sources of this package: other code may read the same rows differently."""
+    return _digest(*(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))))
 
 
 def _digest(*parts: object) -> str:

@@ -1,217 +1,237 @@
-"""Data sets to token rows for one training step: read, split, tokenise, apply the length limit, and log the counts.
+"""Data sets to token rows for one training step: read, split, tokenise, apply the length limit, mix, log the counts.
 
 A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with its final token unless
-truncated), `margin` (float), and in step 3 `row` (JSON of all columns of the data row, for reward functions).
+truncated), `margin` (float), `source` (int, the number of its data set in `TokenRows.sources`) and `digest` (a hash of
+its content); in step 1 `prompt_spans` (half-open ranges of `prompt_ids` that are earlier answers of the assistant); in
+step 3 `row` (JSON of all columns of the data row and of `data_source`, `answer` and `ground_truth`, for reward
+functions).
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import datasets
-from datasets import Dataset
+import numpy as np
+from datasets import Dataset, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.data.cache import cached_dataset, token_key
-from dschat_ppo.data.examples import layout_of, read_example
-from dschat_ppo.data.splits import ORIGIN, hold_out, load_splits, split_of_step
-from dschat_ppo.data.templates import encode_answer, encode_prompt, turn_end
+from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates
+from dschat_ppo.data.forms import Form, Use, detect_form
+from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
+from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
+from dschat_ppo.data.sources import DataSource, parse_sources
+from dschat_ppo.data.splits import ORIGIN, load_splits
+from dschat_ppo.data.templates import turn_end
+from dschat_ppo.data.tokenise import DOING, TokeniseSettings, TokenTable, tokenise_rows
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.dataset_workers import data_workers
-from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
+from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
-_FORMAT = "3"  # increase it when the same rows give other tokens: older cache entries are then not used
-_DOING = "prepared the data"
 _MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
+_FIRST_ROWS = 100  # read to detect the form
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
-_FEATURES = {
-    "prompt_ids": datasets.List(datasets.Value("int32")),
-    "answers": datasets.List(datasets.List(datasets.Value("int32"))),
-    "margin": datasets.Value("float32"),
-    "fitted": datasets.Value("string"),
-}
-_FIT, _CUT_PROMPT, _CUT_ANSWER, _DROPPED = "kept whole", "prompt cut", "answer cut", "left out"
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Token rows for training, and for evaluation or None."""
+    """Token rows for training, and for evaluation or None; `sources` are the names of the data sets."""
 
     train: Dataset
     eval: Dataset | None
+    sources: tuple[str, ...] = ()
 
 
-def fit_row(
-    prompt: list[int], answers: list[list[int]], limit: int, policy: str
-) -> tuple[list[int], list[list[int]], str]:
-    """Apply the length limit to prompt + longest answer of one row.
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one data set: `order` are indices of `rows`, which are in the order of the file."""
 
-    Args:
-        prompt: prompt ids.
-        answers: ids of each answer (none for PPO prompts).
-        limit: most tokens.
-        policy: "left", "drop" or "error" (see `--truncation`).
-
-    Returns:
-        (prompt ids, answers' ids, what was done). "left" removes tokens from the start of the prompt, but keeps its
-        last one; only then does it cut answers at their end. No answer becomes empty.
-    """
-    longest = max((len(answer) for answer in answers), default=0)
-    if len(prompt) + longest <= limit:
-        return prompt, answers, _FIT
-    if policy != "left":
-        return prompt, answers, _DROPPED
-    room_for_prompt = max(1, limit - longest)
-    kept = prompt[-room_for_prompt:] if prompt else prompt
-    room_for_answer = max(1, limit - len(kept))
-    done = _CUT_ANSWER if longest > room_for_answer else _CUT_PROMPT
-    return kept, [answer[:room_for_answer] for answer in answers], done
+    source: DataSource
+    rows: Dataset
+    order: np.ndarray
 
 
-def _tokenise(
-    row: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    layout: tuple[str, ...],
-    use: str,
-    limit: int,
-    policy: str,
-) -> dict[str, Any]:
-    raise_if_stop_requested(_DOING)  # tokenising a data set may take hours
-    where = row[ORIGIN]
-    parsed = read_example(row, layout, use, where)
-    try:
-        prompt = encode_prompt(tokenizer, parsed.prompt)
-        answers = [encode_answer(tokenizer, parsed.prompt, answer) for answer in parsed.answers]
-    except UserError as problem:
-        raise UserError(f"{where}: {problem}") from problem.__cause__
-    if not prompt:
-        raise UserError(f"{where}: the prompt is empty")
-    has_empty = any(len(answer) == 1 for answer in answers)  # only the final token
-    prompt, answers, done = fit_row(prompt, answers, limit, policy)
-    if done == _DROPPED and policy == "error":
-        raise UserError(f"{where}: longer than the limit of {limit} tokens (--truncation error)")
-    if has_empty and done != _DROPPED:
-        done += " with an empty answer"
-    tokens = {"prompt_ids": prompt, "answers": answers, "margin": parsed.margin, "fitted": done}
-    if use == "prompt":
-        tokens["row"] = json.dumps({name: value for name, value in row.items() if name != ORIGIN}, default=str)
-    return tokens
+@dataclass(frozen=True)
+class _Preparation:
+    """What all data sets of one call of `prepare` share; the parts are added as they are read."""
+
+    use: Use
+    tokenizer: PreTrainedTokenizerBase
+    flags: DataFlags
+    limit: int
+    all_turns: bool
+    train: list[_Part] = field(default_factory=list)
+    eval: list[_Part] = field(default_factory=list)
+
+    def add_training(self, source: DataSource, has_eval_paths: bool, eval_fraction: float | None) -> None:
+        """Add a data set for training, and its evaluation rows: of its own, or held out."""
+        flags, seed = self.flags, self.flags.data_split_seed
+        splits = load_splits(source, flags.data_output_path)
+        raw, evaluation = splits.train, splits.eval
+        form = self.form_of(source, raw)
+        numbers = np.arange(len(raw))
+        if source.flag == "--data_path":
+            numbers = rows_of_step(len(raw), parse_data_split(flags.data_split), PARTS[self.use], seed)
+            if len(numbers) == 0:
+                raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
+            if len(numbers) < len(raw):
+                counts = f"{len(numbers)} of {len(raw)} rows"
+                logger().info(f"data: {source.spec}: this step uses {counts} (--data_split {flags.data_split})")
+        parts = [(numbers, "", True)]
+        if eval_fraction is None or has_eval_paths:
+            if evaluation is not None:
+                unused = f"data: {source.spec}: its {len(evaluation)} evaluation rows are "
+                used_by = (
+                    "replaced by those of --eval_data_path"
+                    if has_eval_paths
+                    else "not used; --eval_data_path FILE uses them"
+                )
+                logger().info(unused + used_by)
+                evaluation = None
+        elif evaluation is None:
+            numbers, held_out = hold_out(numbers, eval_fraction, seed)
+            parts = [(numbers, "", True), (held_out, " (eval)", False)] if len(held_out) else parts
+        found = self.parts_of(source, raw, form, parts)
+        self.train.append(found[0])
+        self.eval.extend(found[1:])
+        if evaluation is not None:
+            self.eval.extend(self.parts_of(source, evaluation, form, [(np.arange(len(evaluation)), " (eval)", False)]))
+
+    def add_evaluation(self, source: DataSource) -> None:
+        """Add a data set of which all rows are for evaluation."""
+        raw = load_splits(source, self.flags.data_output_path).train
+        self.eval.extend(self.parts_of(source, raw, self.form_of(source, raw), [(np.arange(len(raw)), "", False)]))
+
+    def form_of(self, source: DataSource, raw: Dataset) -> Form:
+        """Detect how the rows are read. The first rows of the file decide, so that all steps agree."""
+        columns = [name for name in raw.column_names if name != ORIGIN]
+        first = raw.select_columns(columns).select(range(min(_FIRST_ROWS, len(raw)))).to_list()
+        form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
+        if form.description:
+            logger().info(f"data: {source.spec}: {form.description}")
+        return form
+
+    def parts_of(
+        self, source: DataSource, raw: Dataset, form: Form, parts: list[tuple[np.ndarray, str, bool]]
+    ) -> list[_Part]:
+        """Tokenise the rows of one data set, and log what became of them.
+
+        Args:
+            source: the data set.
+            raw: its rows.
+            form: how they are read.
+            parts: (row numbers in the order of use, suffix of the name in the log, whether they are for training).
+        """
+        flags, name = self.flags, f"{source.spec}{parts[0][1]}"
+        numbers = np.concatenate([numbers for numbers, _, _ in parts])
+        if len(numbers) >= _MANY_ROWS:
+            logger().info(f"data: {name}: tokenising {len(numbers)} rows (immediate if they are cached)")
+        truth_replaces = flags.answer_column is not None or flags.answer_pattern is not None
+        settings = TokeniseSettings(
+            form, self.use, self.tokenizer, self.limit, flags.truncation, self.all_turns, source.name, truth_replaces
+        )
+        table = tokenise_rows(raw, numbers, settings, flags)
+        report_bad_rows(name, table, len(numbers))
+        repeats = report_duplicates(name, table, raw, flags.bad_rows == "skip")
+        usable = ~repeats & (table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE)
+        found = []
+        for numbers, suffix, for_training in parts:
+            order = table.rows_of(numbers)
+            self._log_lengths(f"{source.spec}{suffix}", table, order, for_training)
+            order = order[usable[order]]
+            if for_training and len(order) == 0:
+                raise UserError(
+                    f"{source.spec}: no row is within the limit of {self.limit} tokens; raise it, or use"
+                    " --truncation left"
+                )
+            found.append(_Part(source, table.rows, order))
+        self._log_rendering(source, form)
+        return found
+
+    def _log_lengths(self, name: str, table: TokenTable, order: np.ndarray, for_training: bool) -> None:
+        order = order[table.fitted[order] != Fitted.UNUSABLE]
+        fitted = table.fitted[order]
+        logger().info(f"data: {name}: {len(order)} rows; {describe_counts(fitted, table.has_empty_answer[order])}")
+        if len(order):
+            logger().info(f"data: {name}: prompt tokens: {describe_lengths(table.prompt_tokens[order])}")
+            if self.use != "prompt":
+                logger().info(f"data: {name}: answer tokens: {describe_lengths(table.answer_tokens[order])}")
+        if for_training and len(order) and (fitted == Fitted.ANSWER_CUT).all():
+            raise UserError(f"{name}: every answer is cut by the limit of {self.limit} tokens; raise it")
+
+    def _log_rendering(self, source: DataSource, form: Form) -> None:
+        if self.tokenizer.chat_template and form.rendering == "text":
+            logger().info(f"data: {source.spec}: prompts are plain text, so the chat template is not applied")
+        elif self.tokenizer.chat_template:
+            end = self.tokenizer.convert_ids_to_tokens(turn_end(self.tokenizer).token)
+            logger().info(f"data: {source.spec}: answers to chat messages end with {end}")
+
+    def mixed(self) -> TokenRows:
+        """The rows of all parts: for training as their weights say, for evaluation one part after another."""
+        names = tuple(dict.fromkeys(part.source.name for part in [*self.train, *self.eval]))
+        shares = shares_of([part.source for part in self.train], [len(part.order) for part in self.train])
+        if len(shares) > 1 or shares[0].used != shares[0].available:
+            logger().info(table_of(shares))
+        train = [
+            replace(part, order=repeated(part.order, share.used, self.flags.data_split_seed, number))
+            for number, (part, share) in enumerate(zip(self.train, shares, strict=True))
+        ]
+        evaluation = _joined(self.eval, names)
+        return TokenRows(_joined(train, names), evaluation if evaluation else None, names)
 
 
-def tokenise_rows(
-    rows: Dataset,
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    use: str,
-    limit: int,
-    flags: DataFlags,
-    for_training: bool = True,
-) -> Dataset:
-    """Tokenise one data set and log how many rows the length limit changed.
-
-    Raises:
-        UserError: wrong columns, or a bad row (the message names it). For training rows also if the length limit drops
-            every row or cuts every answer; evaluation rows may all be dropped.
-    """
-    layout = layout_of([column for column in rows.column_names if column != ORIGIN], use, name)
-    settings = {"layout": layout, "use": use, "limit": limit, "policy": flags.truncation}
-    text_prompts = isinstance(rows.features.get("prompt"), datasets.Value)
-    if len(rows) >= _MANY_ROWS:
-        logger().info(f"data: {name}: tokenising {len(rows)} rows (immediate if they are cached)")
-
-    key = token_key(rows, tokenizer, *settings.values(), _FORMAT)
-
-    def make(folder: Path) -> Dataset:
-        with data_workers(flags.preprocessing_num_workers):
-            return rows.map(
-                _tokenise,
-                fn_kwargs={**settings, "tokenizer": tokenizer},
-                remove_columns=rows.column_names,
-                num_proc=flags.preprocessing_num_workers,
-                new_fingerprint=key,
-                cache_file_name=str(folder / "rows.arrow"),
-                features=datasets.Features(_FEATURES | ({"row": datasets.Value("string")} if use == "prompt" else {})),
-            )
-
-    rows = cached_dataset(flags.data_output_path, key, make)
-    done = Counter(rows["fitted"])
-    logger().info(f"data: {name}: {len(rows)} rows; " + ", ".join(f"{count} {what}" for what, count in done.items()))
-    if for_training and set(done) == {_CUT_ANSWER}:
-        raise UserError(f"{name}: every answer is cut by the limit of {limit} tokens; raise it")
-    if tokenizer.chat_template and text_prompts:
-        logger().info(f"data: {name}: prompts are plain text, so the chat template is not applied")
-    elif tokenizer.chat_template:
-        end = tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token)
-        logger().info(f"data: {name}: answers to chat messages end with {end}")
-    if done[_DROPPED]:
-        rows = rows.select([i for i, what in enumerate(rows["fitted"]) if what != _DROPPED])
-    if for_training and len(rows) == 0:
-        raise UserError(f"{name}: no row is within the limit of {limit} tokens; raise it, or use --truncation left")
-    return rows.remove_columns("fitted")
+def _joined(parts: list[_Part], names: tuple[str, ...]) -> Dataset:
+    """The rows of the parts in their order, with the column `source`; memory-mapped apart from that and the order."""
+    if not parts:
+        return Dataset.from_dict({})
+    tables, orders, before = [], [], 0
+    for part in parts:
+        source = np.full(len(part.rows), names.index(part.source.name), dtype=np.int32)
+        tables.append(part.rows.add_column("source", source, feature=Value("int32")))
+        orders.append(part.order + before)
+        before += len(part.rows)
+    order = np.concatenate(orders)
+    rows = datasets.concatenate_datasets(tables)
+    return rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)
 
 
 def prepare(
-    use: str,
+    use: Use,
     tokenizer: PreTrainedTokenizerBase,
     flags: DataFlags,
     limit: int,
     whole_paths: list[str] | None = None,
     eval_paths: list[str] | None = None,
     eval_fraction: float | None = None,
+    all_turns: bool = False,
 ) -> TokenRows:
     """Token rows of one step from all its data sets.
 
     Args:
         use: "sft", "preference" or "prompt".
         tokenizer: of the model to train.
-        flags: data sets, their split over the three steps, truncation policy, cache folder and number of processes.
+        flags: data sets, their form and split over the three steps, truncation policy, bad rows, cache folder and
+            number of processes.
         limit: most tokens of a row.
         whole_paths: further data sets of which this step uses every row (`--sft_only_data_path`).
         eval_paths: data sets for evaluation.
         eval_fraction: fraction of the training rows held out for evaluation if a data set has no evaluation split
             and `eval_paths` is empty; None leaves evaluation to `eval_paths` alone.
+        all_turns: see `encode_examples`.
 
     Raises:
-        UserError: a data set cannot be used, or `--data_split` leaves this step no row of it.
+        UserError: a data set cannot be used, or `--data_split` leaves this step no row of it; or `--bad_rows` does not
+            accept its bad rows.
         StopRequested: the run receives a stop request.
     """
-    train_parts, eval_parts = [], []
-    with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
-        wanted = [(spec, "--data_path") for spec in flags.data_path]
-        wanted += [(spec, "--sft_only_data_path") for spec in whole_paths or []]
-        for spec, flag in wanted:
-            splits = load_splits(spec, flag, flags.data_output_path)
-            train, evaluation = splits.train, splits.eval
-            if flag == "--data_path":
-                train = split_of_step(train, parse_data_split(flags.data_split), PARTS[use], flags.data_split_seed)
-                if len(train) == 0:
-                    raise UserError(f"{spec}: --data_split {flags.data_split} leaves no row for this step")
-                if len(train) < len(splits.train):
-                    counts = f"{len(train)} of {len(splits.train)} rows"
-                    logger().info(f"data: {spec}: this step uses {counts} (--data_split {flags.data_split})")
-            if eval_fraction is None or eval_paths:
-                if evaluation is not None:
-                    unused = f"data: {spec}: its {len(evaluation)} evaluation rows are "
-                    if eval_paths:
-                        logger().info(f"{unused}replaced by those of --eval_data_path")
-                    else:
-                        logger().info(f"{unused}not used; --eval_data_path FILE uses them")
-                evaluation = None
-            elif evaluation is None:
-                train, evaluation = hold_out(train, eval_fraction, flags.data_split_seed)
-            train_parts.append(tokenise_rows(train, spec, tokenizer, use, limit, flags))
-            if evaluation is not None:
-                held_out = tokenise_rows(evaluation, f"{spec} (eval)", tokenizer, use, limit, flags, for_training=False)
-                eval_parts.append(held_out)
-        for spec in eval_paths or []:
-            splits = load_splits(spec, "--eval_data_path", flags.data_output_path)
-            eval_parts.append(tokenise_rows(splits.train, spec, tokenizer, use, limit, flags, for_training=False))
-    evaluation = datasets.concatenate_datasets(eval_parts) if eval_parts else None
-    return TokenRows(datasets.concatenate_datasets(train_parts), evaluation if evaluation else None)
+    with main_rank_of_node_first(), subprocesses_may_stop(DOING):
+        preparation = _Preparation(use, tokenizer, flags, limit, all_turns)
+        sources = parse_sources(flags.data_path, "--data_path", flags)
+        sources += parse_sources(whole_paths or [], "--sft_only_data_path", flags)
+        for source in sources:
+            preparation.add_training(source, bool(eval_paths), eval_fraction)
+        for source in parse_sources(eval_paths or [], "--eval_data_path", flags):
+            preparation.add_evaluation(source)
+        return preparation.mixed()

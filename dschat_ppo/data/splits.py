@@ -10,12 +10,11 @@ from pathlib import Path
 
 import datasets
 import pandas
-import torch
 from datasets import Dataset, Features, Value
 
-from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.cache import cached_dataset, file_key, hub_dataset
 from dschat_ppo.data.conversion import EMPTY, conversion_error, load_table
+from dschat_ppo.data.sources import DataSource
 from dschat_ppo.errors import UserError, in_one_line, reading
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -35,19 +34,18 @@ class Splits:
     eval: Dataset | None
 
 
-def load_splits(spec: str, flag: str, cache_dir: str | None, config_name: str | None = None) -> Splits:
+def load_splits(source: DataSource, cache_dir: str | None) -> Splits:
     """Read one data set.
 
     Args:
-        spec: a file, a folder of files (those named `eval*`, `validation*`, `test*`, ... are for evaluation), or a
+        source: a file, a folder of files (those named `eval*`, `validation*`, `test*`, ... are for evaluation), or a
             hub name.
-        flag: the flag that names it, for messages.
         cache_dir: cache folder for prepared files; None for that of `datasets`.
-        config_name: configuration of a hub data set; None for its default.
 
     Raises:
         UserError: the data set does not exist, is empty, cannot be read, or has another format.
     """
+    spec, flag, config_name = source.location, source.flag, source.config
     path = Path(os.path.expanduser(spec))
     if cache_dir is not None:
         cache_dir = os.path.expanduser(cache_dir)
@@ -158,25 +156,3 @@ def _first_bad_line(path: Path) -> str:
                 if value is not None and kinds.setdefault(key, kind) != kind:
                     return f"line {number}: '{key}' is {kind}, but {kinds[key]} in the lines before"
     return ""
-
-
-def split_of_step(rows: Dataset, shares: tuple[float, float, float], part: int, seed: int) -> Dataset:
-    """The rows of one step: `part` 0 is SFT, 1 reward model, 2 PPO. The parts are random, disjoint and complete.
-
-    The result depends only on the number of rows, `shares` and `seed`, so all three steps see the same split.
-    """
-    order = torch.randperm(len(rows), generator=shared_generator(seed)).tolist()
-    bounds = [round(len(rows) * sum(shares[:i]) / sum(shares)) for i in range(4)]
-    return rows.select(order[bounds[part] : bounds[part + 1]])
-
-
-def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Split rows at random into (training rows, held-out rows).
-
-    At least one row is held out and one is kept. Nothing is held out if `fraction` is 0 or there is only one row.
-    """
-    if fraction == 0 or len(rows) < 2:
-        return rows, None
-    count = min(len(rows) - 1, max(1, round(len(rows) * fraction)))
-    order = torch.randperm(len(rows), generator=shared_generator(seed, 1)).tolist()
-    return rows.select(order[count:]), rows.select(order[:count])

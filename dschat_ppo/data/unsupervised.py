@@ -12,6 +12,7 @@ from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.splits import ORIGIN, load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
@@ -41,7 +42,7 @@ def text_blocks(
         UserError: no such data set, or no column `text`.
     """
     with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
-        rows = load_splits(spec, FLAG, flags.data_output_path, config_name).train
+        rows = load_splits(DataSource(spec, FLAG, spec, config_name), flags.data_output_path).train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(name for name in rows.column_names if name != ORIGIN)
             raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")

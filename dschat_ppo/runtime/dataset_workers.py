@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
+from dschat_ppo.config.schema import MOST_PROCESSES
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
@@ -20,7 +21,9 @@ from dschat_ppo.runtime.watchdog import end_process
 
 POLL_SECONDS = 0.5
 IDLE_SECONDS = 60.0
+FEW_ROWS = 5000  # below it one process is done before others have started
 STOP_SECONDS = 10.0  # for the pool to end when its workers are killed
+_TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 _WORKER_KILLED = (
     "a process that prepares data was killed, most often because memory ran out: lower --preprocessing_num_workers and "
     "run the same command again"
@@ -38,6 +41,16 @@ class _Pipe:
 _PIPE = _Pipe()
 
 
+def worker_count(chosen: int | None, rows: int) -> int:
+    """Number of processes that prepare `rows` rows: `chosen`, or else one per core that this process may use.
+
+    Few rows take one process. Ranks of the same node wait meanwhile, so their cores are free too.
+    """
+    if chosen is not None:
+        return chosen
+    return min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if rows >= FEW_ROWS else 1
+
+
 @contextmanager
 def data_workers(count: int | None) -> Iterator[None]:
     """For one `Dataset.map` over `count` processes, any of which may be killed.
@@ -46,7 +59,8 @@ def data_workers(count: int | None) -> Iterator[None]:
     lock of the pool: then all other workers, and the end of the pool, wait forever. A thread detects that and ends the
     process.
 
-    Workers, and the manager of their queue, end with the process, even if it is killed.
+    Workers, and the manager of their queue, end with the process, even if it is killed. The tokenizer of a worker uses
+    one thread.
 
     Raises:
         UserError: a worker was killed, and the pool has noticed.
@@ -54,6 +68,8 @@ def data_workers(count: int | None) -> Iterator[None]:
     if count is None or count < 2:
         yield
         return
+    threads = os.environ.get(_TOKENIZER_THREADS)
+    os.environ[_TOKENIZER_THREADS] = "false"
     done = threading.Event()
     thread = threading.Thread(target=_watch_workers, args=(done,), daemon=True)
     thread.start()
@@ -71,6 +87,9 @@ def data_workers(count: int | None) -> Iterator[None]:
         _PIPE.reader = _PIPE.writer = None
         done.set()
         thread.join()
+        del os.environ[_TOKENIZER_THREADS]
+        if threads is not None:
+            os.environ[_TOKENIZER_THREADS] = threads
 
 
 @cache

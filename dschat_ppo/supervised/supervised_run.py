@@ -17,6 +17,7 @@ from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import plan_supervised
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
+from dschat_ppo.data.forms import Use
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, load_tokenizer, model_folder
@@ -48,7 +49,7 @@ def begin_supervised_run(
     kind: Literal["sft", "reward"],
     config: SFTConfig | PreferenceConfig,
     title: str,
-    use: str,
+    use: Use,
     check: Callable[[str], object],
     whole_paths: list[str] | None = None,
 ) -> SupervisedRun:

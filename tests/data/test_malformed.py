@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 from transformers import CodeGenConfig, CodeGenForCausalLM
 
+from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
@@ -32,6 +33,10 @@ CONTENTS = {
 }  # fmt: skip
 
 
+def source_of(path) -> DataSource:
+    return DataSource(str(path), "--data_path", str(path))
+
+
 def is_refused(read, folder: Path) -> bool:
     """Whether reading is rejected in one line that names the file; any other exception fails the test."""
     try:
@@ -50,7 +55,7 @@ def read_model(folder: Path) -> None:
 
 
 def read_rows(path: Path) -> None:
-    load_splits(str(path), "--data_path", None).train.to_list()
+    load_splits(source_of(str(path)), None).train.to_list()
 
 
 @pytest.fixture
@@ -236,8 +241,8 @@ def test_flipped_bytes_of_data_are_rejected_or_read(tmp_path, name, content, ref
 def test_a_folder_or_dead_link_named_like_a_file_is_rejected(tmp_path):
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
-        load_splits(str(tmp_path), "--data_path", None)
+        load_splits(source_of(str(tmp_path)), None)
     (tmp_path / "a.jsonl").rmdir()
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
-        load_splits(str(tmp_path), "--data_path", None)
+        load_splits(source_of(str(tmp_path)), None)

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data import examples
+from dschat_ppo.data import forms
 from dschat_ppo.data import prepare as prepare_module
-from dschat_ppo.data.prepare import fit_row, prepare
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.tools.toy import make_tokenizer
@@ -40,47 +41,6 @@ def answers_of(rows: Dataset) -> list[list[str]]:
 
 
 # The length limit
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answers", "limit", "expected_prompt", "expected_answers", "done"),
-    [
-        ([1, 2, 3], [[7, 8]], 5, [1, 2, 3], [[7, 8]], "kept whole"),
-        ([1, 2, 3], [[7, 8]], 4, [2, 3], [[7, 8]], "prompt cut"),
-        ([1, 2, 3], [[7, 8]], 3, [3], [[7, 8]], "prompt cut"),
-        ([1, 2, 3], [[7, 8]], 2, [3], [[7]], "answer cut"),
-        ([1, 2, 3], [[7, 8, 9, 0]], 4, [3], [[7, 8, 9]], "answer cut"),
-        # The longer answer of a pair decides; both keep the same prompt, and the short one stays whole.
-        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [[7, 0], [7, 8, 9, 0]], "prompt cut"),
-        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [[7, 0], [7, 8, 9]], "answer cut"),
-        ([1, 2, 3, 4], [], 4, [1, 2, 3, 4], [], "kept whole"),
-        ([1, 2, 3, 4], [], 3, [2, 3, 4], [], "prompt cut"),
-    ],
-)
-def test_left_cuts_the_start_of_the_prompt_then_the_end_of_the_answer(
-    prompt, answers, limit, expected_prompt, expected_answers, done
-):
-    assert fit_row(prompt, answers, limit, "left") == (expected_prompt, expected_answers, done)
-
-
-@pytest.mark.parametrize("prompt_length", [1, 2, 9])
-@pytest.mark.parametrize("lengths", [(1,), (9,), (1, 9), (30, 2)])
-@pytest.mark.parametrize("limit", [2, 3, 8, 10, 50])
-def test_left_never_empties_prompt_or_answer_and_keeps_the_limit(prompt_length, lengths, limit):
-    answers = [list(range(100, 100 + n)) for n in lengths]
-    prompt, kept, _ = fit_row(list(range(prompt_length)), answers, limit, "left")
-    assert len(prompt) >= 1
-    assert prompt == list(range(prompt_length))[-len(prompt) :]
-    for before, after in zip(answers, kept, strict=True):
-        assert len(after) >= 1
-        assert after == before[: len(after)]
-        assert len(prompt) + len(after) <= limit
-
-
-@pytest.mark.parametrize("policy", ["drop", "error"])
-def test_drop_and_error_policies_do_not_truncate(policy):
-    assert fit_row([1, 2, 3], [[7, 8]], 5, policy) == ([1, 2, 3], [[7, 8]], "kept whole")
-    assert fit_row([1, 2, 3], [[7, 8]], 4, policy)[2] == "left out"
 
 
 def test_rows_with_an_empty_answer_are_counted(tmp_path, capsys):
@@ -232,6 +192,70 @@ def test_evaluation_rows_that_are_not_used_are_logged(tmp_path, capsys, use, fra
         assert line.endswith(f"data: {folder}: {logged}")
 
 
+GOLDEN = {  # of the code that tokenised the permuted rows: training and evaluation prompts, and their fingerprints
+    "sft": (
+        "p38 p17 p6 p5 p32 p25 qp9 qp1", "p16 p14 qp14",
+        "6ef4be3ad5e2d5bd87c23067de58fc827b9d41b9ebd932ef55e6791fcd2e9ba2",
+        "3e37832d9b48dd555f5784c092654309899198546654088525f965731846f484",
+    ),
+    "preference": (
+        "p18 p4 p10 p35 p1 p34 p23 p0 p21 p11 p7 p22 p13 qp13 qp0 qp11 qp5 qp3", "p15 p26 p24 qp12",
+        "e406ed9fd8321ea56ea0b142500c6d2d45025e02259910305c6bc636e310dfbf",
+        "fb18d1d864c77ddb994f0b24412e85be62466ad2bc5a5bc49d1e9279b77a1245",
+    ),
+    "prompt": (
+        "p12 p9 p30 p19 p33 p39 p3 p27 p29 p2 p36 p8 p31 p20 p37 p28 qp10 qp4 qp2 qp8 qp6 qp7",
+        "qp0 qp1 qp2 qp3 qp4 qp5 qp6 qp7 qp8 qp9 qp10 qp11 qp12 qp13 qp14",
+        "f245684d1fe67d7e63726bdc4dec7a4ce6508d972dd65159a4ea7856f81f770e",
+        "3d453ecd5fcdd12a8233da5cb76ddb08a39f2a3804d8a8192e3b9d1455b8aaaa",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", GOLDEN)
+@pytest.mark.parametrize("workers", [None, 2])
+def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(tmp_path, use, workers):
+    rows = [
+        {
+            "prompt": f"p{i}",
+            "chosen": "good " * (i % 4),
+            "rejected": f"bad {i}",
+            "margin": i / 4,
+            "note": ["é", None][i % 2],
+        }
+        for i in range(40)
+    ]
+    paths = [write_jsonl(tmp_path / "a.jsonl", rows)]
+    paths.append(write_jsonl(tmp_path / "b.jsonl", [row | {"prompt": "q" + row["prompt"]} for row in rows[:15]]))
+    flags = flags_for(tmp_path, *paths, data_split="2,4,4", preprocessing_num_workers=workers)
+    evaluation = {"eval_paths": paths[1:]} if use == "prompt" else {"eval_fraction": 0.2}
+    found = prepare(use, TOKENIZER, flags, 24, **evaluation)
+    expected = GOLDEN[use]
+    assert (" ".join(prompts_of(found.train)), " ".join(prompts_of(found.eval))) == expected[:2]
+    assert (rows_fingerprint(found.train), rows_fingerprint(found.eval)) == expected[2:]
+
+
+def test_rows_name_their_data_set(tmp_path):
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", ROWS[start : start + 2]) for start, name in enumerate("abc")]
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, *paths[:2]), 64, eval_paths=paths[2:])
+    assert rows.sources == ("a", "b", "c")
+    assert (list(rows.train["source"]), list(rows.eval["source"])) == ([0, 0, 1, 1], [2, 2])
+    assert str(rows.train.features["source"]) == "Value('int32')"
+
+
+def test_weights_and_numbers_of_rows_mix_data_sets(tmp_path, capsys):
+    first, second = write_jsonl(tmp_path / "a.jsonl", ROWS[:6]), write_jsonl(tmp_path / "b.jsonl", ROWS[6:])
+    mixed = prepare("sft", TOKENIZER, flags_for(tmp_path, f"{first}:1", f"{second}:3"), 64).train
+    assert list(mixed["source"]) == [0] * 2 + [1] * 6
+    found = prompts_of(mixed)
+    assert sorted(found[2:]) == ["prompt 6"] * 3 + ["prompt 7"] * 3 and len({*found[:2]}) == 2
+    printed = capsys.readouterr().out
+    assert "  a            6     2     0.33  25.0 %" in printed and "  b            2     6     3.00  75.0 %" in printed
+    sampled = prepare("sft", TOKENIZER, flags_for(tmp_path, f"{second}@5"), 64).train
+    assert sorted(prompts_of(sampled))[:2] == ["prompt 6"] * 2 and len(sampled) == 5
+    assert prepare("sft", TOKENIZER, flags_for(tmp_path, f"{second}@5"), 64).train.to_list() == sampled.to_list()
+
+
 def test_several_data_sets_are_concatenated(tmp_path):
     first = write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
     second = write_jsonl(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": "hi"},
@@ -266,19 +290,56 @@ def test_another_limit_policy_or_template_misses_the_cache(tmp_path):
         prepare("sft", tokenizer, flags_for(tmp_path, path, truncation="drop"), 16)
 
 
+# Bad rows and duplicates
+
+
+def test_skipped_rows_are_counted_by_reason_and_the_first_are_named(tmp_path, capsys):
+    rows = [{"prompt": f"p{n}", "response": "a"} for n in range(96)]
+    rows[7]["response"], rows[3]["prompt"], rows[90]["response"], rows[91]["prompt"] = None, "", None, ""
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    kept = prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="skip"), 64).train
+    assert len(kept) == 92
+    for _ in range(2):
+        printed = capsys.readouterr().out
+        assert "skipped: 4 of 96 rows cannot be used: 2 the prompt is empty; 2 'response' is null" in printed
+        assert "d.jsonl, row 4: the prompt is empty; the row: {" in printed and "row 92" not in printed
+        prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="skip"), 64)  # the cache repeats it
+
+
+def test_more_than_five_percent_of_bad_rows_stop_the_run(tmp_path):
+    rows = [{"prompt": f"p{n}", "response": None if n < 2 else "a"} for n in range(40)]
+    whole = write_jsonl(tmp_path / "d.jsonl", rows)
+    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, whole, bad_rows="skip"), 64).train) == 38
+    part = write_jsonl(tmp_path / "e.jsonl", rows[:39])
+    with pytest.raises(UserError, match=r"e.jsonl: 2 of 39 rows cannot be used: 2 'response' is null; .* row 1: "):
+        prepare("sft", TOKENIZER, flags_for(tmp_path, part, bad_rows="skip"), 64)
+
+
+@pytest.mark.parametrize("bad_rows", ["error", "skip"])
+def test_duplicates_are_counted_and_dropped_only_with_skip(tmp_path, capsys, bad_rows):
+    rows = [*ROWS[:3], ROWS[1], {"prompt": "prompt 0", "response": "other"}, ROWS[1], ROWS[2]]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    kept = prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows=bad_rows), 64).train
+    assert len(kept) == (4 if bad_rows == "skip" else 7)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "repeat" in line]
+    assert "3 rows repeat an earlier row" in line and line.endswith(f"{path}, row 4 repeats {path}, row 2")
+    kept = prepare("prompt", TOKENIZER, flags_for(tmp_path, path, use="prompt", bad_rows=bad_rows), 64).train
+    assert len(kept) == (3 if bad_rows == "skip" else 7), "of prompts the answers do not matter"
+
+
 # Stop requests
 
 
 def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypatch):
-    path, read = write_jsonl(tmp_path / "d.jsonl", ROWS), []
+    path, read, read_example = write_jsonl(tmp_path / "d.jsonl", ROWS), [], forms.read_example
 
-    def read_example(*words):
+    def reading_three(*words):
         read.append(words)
         if len(read) == 3:
             stop_requests.set_flag()
-        return examples.read_example(*words)
+        return read_example(*words)
 
-    monkeypatch.setattr(prepare_module, "read_example", read_example)
+    monkeypatch.setattr(forms, "read_example", reading_three)
     stop_requests.install()
     try:
         for rows in (3, 3):  # the second call stops before its first row

@@ -11,14 +11,19 @@ from datasets import Dataset, DatasetDict
 from test_prepare import ROWS, TOKENIZER, answers_of, flags_for, prompts_of, write_jsonl
 
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.splits import hold_out, load_splits, split_of_step
+from dschat_ppo.data.sources import DataSource
+from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
+
+
+def source_of(path) -> DataSource:
+    return DataSource(str(path), "--data_path", str(path))
 
 
 def test_every_csv_column_is_text(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('prompt,response\n1,4\ntwo,N/A\nthree,\nfour,"a, b"\n')
-    rows = load_splits(str(path), "--data_path", None).train
+    rows = load_splits(source_of(str(path)), None).train
     assert rows["prompt"][:] == ["1", "two", "three", "four"]
     assert rows["response"][:] == ["4", "N/A", "", "a, b"]
 
@@ -27,52 +32,18 @@ def test_brackets_in_a_path_are_not_a_glob_pattern(tmp_path):
     folder = tmp_path / "data[1]"
     folder.mkdir()
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
-    assert len(load_splits(str(folder / "rows.jsonl"), "--data_path", None).train) == 1
-    assert len(load_splits(str(folder), "--data_path", None).train) == 1
+    assert len(load_splits(source_of(str(folder / "rows.jsonl")), None).train) == 1
+    assert len(load_splits(source_of(str(folder)), None).train) == 1
 
 
 def load(tmp_path: Path, path: Path | str):
-    return load_splits(str(path), "--data_path", str(tmp_path / "cache"))
+    return load_splits(source_of(str(path)), str(tmp_path / "cache"))
 
 
 def parquet_of(columns: dict[str, list]) -> bytes:
     file = io.BytesIO()
     Dataset.from_dict(columns).to_parquet(file)
     return file.getvalue()
-
-
-@pytest.mark.parametrize("shares", [(2.0, 4.0, 4.0), (1.0, 1.0, 1.0), (10.0, 0.0, 0.0), (0.2, 0.5, 0.3)])
-@pytest.mark.parametrize("count", [1, 7, 100])
-def test_the_parts_of_the_steps_are_disjoint_and_complete(shares, count):
-    rows = Dataset.from_dict({"id": list(range(count))})
-    parts = [split_of_step(rows, shares, part, seed=5)["id"] for part in range(3)]
-    assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(count))
-    for part, share in zip(parts, shares, strict=True):
-        assert abs(len(part) - count * share / sum(shares)) <= 1
-
-
-def test_parts_are_random_and_reproducible():
-    rows = Dataset.from_dict({"id": list(range(100))})
-    first = list(split_of_step(rows, (1, 1, 1), 0, seed=5)["id"])
-    assert first == list(split_of_step(rows, (1, 1, 1), 0, seed=5)["id"])
-    assert first != list(split_of_step(rows, (1, 1, 1), 0, seed=6)["id"])
-    assert sorted(first) != list(range(33))
-
-
-@pytest.mark.parametrize(("count", "fraction", "held"), [(100, 0.05, 5), (10, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0)])
-def test_hold_out_takes_its_fraction_and_keeps_a_training_row(count, fraction, held):
-    rows = Dataset.from_dict({"id": list(range(count))})
-    train, evaluation = hold_out(rows, fraction, seed=1)
-    assert (evaluation is None) == (held == 0)
-    kept = [] if evaluation is None else list(evaluation["id"])
-    assert len(kept) == held
-    assert sorted([*train["id"], *kept]) == list(range(count))
-
-
-def test_hold_out_with_fraction_zero_holds_out_nothing():
-    rows = Dataset.from_dict({"id": [0, 1, 2]})
-    train, evaluation = hold_out(rows, 0.0, seed=1)
-    assert (list(train["id"]), evaluation) == ([0, 1, 2], None)
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "a/b/c"])
@@ -144,10 +115,10 @@ def test_hub_splits_without_rows_are_ignored(monkeypatch):
     rows, none = Dataset.from_dict({"prompt": ["a"]}), Dataset.from_dict({"prompt": []})
     found = iter([DatasetDict(train=rows, validation=none, test=rows), DatasetDict(train=none)])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: next(found))
-    splits = load_splits("name", "--data_path", None)
+    splits = load_splits(source_of("name"), None)
     assert (len(splits.train), len(splits.eval)) == (1, 1)
     with pytest.raises(UserError, match=r"--data_path name: has no 'train' split with rows \(it has no rows\)"):
-        load_splits("name", "--data_path", None)
+        load_splits(source_of("name"), None)
 
 
 def test_files_of_a_folder_are_split_by_their_names(tmp_path):

@@ -1,0 +1,73 @@
+"""Bad rows and duplicates of one data set: counted, logged, and refused where there are too many."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import numpy as np
+from datasets import Dataset
+
+from dschat_ppo.common.logging import logger
+from dschat_ppo.data.lengths import Fitted
+from dschat_ppo.data.splits import ORIGIN
+from dschat_ppo.data.tokenise import TokenTable
+from dschat_ppo.errors import UserError
+
+MOST_BAD = 0.05  # of the rows of a data set
+_SHOWN, _REASONS = 3, 5  # bad rows, and kinds of them, in the log
+
+
+def report_bad_rows(name: str, table: TokenTable, rows: int) -> None:
+    """Log the rows that `--bad_rows skip` drops: how many for each reason, and the first ones.
+
+    Args:
+        name: of the data set.
+        table: its token rows.
+        rows: number of raw rows that this step uses.
+
+    Raises:
+        UserError: they are more than `MOST_BAD` of the rows.
+    """
+    found = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
+    if not len(found):
+        return
+    messages, reasons = [], Counter[str]()
+    for index in found:
+        message, _, reason = table.problem(int(index)).partition("\n")
+        messages.append(message)
+        reasons[kind_of(reason)] += 1
+    kinds = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(_REASONS))
+    counts = f"{len(found)} of {rows} rows cannot be used: {kinds}"
+    if len(found) > MOST_BAD * rows:
+        raise UserError(f"{name}: {counts}; --bad_rows skip drops at most {MOST_BAD:.0%}. The first: {messages[0]}")
+    logger().warning(f"data: {name}: skipped: {counts}")
+    for message in messages[:_SHOWN]:
+        logger().warning(f"data: skipped: {message}")
+
+
+def report_duplicates(name: str, table: TokenTable, raw: Dataset, skips: bool) -> np.ndarray:
+    """Log the rows that repeat an earlier row of the data set: the same prompt and answers, compared by hashes.
+
+    Returns:
+        (N,) bool, True on the token rows to drop: all repetitions if `skips`, otherwise none.
+    """
+    usable = np.flatnonzero((table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE))
+    _, first = np.unique(table.key[usable], return_index=True)
+    repeats = np.zeros(len(table.key), dtype=bool)
+    repeats[usable] = True
+    repeats[usable[first]] = False
+    count = int(repeats.sum())
+    if count:
+        later = int(repeats.argmax())
+        earlier = int(usable[(table.key[usable] == table.key[later]).argmax()])
+        pair = " repeats ".join(str(raw[int(table.number[place])][ORIGIN]) for place in (later, earlier))
+        done = "are dropped" if skips else "are kept (--bad_rows skip drops them)"
+        logger().warning(f"data: {name}: {count} rows repeat an earlier row and {done}: {pair}")
+    return repeats if skips else np.zeros_like(repeats)
+
+
+def kind_of(reason: str) -> str:
+    """A reason without the value that it quotes, so that equal faults are counted together."""
+    text = re.sub(r"\(.*?\)", "", reason)
+    return re.sub(r"\s+", " ", re.sub(r"\d+", "N", text)).strip()[:120]

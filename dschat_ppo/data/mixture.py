@@ -1,0 +1,109 @@
+"""Which rows of each data set a step uses, and in which order: the step's part, held-out rows, and mixtures of sets.
+
+All are row numbers in arrays, equal on every rank and after a resume: they depend on counts and seeds alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.data.sources import DataSource
+
+_HOLD_OUT, _MIX = 1, 2  # separate the uses of a seed
+
+
+def rows_of_step(count: int, shares: tuple[float, float, float], part: int, seed: int) -> np.ndarray:
+    """Numbers of the rows of one step: `part` 0 is SFT, 1 reward model, 2 PPO. The parts are random, disjoint and
+    complete. All three steps see the same split of `count` rows, which `shares` and `seed` decide.
+
+    Returns:
+        (N,) int64.
+    """
+    order = torch.randperm(count, generator=shared_generator(seed)).numpy()
+    bounds = [round(count * sum(shares[:i]) / sum(shares)) for i in range(4)]
+    return order[bounds[part] : bounds[part + 1]]
+
+
+def hold_out(numbers: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split row numbers at random into (for training, held out).
+
+    At least one row is held out and one is kept. Nothing is held out if `fraction` is 0 or there is only one row.
+    """
+    if fraction == 0 or len(numbers) < 2:
+        return numbers, numbers[:0]
+    count = min(len(numbers) - 1, max(1, round(len(numbers) * fraction)))
+    order = torch.randperm(len(numbers), generator=shared_generator(seed, _HOLD_OUT)).numpy()
+    return numbers[order[count:]], numbers[order[:count]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one data set adds to an epoch.
+
+    Attributes:
+        name: of the data set.
+        available: rows that it has for this step.
+        used: rows of an epoch.
+    """
+
+    name: str
+    available: int
+    used: int
+
+
+def shares_of(sources: Sequence[DataSource], available: Sequence[int]) -> list[Share]:
+    """How many rows of each data set an epoch has.
+
+    Data sets with a weight share the sum of their sizes in proportion to their weights, rounded so that the total is
+    exact. `@ROWS` sets a number. All others are used once.
+    """
+    used = [
+        count if source.samples is None else source.samples for source, count in zip(sources, available, strict=True)
+    ]
+    weighted = [place for place, source in enumerate(sources) if source.weight is not None]
+    total = sum(available[place] for place in weighted)
+    weights = [float(sources[place].weight or 0) for place in weighted]
+    bounds = (
+        [round(total * sum(weights[:place]) / sum(weights)) for place in range(len(weights) + 1)] if weights else []
+    )
+    for number, place in enumerate(weighted):
+        used[place] = bounds[number + 1] - bounds[number]
+    return [Share(source.name, *counts) for source, *counts in zip(sources, available, used, strict=True)]
+
+
+def repeated(rows: np.ndarray, used: int, seed: int, number: int) -> np.ndarray:
+    """`used` of these rows: all of them as often as they fit, then a random remainder in the order of `rows`.
+
+    Args:
+        rows: (N,) row numbers, N at least 1 unless `used` is 0.
+        used: number of rows to return.
+        seed: of the mixture.
+        number: of the data set, so that sets of equal size draw differently.
+    """
+    if used == len(rows):
+        return rows
+    whole, rest = divmod(used, len(rows))
+    chosen = torch.randperm(len(rows), generator=shared_generator(seed, _MIX, number))[:rest].sort().values
+    return np.concatenate([*[rows] * whole, rows[chosen.numpy()]])
+
+
+def table_of(shares: Sequence[Share]) -> str:
+    """The mixture for the log, one line for each data set."""
+    total = sum(share.used for share in shares)
+    rows = [("data set", "rows", "used", "repeats", "share")]
+    for share in shares:
+        repeats = f"{share.used / share.available:.2f}" if share.available else "-"
+        rows.append((share.name, str(share.available), str(share.used), repeats, f"{100 * share.used / total:.1f} %"))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    return "data: mixture of an epoch\n" + "\n".join(f"  {line}" for line in lines)

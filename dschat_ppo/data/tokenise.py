@@ -1,0 +1,349 @@
+"""Raw rows of one data set to token rows: read by the form, encoded, fitted to the length limit, in parallel, cached.
+
+`tokenise_batch` is the work itself, a function of its arguments alone. `tokenise_rows` applies it to the rows of one
+data set that a step uses, once per node. It reads them in the order of the file: a step's permutation would make every
+read a random access, and is applied to the token rows instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.encode import EncodedExample, encode_examples
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.forms import Form, Use
+from dschat_ppo.data.lengths import Fitted, fit_row
+from dschat_ppo.data.splits import ORIGIN
+from dschat_ppo.errors import UserError
+from dschat_ppo.runtime.dataset_workers import data_workers, worker_count
+from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
+
+DOING = "prepared the data"
+_BATCH_ROWS = 512  # enough for the tokenizer's batches; rows of 10k tokens then take some 100 MB in a worker
+_SHOWN = 200  # characters of a bad row in its message
+_IDS = List(Value("int32"))
+_NOTES = {  # columns for `prepare` only
+    "number": Value("int64"),  # of the raw row
+    "fitted": Value("int8"),  # see `Fitted`; UNUSABLE rows have no tokens but a `problem`
+    "has_empty_answer": Value("int8"),
+    "prompt_tokens": Value("int32"),  # before the length limit
+    "answer_tokens": Value("int32"),  # of the longest answer, before the length limit
+    "key": Value("uint64"),  # hash of all ids before the length limit: equal rows are duplicates
+    "problem": Value("string"),
+}
+
+
+@dataclass(frozen=True)
+class TokeniseSettings:
+    """How the rows of one data set become token rows.
+
+    Attributes:
+        form: how a row is read.
+        use: "sft", "preference" or "prompt".
+        tokenizer: of the model to train.
+        limit: most tokens of a row.
+        truncation: what happens to longer rows.
+        all_turns: see `encode_examples`.
+        source: name of the data set, `data_source` of rows that have none.
+        truth_replaces: whether a row's correct answer replaces columns named `answer` and `ground_truth`.
+    """
+
+    form: Form
+    use: Use
+    tokenizer: PreTrainedTokenizerBase
+    limit: int
+    truncation: str
+    all_turns: bool
+    source: str
+    truth_replaces: bool
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used.
+
+    Attributes:
+        index: of the raw row in its batch.
+        reason: what is wrong, without the name of the row.
+        message: one line with the name of the row, the reason and its first characters.
+        is_too_long: the row is over the limit and `--truncation error` forbids that; otherwise its content is wrong.
+    """
+
+    index: int
+    reason: str
+    message: str
+    is_too_long: bool = False
+
+
+def token_features(use: str) -> Features:
+    """Columns of token rows of `use`; `digest` is a hash of the others."""
+    columns: dict[str, Any] = {"prompt_ids": _IDS, "answers": List(_IDS), "margin": Value("float32")}
+    if use == "sft":
+        columns["prompt_spans"] = List(_IDS)
+    if use == "prompt":
+        columns["row"] = Value("string")
+    return Features(columns | {"digest": Value("uint64")})
+
+
+def tokenise_batch(
+    raw_rows: Sequence[dict[str, Any]], origins: Sequence[str], settings: TokeniseSettings
+) -> tuple[dict[str, list[Any]], list[BadRow]]:
+    """Tokenise some rows of one data set.
+
+    Args:
+        raw_rows: column -> value of each row, without `ORIGIN`.
+        origins: "FILE, row N" of each row, for messages.
+        settings: how.
+
+    Returns:
+        (columns of equal length, bad rows by rising index). The columns are those of `token_features`; `index`, the
+        number of the raw row in `raw_rows`, rising, since a row gives none, one or several token rows; and `fitted`,
+        `has_empty_answer`, `prompt_tokens`, `answer_tokens` and `key` for the log. Token rows that the limit drops are
+        included, with `fitted` equal to `Fitted.DROPPED`.
+
+    Raises:
+        StopRequested: the run receives a stop request.
+    """
+    bad: list[BadRow] = []
+    examples: list[tuple[int, Example]] = []
+
+    def note(index: int, problem: UserError, suffix: str = "", is_too_long: bool = False) -> None:
+        where = f"{origins[index]}{suffix}"
+        reason = str(problem).removeprefix(f"{where}: ").removeprefix(f"{origins[index]}: ")
+        bad.append(BadRow(index, reason, f"{where}: {reason}; the row: {_shown(raw_rows[index])}", is_too_long))
+
+    for index, row in enumerate(raw_rows):
+        raise_if_stop_requested(DOING)  # tokenising a data set may take hours
+        try:
+            examples += [(index, example) for example in settings.form.read(row, settings.use, origins[index])]
+        except UserError as problem:
+            note(index, problem)
+
+    encoded = encode_examples(settings.tokenizer, [example for _, example in examples], settings.all_turns)
+    names = ["index", *token_features(settings.use), *(name for name in _NOTES if name not in ("number", "problem"))]
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for (index, example), ids in zip(examples, encoded, strict=True):
+        if isinstance(ids, UserError):
+            note(index, ids, example.suffix)
+            continue
+        if not ids.prompt:
+            note(index, UserError("the prompt is empty"), example.suffix)
+            continue
+        fitted, done = fit_row(ids, settings.limit, settings.truncation)
+        if done == Fitted.DROPPED and settings.truncation == "error":
+            too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
+            note(index, too_long, example.suffix, is_too_long=True)
+            continue
+        values: dict[str, Any] = {
+            "index": index, "prompt_ids": fitted.prompt, "answers": fitted.answers, "margin": example.margin,
+            "fitted": int(done), "has_empty_answer": int(any(len(answer) == 1 for answer in ids.answers)),
+            "prompt_tokens": len(ids.prompt), "answer_tokens": max(map(len, ids.answers), default=0),
+            "key": _hash(_bytes_of(ids)),
+        }  # fmt: skip
+        content = [_bytes_of(fitted), str(example.margin).encode()]
+        if settings.use == "sft":
+            values["prompt_spans"] = [list(span) for span in fitted.prompt_spans]
+            content.append(str(values["prompt_spans"]).encode())
+        if settings.use == "prompt":
+            values["row"] = row_text(raw_rows[index], example, settings)
+            content.append(values["row"].encode("utf-8", "surrogatepass"))
+        values["digest"] = _hash(b"\0".join(content))
+        for name, value in values.items():
+            columns[name].append(value)
+    return _without_rows_of(columns, {problem.index for problem in bad}), sorted(bad, key=lambda found: found.index)
+
+
+def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:
+    """The columns of a row as JSON for reward functions, and on a second line what they do not hold themselves:
+    `data_source`, `answer` and `ground_truth` if the row has a correct answer, `_messages` if the prompt is a chat."""
+    added: dict[str, Any] = {}
+    if row.get("data_source") is None:
+        added["data_source"] = settings.source
+    if example.truth is not None:
+        names = [name for name in ("answer", "ground_truth") if settings.truth_replaces or row.get(name) is None]
+        added |= dict.fromkeys(names, example.truth)
+    if not isinstance(example.prompt, str):
+        added["_messages"] = example.prompt
+    first = json.dumps(row, default=str)
+    if not added:
+        return first
+    return f"{first[:-1]}{',' if row else ''}\n{json.dumps(added, default=str)[1:]}"
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Token rows of one data set in the order of the file, and what `prepare` must know of each, (N,) arrays.
+
+    Attributes:
+        rows: the columns of `token_features`.
+        number: int64, of the raw row; rising.
+        fitted: int8, see `Fitted`.
+        has_empty_answer: bool.
+        prompt_tokens: int32, before the length limit.
+        answer_tokens: int32, of the longest answer before the length limit.
+        key: uint64, equal for duplicates.
+    """
+
+    rows: Dataset
+    number: np.ndarray
+    fitted: np.ndarray
+    has_empty_answer: np.ndarray
+    prompt_tokens: np.ndarray
+    answer_tokens: np.ndarray
+    key: np.ndarray
+    problems: pyarrow.ChunkedArray
+
+    def problem(self, index: int) -> str:
+        """ "MESSAGE\\nREASON" of an unusable row."""
+        return str(self.problems[index].as_py())
+
+    def rows_of(self, numbers: np.ndarray) -> np.ndarray:
+        """Indices of the token rows that these raw rows gave, in the order of `numbers`: (M,) int64."""
+        first = np.searchsorted(self.number, numbers, side="left")
+        count = np.searchsorted(self.number, numbers, side="right") - first
+        before = np.cumsum(count) - count  # token rows of the raw rows before
+        return np.repeat(first - before, count) + np.arange(count.sum())
+
+
+def tokenise_rows(raw: Dataset, numbers: np.ndarray, settings: TokeniseSettings, flags: DataFlags) -> TokenTable:
+    """Tokenise the rows `numbers` of a data set, or take them from the cache.
+
+    Args:
+        raw: all rows, with `ORIGIN`.
+        numbers: (M,) int64, in any order.
+        settings: how.
+        flags: `--bad_rows`, cache folder and number of processes; those that say how rows are read identify the entry.
+
+    Raises:
+        UserError: a row is bad and `--bad_rows` is "error": the one of the lowest number; or no row serves this step.
+        StopRequested: the run receives a stop request.
+    """
+    wanted = np.zeros(len(raw), dtype=bool)
+    wanted[numbers] = True
+    used = np.packbits(wanted).tobytes()
+    key = token_key(raw, settings.tokenizer, hashlib.sha256(used).hexdigest(), *_reading(settings, flags))
+    features = Features({**token_features(settings.use), **_NOTES})
+
+    def make(folder: Path) -> Dataset:
+        stops = folder / "stops"
+        stops.mkdir()
+        workers = worker_count(flags.preprocessing_num_workers, len(numbers))
+        with data_workers(workers):
+            rows = raw.map(
+                _map_batch,
+                batched=True,
+                batch_size=_BATCH_ROWS,
+                with_indices=True,
+                fn_kwargs={"wanted": wanted, "settings": settings, "skips": flags.bad_rows == "skip", "stops": stops},
+                remove_columns=raw.column_names,
+                num_proc=workers if workers > 1 else None,
+                new_fingerprint=key,
+                cache_file_name=str(folder / "rows.arrow"),
+                features=features,
+            )
+        if first := min(stops.iterdir(), default=None):
+            raise UserError(first.read_text(encoding="utf-8"))
+        if len(rows) == 0:
+            raise UserError(
+                f"{settings.source}: no row of this data set serves this step ({settings.form.description})"
+            )
+        return rows
+
+    rows = cached_dataset(flags.data_output_path, key, make)
+    notes = {name: _numbers_in(rows, name) for name in _NOTES if name != "problem"}
+    notes["has_empty_answer"] = notes["has_empty_answer"].astype(bool)
+    return TokenTable(
+        rows.select_columns(list(token_features(settings.use))), **notes, problems=rows.data.column("problem")
+    )
+
+
+def _reading(settings: TokeniseSettings, flags: DataFlags) -> list[object]:
+    """Everything besides rows and tokenizer that token rows depend on."""
+    elsewhere = {  # what a data set is, and how its rows are shared out, is in the rows and their numbers
+        "data_path", "data_split", "data_split_seed", "data_output_path", "preprocessing_num_workers", "dataset_config",
+        "dataset_split", "streaming", "streaming_rows",
+    }  # fmt: skip
+    form, chosen = settings.form, {name: value for name, value in vars(flags).items() if name not in elsewhere}
+    how = (form.name, form.rendering, form.description, settings.use, settings.limit, settings.all_turns)
+    return [*how, settings.source, sorted(chosen.items())]
+
+
+def _map_batch(
+    batch: dict[str, list[Any]],
+    indices: list[int],
+    wanted: np.ndarray,
+    settings: TokeniseSettings,
+    skips: bool,
+    stops: Path,
+) -> pyarrow.Table:
+    """Body of `Dataset.map`, in a worker. A problem that stops the run is a file in `stops` named by the row's number:
+    workers leave out all batches after it, and the lowest one is the same for any number of workers."""
+    schema = Features({**token_features(settings.use), **_NOTES}).arrow_schema
+    kept = [place for place, number in enumerate(indices) if wanted[number]]
+    first = min((int(path.name) for path in stops.iterdir()), default=None)
+    if not kept or (first is not None and first < indices[0]):
+        return schema.empty_table()
+    values = [batch[name] for name in batch]
+    raw_rows = [{name: column[place] for name, column in zip(batch, values, strict=True)} for place in kept]
+    origins = [str(row.pop(ORIGIN)) for row in raw_rows]
+    columns, bad = tokenise_batch(raw_rows, origins, settings)
+    stopping = next((problem for problem in bad if problem.is_too_long or not skips), None)
+    if stopping is not None:
+        path = stops / f"{indices[kept[stopping.index]]:015d}"
+        path.write_text(stopping.message, encoding="utf-8", errors="replace")
+        return schema.empty_table()
+    count = len(columns["index"])
+    columns["number"] = [indices[kept[index]] for index in columns.pop("index")]
+    columns["problem"] = [None] * count
+    good = pyarrow.table([pyarrow.array(columns[name], schema.field(name).type) for name in schema.names], schema)
+    if not bad:
+        return good
+    nothing: dict[str, Any] = {"prompt_ids": [], "answers": [], "prompt_spans": [], "row": "{}", "problem": None}
+    rows = [
+        {name: nothing.get(name, 0) for name in schema.names}
+        | {"number": indices[kept[problem.index]], "fitted": int(Fitted.UNUSABLE)}
+        | {"problem": f"{problem.message}\n{problem.reason}"}
+        for problem in bad
+    ]
+    both = pyarrow.concat_tables([good, pyarrow.Table.from_pylist(rows, schema)])
+    return both.take(np.argsort(both.column("number").to_numpy(), kind="stable"))
+
+
+def _without_rows_of(columns: dict[str, list[Any]], bad: set[int]) -> dict[str, list[Any]]:
+    """Without the token rows of raw rows that have a problem: a ranked list with a bad answer gives no pair at all."""
+    if not bad.intersection(columns["index"]):
+        return columns
+    kept = [place for place, index in enumerate(columns["index"]) if index not in bad]
+    return {name: [values[place] for place in kept] for name, values in columns.items()}
+
+
+def _numbers_in(rows: Dataset, name: str) -> np.ndarray:
+    """A column of numbers without a Python object for each row."""
+    return np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])
+
+
+def _bytes_of(ids: EncodedExample) -> bytes:
+    lengths = array("i", [len(ids.prompt), *map(len, ids.answers)])
+    return b"".join([lengths.tobytes(), *(array("i", part).tobytes() for part in (ids.prompt, *ids.answers))])
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def _shown(row: dict[str, Any]) -> str:
+    text = json.dumps(row, default=str, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,90 @@
+"""The length limit, and the lengths of a data set in one line."""
+
+import numpy as np
+import pytest
+
+from dschat_ppo.data.encode import EncodedExample
+from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths, fit_row
+
+P = Fitted.PROMPT_CUT
+A = Fitted.ANSWER_CUT
+
+
+def fit(prompt, answers, limit, policy, spans=()):
+    row, done = fit_row(EncodedExample(prompt, answers, list(spans)), limit, policy)
+    return row.prompt, row.answers, done
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answers", "limit", "left", "right", "middle", "expected_answers", "done"),
+    [
+        ([1, 2, 3], [[7, 8]], 5, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7, 8]], Fitted.WHOLE),
+        ([1, 2, 3], [[7, 8]], 4, [2, 3], [1, 2], [1, 3], [[7, 8]], P),
+        ([1, 2, 3], [[7, 8]], 3, [3], [1], [3], [[7, 8]], P),
+        ([1, 2, 3], [[7, 8]], 2, [3], [1], [3], [[7]], A),
+        ([1, 2, 3], [[7, 8, 9, 0]], 4, [3], [1], [3], [[7, 8, 9]], A),
+        # The longer answer of a pair decides; both keep the same prompt, and the short one stays whole.
+        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [1, 2], [1, 3], [[7, 0], [7, 8, 9, 0]], P),
+        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [1], [3], [[7, 0], [7, 8, 9]], A),
+        ([1, 2, 3, 4], [], 4, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [], Fitted.WHOLE),
+        ([1, 2, 3, 4], [], 3, [2, 3, 4], [1, 2, 3], [1, 3, 4], [], P),
+        ([1, 2, 3, 4, 5, 6], [], 4, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [], P),
+        ([1], [[7, 8, 9]], 2, [1], [1], [1], [[7]], A),
+    ],
+)
+def test_the_prompt_is_cut_first_and_then_the_end_of_the_answer(
+    prompt, answers, limit, left, right, middle, expected_answers, done
+):
+    for policy, kept in (("left", left), ("right", right), ("middle", middle)):
+        assert fit(prompt, answers, limit, policy) == (kept, expected_answers, done)
+
+
+@pytest.mark.parametrize("policy", ["left", "right", "middle"])
+@pytest.mark.parametrize("prompt_length", [1, 2, 9])
+@pytest.mark.parametrize("lengths", [(1,), (9,), (1, 9), (30, 2)])
+@pytest.mark.parametrize("limit", [2, 3, 8, 10, 50])
+def test_prompt_and_answer_are_never_empty_and_keep_the_limit(prompt_length, lengths, limit, policy):
+    answers = [list(range(100, 100 + n)) for n in lengths]
+    whole = list(range(prompt_length))
+    prompt, kept, _ = fit(whole, answers, limit, policy)
+    assert len(prompt) >= 1
+    if policy == "middle":
+        assert prompt == whole[: len(prompt) // 2] + whole[len(whole) - (len(prompt) + 1) // 2 :]
+    else:
+        assert prompt == (whole[-len(prompt) :] if policy == "left" else whole[: len(prompt)])
+    for before, after in zip(answers, kept, strict=True):
+        assert len(after) >= 1
+        assert after == before[: len(after)]
+        assert len(prompt) + len(after) <= limit
+
+
+@pytest.mark.parametrize("policy", ["drop", "error"])
+def test_drop_and_error_policies_do_not_truncate(policy):
+    assert fit([1, 2, 3], [[7, 8]], 5, policy) == ([1, 2, 3], [[7, 8]], Fitted.WHOLE)
+    assert fit([1, 2, 3], [[7, 8]], 4, policy)[2] == Fitted.DROPPED
+
+
+@pytest.mark.parametrize("policy", ["left", "right", "middle"])
+@pytest.mark.parametrize("limit", range(2, 22))
+def test_spans_mark_the_same_tokens_after_the_cut(policy, limit):
+    prompt, spans = list(range(20)), [(0, 2), (5, 9), (9, 10), (13, 20)]
+    marked = {place for start, end in spans for place in range(start, end)}
+    row, _ = fit_row(EncodedExample(prompt, [[99]], spans), limit, policy)
+    found = [row.prompt[place] for start, end in row.prompt_spans for place in range(start, end)]
+    assert found == [token for token in row.prompt if token in marked]
+    assert all(start < end for start, end in row.prompt_spans)
+
+
+def test_lengths_are_described_by_nearest_ranks_and_a_histogram():
+    line = describe_lengths(np.arange(1, 101))
+    assert line.startswith("min 1, median 50, 90% 90, 99% 99, max 100  0 [")
+    bars = describe_lengths(np.array([0] * 199 + [64]))
+    assert bars == "min 0, median 0, 90% 0, 99% 0, max 64  0 [@" + " " * 30 + ".] 64"
+    assert describe_lengths(np.array([0])) == "min 0, median 0, 90% 0, 99% 0, max 0  0 [@" + " " * 31 + "] 0"
+
+
+def test_counts_name_empty_answers_of_rows_that_stay():
+    codes = [Fitted.WHOLE] * 3 + [Fitted.DROPPED] * 2 + [Fitted.ANSWER_CUT]
+    empty = np.array([True, False, False, True, False, False])
+    expected = "2 kept whole, 1 kept whole with an empty answer, 1 answer cut, 2 left out"
+    assert describe_counts(codes, empty) == expected

@@ -1,0 +1,159 @@
+"""Batches of raw rows to token rows: several, one or none of each, bad rows, and the columns for reward functions."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
+from datasets import Dataset
+
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.forms import Form
+from dschat_ppo.data.lengths import Fitted
+from dschat_ppo.data.splits import ORIGIN
+from dschat_ppo.data.tokenise import TokeniseSettings, row_text, tokenise_batch, tokenise_rows
+from dschat_ppo.errors import UserError
+from dschat_ppo.tools.toy import make_tokenizer
+
+TOKENIZER = make_tokenizer(["a b c d"])
+
+
+def read(row, use, where):
+    """One example for each answer of a row; a null is a bad row."""
+    if row["answers"] is None:
+        raise UserError(f"{where}: 'answers' is null")
+    return [
+        Example(row["prompt"], [answer] if use == "sft" else [], truth=row.get("truth"), suffix=f", answer {number}")
+        for number, answer in enumerate(row["answers"], start=1)
+    ]
+
+
+FORM = Form("several", "text", read, "several answers")
+
+
+def settings(use="sft", limit=64, truncation="left", **changes) -> TokeniseSettings:
+    values = {"form": FORM, "use": use, "tokenizer": TOKENIZER, "limit": limit, "truncation": truncation}
+    return TokeniseSettings(**values | {"all_turns": False, "source": "mine", "truth_replaces": False} | changes)
+
+
+def raw_rows(count: int) -> list[dict]:
+    """Row n has n % 3 answers."""
+    return [{"prompt": f"p{n}", "answers": [f"a{n}.{k}" for k in range(n % 3)]} for n in range(count)]
+
+
+def batch(rows, **changes):
+    return tokenise_batch(rows, [f"f, row {n + 1}" for n in range(len(rows))], settings(**changes))
+
+
+def test_a_row_gives_none_one_or_several_token_rows():
+    columns, bad = batch(raw_rows(6))
+    assert columns["index"] == [1, 2, 2, 4, 5, 5] and not bad
+    texts = [TOKENIZER.decode(answers[0]) for answers in columns["answers"]]
+    assert texts == [f"{text}<|end|>" for text in ("a1.0", "a2.0", "a2.1", "a4.0", "a5.0", "a5.1")]
+    assert columns["prompt_tokens"] == [2] * 6 and columns["answer_tokens"] == [5] * 6
+    assert {len(values) for values in columns.values()} == {6}
+
+
+def test_bad_rows_are_returned_by_rising_index_with_their_first_characters():
+    rows = [
+        {"prompt": "p", "answers": ["a"]}, {"prompt": "", "answers": ["b"]}, {"prompt": "q", "answers": None},
+        {"prompt": "r" * 500, "answers": ["c" * 100, "d"]},
+    ]  # fmt: skip
+    columns, bad = batch(rows, truncation="error")
+    assert columns["index"] == [0]
+    assert [(found.index, found.is_too_long) for found in bad] == [(1, False), (2, False), (3, True), (3, True)]
+    assert bad[0].message == 'f, row 2, answer 1: the prompt is empty; the row: {"prompt": "", "answers": ["b"]}'
+    assert bad[1].message == 'f, row 3: \'answers\' is null; the row: {"prompt": "q", "answers": null}'
+    assert bad[1].reason == "'answers' is null"
+    shown = bad[2].message.partition("; the row: ")[2]
+    assert shown == json.dumps(rows[3])[:200] + "..." and "\n" not in bad[2].message
+
+
+def test_a_row_with_one_bad_example_gives_no_token_row():
+    rows = [{"prompt": "p", "answers": ["a", "b" * 100]}, {"prompt": "q", "answers": ["c"]}]
+    columns, bad = batch(rows, limit=20, truncation="error")
+    assert columns["index"] == [1] and [found.index for found in bad] == [0]
+
+
+def test_dropped_and_empty_rows_are_marked():
+    rows = [{"prompt": "p", "answers": ["a" * 50, ""]}]
+    columns, bad = batch(rows, limit=20, truncation="drop")
+    assert columns["fitted"] == [Fitted.DROPPED, Fitted.WHOLE] and columns["has_empty_answer"] == [0, 1] and not bad
+
+
+def test_keys_tell_whole_rows_apart_and_digests_their_final_content():
+    rows = [{"prompt": "x" * 40, "answers": ["a"]}, {"prompt": "y" + "x" * 39, "answers": ["a"]},
+            {"prompt": "x" * 40, "answers": ["a"]}, {"prompt": "x" * 39, "answers": ["xa"]}]  # fmt: skip
+    columns, _ = batch(rows, limit=12)
+    keys, digests = columns["key"], columns["digest"]
+    assert keys[0] == keys[2] and len(set(keys)) == 3, "compared before the limit"
+    assert digests[0] == digests[1] == digests[2] != digests[3], "after it"
+
+
+def test_row_text_keeps_the_columns_and_adds_what_they_lack():
+    row = {"prompt": "é", "answer": "... #### 4", "n": None}
+    text = row_text(row, Example("é", []), settings("prompt"))
+    assert text == json.dumps(row)[:-1] + ',\n"data_source": "mine"}'
+    assert json.loads(text) == row | {"data_source": "mine"}
+    solved = Example([{"role": "user", "content": "é"}], [], truth="4")
+    chat = {"data_source": "mine", "_messages": solved.prompt}
+    assert json.loads(row_text(row, solved, settings("prompt"))) == row | chat | {"ground_truth": "4"}
+    named = settings("prompt", truth_replaces=True)
+    assert json.loads(row_text(row, solved, named)) == row | chat | {"answer": "4", "ground_truth": "4"}
+    assert json.loads(row_text({"data_source": "own"}, Example("p", []), named)) == {"data_source": "own"}
+    assert row_text({"data_source": "own"}, Example("p", []), named) == '{"data_source": "own"}'
+    assert json.loads(row_text({}, Example("p", []), named)) == {"data_source": "mine"}
+
+
+def dataset(rows: list[dict]) -> Dataset:
+    return Dataset.from_list([row | {ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)])
+
+
+def flags_of(tmp_path, workers=1, **changes) -> DataFlags:
+    return DataFlags(
+        data_path=["f"],
+        data_output_path=str(tmp_path / f"cache{workers}"),
+        preprocessing_num_workers=workers,
+        **changes,
+    )
+
+
+def test_token_rows_follow_the_order_of_the_step(tmp_path):
+    numbers = np.array([8, 1, 3, 5])  # 2, 1, no and 2 answers; the others are of other steps
+    table = tokenise_rows(dataset(raw_rows(12)), numbers, settings(), flags_of(tmp_path))
+    assert list(table.number) == [1, 5, 5, 8, 8]
+    assert list(table.rows_of(numbers)) == [3, 4, 0, 1, 2]
+    assert list(table.rows_of(np.array([3, 8, 3]))) == [3, 4]
+    rows = table.rows.select(table.rows_of(numbers))
+    assert [TOKENIZER.decode(ids[0]) for ids in rows["answers"]] == [
+        f"{text}<|end|>" for text in ("a8.0", "a8.1", "a1.0", "a5.0", "a5.1")
+    ]
+
+
+def test_several_processes_make_the_same_rows(tmp_path):
+    raw, numbers = dataset(raw_rows(1500)), np.arange(1500)
+    found = [tokenise_rows(raw, numbers, settings(), flags_of(tmp_path, workers)) for workers in (1, 2)]
+    assert found[0].rows.to_list() == found[1].rows.to_list()
+    assert (found[0].number == found[1].number).all() and (found[0].key == found[1].key).all()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("places", [[700], [1400], [20, 800], [800, 20, 1499]])
+def test_the_first_bad_row_is_named_whatever_process_meets_one_first(tmp_path, workers, places):
+    rows = raw_rows(1500)
+    for place in places:
+        rows[place] = {"prompt": "p", "answers": None}
+    with pytest.raises(UserError, match=rf"^f, row {min(places) + 1}: 'answers' is null"):
+        tokenise_rows(dataset(rows), np.arange(1500), settings(), flags_of(tmp_path, workers))
+    kept = tokenise_rows(dataset(rows), np.arange(1500), settings(), flags_of(tmp_path, workers, bad_rows="skip"))
+    unusable = kept.number[kept.fitted == Fitted.UNUSABLE]
+    assert list(unusable) == sorted(places) and (np.diff(kept.number) >= 0).all()
+    elsewhere = np.setdiff1d(np.arange(1500), places)
+    assert len(tokenise_rows(dataset(rows), elsewhere, settings(), flags_of(tmp_path, workers)).number) > 1000
+
+
+def test_a_data_set_without_a_row_for_the_step_is_rejected(tmp_path):
+    rows = dataset([{"prompt": "p", "answers": []}, {"prompt": "q", "answers": ["a"]}])
+    with pytest.raises(UserError, match=r"mine: no row of this data set serves this step \(several answers\)"):
+        tokenise_rows(rows, np.array([0]), settings(), flags_of(tmp_path))
