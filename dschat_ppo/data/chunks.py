@@ -17,18 +17,28 @@ from datasets.arrow_writer import ArrowWriter
 
 from dschat_ppo.common.atomic_files import write_text
 from dschat_ppo.data.cache import cached_dataset
-from dschat_ppo.data.raw_stream import START, RawStream, Row
+from dschat_ppo.data.raw_stream import START, RawBatch, RawStream, Row
 from dschat_ppo.errors import UserError
 
-READ, DUPLICATES = "raw rows read", "duplicates of another row of the chunk"
+READ, UNUSABLE, DUPLICATES = "raw rows", "that cannot be used", "that repeat another row of the chunk"
+MOST_BAD = 0.05  # of the raw rows of a chunk
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Token rows made from a batch of raw rows, and for the log: what was done -> number of rows."""
+    """Token rows made from a batch of raw rows.
+
+    Attributes:
+        rows: the rows that are kept.
+        counts: what was done -> number of rows, for the log.
+        unusable: raw rows that are left out because something is wrong with them.
+        problem: of the first such row, "" if there is none.
+    """
 
     rows: list[Row]
     counts: dict[str, int]
+    unusable: int = 0
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,14 +49,13 @@ class StreamSource:
         name: for messages.
         weight: its share of the rows, relative to the other data sets.
         raw: its raw rows.
-        tokenise: ("FILE, row N" of each raw row, raw rows) -> token rows, without those that are left out; raises
-            `UserError` for a bad row.
+        tokenise: its token rows; raises `UserError` for a row that ends the run.
     """
 
     name: str
     weight: float
     raw: RawStream
-    tokenise: Callable[[list[str], list[Row]], TokenBatch]
+    tokenise: Callable[[RawBatch], TokenBatch]
 
 
 class _TokenRows:
@@ -54,7 +63,8 @@ class _TokenRows:
 
     def __init__(self, source: StreamSource, on_batch: Callable[[], None]):
         self.source = source
-        self.counts: Counter[str] = Counter()  # since `seek` or the last time that they were taken
+        self.counts: Counter[str] = Counter()  # of the raw rows read for this chunk
+        self.problem = ""  # of the first unusable one
         self._on_batch = on_batch
         self._rows: list[Row] = []  # of the last batch
         self._used = 0
@@ -73,9 +83,11 @@ class _TokenRows:
         batch = self.source.raw.batch()
         if batch is None:
             return False
-        tokens = self.source.tokenise(*batch) if batch[1] else TokenBatch([], {})
+        tokens = self.source.tokenise(batch) if batch.rows else TokenBatch([], {})
         self._rows, self._used, self._before = tokens.rows, 0, before
-        self.counts.update({READ: len(batch[1])} | tokens.counts)
+        unusable = batch.unreadable + tokens.unusable
+        self.counts.update({READ: len(batch.rows) + batch.unreadable, UNUSABLE: unusable} | tokens.counts)
+        self.problem = self.problem or batch.problem or tokens.problem
         self._on_batch()
         return True
 
@@ -93,7 +105,12 @@ class _TokenRows:
         if state["used"]:
             self._read()
             self._used = state["used"]
-        self.counts.clear()  # the chunk before counts this batch
+        self.start_chunk()  # the chunk before counts this batch
+
+    def start_chunk(self) -> None:
+        """Count from here on."""
+        self.counts.clear()
+        self.problem = ""
 
 
 class ChunkMaker:
@@ -180,18 +197,29 @@ class ChunkMaker:
             self._taken[source] += 1
             seen.add(hash((tuple(row["prompt_ids"]), *map(tuple, row["answers"]))))
         counts: Counter[str] = Counter()
+        problems = [reader.problem for reader in self._readers if reader.problem]
         for reader in self._readers:
+            self._check_unusable(reader)
             counts += reader.counts
-            reader.counts.clear()
+            reader.start_chunk()
         counts += Counter({DUPLICATES: count - len(seen)})
         state = {
             "sources": [reader.state for reader in self._readers],
             "taken": self._taken,
             "counts": counts,
+            "problems": problems,
             "restarted": is_restarted,
         }
         write_text(state_file(self.home, chunk, count), json.dumps(state))
         self._next = chunk + 1
+
+    def _check_unusable(self, reader: _TokenRows) -> None:
+        bad, rows = reader.counts[UNUSABLE], reader.counts[READ]
+        if bad > MOST_BAD * rows:
+            raise UserError(
+                f"{reader.source.name}: {bad} of {rows} rows cannot be used; --bad_rows skip drops at most "
+                f"{MOST_BAD:.0%}. The first: {reader.problem}"
+            )
 
     def _ended(self, source: int, rows: int) -> str:
         """The message for a source without further rows."""

@@ -16,7 +16,35 @@ _SPLIT_USE = 2  # separates these draws from others with `--data_split_seed`
 START: dict[str, Any] = {"part": 0, "number": 0, "place": None}  # position before the first row
 
 Row = dict[str, Any]
-Batch = tuple[list[int], list[Row], Any]  # numbers of the rows in their file from 1 on, the rows, the place after them
+
+
+@dataclass(frozen=True)
+class PartBatch:
+    """Some rows of a part.
+
+    Attributes:
+        numbers: of the rows in the part, from 1 on.
+        rows: the rows.
+        place: after them, in values that JSON can hold.
+        unreadable: lines between them that are left out because they cannot be read.
+        problem: of the first such line, "" if there is none.
+    """
+
+    numbers: Sequence[int]
+    rows: list[Row]
+    place: Any
+    unreadable: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """Some rows of a stream that belong to this step, "FILE, row N" of each, and the lines left out (`PartBatch`)."""
+
+    origins: list[str]
+    rows: list[Row]
+    unreadable: int = 0
+    problem: str = ""
 
 
 class StreamPart(Protocol):
@@ -28,8 +56,8 @@ class StreamPart(Protocol):
     @property
     def flag(self) -> str: ...
 
-    def batches(self, place: Any) -> Iterator[Batch]:
-        """The rows from `place` on, None for the start; places are values that JSON can hold."""
+    def batches(self, place: Any) -> Iterator[PartBatch]:
+        """The rows from `place` on, None for the start."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +110,11 @@ class RawStream:
     def __init__(self, parts: Sequence[StreamPart], share: StepShare | None):
         self._parts = parts
         self._share = share
-        self._batches: Iterator[Batch] | None = None
+        self._batches: Iterator[PartBatch] | None = None
         self.position = START
 
-    def batch(self) -> tuple[list[str], list[Row]] | None:
-        """("FILE, row N" of each row, the rows) of the next batch, of which there may be none if all its rows belong to
-        other steps; None at the end.
+    def batch(self) -> RawBatch | None:
+        """The next batch, without rows if all belong to other steps; None at the end.
 
         Raises:
             UserError: a part cannot be read.
@@ -102,12 +129,13 @@ class RawStream:
                 self._batches = None
                 self.position = {**self.position, "part": number + 1, "place": None}
                 continue
-            numbers, rows, place = found
-            first = self.position["number"]
-            self.position = {"part": number, "number": first + len(rows), "place": place}
-            mine = [True] * len(rows) if self._share is None else self._share.includes(first, len(rows))
+            first, count = self.position["number"], len(found.rows)
+            self.position = {"part": number, "number": first + count, "place": found.place}
+            mine = [True] * count if self._share is None or not count else self._share.includes(first, count)
             kept = [i for i, is_mine in enumerate(mine) if is_mine]
-            return [f"{part.name}, row {numbers[i]}" for i in kept], [rows[i] for i in kept]
+            origins = [f"{part.name}, row {found.numbers[i]}" for i in kept]
+            problem = found.problem and f"{part.name}, {found.problem}"
+            return RawBatch(origins, [found.rows[i] for i in kept], found.unreadable, problem)
         return None
 
     def seek(self, position: dict[str, Any]) -> None:

@@ -114,6 +114,8 @@ class StreamedRows:
             )
         done = ", ".join(f"{number} {what}" for what, number in state["counts"].items())
         logger().info(f"data: stream: rows {first + 1} to {first + count} of {self._num_rows}: {done}")
+        for problem in state["problems"]:
+            logger().warning(f"data: skipped: {problem}")
 
 
 class _ChunkDeletedError(Exception):

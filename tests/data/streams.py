@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import datasets
 
 from dschat_ppo.data.chunks import StreamSource, TokenBatch
-from dschat_ppo.data.raw_stream import RawStream, StepShare
+from dschat_ppo.data.raw_stream import PartBatch, RawBatch, RawStream, StepShare
 
 FEATURES = datasets.Features(
     {
@@ -33,19 +33,19 @@ class NumberFile:
             end = min(start + self.batch, self.count)
             rows = [{"n": self.first + i} for i in range(start, end)]
             self.read += [row["n"] for row in rows]
-            yield list(range(start + 1, end + 1)), rows, end
+            yield PartBatch(range(start + 1, end + 1), rows, end)
 
 
-def tokens_of(origins, rows) -> TokenBatch:
+def tokens_of(batch: RawBatch) -> TokenBatch:
     """A token row [n] for each row; multiples of 5 give none, multiples of 3 two."""
-    kept = [n for n in (row["n"] for row in rows) for _ in range(0 if n % 5 == 0 else 2 if n % 3 == 0 else 1)]
+    kept = [n for n in (row["n"] for row in batch.rows) for _ in range(0 if n % 5 == 0 else 2 if n % 3 == 0 else 1)]
     made = [{"prompt_ids": [n], "answers": [[n, 0]], "margin": n / 2} for n in kept]
     return TokenBatch(made, {"kept whole": len(kept)})
 
 
 def expected(numbers) -> list[int]:
     """The token rows of these raw rows."""
-    return [row["prompt_ids"][0] for row in tokens_of([], [{"n": n} for n in numbers]).rows]
+    return [row["prompt_ids"][0] for row in tokens_of(RawBatch([], [{"n": n} for n in numbers])).rows]
 
 
 def source_of(*files, weight: float = 1.0, share: StepShare | None = None, name: str = "numbers") -> StreamSource:

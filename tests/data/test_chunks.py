@@ -1,13 +1,25 @@
 """Chunks of token rows: their content, resuming from saved positions, mixtures, and the end of the stream."""
 
 import json
+from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
 
 import pytest
-from streams import FEATURES, NumberFile, expected, source_of
+from streams import FEATURES, NumberFile, expected, source_of, tokens_of
 
-from dschat_ppo.data.chunks import DUPLICATES, READ, ChunkMaker, neediest, read_state, state_file
+from dschat_ppo.data.chunks import (
+    DUPLICATES,
+    READ,
+    UNUSABLE,
+    ChunkMaker,
+    StreamSource,
+    TokenBatch,
+    neediest,
+    read_state,
+    state_file,
+)
+from dschat_ppo.data.raw_stream import RawBatch, RawStream
 from dschat_ppo.errors import UserError
 
 
@@ -149,3 +161,26 @@ def test_the_saved_position_is_small_and_json(tmp_path):
     text = state_file(maker.home, 0, 8).read_text()
     assert len(text) < 1000 and json.loads(text)["taken"] == [8]
     assert list(islice(maker.home.glob("after_*"), 2)) == [state_file(maker.home, 0, 8)]
+
+
+def spoilt(batch: RawBatch, bad: set[int]) -> TokenBatch:
+    good = tokens_of(RawBatch([], [row for row in batch.rows if row["n"] not in bad]))
+    found = [origin for origin, row in zip(batch.origins, batch.rows, strict=True) if row["n"] in bad]
+    return TokenBatch(good.rows, good.counts, len(found), f"{found[0]}: bad" if found else "")
+
+
+@pytest.mark.parametrize(("bad", "is_too_many"), [({21}, False), ({21, 22}, True), (set(range(29, 31)), True)])
+def test_more_than_five_percent_of_bad_rows_in_a_chunk_are_an_error(tmp_path, bad, is_too_many):
+    # chunks of 20 rows end in the raw rows 19 and 37; read in batches of 20, of which the second chunk reads one
+    raw = RawStream([NumberFile(0, 99, batch=20)], None)
+    maker = maker_for(tmp_path, StreamSource("set", 1.0, raw, partial(spoilt, bad=bad)), chunk_rows=20)
+    maker.provide(0)
+    if is_too_many:
+        with pytest.raises(
+            UserError, match=rf"^set: 2 of 20 rows .* at most 5%. The first: numbers, row {min(bad) + 1}: b"
+        ):
+            maker.provide(1)
+    else:
+        maker.provide(1)
+        state = read_state(maker.home, 1, 20)
+        assert state["counts"][UNUSABLE] == 1 and state["problems"] == ["numbers, row 22: bad"]

@@ -12,7 +12,7 @@ from dschat_ppo.errors import UserError
 def rest_of(stream: RawStream) -> list[tuple[str, int]]:
     found = []
     while (batch := stream.batch()) is not None:
-        found += [(origin, row["n"]) for origin, row in zip(*batch, strict=True)]
+        found += [(origin, row["n"]) for origin, row in zip(batch.origins, batch.rows, strict=True)]
     return found
 
 
@@ -33,7 +33,8 @@ def test_a_stream_continues_after_any_batch_without_reading_the_rows_before(shar
         before, parts = RawStream(files(), share), files()
         first = []
         for _ in range(batches):
-            first += [(origin, row["n"]) for origin, row in zip(*before.batch(), strict=True)]
+            batch = before.batch()
+            first += [(origin, row["n"]) for origin, row in zip(batch.origins, batch.rows, strict=True)]
         after = RawStream(parts, share)
         after.seek(json.loads(json.dumps(before.position)))
         assert first + rest_of(after) == whole

@@ -39,7 +39,11 @@ def home_of(tmp_path: Path) -> Path:
 
 
 def chunks_on_disk(tmp_path: Path) -> list[int]:
-    return sorted(int(entry.name.split("_")[1]) for entry in home_of(tmp_path).glob("chunk_*") if entry.is_dir())
+    return sorted(
+        int(entry.name.split("_")[1])
+        for entry in home_of(tmp_path).glob("chunk_*")
+        if entry.is_dir() and not entry.suffix
+    )
 
 
 def reader_pid() -> int:
@@ -127,10 +131,10 @@ def test_each_rank_of_a_node_may_be_ahead_by_several_chunks(tmp_path):
 
 
 def test_a_bad_row_ends_the_run_where_its_chunk_is_needed(tmp_path):
-    def tokenise(origins, rows):
-        if any(row["n"] == 15 for row in rows):
-            raise UserError(f"{origins[0]}: bad row")
-        return tokens_of(origins, rows)
+    def tokenise(batch):
+        if any(row["n"] == 15 for row in batch.rows):
+            raise UserError(f"{batch.origins[0]}: bad row")
+        return tokens_of(batch)
 
     rows = stream(tmp_path, StreamSource("s", 1.0, RawStream([NumberFile(0, 99)], None), tokenise))
     assert rows[7]["prompt_ids"] == [7]
@@ -140,7 +144,7 @@ def test_a_bad_row_ends_the_run_where_its_chunk_is_needed(tmp_path):
 
 
 def test_a_bad_row_in_the_first_chunk_ends_the_run_at_once(tmp_path):
-    def tokenise(origins, rows):
+    def tokenise(batch):
         raise UserError("bad")
 
     with pytest.raises(UserError, match="^bad$"):
@@ -171,9 +175,9 @@ def test_the_launchers_signals_do_not_end_the_reader(tmp_path):
 
 
 def slow_source() -> StreamSource:
-    def tokenise(origins, rows):
+    def tokenise(batch):
         time.sleep(0.3)
-        return tokens_of(origins, rows)
+        return tokens_of(batch)
 
     return StreamSource("s", 1.0, RawStream([NumberFile(0, 99)], None), tokenise)
 
