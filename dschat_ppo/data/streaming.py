@@ -128,7 +128,7 @@ def _raise_deleted(_folder: Path) -> Dataset:
 
 def start_stream(
     root: str | None, key: str, sources: Sequence[StreamSource], num_rows: int, features: Features, fingerprint: str,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
 ) -> StreamedRows:  # fmt: skip
     """Start the reader of this node, and wait for the first chunk. Collective.
 
@@ -139,13 +139,13 @@ def start_stream(
         num_rows: rows of an epoch.
         features: columns of the token rows, with `source`.
         fingerprint: identifies the rows by what they are made from.
-        chunk_rows: rows of a chunk.
+        chunk_rows: rows of a chunk; not given: `CHUNK_ROWS`.
 
     Raises:
         UserError: a row of the first chunk cannot be used, or the cache cannot be written.
         StopRequested: the run receives a stop request.
     """
-    home = ""
+    home, chunk_rows = "", chunk_rows or CHUNK_ROWS
     if dist.local_rank() == 0:
         base = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo"
         reader = ChunkReader.in_free_folder(lambda number: base / f"stream_{key}_{number}")

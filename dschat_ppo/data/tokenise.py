@@ -234,7 +234,7 @@ def tokenise_rows(raw: Dataset, numbers: np.ndarray, settings: TokeniseSettings,
     wanted = np.zeros(len(raw), dtype=bool)
     wanted[numbers] = True
     used = np.packbits(wanted).tobytes()
-    key = token_key(raw, settings.tokenizer, hashlib.sha256(used).hexdigest(), *_reading(settings, flags))
+    key = token_key(raw, settings.tokenizer, hashlib.sha256(used).hexdigest(), *reading_of(settings, flags))
     features = Features({**token_features(settings.use), **_NOTES})
 
     def make(folder: Path) -> Dataset:
@@ -270,7 +270,7 @@ def tokenise_rows(raw: Dataset, numbers: np.ndarray, settings: TokeniseSettings,
     )
 
 
-def _reading(settings: TokeniseSettings, flags: DataFlags) -> list[object]:
+def reading_of(settings: TokeniseSettings, flags: DataFlags) -> list[object]:
     """Everything besides rows and tokenizer that token rows depend on."""
     elsewhere = {  # what a data set is, and how its rows are shared out, is in the rows and their numbers
         "data_path", "data_split", "data_split_seed", "data_output_path", "preprocessing_num_workers", "dataset_config",

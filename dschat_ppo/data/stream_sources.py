@@ -1,0 +1,149 @@
+"""Data sets of `--streaming`: from the flags to sources of token rows, and their evaluation rows."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import Features, Value
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.data.cache import stream_key
+from dschat_ppo.data.chunks import StreamSource, TokenBatch
+from dschat_ppo.data.conversion import conversion_error
+from dschat_ppo.data.forms import Form, Use, detect_form
+from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
+from dschat_ppo.data.raw_stream import RawBatch, RawStream, Row, StepShare, StreamPart
+from dschat_ppo.data.sources import DataSource
+from dschat_ppo.data.stream_parts import StreamedSet, open_set
+from dschat_ppo.data.tokenise import TokeniseSettings, reading_of, token_features, tokenise_batch
+from dschat_ppo.errors import UserError
+
+FIRST_ROWS = 100  # read to detect the form
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    """One data set of a stream before its reader starts."""
+
+    source: DataSource
+    found: StreamedSet
+    settings: TokeniseSettings
+    share: StepShare | None
+
+    @property
+    def form(self) -> Form:
+        """How its rows are read."""
+        return self.settings.form
+
+    def stream(self, skips: bool) -> StreamSource:
+        """The source of its token rows."""
+        raw = RawStream(self.found.train, self.share)
+        tokenise = partial(_token_batch, settings=self.settings, skips=skips)
+        return StreamSource(self.source.name, self.source.weight or 1.0, raw, tokenise)
+
+
+def open_source(
+    source: DataSource, use: Use, part: int, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int,
+    all_turns: bool,
+) -> OpenedSource:  # fmt: skip
+    """Find the files of a data set and the form of its rows.
+
+    Args:
+        source: the data set.
+        use: "sft", "preference" or "prompt".
+        part: of `--data_split` that this step uses.
+        tokenizer: of the model to train.
+        flags: how rows are read.
+        limit: most tokens of a row.
+        all_turns: see `encode_examples`.
+
+    Raises:
+        UserError: the data set cannot be streamed, or `--data_split` leaves this step no row of it.
+    """
+    scratch = Path(flags.data_output_path or datasets.config.HF_DATASETS_CACHE).expanduser()
+    scratch.mkdir(parents=True, exist_ok=True)
+    found = open_set(source, flags.bad_rows == "skip", scratch)
+    share = None
+    if source.flag == "--data_path":
+        share = StepShare(parse_data_split(flags.data_split), part, flags.data_split_seed)
+        if share.bounds[0] == share.bounds[1]:
+            raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
+    rows = first_rows(found.train)
+    if not rows:
+        raise UserError(f"{source.flag} {source.spec}: the data set is empty")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    form = detect_form(source.location, columns, rows, tokenizer.chat_template is not None, flags)
+    if form.description:
+        logger().info(f"data: {source.spec}: {form.description}")
+    truth_replaces = flags.answer_column is not None or flags.answer_pattern is not None
+    settings = TokeniseSettings(form, use, tokenizer, limit, flags.truncation, all_turns, source.name, truth_replaces)
+    return OpenedSource(source, found, settings, share)
+
+
+def first_rows(parts: tuple[StreamPart, ...]) -> list[Row]:
+    """The first `FIRST_ROWS` rows, read in a child process, which a damaged file may crash.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    for part in parts:
+        with tempfile.NamedTemporaryFile() as file:
+
+            def read(part: StreamPart = part, path: str = file.name) -> None:
+                batches = (batch.rows for batch in part.batches(None))
+                rows = list(itertools.islice(itertools.chain.from_iterable(batches), FIRST_ROWS))
+                Path(path).write_bytes(pickle.dumps(rows))
+
+            problem = conversion_error(read)
+            if problem is not None:
+                raise UserError(f"{part.flag} {part.name}: {problem}")
+            rows: list[Row] = pickle.loads(Path(file.name).read_bytes())
+        if rows:
+            return rows
+    return []
+
+
+def key_of(opened: list[OpenedSource], flags: DataFlags, fixed: str) -> str:
+    """Key of a stream in the cache: its files, how they are read and mixed, and the tokenizer.
+
+    Args:
+        opened: the data sets.
+        flags: how rows are read.
+        fixed: further settings.
+    """
+    parts: list[Any] = [fixed]
+    for each in opened:
+        parts += [each.source.weight, each.share, *reading_of(each.settings, flags)]
+    places = "\0".join(each.found.place for each in opened)
+    return stream_key(places, opened[0].settings.tokenizer, *parts)
+
+
+def features_of(use: str) -> Features:
+    """Columns of the token rows of a stream."""
+    return Features({**token_features(use), "source": Value("int32")})
+
+
+def _token_batch(batch: RawBatch, settings: TokeniseSettings, skips: bool) -> TokenBatch:
+    """The token rows of a batch that are kept; see `StreamSource.tokenise`."""
+    columns, bad = tokenise_batch(batch.rows, batch.origins, settings)
+    stopping = next((problem for problem in bad if problem.is_too_long or not skips), None)
+    if stopping is not None:
+        raise UserError(stopping.message)
+    fitted = columns["fitted"]
+    names = list(token_features(settings.use))
+    rows = [{name: columns[name][i] for name in names} for i, code in enumerate(fitted) if code != Fitted.DROPPED]
+    counts: Counter[str] = Counter()
+    for code, is_empty in zip(fitted, columns["has_empty_answer"], strict=True):
+        empty = " with an empty answer" if is_empty and code != Fitted.DROPPED else ""
+        counts[FITTED_NAMES[Fitted(code)] + empty] += 1
+    return TokenBatch(rows, dict(counts), len({problem.index for problem in bad}), bad[0].message if bad else "")
