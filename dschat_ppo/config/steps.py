@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import DataFlags
@@ -23,6 +23,10 @@ class SFTFlags:
 
     sft_only_data_path: list[str] = flag_list("data sets used whole in this step (--data_split does not apply)", list)
     train_on_prompt: bool = flag("include prompt tokens in the loss; default: response tokens only", False)
+    train_on: Literal["all", "last"] = flag(
+        "answers of a conversation in the loss: 'all' trains every turn of the assistant, 'last' only the last one",
+        "all",
+    )
     eot_token: str = flag(
         "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS",
         "<|endoftext|>",

@@ -10,12 +10,29 @@ from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data.lengths import Fitted
-from dschat_ppo.data.splits import ORIGIN
+from dschat_ppo.data.splits import ORIGIN, Origins, Splits
 from dschat_ppo.data.tokenise import TokenTable
 from dschat_ppo.errors import UserError
 
 MOST_BAD = 0.05  # of the rows of a data set
+_ALLOWED = f"--bad_rows skip drops at most {MOST_BAD:.0%}"
 _SHOWN, _REASONS = 3, 5  # bad rows, and kinds of them, in the log
+
+
+def report_unreadable(name: str, splits: Splits) -> None:
+    """Log the lines of files that `--bad_rows skip` left out because they cannot be read.
+
+    Raises:
+        UserError: they are more than `MOST_BAD` of the lines.
+    """
+    count = splits.skipped.count
+    if not count:
+        return
+    lines = count + len(splits.train) + (0 if splits.eval is None else len(splits.eval))
+    counts = f"{count} of {lines} lines cannot be read"
+    if count > MOST_BAD * lines:
+        raise UserError(f"{name}: {counts}; {_ALLOWED}. The first: {splits.skipped.first}")
+    logger().warning(f"data: {name}: skipped: {counts}, the first: {splits.skipped.first}")
 
 
 def report_bad_rows(name: str, table: TokenTable, rows: int) -> None:
@@ -40,13 +57,13 @@ def report_bad_rows(name: str, table: TokenTable, rows: int) -> None:
     kinds = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(_REASONS))
     counts = f"{len(found)} of {rows} rows cannot be used: {kinds}"
     if len(found) > MOST_BAD * rows:
-        raise UserError(f"{name}: {counts}; --bad_rows skip drops at most {MOST_BAD:.0%}. The first: {messages[0]}")
+        raise UserError(f"{name}: {counts}; {_ALLOWED}. The first: {messages[0]}")
     logger().warning(f"data: {name}: skipped: {counts}")
     for message in messages[:_SHOWN]:
         logger().warning(f"data: skipped: {message}")
 
 
-def report_duplicates(name: str, table: TokenTable, raw: Dataset, skips: bool) -> np.ndarray:
+def report_duplicates(name: str, table: TokenTable, raw: Dataset, origins: Origins, skips: bool) -> np.ndarray:
     """Log the rows that repeat an earlier row of the data set: the same prompt and answers, compared by hashes.
 
     Returns:
@@ -61,7 +78,7 @@ def report_duplicates(name: str, table: TokenTable, raw: Dataset, skips: bool) -
     if count:
         later = int(repeats.argmax())
         earlier = int(usable[(table.key[usable] == table.key[later]).argmax()])
-        pair = " repeats ".join(str(raw[int(table.number[place])][ORIGIN]) for place in (later, earlier))
+        pair = " repeats ".join(origins.describe(raw[int(table.number[place])][ORIGIN]) for place in (later, earlier))
         done = "are dropped" if skips else "are kept (--bad_rows skip drops them)"
         logger().warning(f"data: {name}: {count} rows repeat an earlier row and {done}: {pair}")
     return repeats if skips else np.zeros_like(repeats)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import datasets
@@ -31,7 +31,6 @@ from dschat_ppo.common.atomic_files import (
     make_folder,
     remove_folder,
     replace_folder,
-    sync_folder,
     write_file,
 )
 from dschat_ppo.common.dist import local_rank
@@ -71,33 +70,6 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
     rows = datasets.concatenate_datasets([Dataset.from_file(str(folder / name)) for name in names])
     rows._fingerprint = key
     return rows
-
-
-def hub_dataset(spec: str, config_name: str | None, root: str | None) -> datasets.DatasetDict:
-    """Load the splits of a hub data set through the cache of `datasets`.
-
-    If the cached files cannot be read, or hold fewer rows than the data set declares, they are made again from the
-    downloaded files.
-
-    Args:
-        spec: name on the hub.
-        config_name: its configuration, or None.
-        root: folder of the cache; None for that of `datasets`.
-    """
-    load = partial(datasets.load_dataset, spec, config_name, cache_dir=root)
-    try:
-        splits = load()
-        is_intact = all(
-            len(rows) == rows.info.splits[name].num_examples for name, rows in splits.items() if rows.info.splits
-        )
-    except ValueError:  # pyarrow and JSON errors; any other cause is raised again by the second attempt
-        is_intact = False
-    if not is_intact:
-        splits = load(download_mode=datasets.DownloadMode.REUSE_CACHE_IF_EXISTS)
-    for rows in splits.values():
-        for file in rows.cache_files:
-            sync_folder(Path(file["filename"]).parent)
-    return splits
 
 
 @contextmanager

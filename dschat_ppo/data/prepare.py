@@ -19,12 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates
+from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_unreadable
 from dschat_ppo.data.forms import Form, Use, detect_form
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
 from dschat_ppo.data.sources import DataSource, parse_sources
-from dschat_ppo.data.splits import ORIGIN, load_splits
+from dschat_ppo.data.splits import ORIGIN, Origins, load_all, load_splits
 from dschat_ppo.data.templates import turn_end
 from dschat_ppo.data.tokenise import DOING, TokeniseSettings, TokenTable, tokenise_rows
 from dschat_ppo.errors import UserError
@@ -68,7 +68,8 @@ class _Preparation:
     def add_training(self, source: DataSource, has_eval_paths: bool, eval_fraction: float | None) -> None:
         """Add a data set for training, and its evaluation rows: of its own, or held out."""
         flags, seed = self.flags, self.flags.data_split_seed
-        splits = load_splits(source, flags.data_output_path)
+        splits = load_splits(source, flags.data_output_path, flags.bad_rows)
+        report_unreadable(source.spec, splits)
         raw, evaluation = splits.train, splits.eval
         form = self.form_of(source, raw)
         numbers = np.arange(len(raw))
@@ -93,16 +94,20 @@ class _Preparation:
         elif evaluation is None:
             numbers, held_out = hold_out(numbers, eval_fraction, seed)
             parts = [(numbers, "", True), (held_out, " (eval)", False)] if len(held_out) else parts
-        found = self.parts_of(source, raw, form, parts)
+        found = self.parts_of(source, raw, splits.origins, form, parts)
         self.train.append(found[0])
         self.eval.extend(found[1:])
         if evaluation is not None:
-            self.eval.extend(self.parts_of(source, evaluation, form, [(np.arange(len(evaluation)), " (eval)", False)]))
+            whole = [(np.arange(len(evaluation)), " (eval)", False)]
+            self.eval.extend(self.parts_of(source, evaluation, splits.origins, form, whole))
 
     def add_evaluation(self, source: DataSource) -> None:
         """Add a data set of which all rows are for evaluation."""
-        raw = load_splits(source, self.flags.data_output_path).train
-        self.eval.extend(self.parts_of(source, raw, self.form_of(source, raw), [(np.arange(len(raw)), "", False)]))
+        splits = load_all(source, self.flags.data_output_path, self.flags.bad_rows)
+        report_unreadable(source.spec, splits)
+        raw = splits.train
+        whole = [(np.arange(len(raw)), "", False)]
+        self.eval.extend(self.parts_of(source, raw, splits.origins, self.form_of(source, raw), whole))
 
     def form_of(self, source: DataSource, raw: Dataset) -> Form:
         """Detect how the rows are read. The first rows of the file decide, so that all steps agree."""
@@ -114,13 +119,19 @@ class _Preparation:
         return form
 
     def parts_of(
-        self, source: DataSource, raw: Dataset, form: Form, parts: list[tuple[np.ndarray, str, bool]]
+        self,
+        source: DataSource,
+        raw: Dataset,
+        origins: Origins,
+        form: Form,
+        parts: list[tuple[np.ndarray, str, bool]],
     ) -> list[_Part]:
         """Tokenise the rows of one data set, and log what became of them.
 
         Args:
             source: the data set.
             raw: its rows.
+            origins: names them.
             form: how they are read.
             parts: (row numbers in the order of use, suffix of the name in the log, whether they are for training).
         """
@@ -132,9 +143,9 @@ class _Preparation:
         settings = TokeniseSettings(
             form, self.use, self.tokenizer, self.limit, flags.truncation, self.all_turns, source.name, truth_replaces
         )
-        table = tokenise_rows(raw, numbers, settings, flags)
+        table = tokenise_rows(raw, numbers, origins, settings, flags)
         report_bad_rows(name, table, len(numbers))
-        repeats = report_duplicates(name, table, raw, flags.bad_rows == "skip")
+        repeats = report_duplicates(name, table, raw, origins, flags.bad_rows == "skip")
         usable = ~repeats & (table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE)
         found = []
         for numbers, suffix, for_training in parts:
@@ -229,7 +240,7 @@ def prepare(
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
         preparation = _Preparation(use, tokenizer, flags, limit, all_turns)
         sources = parse_sources(flags.data_path, "--data_path", flags)
-        sources += parse_sources(whole_paths or [], "--sft_only_data_path", flags)
+        sources += parse_sources(whole_paths or [], "--sft_only_data_path", flags, [source.name for source in sources])
         for source in sources:
             preparation.add_training(source, bool(eval_paths), eval_fraction)
         for source in parse_sources(eval_paths or [], "--eval_data_path", flags):

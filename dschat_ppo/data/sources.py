@@ -1,50 +1,184 @@
-"""Data sets as the flags name them."""
+"""Data sets as flags name them: `LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]`.
+
+    openai/gsm8k:main[train]     a configuration and a split of a hub data set
+    data.jsonl:0.3               a file with its weight in a mixture
+    folder@5000                  5,000 rows of a folder
+    org/name:cfg[train[:10%]]:0.5
+
+What exists on disk exactly as it is written is that file or folder, whatever characters its name holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.errors import UserError
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+COMPRESSED = (".gz", ".zst")
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
+_SYNTAX = "expected LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]"
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One data set.
+    """One data set that a flag names.
 
     Attributes:
-        spec: as the user wrote it, for messages.
-        flag: the flag that names it.
-        location: a file, a folder or a hub name.
-        config: configuration on the hub, or None.
-        split: the training split, or None.
-        name: short and unique, for metrics and `data_source`.
-        weight: share of the rows of an epoch relative to other data sets with a weight, or None.
-        samples: number of rows of an epoch, or None.
+        spec: as written on the command line, for messages.
+        flag: the flag that names it, for messages.
+        location: a file, a folder or a hub name; `~` is expanded.
+        config: its configuration, or None.
+        split: its training split, perhaps with a slice such as `train[:10%]`, or None.
+        name: short, unique among the sources of a run; for metrics.
+        weight: its share of a mixture in units of the other weights, above 0; None if the flag gives none.
+        samples: number of its rows in a mixture, above 0; None for all.
     """
 
     spec: str
     flag: str
     location: str
-    config: str | None = None
-    split: str | None = None
-    name: str = ""
-    weight: float | None = None
-    samples: int | None = None
+    config: str | None
+    split: str | None
+    name: str
+    weight: float | None
+    samples: int | None
 
 
-def parse_sources(specs: Sequence[str], flag: str, flags: DataFlags) -> list[DataSource]:
-    """The data sets that one flag names."""
-    found = []
+def parse_sources(specs: Sequence[str], flag: str, flags: DataFlags, taken: Collection[str] = ()) -> list[DataSource]:
+    """Parse the data sets of one flag.
+
+    Args:
+        specs: as on the command line.
+        flag: the flag that names them. Data sets of `--eval_data_path` do not take `--dataset_split`, which is the
+            training split.
+        flags: `dataset_config` and `dataset_split` apply to hub names without their own.
+        taken: names of the sources of other flags; the new names differ from them.
+
+    Raises:
+        UserError: wrong syntax, a weight or a number of rows that is not above 0, weights at only some of the data
+            sets, or `--dataset_config` or `--dataset_split` that no data set of `--data_path` uses.
+    """
+    default_split = None if flag == "--eval_data_path" else flags.dataset_split
+    sources: list[DataSource] = []
+    names = set(taken)
     for spec in specs:
-        location, weight, samples = spec, None, None
-        if not Path(spec).exists():
-            if "@" in spec:
-                location, _, text = spec.rpartition("@")
-                samples = int(text)
-            elif ":" in spec:
-                location, _, text = spec.rpartition(":")
-                weight = float(text)
-        found.append(DataSource(spec, flag, location, None, None, Path(location).stem, weight, samples))
-    return found
+        location, config, split, weight, samples = _parse(spec, flag)
+        if is_hub_name(location):
+            config, split = config or flags.dataset_config, split or default_split
+        name = _short_name(location)
+        count = 1
+        while (unique := name if count == 1 else f"{name}_{count}") in names:
+            count += 1
+        names.add(unique)
+        sources.append(DataSource(spec, flag, location, config, split, unique, weight, samples))
+    _check_weights(sources)
+    if flag == "--data_path" and sources:
+        for name, value in (("config", flags.dataset_config), ("split", flags.dataset_split)):
+            if value is not None and value not in [getattr(source, name) for source in sources]:
+                example = f"{sources[0].location}:{value}" if name == "config" else f"{sources[0].location}[{value}]"
+                raise UserError(
+                    f"--dataset_{name} {value}: no data set of --data_path uses it; it applies to hub names without "
+                    f"their own; for a folder write it at its name, as in {example}"
+                )
+    return sources
+
+
+def has_data_suffix(name: str) -> bool:
+    """Whether a file name ends like a data file, such as `a.jsonl` or `a.csv.gz`."""
+    name = name.lower()
+    for ending in COMPRESSED:
+        name = name.removesuffix(ending)
+    return name.endswith(SUFFIXES)
+
+
+def is_hub_name(location: str) -> bool:
+    """Whether `location` is a hub name rather than a path; a path need not exist."""
+    return not (
+        os.path.lexists(location)
+        or location.startswith((".", "/", "~"))
+        or location.count("/") > 1
+        or has_data_suffix(location)
+    )
+
+
+def _parse(spec: str, flag: str) -> tuple[str, str | None, str | None, float | None, int | None]:
+    """(location, config, split, weight, samples) of one data set."""
+    whole = os.path.expanduser(spec)
+    if os.path.lexists(whole):
+        return whole, None, None, None, None
+    if "://" in spec:
+        raise UserError(f"{flag} {spec}: is an address; download the file and give its path, or give the hub name")
+    rest, weight, samples = _without_mixing(whole, spec, flag)
+    if os.path.lexists(rest):
+        return rest, None, None, weight, samples
+    split = None
+    if rest.endswith("]"):
+        depth, start = 0, len(rest)
+        while start > 0:  # the bracket that the last one closes: a split may hold a slice in brackets
+            start -= 1
+            depth += {"]": 1, "[": -1}.get(rest[start], 0)
+            if depth == 0:
+                break
+        split = rest[start + 1 : -1].strip()
+        if depth != 0 or not split or start == 0:
+            raise UserError(f"{flag} {spec}: no such file or folder, and its brackets name no split; {_SYNTAX}")
+        rest = rest[:start]
+        if os.path.lexists(rest):
+            return rest, None, split, weight, samples
+    colons = [place for place, letter in enumerate(rest) if letter == ":"]
+    for place in [*reversed(colons), *colons[:1]]:
+        if os.path.lexists(rest[:place]) or place == colons[0]:
+            location, config = rest[:place], rest[place + 1 :].strip()
+            if not location or not config:
+                raise UserError(f"{flag} {spec}: no such file or folder, and no name of a data set; {_SYNTAX}")
+            return location, config, split, weight, samples
+    if not rest:
+        raise UserError(f"{flag} '{spec}': names no data set; {_SYNTAX}")
+    return rest, None, split, weight, samples
+
+
+def _without_mixing(text: str, spec: str, flag: str) -> tuple[str, float | None, int | None]:
+    """`text` without `:WEIGHT` or `@ROWS` at its end, the weight and the number of rows."""
+    before, _, number = text.rpartition(":")
+    if before and _NUMBER.fullmatch(number):
+        weight = float(number)
+        if not (math.isfinite(weight) and weight > 0):
+            raise UserError(f"{flag} {spec}: the weight '{number}' must be a finite number above 0")
+        return before, weight, None
+    before, _, number = text.rpartition("@")
+    if before and _NUMBER.fullmatch(number):
+        if not number.isascii() or not number.isdigit() or int(number) == 0:
+            raise UserError(f"{flag} {spec}: the number of rows '{number}' must be a whole number above 0")
+        return before, None, int(number)
+    if before and is_hub_name(before) and not has_data_suffix(number):
+        raise UserError(f"{flag} {spec}: no such file or folder; after '@' comes a number of rows, as in {before}@5000")
+    return text, None, None
+
+
+def _check_weights(sources: list[DataSource]) -> None:
+    """Refuse weights at only some of the data sets; those with a number of rows need none."""
+    whole = [source for source in sources if source.samples is None]
+    weighted = [source for source in whole if source.weight is not None]
+    if weighted and len(weighted) < len(whole):
+        bare = next(source for source in whole if source.weight is None)
+        raise UserError(
+            f"{bare.flag}: '{weighted[0].spec}' has a weight and '{bare.spec}' has none; give each data set a weight "
+            "(:WEIGHT) or a number of rows (@ROWS), or none of them a weight"
+        )
+
+
+def _short_name(location: str) -> str:
+    """The last part of a location without the endings of data files, fit for the name of a metric."""
+    name = Path(location).name if Path(location).name not in ("", "..") else Path(location).resolve().name
+    for ending in (*COMPRESSED, *SUFFIXES):
+        if name.lower().endswith(ending):
+            name = name[: -len(ending)]
+    return re.sub(r"[^\w.-]+", "_", name).strip("_.") or "data"

@@ -1,158 +1,220 @@
-"""Read data sets (files, folders, hub names) through `datasets`, and split their rows over the three steps."""
+"""Read data sets (files, folders, hub names), choose their splits, and divide their rows over the three steps."""
 
 from __future__ import annotations
 
-import glob
-import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-import pandas
-from datasets import Dataset, Features, Value
+import numpy
+from datasets import Dataset
 
-from dschat_ppo.data.cache import cached_dataset, file_key, hub_dataset
-from dschat_ppo.data.conversion import EMPTY, conversion_error, load_table
-from dschat_ppo.data.sources import DataSource
-from dschat_ppo.errors import UserError, in_one_line, reading
+from dschat_ppo.common.logging import logger
+from dschat_ppo.data.files import SUPPORTED, read_files
+from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_files
+from dschat_ppo.data.hub import hub_dataset
+from dschat_ppo.data.row_readers import FILE_SHIFT, ORIGIN, Skipped
+from dschat_ppo.data.sources import DataSource, is_hub_name
+from dschat_ppo.errors import UserError, reading
 
-BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
+__all__ = ["ORIGIN", "Origins", "Splits", "load_all", "load_splits"]
 
-ORIGIN = "_origin"  # column with the file and number of a row, for messages; it survives shuffling and splitting
+
+@dataclass(frozen=True)
+class Origins:
+    """Names the rows of one data set for messages. Small and picklable, for the processes of `Dataset.map`.
+
+    Attributes:
+        names: of its files, or of its splits on the hub, in the order of their numbers.
+    """
+
+    names: tuple[str, ...]
+
+    def describe(self, origin: int) -> str:
+        """The row with this value in the column `ORIGIN`, such as "data.jsonl, row 7"."""
+        return f"{self.names[origin >> FILE_SHIFT]}, row {origin & ((1 << FILE_SHIFT) - 1)}"
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Training rows of one data set, and its evaluation rows or None.
+    """The rows of one data set.
 
-    Each row has an `ORIGIN` column such as `data.jsonl, row 7` (rows count from 1).
+    Each row has an int64 column `ORIGIN` that survives shuffling, splitting and selecting; `origins.describe` turns its
+    value into "FILE, row N".
+
+    Attributes:
+        train: training rows.
+        eval: evaluation rows, or None.
+        origins: names the rows of both.
+        skipped: lines of its files that cannot be read and are left out, and the first of them.
     """
 
     train: Dataset
     eval: Dataset | None
+    origins: Origins
+    skipped: Skipped = Skipped()
 
 
-def load_splits(source: DataSource, cache_dir: str | None) -> Splits:
+@dataclass(frozen=True)
+class _Opened:
+    """A data set whose splits are known: files that are not read yet, or tables of the hub."""
+
+    source: DataSource
+    cache_dir: str | None
+    skip: bool
+    splits: Mapping[str, list[Path] | Dataset]
+    origins: Origins
+
+    @property
+    def what(self) -> str:
+        return f"{self.source.flag} {self.source.location}"
+
+    def read(self, names: Sequence[str]) -> tuple[Dataset, Skipped]:
+        """The rows of these splits, one after the other."""
+        wanted = [self.splits[name] for name in names]
+        paths = sorted(path for part in wanted if isinstance(part, list) for path in part)
+        if not paths:
+            return datasets.concatenate_datasets([part for part in wanted if isinstance(part, Dataset)]), Skipped()
+        numbers = [self.origins.names.index(str(path)) for path in paths]
+        return read_files(paths, numbers, self.what, self.cache_dir, self.skip)
+
+
+def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "error") -> Splits:
     """Read one data set.
 
+    Training rows are those of the split that the source names, or of its training files, or of its split "train".
+    Evaluation rows are those of its other splits with a name such as "validation" or "test" (of a hub data set, of the
+    first one); if the source names a split such as "train_sft", only "test_sft" and its like.
+
     Args:
-        source: a file, a folder of files (those named `eval*`, `validation*`, `test*`, ... are for evaluation), or a
-            hub name.
+        source: a file, a folder or a hub name.
         cache_dir: cache folder for prepared files; None for that of `datasets`.
+        bad_rows: "error", or "skip" to leave out lines that cannot be read and count them in `Splits.skipped`.
 
     Raises:
-        UserError: the data set does not exist, is empty, cannot be read, or has another format.
+        UserError: the data set does not exist, is empty, cannot be read, has another format, or does not say which of
+            its splits or configurations is meant.
     """
-    spec, flag, config_name = source.location, source.flag, source.config
-    path = Path(os.path.expanduser(spec))
+    opened = _open(source, cache_dir, bad_rows == "skip")
+    names = list(opened.splits)
+    if source.split is None:
+        chosen = [name for name in names if not is_eval(name)]
+        if TRAIN in chosen:
+            chosen = [TRAIN]
+        if len(chosen) != 1:
+            holds = f"has the training splits {', '.join(chosen)}" if chosen else _without_training(opened)
+            raise UserError(f"{opened.what}: {holds}; choose one, as in {_example(source, (chosen or names)[0])}")
+        train, skipped = opened.read(chosen)
+        for_eval = [name for name in names if is_eval(name)]
+    else:
+        train, skipped, chosen = _read_chosen(opened, source.split)
+        for_eval = [name for name in names if is_eval(name) and name not in chosen]
+        suffix = chosen[0].removeprefix(TRAIN)
+        if not chosen[0].startswith(TRAIN):
+            for_eval = []
+        elif suffix:
+            for_eval = [name for name in for_eval if name.endswith(suffix)]
+    if is_hub_name(source.location):
+        for_eval = for_eval[:1]
+    if not for_eval:
+        return Splits(train, None, opened.origins, skipped)
+    evaluation, more = opened.read(for_eval)
+    return Splits(train, evaluation, opened.origins, Skipped(skipped.count + more.count, skipped.first or more.first))
+
+
+def load_all(source: DataSource, cache_dir: str | None, bad_rows: str = "error") -> Splits:
+    """Read a data set that is used whole, for evaluation: all files of a folder, whatever they are named.
+
+    Args and errors: as for `load_splits`. A hub data set with several splits must name one.
+
+    Returns:
+        The rows as `train`.
+    """
+    opened = _open(source, cache_dir, bad_rows == "skip")
+    names = list(opened.splits)
+    if source.split is not None:
+        rows, skipped, _ = _read_chosen(opened, source.split)
+    elif is_hub_name(source.location) and len(names) > 1:
+        raise UserError(
+            f"{opened.what}: has the splits {', '.join(names)}; choose one, as in {_example(source, names[-1])}"
+        )
+    else:
+        if len(names) > 1:
+            logger().info(f"data: {source.location}: all its splits are used for evaluation: {', '.join(names)}")
+        rows, skipped = opened.read(names)
+    return Splits(rows, None, opened.origins, skipped)
+
+
+def _open(source: DataSource, cache_dir: str | None, skip: bool) -> _Opened:
+    what = f"{source.flag} {source.location}"
     if cache_dir is not None:
         cache_dir = os.path.expanduser(cache_dir)
         try:
             os.makedirs(cache_dir, exist_ok=True)
         except OSError as problem:
             raise UserError(f"--data_output_path {cache_dir}: cannot be written ({problem.strerror})") from None
-    if path.is_file():
-        return Splits(_read_files([path], flag, cache_dir), None)
+    if is_hub_name(source.location):
+        return _open_hub(source, cache_dir, what)
+    path = Path(source.location)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in BUILDERS)
-        if not files:
-            raise UserError(f"{flag} {spec}: the folder holds no {', '.join(BUILDERS)} file")
-        for_eval = [file for file in files if file.stem.lower().startswith(EVAL_NAMES)]
-        for_train = [file for file in files if file not in for_eval]
-        if not for_train:
-            raise UserError(f"{flag} {spec}: the folder holds only evaluation files ({for_eval[0].name}, ...)")
-        evaluation = _read_files(for_eval, flag, cache_dir) if for_eval else None
-        return Splits(_read_files(for_train, flag, cache_dir), evaluation)
-    if spec.startswith((".", "/", "~")) or path.suffix in BUILDERS or spec.count("/") > 1:
-        raise UserError(f"{flag} {spec}: no such file or folder")
-    with reading(f"{flag} {spec}: neither a local file or folder nor a readable hub data set"):
-        found = hub_dataset(spec, config_name, cache_dir)
-    splits = {str(name): _with_origin(rows, f"{spec} ({name})", flag) for name, rows in found.items() if len(rows)}
-    if "train" not in splits:
-        raise UserError(f"{flag} {spec}: has no 'train' split with rows (it has {', '.join(splits) or 'no rows'})")
-    evaluation = next((splits[name] for name in splits if name.lower().startswith(EVAL_NAMES)), None)
-    return Splits(splits["train"], evaluation)
+        files: Files = split_files(path, source.config, what)
+    elif not os.path.lexists(path):
+        raise UserError(f"{what}: no such file or folder")
+    elif source.config is not None:
+        raise UserError(f"{what}: a file has no configuration '{source.config}'; supported files: {SUPPORTED}")
+    else:
+        files = {TRAIN: [path]}
+    names = tuple(str(path) for path in sorted({path for paths in files.values() for path in paths}))
+    return _Opened(source, cache_dir, skip, files, Origins(names))
 
 
-def _read_files(paths: list[Path], flag: str, cache_dir: str | None) -> Dataset:
-    tables = [_read_file(path, flag, cache_dir) for path in paths]
-    try:
-        return datasets.concatenate_datasets(tables)
-    except ValueError as problem:
-        raise UserError(f"{flag} {paths[0].parent}: its files differ in a column: {in_one_line(problem)}") from None
+def _open_hub(source: DataSource, cache_dir: str | None, what: str) -> _Opened:
+    found = hub_dataset(source.location, source.config, cache_dir, source.flag)
+    name = source.location + (f":{source.config}" if source.config else "")
+    splits = {str(split): rows for split, rows in found.items() if len(rows)}
+    if not splits:
+        raise UserError(f"{what}: has no split with rows")
+    origins = Origins(tuple(f"{name} ({split})" for split in splits))
+    for number, (split, rows) in enumerate(splits.items()):
+        if ORIGIN in rows.column_names:
+            raise UserError(f"{what} ({split}): the column name '{ORIGIN}' is reserved; rename the column")
+        column = numpy.arange(1, len(rows) + 1, dtype=numpy.int64) | (number << FILE_SHIFT)
+        splits[split] = rows.add_column(ORIGIN, column)
+    return _Opened(source, cache_dir, False, splits, origins)
 
 
-def _read_file(path: Path, flag: str, cache_dir: str | None) -> Dataset:
-    builder = BUILDERS.get(path.suffix)
-    if builder is None:
-        raise UserError(f"{flag} {path}: '{path.suffix}' files are not supported; use one of {', '.join(BUILDERS)}")
-    if not path.is_file():
-        raise UserError(f"{flag} {path}: is not a regular file")
-    if path.stat().st_size == 0:
-        raise UserError(f"{flag} {path}: the file is empty")
-    if builder != "parquet":  # `datasets` notices invalid UTF-8 only when the bad row is used
-        with reading(f"{flag} {path}: cannot be read as UTF-8 text, convert it"), path.open(encoding="utf-8") as lines:
-            for _ in lines:
-                pass
-    settings = {}
-    if builder == "csv":  # every column is text: an answer may be "4", "N/A" or empty
-        settings = {"features": _text_columns(path, flag), "keep_default_na": False}
-
-    def make(folder: Path) -> Dataset:
-        where = {"data_files": glob.escape(str(path)), "cache_dir": str(folder), "keep_in_memory": False, **settings}
-        error = conversion_error(builder, where)
-        if error is not None and error != EMPTY and builder == "json":
-            error = _first_bad_line(path) or error
-        if error is not None:
-            raise UserError(f"{flag} {path}: {error}")
-        with reading(f"{flag} {path}: cannot be read as a table"):
-            return load_table(builder, where)
-
-    return _with_origin(cached_dataset(cache_dir, file_key(path, builder, settings), make), str(path), flag)
+def _read_chosen(opened: _Opened, wanted: str) -> tuple[Dataset, Skipped, list[str]]:
+    """The rows of a split, or of parts of splits such as `train[:10%]+test`; the skipped lines; the splits' names."""
+    names = list(opened.splits)
+    if find_split(names, wanted) is not None:
+        instructions = [(wanted, "")]
+    else:
+        instructions = [(part.partition("[")[0].strip(), part) for part in wanted.split("+")]
+    tables, skipped, chosen = [], Skipped(), []
+    for word, part in instructions:
+        name = find_split(names, word)
+        if name is None:
+            raise UserError(f"{opened.what}: has no split '{word}'; it has {', '.join(names)}")
+        rows, more = opened.read([name])
+        if "[" in part:
+            with reading(f"{opened.what}: the split '{part.strip()}'"):
+                (place,) = datasets.ReadInstruction.from_spec(part.strip()).to_absolute({word: len(rows)})
+            rows = rows.select(range(place.from_, place.to))
+        if not len(rows):
+            raise UserError(f"{opened.what}: the split '{part.strip()}' has no rows")
+        tables.append(rows)
+        chosen.append(name)
+        skipped = Skipped(skipped.count + more.count, skipped.first or more.first)
+    return datasets.concatenate_datasets(tables), skipped, chosen
 
 
-def _text_columns(path: Path, flag: str) -> Features:
-    """The columns of a CSV file, all of type text.
-
-    Raises:
-        UserError: the file is no CSV file, or row 1 has more fields than the header. pandas, which reads the file,
-            would take the first field as a row name and shift the others to the left.
-    """
-    with reading(f"{flag} {path}: cannot be read as a table"):
-        first = pandas.read_csv(path, nrows=1)  # also names unnamed columns and skips the byte order mark of Excel
-    if not isinstance(first.index, pandas.RangeIndex):
-        raise UserError(
-            f"{flag} {path}: cannot be read as a table: row 1 has more fields than there are columns; put text that "
-            "contains a comma in double quotes"
-        )
-    return Features({name: Value("string") for name in first.columns})
+def _without_training(opened: _Opened) -> str:
+    if is_hub_name(opened.source.location):
+        return f"has no 'train' split with rows (it has {', '.join(opened.splits)})"
+    return f"the folder holds only evaluation files ({', '.join(opened.splits)})"
 
 
-def _with_origin(rows: Dataset, name: str, flag: str) -> Dataset:
-    if ORIGIN in rows.column_names:
-        raise UserError(f"{flag} {name}: the column name '{ORIGIN}' is reserved; rename the column")
-    return rows.add_column(ORIGIN, [f"{name}, row {number}" for number in range(1, len(rows) + 1)])
-
-
-def _first_bad_line(path: Path) -> str:
-    """Number and fault of the first line of a JSONL file that does not fit the lines before it; '' if none is found."""
-    kinds: dict[str, str] = {}
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as problem:
-                return f"line {number} is not JSON ({in_one_line(problem)})"
-            except RecursionError:
-                return f"line {number} is nested too deeply"
-            if not isinstance(row, dict):
-                return f"line {number} is not an object with named fields"
-            for key, value in row.items():
-                kind = type(value).__name__
-                if value is not None and kinds.setdefault(key, kind) != kind:
-                    return f"line {number}: '{key}' is {kind}, but {kinds[key]} in the lines before"
-    return ""
+def _example(source: DataSource, split: str) -> str:
+    return f"{source.location}{f':{source.config}' if source.config else ''}[{split}]"

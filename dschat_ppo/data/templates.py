@@ -3,6 +3,8 @@
 A text prompt is encoded unchanged. Chat messages are rendered with the tokenizer's chat template, followed by the
 opening of the assistant's turn. An answer to chat messages ends with the end-of-turn token of the template; an answer
 to a text prompt ends with the tokenizer's EOS. Generation stops at both (`answer_ends`).
+
+`encode_examples` gives the same ids for many rows in few calls of the tokenizer.
 """
 
 from __future__ import annotations
@@ -14,39 +16,54 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.data.tool_calls import check_rendered, has_calls, shows_python, with_arguments_as_text
 from dschat_ppo.errors import UserError, reading
 
 Message = dict[str, Any]
 Messages = list[Message]
+Tools = list[Any]
 _EXAMPLE = "An answer."
+_BESIDES_CONTENT = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # what templates render of an answer
 
 
 def is_messages(value: Any) -> bool:
-    """Whether `value` is a non-empty list of `{"role": text, "content": text}`."""
+    """Whether `value` is a non-empty list of messages: `{"role": text, "content": text}`.
+
+    A message with `tool_calls` needs no content.
+    """
     return (
         isinstance(value, list)
         and len(value) > 0
         and all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+            isinstance(turn, dict)
+            and isinstance(turn.get("role"), str)
+            and (isinstance(turn.get("content"), str) or (turn.get("content") is None and bool(turn.get("tool_calls"))))
             for turn in value
         )
     )
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
     """Token ids of a prompt. A BOS comes from the tokenizer (text) or the chat template (messages), never from both.
 
     Raises:
-        UserError: the tokenizer or its chat template rejects the prompt, or there is no template. The message does not
-            name the row.
+        UserError: the tokenizer or its chat template rejects the prompt or leaves a part of it out, or there is no
+            template. The message does not name the row.
     """
     if isinstance(prompt, str):
-        starts_with_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        ids = _ids(tokenizer, prompt, add_special_tokens=not starts_with_bos)
-        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers append EOS to every text
-            ids.pop()
-        return ids
-    return _ids(tokenizer, _render(tokenizer, prompt, open_answer=True), add_special_tokens=False)
+        ids = ids_of(tokenizer, prompt, add_special_tokens=not starts_with_bos(tokenizer, prompt))
+        return without_eos(tokenizer, ids)
+    return ids_of(tokenizer, render_prompt(tokenizer, prompt, tools), add_special_tokens=False)
+
+
+def starts_with_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Whether `text` brings its own BOS, so that the tokenizer must not add one."""
+    return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+
+
+def without_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """Ids of a prompt without a final EOS: some tokenizers append EOS to every text."""
+    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
 
 @dataclass(frozen=True)
@@ -80,14 +97,12 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
     closing = ""
     with suppress(UserError):  # no template, or it rejects the example; it may still accept the rows
         example = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _EXAMPLE}]
-        rendered = _render(tokenizer, example, open_answer=False)
+        rendered = render(tokenizer, example, open_answer=False)
         closing = rendered.rpartition(_EXAMPLE)[2] if _EXAMPLE in rendered else ""
-    added = [(number, token.content, token.special) for number, token in tokenizer.added_tokens_decoder.items()]
-    added.append((eos_id, str(tokenizer.eos_token), True))
     found = [
         (not special, closing.index(token), -len(token), token, number)
-        for number, token, special in added
-        if token.strip() and token in closing  # some tokenizers have added tokens of spaces
+        for token, number, special in _added_tokens(tokenizer)
+        if token in closing
     ]
     if not found:
         return TurnEnd("", closing, eos_id)
@@ -96,31 +111,43 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
     return TurnEnd(closing[:last], closing[last:], number)
 
 
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bool]]:
+    """(token, id, whether it is special) of each added token and of EOS, without those of spaces alone."""
+    added = [(token.content, number, token.special) for number, token in tokenizer.added_tokens_decoder.items()]
+    added.append((str(tokenizer.eos_token), int(tokenizer.eos_token_id), True))
+    return [entry for entry in added if entry[0].strip()]
+
+
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids of the tokens that end an answer: EOS, and the chat template's end-of-turn token if it differs."""
     return tuple(dict.fromkeys((int(tokenizer.eos_token_id), turn_end(tokenizer).token)))
 
 
-def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, answer: str | Message) -> list[int]:
+def encode_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Messages,
+    answer: str | Message,
+    tools: Tools | None = None,
+) -> list[int]:
     """Token ids of an answer to `prompt`, with exactly one final token.
 
     After a text prompt the final token is EOS. After chat messages the ids are those that the chat template renders, up
     to and including its end-of-turn token.
 
     Raises:
-        UserError: as for `encode_prompt`.
+        UserError: as for `encode_prompt`, or the answer is a message that cannot follow this prompt.
     """
-    assert isinstance(answer, str)
-    eos = str(tokenizer.eos_token)
-    end = TurnEnd("", "", int(tokenizer.eos_token_id)) if isinstance(prompt, str) else turn_end(tokenizer)
-    final = (eos, str(tokenizer.convert_ids_to_tokens(end.token)))
-    while answer.endswith(final):
-        answer = answer.removesuffix(final[0]).removesuffix(final[1])
     if isinstance(prompt, str):
-        ids = _ids(tokenizer, answer, add_special_tokens=False)
-    else:
-        ids = _encode_turn(tokenizer, prompt, answer, end)
-    return ids if ids[-1:] == [end.token] else [*ids, end.token]
+        ids = ids_of(tokenizer, text_answer(tokenizer, answer), add_special_tokens=False)
+        return finished(ids, int(tokenizer.eos_token_id))
+    opening = render_prompt(tokenizer, prompt, tools)
+    turn, final = render_answer(tokenizer, prompt, opening, answer, tools)
+    # Encoded together with the prompt, because some tokenizers put a space before every text.
+    prompt_ids = ids_of(tokenizer, opening, add_special_tokens=False)
+    ids = ids_of(tokenizer, opening + turn, add_special_tokens=False)
+    if ids[: len(prompt_ids)] == prompt_ids:
+        return finished(ids[len(prompt_ids) :], final)
+    return finished(ids_of(tokenizer, turn, add_special_tokens=False), final)  # a token would span the prompt's end
 
 
 def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -137,31 +164,162 @@ def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [*ids, end]
 
 
-def _encode_turn(tokenizer: PreTrainedTokenizerBase, prompt: Messages, answer: str, end: TurnEnd) -> list[int]:
-    """Token ids of the assistant's turn as the template renders it, after the prompt, up to the end-of-turn token."""
-    opening = _render(tokenizer, prompt, open_answer=True)
-    whole = _render(tokenizer, [*prompt, {"role": "assistant", "content": answer}], open_answer=False)
-    turn = answer + end.kept  # for a template that renders the opening of a turn in two ways
-    if whole.startswith(opening) and whole.endswith(end.kept + end.dropped):
-        turn = whole[len(opening) : len(whole) - len(end.dropped)]
-    # Encoded together with the prompt, because some tokenizers put a space before every text.
-    prompt_ids = _ids(tokenizer, opening, add_special_tokens=False)
-    ids = _ids(tokenizer, opening + turn, add_special_tokens=False)
-    if ids[: len(prompt_ids)] == prompt_ids:
-        return ids[len(prompt_ids) :]
-    return _ids(tokenizer, turn, add_special_tokens=False)  # a token would span the end of the prompt
+def finished(ids: list[int], final: int) -> list[int]:
+    """`ids` with `final` as their last one."""
+    return ids if ids[-1:] == [final] else [*ids, final]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool) -> str:
+def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> str:
+    """The text of an answer to a text prompt, without final tokens.
+
+    Raises:
+        UserError: the answer is a message with tool calls.
+    """
+    if isinstance(answer, dict):
+        if answer.get("tool_calls"):
+            raise UserError("the answer has tool calls, which need chat messages as the prompt, but the prompt is text")
+        answer = str(answer.get("content") or "")
+    return _without_final(answer, (str(tokenizer.eos_token),))
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: Tools | None = None) -> str:
+    """The text of chat messages, followed by the opening of the assistant's turn.
+
+    Raises:
+        UserError: the template rejects the messages, or leaves out a message, a tool call or the tools.
+    """
+    text = render(tokenizer, prompt, open_answer=True, tools=tools)
+    check_rendered(text, prompt, tools)
+    return text
+
+
+def render_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    opening: str,
+    answer: str | Message,
+    tools: Tools | None = None,
+) -> tuple[str, int]:
+    """The assistant's turn as the template renders it after a prompt.
+
+    Args:
+        tokenizer: has the template.
+        prompt: chat messages before the answer.
+        opening: `render_prompt` of them.
+        answer: text, or a message of the assistant.
+        tools: as for `render_prompt`.
+
+    Returns:
+        (text after `opening`, id of the token that ends the answer). The text ends with that token, unless the template
+        writes none.
+    """
+    end = turn_end(tokenizer)
+    final = (str(tokenizer.eos_token), str(tokenizer.convert_ids_to_tokens(end.token)))
+    message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
+    content = _without_final(message.get("content") or "", final)
+    message = {**message, "content": content} if message.get("content") is not None else message
+    whole = render(tokenizer, [*prompt, message], open_answer=False, tools=tools)
+    is_text = not any(message.get(key) for key in _BESIDES_CONTENT)
+    if whole.startswith(opening):
+        rest = whole[len(opening) :]
+        if rest.endswith(end.kept + end.dropped):
+            turn = rest[: len(rest) - len(end.dropped)]
+            if not is_text:
+                check_rendered(turn, [message], None)
+                return turn, end.token
+            if content.strip() in turn or _letters(turn) >= _letters(content + end.kept):
+                return turn, end.token
+        elif not is_text:  # some templates end tool calls with another token
+            check_rendered(rest, [message], None)
+            found = [(rest.rfind(token) + len(token), number) for token, number, _ in _added_tokens(tokenizer)
+                     if token in rest]  # fmt: skip
+            last, token_id = max(found, default=(len(rest), end.token))
+            return rest[:last], token_id
+    if not is_text:
+        raise UserError(
+            "the chat template renders the prompt differently before this answer, so its tool calls or reasoning "
+            "cannot be told from the prompt; give the answer as text, or take another template (--chat_template)"
+        )
+    # The template renders the opening in two ways, or drops a part of an answer (the thinking, as a rule).
+    return _without_opening(content, opening, whole) + end.kept, end.token
+
+
+def _without_opening(content: str, opening: str, whole: str) -> str:
+    """`content` without what `opening` already has of it: templates that open an answer with `<think>` do not render it
+    again, but answers of a data set begin with it."""
+    shared = next((i for i, (a, b) in enumerate(zip(opening, whole, strict=False)) if a != b), len(whole))
+    for begun in (opening[shared:], opening[shared:].strip()):
+        if begun and content.startswith(begun):
+            return content[len(begun) :]
+    return content
+
+
+def _without_final(answer: str, final: tuple[str, ...]) -> str:
+    while answer.endswith(final):
+        for token in final:
+            answer = answer.removesuffix(token)
+    return answer
+
+
+def _letters(text: str) -> int:
+    return sum(map(len, text.split()))
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None = None
+) -> str:
+    """Messages as text by the tokenizer's chat template, with or without the opening of the assistant's turn.
+
+    Raises:
+        UserError: there is no template, or it rejects the messages.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
-            "the data holds chat messages, but the model's tokenizer has no chat template; give prompts as text, or "
-            "save a `chat_template.jinja` in the folder of the tokenizer"
+            "the data holds chat messages, but the model's tokenizer has no chat template; give prompts as text, name "
+            "a template with --chat_template, or save a `chat_template.jinja` in the folder of the tokenizer"
         )
+    try:
+        if not has_calls(messages):
+            return _apply(tokenizer, messages, open_answer, tools)
+        with suppress(UserError):
+            text = _apply(tokenizer, messages, open_answer, tools)
+            if not shows_python(text, messages):
+                return text
+        return _apply(tokenizer, with_arguments_as_text(messages), open_answer, tools)
+    except UserError as problem:
+        if _is_rendered_without_system(tokenizer, messages, open_answer, tools):
+            reason = str(problem).partition(": ")[2]
+            raise UserError(
+                f"the chat template rejects these messages because of the system message: {reason}; remove it from the "
+                "data, or take another template (--chat_template)"
+            ) from problem.__cause__
+        raise
+
+
+def _is_rendered_without_system(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None
+) -> bool:
+    others = [message for message in messages if message["role"] != "system"]
+    if len(others) in (0, len(messages)):
+        return False
+    with suppress(UserError):
+        return bool(render(tokenizer, others, open_answer, tools))
+    return False
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None) -> str:
     with reading("the chat template rejects these messages"):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=open_answer
+        )
+    return str(text)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text.
+
+    Raises:
+        UserError: the tokenizer rejects it.
+    """
     with reading("the tokenizer rejects this text"):
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))

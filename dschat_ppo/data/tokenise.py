@@ -26,7 +26,7 @@ from dschat_ppo.data.encode import EncodedExample, encode_examples
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.forms import Form, Use
 from dschat_ppo.data.lengths import Fitted, fit_row
-from dschat_ppo.data.splits import ORIGIN
+from dschat_ppo.data.splits import ORIGIN, Origins
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers, worker_count
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
@@ -218,12 +218,15 @@ class TokenTable:
         return np.repeat(first - before, count) + np.arange(count.sum())
 
 
-def tokenise_rows(raw: Dataset, numbers: np.ndarray, settings: TokeniseSettings, flags: DataFlags) -> TokenTable:
+def tokenise_rows(
+    raw: Dataset, numbers: np.ndarray, origins: Origins, settings: TokeniseSettings, flags: DataFlags
+) -> TokenTable:
     """Tokenise the rows `numbers` of a data set, or take them from the cache.
 
     Args:
         raw: all rows, with `ORIGIN`.
         numbers: (M,) int64, in any order.
+        origins: names the rows.
         settings: how.
         flags: `--bad_rows`, cache folder and number of processes; those that say how rows are read identify the entry.
 
@@ -247,7 +250,13 @@ def tokenise_rows(raw: Dataset, numbers: np.ndarray, settings: TokeniseSettings,
                 batched=True,
                 batch_size=_BATCH_ROWS,
                 with_indices=True,
-                fn_kwargs={"wanted": wanted, "settings": settings, "skips": flags.bad_rows == "skip", "stops": stops},
+                fn_kwargs={
+                    "wanted": wanted,
+                    "origins": origins,
+                    "settings": settings,
+                    "skips": flags.bad_rows == "skip",
+                    "stops": stops,
+                },
                 remove_columns=raw.column_names,
                 num_proc=workers if workers > 1 else None,
                 new_fingerprint=key,
@@ -285,6 +294,7 @@ def _map_batch(
     batch: dict[str, list[Any]],
     indices: list[int],
     wanted: np.ndarray,
+    origins: Origins,
     settings: TokeniseSettings,
     skips: bool,
     stops: Path,
@@ -298,8 +308,8 @@ def _map_batch(
         return schema.empty_table()
     values = [batch[name] for name in batch]
     raw_rows = [{name: column[place] for name, column in zip(batch, values, strict=True)} for place in kept]
-    origins = [str(row.pop(ORIGIN)) for row in raw_rows]
-    columns, bad = tokenise_batch(raw_rows, origins, settings)
+    names = [origins.describe(row.pop(ORIGIN)) for row in raw_rows]
+    columns, bad = tokenise_batch(raw_rows, names, settings)
     stopping = next((problem for problem in bad if problem.is_too_long or not skips), None)
     if stopping is not None:
         path = stops / f"{indices[kept[stopping.index]]:015d}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
-from dschat_ppo.data.sources import DataSource
+from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.splits import ORIGIN, load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
@@ -42,7 +43,9 @@ def text_blocks(
         UserError: no such data set, or no column `text`.
     """
     with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
-        rows = load_splits(DataSource(spec, FLAG, spec, config_name), flags.data_output_path).train
+        wanted = dataclasses.replace(flags, dataset_config=config_name, dataset_split=None)
+        (source,) = parse_sources([spec], FLAG, wanted)
+        rows = load_splits(source, flags.data_output_path).train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(name for name in rows.column_names if name != ORIGIN)
             raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")

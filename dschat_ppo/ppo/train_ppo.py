@@ -19,6 +19,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, check_evaluation, plan_ppo
 from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.data.unsupervised import text_blocks
@@ -63,7 +64,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     if config.validation.eval_reward_function:
         evaluation_reward(config).close()  # fails here if it cannot be used, before models are loaded
     folders = model_folders(config)
-    tokenizer = load_tokenizer(folders.actor, ACTOR)
+    tokenizer = with_template_flags(load_tokenizer(folders.actor, ACTOR), config.data)
     check_models(config, folders, tokenizer)
     check_stop_ids(ppo.stop_token_ids, tokenizer)
 

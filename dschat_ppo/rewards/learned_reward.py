@@ -21,6 +21,7 @@ from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource, raise_
 from dschat_ppo.types import Model, Rollout, full_sequences
 
 BATCH_TOKENS = 16384
+MESSAGES, TOOLS = "_messages", "_tools"  # in a row: chat messages and tools of its prompt, added by data preparation
 STATISTICS = ("reward_mean", "reward_std")  # keys of the model's config, written by step 2
 
 
@@ -81,9 +82,10 @@ class RetokenizedModelReward:
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """Score at the final token of prompt + response, (B,) fp32. Collective, as `ModelReward`.
 
-        A response that the length limit cut has no final token, as with `ModelReward`. If the row's `prompt` column
-        holds chat messages and the reward model's tokenizer has a chat template, the template renders them with the
-        response as the assistant's answer; otherwise the prompt's text is used.
+        A response that the length limit cut has no final token, as with `ModelReward`. If the row holds chat messages
+        (`_messages`, which data preparation adds to rows of every chat form, or a column `prompt`) and the reward
+        model's tokenizer has a chat template, the template renders them with the response as the assistant's answer;
+        otherwise the prompt's text is used.
 
         Raises:
             RewardServiceError: the template or the tokenizer rejects a row of some rank; raised on every rank.
@@ -107,11 +109,14 @@ class RetokenizedModelReward:
 
     def _encode(self, prompt: str, response: str, row: dict[str, Any], ended: bool) -> list[int]:
         """Token ids of one prompt and response; without the final token if the response did not end."""
-        has_template = self.tokenizer.chat_template is not None
-        source: str | Messages = row["prompt"] if has_template and is_messages(row.get("prompt")) else prompt
+        messages = next((row[name] for name in (MESSAGES, "prompt") if is_messages(row.get(name))), None)
+        source: str | Messages = prompt
+        if messages is not None and self.tokenizer.chat_template is not None:
+            source = messages
+        tools = row.get(TOOLS)
         try:
-            answer = encode_answer(self.tokenizer, source, response)
-            return encode_prompt(self.tokenizer, source) + (answer if ended else answer[:-1])
+            answer = encode_answer(self.tokenizer, source, response, tools)
+            return encode_prompt(self.tokenizer, source, tools) + (answer if ended else answer[:-1])
         except UserError as problem:
             raise UserError(f"--reward_model_name_or_path: {problem} (prompt: {prompt[:60]!r})") from problem.__cause__
 

@@ -44,7 +44,8 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
     fit, flags, paths = config.fit, config.run, config.sft.sft_only_data_path
-    run = begin_supervised_run("sft", config, "step 1: supervised fine-tuning", "sft", check_causal_lm, paths)
+    title, all_turns = "step 1: supervised fine-tuning", config.sft.train_on == "all"
+    run = begin_supervised_run("sft", config, title, "sft", check_causal_lm, paths, all_turns)
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, flags.resize_vocabulary))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()

@@ -17,6 +17,7 @@ from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import plan_supervised
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
+from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.forms import Use
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.engine.ds_config import Config
@@ -52,6 +53,7 @@ def begin_supervised_run(
     use: Use,
     check: Callable[[str], object],
     whole_paths: list[str] | None = None,
+    all_turns: bool = False,
 ) -> SupervisedRun:
     """Do everything that comes before the model is loaded. Collective.
 
@@ -62,6 +64,7 @@ def begin_supervised_run(
         use: of the data, see `prepare`.
         check: compares a model folder with the model to train; raises `UserError` if they do not fit.
         whole_paths: see `prepare`.
+        all_turns: see `prepare`.
 
     Raises:
         UserError: the flags, the data or the model's folder cannot be used.
@@ -77,14 +80,15 @@ def begin_supervised_run(
         )
     folder = model_folder(fit.model_name_or_path, MODEL)
     model_config = load_config(folder, MODEL)
-    tokenizer = load_tokenizer(folder, MODEL)
+    tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
     check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
     with naming(MODEL):
         check(folder)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")
-    rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, fit.eval_data_path, fit.eval_fraction)
+    evaluation = (fit.eval_data_path, fit.eval_fraction)
+    rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns)
     batch_sizes = {"rows_per_update": plan_supervised(fit, len(rows.train), dist.world_size()).global_batch}
     session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), batch_sizes)
     announce("load models")

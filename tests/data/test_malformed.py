@@ -10,7 +10,8 @@ import pyarrow.parquet
 import pytest
 from transformers import CodeGenConfig, CodeGenForCausalLM
 
-from dschat_ppo.data.sources import DataSource
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
@@ -33,10 +34,6 @@ CONTENTS = {
 }  # fmt: skip
 
 
-def source_of(path) -> DataSource:
-    return DataSource(str(path), "--data_path", str(path))
-
-
 def is_refused(read, folder: Path) -> bool:
     """Whether reading is rejected in one line that names the file; any other exception fails the test."""
     try:
@@ -55,7 +52,8 @@ def read_model(folder: Path) -> None:
 
 
 def read_rows(path: Path) -> None:
-    load_splits(source_of(str(path)), None).train.to_list()
+    (source,) = parse_sources([str(path)], "--data_path", DataFlags(data_path=[str(path)]))
+    load_splits(source, str(path.parent / "cache")).train.to_list()
 
 
 @pytest.fixture
@@ -201,7 +199,7 @@ def not_utf8() -> bytes:
         ),
         ("deep_objects.jsonl", b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "line 1 is nested too deeply"),
         ("deep.json", b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
-        ("deep_5000.json", b'[{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}]", "line 1 is nested too deeply"),
+        ("deep_5000.json", b'[{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}]", "row 1 is nested too deeply"),
         ("zeros.jsonl", b"\0" * 10_000, "line 1 is not JSON"),
         ("zeros.parquet", b"\0" * 10_000, "cannot be read as a table"),
         ("not_utf8.parquet", not_utf8(), "UTF8"),
@@ -240,9 +238,9 @@ def test_flipped_bytes_of_data_are_rejected_or_read(tmp_path, name, content, ref
 
 def test_a_folder_or_dead_link_named_like_a_file_is_rejected(tmp_path):
     (tmp_path / "a.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
-        load_splits(source_of(str(tmp_path)), None)
+    with pytest.raises(UserError, match="the folder holds no data file"):
+        read_rows(tmp_path)
     (tmp_path / "a.jsonl").rmdir()
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
-        load_splits(source_of(str(tmp_path)), None)
+        read_rows(tmp_path)

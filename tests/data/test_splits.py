@@ -10,20 +10,30 @@ from conftest import tiny_config  # noqa: F401  (sets the environment before tra
 from datasets import Dataset, DatasetDict
 from test_prepare import ROWS, TOKENIZER, answers_of, flags_for, prompts_of, write_jsonl
 
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.sources import DataSource
-from dschat_ppo.data.splits import load_splits
+from dschat_ppo.data.sources import DataSource, parse_sources
+from dschat_ppo.data.splits import ORIGIN, Splits, load_splits
 from dschat_ppo.errors import UserError
 
 
-def source_of(path) -> DataSource:
-    return DataSource(str(path), "--data_path", str(path))
+def source_of(path: Path | str, flag: str = "--data_path", **settings) -> DataSource:
+    (source,) = parse_sources([str(path)], flag, DataFlags(data_path=[str(path)], **settings))
+    return source
+
+
+def load(tmp_path: Path, path: Path | str, bad_rows: str = "error") -> Splits:
+    return load_splits(source_of(path), str(tmp_path / "cache"), bad_rows)
+
+
+def origins_of(splits: Splits, rows: Dataset | None = None) -> list[str]:
+    return [splits.origins.describe(origin) for origin in (rows or splits.train)[ORIGIN]]
 
 
 def test_every_csv_column_is_text(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('prompt,response\n1,4\ntwo,N/A\nthree,\nfour,"a, b"\n')
-    rows = load_splits(source_of(str(path)), None).train
+    rows = load(tmp_path, path).train
     assert rows["prompt"][:] == ["1", "two", "three", "four"]
     assert rows["response"][:] == ["4", "N/A", "", "a, b"]
 
@@ -32,12 +42,8 @@ def test_brackets_in_a_path_are_not_a_glob_pattern(tmp_path):
     folder = tmp_path / "data[1]"
     folder.mkdir()
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
-    assert len(load_splits(source_of(str(folder / "rows.jsonl")), None).train) == 1
-    assert len(load_splits(source_of(str(folder)), None).train) == 1
-
-
-def load(tmp_path: Path, path: Path | str):
-    return load_splits(source_of(str(path)), str(tmp_path / "cache"))
+    assert len(load(tmp_path, folder / "rows.jsonl").train) == 1
+    assert len(load(tmp_path, folder).train) == 1
 
 
 def parquet_of(columns: dict[str, list]) -> bytes:
@@ -84,15 +90,15 @@ def test_files_of_a_folder_that_differ_in_a_column_are_an_error(tmp_path):
 
 
 def test_other_file_formats_are_rejected(tmp_path):
-    path = tmp_path / "data.txt"
+    path = tmp_path / "data.xlsx"
     path.write_text("hello")
-    with pytest.raises(UserError, match=r"'\.txt' files are not supported"):
+    with pytest.raises(UserError, match=r"'\.xlsx' files are not supported; use one of \.json, .*\.gz"):
         load(tmp_path, path)
 
 
 def test_folders_without_training_files_are_rejected(tmp_path):
     (tmp_path / "bare").mkdir()
-    with pytest.raises(UserError, match="the folder holds no"):
+    with pytest.raises(UserError, match="the folder holds no data file; supported are"):
         load(tmp_path, tmp_path / "bare")
     write_jsonl(tmp_path / "bare" / "test.jsonl", ROWS)
     with pytest.raises(UserError, match="only evaluation files"):
@@ -111,14 +117,16 @@ def test_a_bad_json_line_is_named_by_its_number(tmp_path, line, what):
         load(tmp_path, path)
 
 
-def test_hub_splits_without_rows_are_ignored(monkeypatch):
+def test_hub_splits_without_rows_are_ignored(tmp_path, monkeypatch):
     rows, none = Dataset.from_dict({"prompt": ["a"]}), Dataset.from_dict({"prompt": []})
     found = iter([DatasetDict(train=rows, validation=none, test=rows), DatasetDict(train=none)])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: next(found))
-    splits = load_splits(source_of("name"), None)
+    splits = load(tmp_path, "name")
     assert (len(splits.train), len(splits.eval)) == (1, 1)
-    with pytest.raises(UserError, match=r"--data_path name: has no 'train' split with rows \(it has no rows\)"):
-        load_splits(source_of("name"), None)
+    assert origins_of(splits) == ["name (train), row 1"]
+    assert origins_of(splits, splits.eval) == ["name (test), row 1"]
+    with pytest.raises(UserError, match="--data_path name: has no split with rows"):
+        load(tmp_path, "name")
 
 
 def test_files_of_a_folder_are_split_by_their_names(tmp_path):

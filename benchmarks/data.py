@@ -1,0 +1,251 @@
+"""Preparing a large data set: speed beside the tokenizer's own, memory of each rank, and the second start.
+
+    python benchmarks/data.py [--rows 1000000] [--ranks 2] [--work DIR] [--json FILE] [--docs docs/benchmarks.md]
+
+Writes a JSONL file of preference pairs (some 200 tokens a row, invented words of Zipf's law), trains a byte-level BPE
+tokenizer on it, and starts two ranks that call `prepare` and fingerprint the rows as a training run does. The baseline
+is `tokenizer(texts)` on the same texts in as many processes. Nothing is downloaded. `--work` keeps the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fault_outcomes import write_docs
+from measure import markdown
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dschat_ppo.runtime.dataset_workers import worker_count
+
+VOCABULARY, WORDS, LIMIT = 32_000, 60_000, 512
+BASELINE_ROWS = 100_000
+MARKS = ("<!-- data preparation -->", "<!-- end of data preparation -->")
+BLOCK = 10_000  # rows that are generated at once
+
+
+def pairs(rows: int) -> Iterator[dict[str, str]]:
+    """Preference pairs, always the same: words of one to five syllables, drawn by Zipf's law."""
+    rng = np.random.default_rng(0)
+    syllables = ["".join(parts) for parts in zip(*(rng.choice(list(letters), 800) for letters in
+                 ("bcdfghklmnprstvw", "aeiou", "lmnrst   ")), strict=True)]  # fmt: skip
+    syllables = [syllable.strip() for syllable in syllables]
+    words = np.array(["".join(rng.choice(syllables, rng.integers(1, 6))) for _ in range(WORDS)])
+    chances = 1 / np.arange(3, WORDS + 3)
+    chances /= chances.sum()
+    for start in range(0, rows, BLOCK):
+        count = min(BLOCK, rows - start)
+        lengths = np.clip(rng.lognormal(3.8, 0.5, (count, 3)), 4, 160).astype(int)  # words of prompt and two answers
+        drawn, place = words[rng.choice(WORDS, lengths.sum(), p=chances)], 0
+        for row in lengths:
+            texts = []
+            for length in row:
+                texts.append(" ".join(drawn[place : place + length]).capitalize() + ".")
+                place += length
+            prompt, chosen, rejected = texts
+            yield {"prompt": f"\n\nHuman: {prompt}\n\nAssistant:", "chosen": f" {chosen}", "rejected": f" {rejected}"}
+
+
+def make_files(work: Path, rows: int) -> None:
+    """Write `pairs.jsonl` and the folder `tokenizer`, unless an earlier run left them."""
+    path = work / f"pairs_{rows}.jsonl"
+    if not path.exists():
+        with path.with_suffix(".partial").open("w", encoding="utf-8") as file:
+            for row in pairs(rows):
+                file.write(json.dumps(row) + "\n")
+        path.with_suffix(".partial").rename(path)
+    if not (work / "tokenizer").exists():
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        special = ["<|pad|>", "<|end|>"]
+        trainer = trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )  # fmt: skip
+        bpe.train_from_iterator((text for row in pairs(20_000) for text in row.values()), trainer)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[1])
+        tokenizer.save_pretrained(work / "tokenizer")
+
+
+def tokenise_texts(folder: str, texts: list[str], ready: Any, times: Any) -> None:
+    """A process of the baseline: put (start, end, tokens) into the queue."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer(texts[:100])
+    ready.wait()
+    start, tokens = time.time(), 0
+    for place in range(0, len(texts), 1000):
+        tokens += sum(map(len, tokenizer(texts[place : place + 1000])["input_ids"]))
+    times.put((start, time.time(), tokens))
+
+
+def tokenizer_speed(work: Path, path: Path, rows: int, processes: int) -> tuple[float, float]:
+    """(rows per second, tokens per row) of the tokenizer alone, on the first rows."""
+    count = min(rows, BASELINE_ROWS)
+    with path.open(encoding="utf-8") as lines:
+        texts = [text for line, _ in zip(lines, range(count), strict=False) for text in json.loads(line).values()]
+    context = multiprocessing.get_context("fork")
+    ready, times = context.Barrier(processes), context.Queue()
+    parts = np.array_split(np.arange(len(texts)), processes)
+    runs = [
+        context.Process(
+            target=tokenise_texts, args=(str(work / "tokenizer"), [texts[place] for place in part], ready, times)
+        )
+        for part in parts
+    ]
+    for run in runs:
+        run.start()
+    found = [times.get() for _ in runs]
+    for run in runs:
+        run.join()
+    seconds = max(end for _, end, _ in found) - min(start for start, _, _ in found)
+    return count / seconds, sum(tokens for _, _, tokens in found) / count
+
+
+def memory() -> dict[str, float]:
+    """Peak and present resident memory of this process and the part of it that no file backs, in GiB."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    names = {"peak": "VmHWM", "now": "VmRSS", "private": "RssAnon"}
+    return {name: int(status[field].split()[0]) / 2**20 for name, field in names.items()}
+
+
+def rank(work: Path, path: Path, cache: Path) -> None:
+    """One rank: prepare the rows as step 2 does, fingerprint them on rank 0, read some at random; print a line."""
+    import torch.distributed
+
+    from dschat_ppo.checkpoint.run_identity import rows_fingerprint
+    from dschat_ppo.common.dist import barrier, is_main
+    from dschat_ppo.common.logging import quiet_libraries
+    from dschat_ppo.config.data_flags import DataFlags
+    from dschat_ppo.data.collators import collate_pairs
+    from dschat_ppo.data.prepare import prepare
+    from dschat_ppo.data.sources import parse_sources
+    from dschat_ppo.data.splits import load_splits
+    from dschat_ppo.supervised import supervised_run  # noqa: F401  (a rank has imported all of it)
+
+    quiet_libraries()
+    torch.distributed.init_process_group("gloo")
+    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
+    flags = DataFlags(data_path=[str(path)], data_split="0,1,0", data_output_path=str(cache))
+    barrier()
+    before, start = memory(), time.perf_counter()
+    if is_main():  # measured apart: the conversion of the file to Arrow is not tokenising
+        load_splits(parse_sources(flags.data_path, "--data_path", flags)[0], flags.data_output_path)
+    barrier()
+    read = time.perf_counter()
+    rows = prepare("preference", tokenizer, flags, LIMIT).train
+    prepared = time.perf_counter()
+    fingerprint = rows_fingerprint(rows) if is_main() else ""
+    done, after = time.perf_counter(), memory()
+    order = np.random.default_rng(int(os.environ["RANK"])).permutation(len(rows))[:20_000].reshape(-1, 16)
+    for batch in order:
+        collate_pairs(rows, batch.tolist(), tokenizer.pad_token_id)
+    result = {
+        "read_s": read - start, "prepare_s": prepared - read, "fingerprint_s": done - prepared, "total_s": done - start,
+        "fingerprint": fingerprint, "rows": len(rows), "peak_gib": after["peak"], "before_gib": before["now"],
+        "private_gib": after["private"], "after_random_reads_gib": memory()["peak"],
+    }  # fmt: skip
+    print("RESULT " + json.dumps(result), flush=True)
+    barrier()
+
+
+def launch(arguments: argparse.Namespace, work: Path, path: Path, cache: Path, port: int) -> list[dict[str, Any]]:
+    """Start the ranks and return their results in rank order."""
+    words = [sys.executable, __file__, "--rank_of", str(work), str(path), str(cache)]
+    ranks = []
+    for number in range(arguments.ranks):
+        there = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": arguments.ranks, "LOCAL_SIZE": arguments.ranks,
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        environment = os.environ | {name: str(value) for name, value in there.items()}
+        ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
+    results = []
+    for process in ranks:
+        lines = process.communicate()[0].splitlines()
+        print("\n".join(line for line in lines if line.startswith("data:")), file=sys.stderr)
+        found = [line for line in lines if line.startswith("RESULT ")]
+        if process.returncode or not found:
+            sys.exit(f"a rank ended with exit code {process.returncode}:\n" + "\n".join(lines[-20:]))
+        results.append(json.loads(found[0].removeprefix("RESULT ")))
+    return results
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """All figures."""
+    started = time.perf_counter()
+    make_files(work, arguments.rows)
+    print(f"made the files in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    path, processes = work / f"pairs_{arguments.rows}.jsonl", worker_count(None, arguments.rows)
+    speeds = [tokenizer_speed(work, path, arguments.rows, processes)]
+    with tempfile.TemporaryDirectory(dir=work) as cache:
+        first = launch(arguments, work, path, Path(cache), arguments.port)
+        speeds.append(tokenizer_speed(work, path, arguments.rows, processes))  # again, since other work may disturb one
+        second = launch(arguments, work, path, Path(cache), arguments.port + 1)
+        stored = sum(file.stat().st_size for file in Path(cache).rglob("*") if file.is_file())
+    if first[0]["fingerprint"] != second[0]["fingerprint"]:
+        sys.exit("the second start has another fingerprint")
+    speed = sum(rate for rate, _ in speeds) / len(speeds)
+    ours = arguments.rows / first[0]["prepare_s"]
+    return {
+        "rows": arguments.rows, "tokens_per_row": speeds[0][1], "processes": processes, "ranks": arguments.ranks,
+        "file_gib": path.stat().st_size / 2**30, "cache_gib": stored / 2**30, "read_s": first[0]["read_s"],
+        "prepare_s": first[0]["prepare_s"], "rows_per_s": ours, "tokenizer_rows_per_s": speed, "ratio": ours / speed,
+        "tokenizer_runs": [rate for rate, _ in speeds], "second_start_s": second[0]["total_s"],
+        "second_prepare_s": second[0]["prepare_s"], "second_fingerprint_s": second[0]["fingerprint_s"],
+        "peak_gib": max(rank["peak_gib"] for rank in first + second),
+        "private_gib": max(rank["private_gib"] for rank in first + second),
+        "before_gib": max(rank["before_gib"] for rank in first + second), "first": first, "second": second,
+    }  # fmt: skip
+
+
+def table(found: dict[str, Any]) -> str:
+    """The table of docs/benchmarks.md."""
+    header = ["rows", "tokens a row", "file, GiB", "cache, GiB", "processes", "read, s", "tokenise, rows/s",
+              "tokenizer alone, rows/s", "ratio", "second start, s", "peak memory of a rank, GiB"]  # fmt: skip
+    cells = [
+        str(found["rows"]), f"{found['tokens_per_row']:.0f}", f"{found['file_gib']:.2f}", f"{found['cache_gib']:.2f}",
+        str(found["processes"]), f"{found['read_s']:.0f}", f"{found['rows_per_s']:.0f}",
+        f"{found['tokenizer_rows_per_s']:.0f}", f"{found['ratio']:.2f}", f"{found['second_start_s']:.1f}",
+        f"{found['peak_gib']:.2f} ({found['before_gib']:.2f} before)",
+    ]  # fmt: skip
+    return markdown(header, [cells])
+
+
+def main() -> None:
+    """Measure and print the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="preference pairs")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the node")
+    parser.add_argument("--work", type=Path, help="folder for the file and the tokenizer, kept; not given: temporary")
+    parser.add_argument("--port", type=int, default=29611, help="port of the ranks, and the one after it")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--docs", type=Path, help="write the table into this file")
+    parser.add_argument("--rank_of", type=Path, nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        rank(*arguments.rank_of)
+        return
+    with tempfile.TemporaryDirectory(prefix="data_") as temporary:
+        work = arguments.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        found = measure(arguments, work)
+    print(json.dumps(found))
+    print(table(found))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    if arguments.docs:
+        write_docs(arguments.docs, table(found), MARKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""Read one data file of any kind, batch by batch, and write it as one Arrow file with the number of each row."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet
+from datasets import Features, Value
+from datasets.table import table_cast
+
+from dschat_ppo.data.bad_lines import BadLines
+from dschat_ppo.data.json_rows import BATCH_BYTES, JsonColumns, json_batches
+from dschat_ppo.errors import UserError
+
+ORIGIN = "_origin"  # column with the number of the file and of the row, see `splits.Origins`
+FILE_SHIFT = 40  # bits of the row's number
+_SKIPPED = b"dschat_ppo_skipped"  # in the metadata of the Arrow file
+_BATCH_ROWS = 2000
+EMPTY = "the data set is empty"
+
+Kind = Literal["json", "csv", "tsv", "parquet", "arrow", "text"]
+KINDS: dict[str, Kind] = {
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+    ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Lines that were left out: how many, and the place, cause and first characters of the first one."""
+
+    count: int = 0
+    first: str = ""
+
+
+def unpack(path: Path, target: Path) -> None:
+    """Decompress a `.gz` or `.zst` file, block by block; only the disk limits its size.
+
+    Raises:
+        UserError: the file is truncated or damaged. The message does not name the file.
+    """
+    try:
+        with target.open("wb") as out:
+            if path.suffix.lower() == ".gz":
+                with gzip.open(path) as packed:
+                    while block := packed.read(BATCH_BYTES):
+                        out.write(block)
+            else:
+                with pa.input_stream(str(path), compression="zstd") as packed:
+                    while block := packed.read(BATCH_BYTES):
+                        out.write(block)
+    except (EOFError, gzip.BadGzipFile, zlib.error, OSError) as problem:
+        if isinstance(problem, EOFError) or "Truncated" in str(problem):
+            raise UserError("the compressed file is truncated; copy or download it again") from None
+        if isinstance(problem, OSError) and problem.errno is not None:  # a full disk, not a damaged file
+            raise
+        raise UserError(f"the compressed file is damaged ({problem}); copy or download it again") from None
+
+
+def write_table(kind: Kind, path: Path, target: Path, file_number: int, skip: bool, as_json: frozenset[str]) -> None:
+    """Convert a file to an Arrow stream with the column `ORIGIN` (int64): `file_number << FILE_SHIFT | row`.
+
+    Rows count from 1: lines of JSON Lines and text, data rows of other kinds; rows that are left out count.
+
+    Args:
+        kind: how to read the file.
+        path: the file, not compressed.
+        target: the Arrow file to write.
+        file_number: number of the file within its data set.
+        skip: leave out lines that cannot be read, see `read_skipped`; otherwise they are an error.
+        as_json: columns of a JSON file to store as JSON text.
+
+    Raises:
+        UserError: a line or the file cannot be read, or it has no rows. The message does not name the file.
+    """
+    known = JsonColumns(as_json=set(as_json))
+    bad = BadLines(skip)
+    if not _write(kind, path, target, file_number, bad, known, Skipped()):
+        again = BadLines(skip)
+        _write(kind, path, target, file_number, again, known, Skipped(bad.count, bad.first))
+
+
+def read_skipped(target: Path) -> Skipped:
+    """The lines that `write_table` left out of an Arrow file."""
+    with pa.memory_map(str(target)) as source:
+        metadata = pa.ipc.open_stream(source).schema.metadata or {}
+    return Skipped(*json.loads(metadata.get(_SKIPPED, b"[]")))
+
+
+def _write(
+    kind: Kind, path: Path, target: Path, file_number: int, bad: BadLines, known: JsonColumns, skipped: Skipped
+) -> bool:
+    """Write the Arrow file; False if it must be written once more: what it says about the file was not known at its
+    start (types of JSON columns, lines that are left out). The whole file is read even then."""
+    schema, writer, is_complete, total = None, None, True, 0
+    with pa.OSFile(str(target), "wb") as sink:
+        for numbers, table, features in _tables(kind, path, bad, known):
+            if ORIGIN in table.column_names:
+                raise UserError(f"the column name '{ORIGIN}' is reserved; rename the column")
+            total += len(numbers)
+            features = Features({**features, ORIGIN: Value("int64")})
+            if schema is None and kind == "json":
+                schema = Features({**known.features(), ORIGIN: Value("int64")}).arrow_schema
+            elif schema is None:
+                schema = features.arrow_schema
+            if is_complete and kind == "json" and not schema.equals(features.arrow_schema):
+                is_complete = False
+            if not is_complete:
+                continue
+            if writer is None:
+                metadata = {**(schema.metadata or {}), _SKIPPED: json.dumps([skipped.count, skipped.first]).encode()}
+                schema = schema.with_metadata(metadata)
+                writer = pa.ipc.new_stream(sink, schema)
+            origins = pa.array(numbers, pa.int64())
+            if file_number:
+                origins = pa.compute.bit_wise_or(origins, pa.scalar(file_number << FILE_SHIFT, pa.int64()))
+            table = table.append_column(ORIGIN, origins)
+            table = table.select(schema.names) if set(table.column_names) == set(schema.names) else table
+            if table.schema.types != schema.types:
+                table = table_cast(table, schema)
+            writer.write_table(table.replace_schema_metadata(schema.metadata))
+        if writer is not None:
+            writer.close()
+    if total == 0:
+        raise UserError(f"every row is bad; the first: {bad.first}" if bad.count else EMPTY)
+    return is_complete and bad.count == skipped.count
+
+
+def _tables(kind: Kind, path: Path, bad: BadLines, known: JsonColumns) -> Iterator[tuple[Any, pa.Table, Features]]:
+    """(numbers of the rows, the rows, their features) of one batch after the other."""
+    if kind == "json":
+        for batch in json_batches(path, bad):
+            numbers, arrays = known.add(batch, bad)
+            yield numbers, pa.table(arrays), known.features()
+    elif kind in ("csv", "tsv"):
+        yield from _separated(path, "," if kind == "csv" else "\t", bad)
+    elif kind == "text":
+        yield from _text_lines(path, bad)
+    else:
+        first = 1
+        for table in _parquet_tables(path) if kind == "parquet" else _arrow_tables(path):
+            table.validate(full=True)  # the only check that its text is UTF-8
+            table = _without_dictionaries(table)
+            yield range(first, first + len(table)), table, Features.from_arrow_schema(table.schema)
+            first += len(table)
+
+
+def _parquet_tables(path: Path) -> Iterator[pa.Table]:
+    with pa.parquet.ParquetFile(path, memory_map=True) as file:
+        for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
+            yield pa.Table.from_batches([batch])
+
+
+def _arrow_tables(path: Path) -> Iterator[pa.Table]:
+    with pa.memory_map(str(path)) as source:
+        try:
+            stream: Any = pa.ipc.open_stream(source)
+        except pa.ArrowInvalid:
+            source.seek(0)
+            file = pa.ipc.open_file(source)
+            stream = map(file.get_batch, range(file.num_record_batches))
+        for batch in stream:
+            if len(batch):
+                yield pa.Table.from_batches([batch])
+
+
+def _without_dictionaries(table: pa.Table) -> pa.Table:
+    """Columns that number their values, as pandas writes categories, become those values."""
+    for place, part in enumerate(table.schema):
+        if pa.types.is_dictionary(part.type):
+            table = table.set_column(place, part.name, table.column(place).cast(part.type.value_type))
+    return table
+
+
+def _separated(path: Path, delimiter: str, bad: BadLines) -> Iterator[tuple[list[int], pa.Table, Features]]:
+    """Rows of a CSV or TSV file. Every value is text: an answer may be "4", "N/A" or empty."""
+    csv.field_size_limit(sys.maxsize)
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        lines = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
+            header = next((fields for fields in lines if fields), [])
+        except csv.Error as problem:
+            raise UserError(f"the header is not CSV ({problem})") from None
+        _require_utf8(header)
+        names = _unique_names(header)
+        features = Features(dict.fromkeys(names, Value("string")))
+        numbers, columns, number = [], [], 0
+        while True:
+            first_line = lines.line_num + 1
+            try:
+                fields = next(lines)
+            except StopIteration:
+                break
+            except csv.Error as problem:
+                number += 1
+                cause = f"is not CSV ({problem}); text with a quote needs it twice, inside double quotes"
+                swallowed = lines.line_num - first_line + 1
+                bad.add(f"row {number}", cause, f"line {first_line}", max(1, swallowed))
+                continue
+            if not fields or (len(fields) == 1 < len(names) and not fields[0].strip()):
+                continue  # a blank line
+            number += 1
+            if len(fields) != len(names):
+                cause = (
+                    f"has {len(fields)} fields, the header has {len(names)}; put text that contains the separator in "
+                    "double quotes"
+                )
+                bad.add(f"row {number}", cause, delimiter.join(fields), lines.line_num - first_line + 1)
+                continue
+            if not "".join(fields).isascii() and _escapes(fields):
+                bad.add(f"row {number}", "is not UTF-8 text", _readable(delimiter.join(fields)))
+                continue
+            numbers.append(number)
+            columns.append(fields)
+            if len(numbers) == _BATCH_ROWS:
+                yield numbers, _text_table(names, columns), features
+                numbers, columns = [], []
+        if numbers:
+            yield numbers, _text_table(names, columns), features
+
+
+def _text_table(names: list[str], rows: list[list[str]]) -> pa.Table:
+    return pa.table([pa.array(values, pa.string()) for values in zip(*rows, strict=True)], names)
+
+
+def _unique_names(header: list[str]) -> list[str]:
+    """Column names as pandas gives them: `Unnamed: 0` for an empty one, `a.1` for the second `a`."""
+    names: list[str] = []
+    for place, name in enumerate(header):
+        candidates = chain([name or f"Unnamed: {place}"], (f"{name}.{number}" for number in count(1)))
+        names.append(next(word for word in candidates if word not in names))
+    return names
+
+
+def _escapes(fields: list[str]) -> bool:
+    try:
+        "".join(fields).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _readable(text: str) -> str:
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
+def _require_utf8(header: list[str]) -> None:
+    if _escapes(header):
+        raise UserError(f"the header is not UTF-8 text, convert it: {_readable(','.join(header))[:200]!r}")
+
+
+def _text_lines(path: Path, bad: BadLines) -> Iterator[tuple[list[int], pa.Table, Features]]:
+    """One row with the column `text` for each line that is not blank."""
+    features, number = Features({"text": Value("string")}), 0
+    with path.open("rb") as file:
+        while lines := file.readlines(BATCH_BYTES):
+            numbers, texts = [], []
+            for line in lines:
+                number += 1
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                try:
+                    text = line.decode().rstrip("\r\n")
+                except UnicodeDecodeError:
+                    bad.add(f"line {number}", "is not UTF-8 text", line.strip().decode(errors="backslashreplace"))
+                    continue
+                if text.strip():
+                    numbers.append(number)
+                    texts.append(text)
+            yield numbers, pa.table({"text": pa.array(texts, pa.string())}), features

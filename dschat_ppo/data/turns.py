@@ -1,0 +1,148 @@
+"""Earlier answers of the assistant inside a rendered conversation, for `--train_on all`."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from dschat_ppo.data.templates import Messages, Tools, TurnEnd, ids_of, render, turn_end
+from dschat_ppo.errors import UserError, reading
+
+Span = tuple[int, int]
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "PROBE7f3aPROBE"  # stands for an answer's content
+
+
+def turn_spans(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None = None
+) -> list[Span]:
+    """Ranges of characters of `opening` that are answers of the assistant, each with its end-of-turn token.
+
+    They come from the `{% generation %}` marks of the template if it has them, and otherwise from what each message
+    adds to the rendering. A template that renders an answer differently once it is an earlier one (without its
+    thinking) is rendered with another content in its place: the range is what changes.
+
+    Args:
+        tokenizer: has the template.
+        prompt: chat messages.
+        opening: `render_prompt` of them.
+        tools: as for `render_prompt`.
+
+    Raises:
+        UserError: an answer cannot be found for certain.
+    """
+    turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
+    if not turns:
+        return []
+    end = turn_end(tokenizer)
+    marked = _marked_spans(tokenizer, prompt, opening, tools)
+    if len(marked) == len(turns):
+        marked = [(start, _to_end(opening, start, stop, end)) for start, stop in marked]
+        pairs = zip(turns, marked, strict=True)
+        if all(_holds(opening[slice(*span)], prompt[turn].get("content"), end) for turn, span in pairs):
+            return marked
+    found = [_span_of_turn(tokenizer, prompt, turn, opening, tools, end) for turn in turns]
+    spans = [span for span in found if span is not None]
+    if len(spans) < len(turns) or any(first[1] > second[0] for first, second in pairwise(spans)):
+        raise UserError(
+            "the earlier answers of the assistant cannot be found for certain in what the chat template renders; "
+            "--train_on last trains the last answer only"
+        )
+    return spans
+
+
+def token_spans(offsets: list[Span], spans: list[Span]) -> list[Span]:
+    """Ranges of tokens for ranges of characters; a token on a boundary belongs to the range.
+
+    Args:
+        offsets: first and last + 1 character of each token.
+        spans: ranges of characters, in order and disjoint.
+    """
+    found, token = [], 0
+    for start, stop in spans:
+        while token < len(offsets) and offsets[token][1] <= start:
+            token += 1
+        first = token
+        while token < len(offsets) and offsets[token][0] < stop:
+            token += 1
+        found.append((first, token))
+    return found
+
+
+def token_spans_by_prefix(
+    tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], spans: list[Span]
+) -> list[Span]:
+    """As `token_spans`, for tokenizers that do not tell the characters of a token: by encoding what comes before."""
+
+    def tokens_before(position: int) -> int:
+        before = ids_of(tokenizer, text[:position], add_special_tokens=False)
+        return next(
+            (i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids))
+        )
+
+    return [(tokens_before(start), tokens_before(stop)) for start, stop in spans]
+
+
+def _marked_spans(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None
+) -> list[Span]:
+    """The ranges that the template's `{% generation %}` marks enclose; [] without marks."""
+    template = tokenizer.get_chat_template(None, tools)
+    if not _MARKED.search(template):
+        return []
+    plain = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    with reading("the chat template rejects these messages"):
+        tokens: dict[str, Any] = tokenizer.special_tokens_map
+        rendered: Any = render_jinja_template(
+            conversations=[plain],
+            tools=tools or None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=True,
+            **tokens,
+        )
+    texts, marks = rendered
+    return [(start, stop) for start, stop in marks[0] if start < stop] if texts[0] == opening else []
+
+
+def _span_of_turn(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turn: int, opening: str, tools: Tools | None, end: TurnEnd
+) -> Span | None:
+    """The range of message `turn` in `opening`; None if it is not certain."""
+    content = prompt[turn].get("content") or ""
+    if turn > 0:
+        before = render(tokenizer, prompt[:turn], open_answer=True, tools=tools)
+        whole = render(tokenizer, prompt[: turn + 1], open_answer=False, tools=tools)
+        if whole.endswith(end.kept + end.dropped):
+            whole = whole[: len(whole) - len(end.dropped)]
+            if whole.startswith(before) and opening.startswith(whole) and _holds(whole[len(before) :], content, end):
+                return len(before), len(whole)
+    if not content.strip():
+        return None
+    probed = [{**message, "content": _PROBE} if i == turn else message for i, message in enumerate(prompt)]
+    before, probe, after = render(tokenizer, probed, open_answer=True, tools=tools).partition(_PROBE)
+    stop = len(opening) - len(after)
+    is_certain = probe and _PROBE not in after and opening.startswith(before) and opening.endswith(after)
+    if not is_certain or stop <= len(before) or not _holds(opening[len(before) : stop], content, end):
+        return None
+    return len(before), _to_end(opening, len(before), stop, end)
+
+
+def _to_end(text: str, start: int, stop: int, end: TurnEnd) -> int:
+    """Where an answer ends that begins at `start` and reaches about to `stop`: after its end-of-turn token."""
+    closing = end.kept + end.dropped
+    for back in range(min(len(closing), stop - start), -1, -1):
+        if end.kept and text.startswith(end.kept, stop - back) and closing.startswith(text[stop - back : stop]):
+            return stop - back + len(end.kept)
+    return stop
+
+
+def _holds(text: str, content: str | None, end: TurnEnd) -> bool:
+    """Whether `text` is an answer with this content, or with the rest of it that the template keeps."""
+    content = (content or "").strip()
+    rest = text.removesuffix(end.kept).strip()
+    return content in text or (bool(rest) and rest in content)
