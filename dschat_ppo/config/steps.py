@@ -55,6 +55,13 @@ class PreferenceConfig:
     safety: SafetyFlags
     run: RunFlags
 
+    def __post_init__(self) -> None:
+        require(
+            self.reward.objective == "reward" or not self.data.streaming,
+            f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
+            "it does not go with --streaming",
+        )
+
 
 @dataclass(frozen=True)
 class PPOConfig:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from datasets import Dataset, Features
-from datasets.arrow_writer import ArrowWriter
 
 from dschat_ppo.common.atomic_files import write_text
 from dschat_ppo.data.cache import cached_dataset
@@ -22,6 +22,7 @@ from dschat_ppo.errors import UserError
 
 READ, UNUSABLE, DUPLICATES = "raw rows", "that cannot be used", "that repeat another row of the chunk"
 MOST_BAD = 0.05  # of the raw rows of a chunk
+_WRITTEN_ROWS = 1000  # at a time
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,10 @@ class ChunkMaker:
         def make(folder: Path) -> Dataset:
             is_restarted = self._go_to(chunk)
             path = folder / "rows.arrow"
-            with ArrowWriter(features=self._features, path=str(path)) as writer:
-                self._make(chunk, writer.write, is_restarted)
-                writer.finalize()
+            schema = self._features.arrow_schema
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+                for rows in self._make(chunk, is_restarted):
+                    writer.write_table(pa.Table.from_pylist(rows, schema))
             return Dataset.from_file(str(path))
 
         return cached_dataset(self.root, entry_key(self.folder, chunk, self.count(chunk)), make)
@@ -179,23 +181,28 @@ class ChunkMaker:
         self._taken = taken
         is_restarted = self._next == 0 < chunk
         while self._next < chunk:
-            self._make(self._next, lambda row: None, is_restarted)
+            for _ in self._make(self._next, is_restarted):
+                pass
         return is_restarted
 
-    def _make(self, chunk: int, write: Callable[[Row], object], is_restarted: bool) -> None:
-        """Give the rows of the chunk before which the readers are to `write`, and save the position after it."""
+    def _make(self, chunk: int, is_restarted: bool) -> Iterator[list[Row]]:
+        """The rows of the chunk before which the readers are, some at a time; save the position after it."""
         seen: set[int] = set()
         weights = [reader.source.weight for reader in self._readers]
-        count = self.count(chunk)
+        count, rows = self.count(chunk), list[Row]()
         for row_number in range(count):
             source = neediest(weights, self._taken)
             row = self._readers[source].next()
             if row is None:
                 raise UserError(self._ended(source, chunk * self.chunk_rows + row_number))
             row = {**row, "source": source}
-            write(row)
+            rows.append(row)
             self._taken[source] += 1
             seen.add(hash((tuple(row["prompt_ids"]), *map(tuple, row["answers"]))))
+            if len(rows) == _WRITTEN_ROWS:
+                yield rows
+                rows = []
+        yield rows
         counts: Counter[str] = Counter()
         problems = [reader.problem for reader in self._readers if reader.problem]
         for reader in self._readers:

@@ -25,6 +25,8 @@ from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
 from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.splits import ORIGIN, Origins, load_all, load_splits
+from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, open_source, start
+from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import turn_end
 from dschat_ppo.data.tokenise import DOING, TokeniseSettings, TokenTable, tokenise_rows
 from dschat_ppo.errors import UserError
@@ -39,7 +41,7 @@ PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 class TokenRows:
     """Token rows for training, and for evaluation or None; `sources` are the names of the data sets."""
 
-    train: Dataset
+    train: Dataset | StreamedRows
     eval: Dataset | None
     sources: tuple[str, ...] = ()
 
@@ -64,6 +66,7 @@ class _Preparation:
     all_turns: bool
     train: list[_Part] = field(default_factory=list)
     eval: list[_Part] = field(default_factory=list)
+    streams: list[OpenedSource] = field(default_factory=list)
 
     def add_training(self, source: DataSource, has_eval_paths: bool, eval_fraction: float | None) -> None:
         """Add a data set for training, and its evaluation rows: of its own, or held out."""
@@ -100,6 +103,32 @@ class _Preparation:
         if evaluation is not None:
             whole = [(np.arange(len(evaluation)), " (eval)", False)]
             self.eval.extend(self.parts_of(source, evaluation, splits.origins, form, whole))
+
+    def add_stream(self, source: DataSource, has_eval_paths: bool, eval_fraction: float | None) -> None:
+        """Add a data set whose training rows are streamed, and its own evaluation rows. None are held out of it."""
+        settings = (self.tokenizer, self.flags, self.limit, self.all_turns)
+        opened = open_source(source, self.use, PARTS[self.use], *settings)
+        self.streams.append(opened)
+        self._log_rendering(source, opened.settings.form)
+        if has_eval_paths:
+            return
+        if not opened.found.evaluation:
+            if eval_fraction:
+                logger().info(
+                    f"data: {source.spec}: --eval_fraction holds no rows out of a stream; --eval_data_path FILE names "
+                    "rows for evaluation"
+                )
+            return
+        names = ", ".join(opened.found.evaluation)
+        if eval_fraction is None:
+            logger().info(
+                f"data: {source.spec}: its rows for evaluation ({names}) are not used; name them with --eval_data_path"
+            )
+            return
+        splits = evaluation_of(opened, self.flags)
+        report_unreadable(source.spec, splits)
+        whole = [(np.arange(len(splits.train)), f" ({names})", False)]
+        self.eval.extend(self.parts_of(source, splits.train, splits.origins, opened.settings.form, whole))
 
     def add_evaluation(self, source: DataSource) -> None:
         """Add a data set of which all rows are for evaluation."""
@@ -179,6 +208,13 @@ class _Preparation:
             end = self.tokenizer.convert_ids_to_tokens(turn_end(self.tokenizer).token)
             logger().info(f"data: {source.spec}: answers to chat messages end with {end}")
 
+    def streamed(self) -> TokenRows:
+        """As `mixed`, with a stream for training. Collective."""
+        names = [opened.source.name for opened in self.streams]
+        all_names = tuple(dict.fromkeys([*names, *(part.source.name for part in self.eval)]))
+        evaluation = _joined(self.eval, all_names)
+        return TokenRows(start(self.streams, self.flags), evaluation if evaluation else None, all_names)
+
     def mixed(self) -> TokenRows:
         """The rows of all parts: for training as their weights say, for evaluation one part after another."""
         names = tuple(dict.fromkeys(part.source.name for part in [*self.train, *self.eval]))
@@ -242,7 +278,10 @@ def prepare(
         sources = parse_sources(flags.data_path, "--data_path", flags)
         sources += parse_sources(whole_paths or [], "--sft_only_data_path", flags, [source.name for source in sources])
         for source in sources:
-            preparation.add_training(source, bool(eval_paths), eval_fraction)
+            add = preparation.add_stream if flags.streaming else preparation.add_training
+            add(source, bool(eval_paths), eval_fraction)
         for source in parse_sources(eval_paths or [], "--eval_data_path", flags):
             preparation.add_evaluation(source)
-        return preparation.mixed()
+        if not flags.streaming:
+            return preparation.mixed()
+    return preparation.streamed()

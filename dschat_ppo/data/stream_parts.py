@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +148,14 @@ class StreamedSet:
         content: what identifies these rows, wherever they are stored.
         place: what identifies them on this machine, with their time of modification.
         evaluation: names of its splits with evaluation rows.
+        hub_parts: of a hub data set, all its splits.
     """
 
     train: tuple[StreamPart, ...]
     content: str
     place: str
     evaluation: tuple[str, ...]
+    hub_parts: Mapping[str, StreamPart] = field(default_factory=dict)
 
 
 def open_set(source: DataSource, skip: bool, scratch: Path) -> StreamedSet:
@@ -202,7 +204,8 @@ def _hub_set(source: DataSource, what: str) -> StreamedSet:
     train, evaluation = _choose([str(name) for name in splits], source, what)
     name = source.location + (f":{source.config}" if source.config else "")
     identity = f"{name} {train} {builder.hash}"
-    return StreamedSet((HubPart(f"{name} ({train})", source.flag, splits[train]),), identity, identity, evaluation)
+    parts = {str(split): HubPart(f"{name} ({split})", source.flag, rows) for split, rows in splits.items()}
+    return StreamedSet((parts[train],), identity, identity, evaluation, parts)
 
 
 def _choose(names: list[str], source: DataSource, what: str) -> tuple[str, tuple[str, ...]]:

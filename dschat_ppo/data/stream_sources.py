@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import pickle
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Features, Value
+import numpy as np
+from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
@@ -20,13 +22,15 @@ from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.cache import stream_key
 from dschat_ppo.data.chunks import StreamSource, TokenBatch
 from dschat_ppo.data.conversion import conversion_error
-from dschat_ppo.data.forms import Form, Use, detect_form
+from dschat_ppo.data.forms import Use, detect_form
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.raw_stream import RawBatch, RawStream, Row, StepShare, StreamPart
-from dschat_ppo.data.sources import DataSource
+from dschat_ppo.data.sources import DataSource, is_hub_name
+from dschat_ppo.data.splits import ORIGIN, Origins, Splits, load_all
 from dschat_ppo.data.stream_parts import StreamedSet, open_set
+from dschat_ppo.data.streaming import StreamedRows, start_stream
 from dschat_ppo.data.tokenise import TokeniseSettings, reading_of, token_features, tokenise_batch
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, reading
 
 FIRST_ROWS = 100  # read to detect the form
 
@@ -38,12 +42,7 @@ class OpenedSource:
     source: DataSource
     found: StreamedSet
     settings: TokeniseSettings
-    share: StepShare | None
-
-    @property
-    def form(self) -> Form:
-        """How its rows are read."""
-        return self.settings.form
+    share: StepShare | None  # None: all its rows
 
     def stream(self, skips: bool) -> StreamSource:
         """The source of its token rows."""
@@ -113,24 +112,57 @@ def first_rows(parts: tuple[StreamPart, ...]) -> list[Row]:
     return []
 
 
-def key_of(opened: list[OpenedSource], flags: DataFlags, fixed: str) -> str:
-    """Key of a stream in the cache: its files, how they are read and mixed, and the tokenizer.
-
-    Args:
-        opened: the data sets.
-        flags: how rows are read.
-        fixed: further settings.
-    """
-    parts: list[Any] = [fixed]
+def _key_of(opened: list[OpenedSource], flags: DataFlags) -> str:
+    """Key of a stream in the cache: its files, how they are read and mixed, the tokenizer and the code."""
+    parts: list[Any] = []
     for each in opened:
         parts += [each.source.weight, each.share, *reading_of(each.settings, flags)]
     places = "\0".join(each.found.place for each in opened)
     return stream_key(places, opened[0].settings.tokenizer, *parts)
 
 
-def features_of(use: str) -> Features:
-    """Columns of the token rows of a stream."""
-    return Features({**token_features(use), "source": Value("int32")})
+def start(opened: list[OpenedSource], flags: DataFlags) -> StreamedRows:
+    """Start to read the data sets, and wait for the first chunk. Collective.
+
+    Raises:
+        UserError: see `start_stream`; or the length limit cuts every answer of the first chunk.
+    """
+    num_rows, settings = flags.streaming_rows or 0, opened[0].settings
+    if len(opened) > 1:
+        weights = " : ".join(f"{each.source.weight or 1:g} {each.source.name}" for each in opened)
+        logger().info(f"data: stream: each row comes from one of several data sets in the proportion {weights}")
+    sources = [each.stream(flags.bad_rows == "skip") for each in opened]
+    content = hashlib.sha256("\0".join(each.found.content for each in opened).encode()).hexdigest()
+    features = Features({**_columns(settings.use), "source": Value("int32")})
+    rows = start_stream(flags.data_output_path, _key_of(opened, flags), sources, num_rows, features, content)
+    counts = rows.counts_of_first_chunk()
+    cut = sum(number for what, number in counts.items() if what.startswith(FITTED_NAMES[Fitted.ANSWER_CUT]))
+    if cut and cut >= sum(number for what, number in counts.items() if what.startswith(tuple(FITTED_NAMES.values()))):
+        raise UserError(f"--data_path: every answer is cut by the limit of {settings.limit} tokens; raise it")
+    return rows
+
+
+def evaluation_of(opened: OpenedSource, flags: DataFlags) -> Splits:
+    """The rows of the splits for evaluation of a data set, as `train`. The training rows are not read.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    source, found = opened.source, opened.found
+    if not is_hub_name(source.location):
+        wanted = replace(source, split="+".join(found.evaluation))
+        return load_all(wanted, flags.data_output_path, flags.bad_rows)
+    part = found.hub_parts[found.evaluation[0]]
+    with reading(f"{part.flag} {part.name}: cannot be read"):
+        rows = Dataset.from_list([row for batch in part.batches(None) for row in batch.rows])
+    rows = rows.add_column(ORIGIN, np.arange(1, len(rows) + 1, dtype=np.int64))
+    rows._fingerprint = hashlib.sha256(f"{found.content} {part.name}".encode()).hexdigest()[:32]
+    return Splits(rows, None, Origins((part.name,)))
+
+
+def _columns(use: str) -> Features:
+    """Columns of a token row; without its digest, which only a table of all rows needs."""
+    return Features({name: kind for name, kind in token_features(use).items() if name != "digest"})
 
 
 def _token_batch(batch: RawBatch, settings: TokeniseSettings, skips: bool) -> TokenBatch:
@@ -140,7 +172,7 @@ def _token_batch(batch: RawBatch, settings: TokeniseSettings, skips: bool) -> To
     if stopping is not None:
         raise UserError(stopping.message)
     fitted = columns["fitted"]
-    names = list(token_features(settings.use))
+    names = list(_columns(settings.use))
     rows = [{name: columns[name][i] for name in names} for i, code in enumerate(fitted) if code != Fitted.DROPPED]
     counts: Counter[str] = Counter()
     for code, is_empty in zip(fitted, columns["has_empty_answer"], strict=True):

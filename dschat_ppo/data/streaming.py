@@ -74,6 +74,11 @@ class StreamedRows:
             self._open[0] = self._wait_and_open(0, may_stop)
         return self._open[0]
 
+    def counts_of_first_chunk(self) -> dict[str, int]:
+        """What was done with the raw rows of chunk 0 -> number of rows."""
+        state = read_state(self._home, 0, self._count(0))
+        return {} if state is None else dict(state["counts"])
+
     def _row(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self._num_rows:
             raise IndexError(index)
@@ -113,6 +118,7 @@ class StreamedRows:
                 f"data: the position of the stream after row {first} was not saved, so it was read from its start"
             )
         done = ", ".join(f"{number} {what}" for what, number in state["counts"].items())
+        done = done or "read together with the rows before"
         logger().info(f"data: stream: rows {first + 1} to {first + count} of {self._num_rows}: {done}")
         for problem in state["problems"]:
             logger().warning(f"data: skipped: {problem}")
