@@ -103,10 +103,9 @@ class _TokenRows:
         """Continue from a saved `state`."""
         self.source.raw.seek(state["position"])
         self._rows, self._used, self._before = [], 0, state["position"]
-        if state["used"]:
-            self._read()
-            self._used = state["used"]
-        self.start_chunk()  # the chunk before counts this batch
+        for _ in range(state["used"]):  # they may be in several batches now
+            self.next()
+        self.start_chunk()  # the chunk before counts these rows
 
     def start_chunk(self) -> None:
         """Count from here on."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.errors import reading
+from dschat_ppo.errors import UserError, reading
 
 SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time
 _SPLIT_USE = 2  # separates these draws from others with `--data_split_seed`
@@ -121,10 +121,13 @@ class RawStream:
         """
         while (number := self.position["part"]) < len(self._parts):
             part = self._parts[number]
-            with reading(f"{part.flag} {part.name}: cannot be read"):
-                if self._batches is None:
-                    self._batches = part.batches(self.position["place"])
-                found = next(self._batches, None)
+            try:
+                with reading("cannot be read"):
+                    if self._batches is None:
+                        self._batches = part.batches(self.position["place"])
+                    found = next(self._batches, None)
+            except UserError as reason:
+                raise UserError(f"{part.flag} {part.name}: {reason}") from reason.__cause__
             if found is None:
                 self._batches = None
                 self.position = {**self.position, "part": number + 1, "place": None}

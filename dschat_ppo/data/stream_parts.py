@@ -5,6 +5,7 @@ Rows equal those of the same data set without `--streaming`: the readers of `row
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -64,9 +65,10 @@ class FilePart:
         if self.path.suffix.lower() not in COMPRESSED:
             yield from _batches(kind, self.path, place, BadLines(self.skip))
             return
-        with tempfile.NamedTemporaryFile(dir=self.scratch) as unpacked:
-            unpack(self.path, Path(unpacked.name))
-            yield from _batches(kind, Path(unpacked.name), place, BadLines(self.skip))
+        with tempfile.TemporaryFile(dir=self.scratch) as unpacked:  # without a name it cannot outlive the process
+            path = Path(f"/dev/fd/{unpacked.fileno()}")
+            unpack(self.path, path)
+            yield from _batches(kind, path, place, BadLines(self.skip))
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,13 @@ def _json(path: Path, place: Any, bad: BadLines) -> Iterator[tuple[Any, list[Row
 def _tables(kind: Kind, path: Path, place: Any, bad: BadLines) -> Iterator[tuple[Any, list[Row], Any]]:
     after = place["row"] if place else 0
     for numbers, table, features in read_tables(kind, path, bad, JsonColumns(), after):
-        for start in range(0, len(table), _BATCH_ROWS):
-            end = min(start + _BATCH_ROWS, len(table))
-            if numbers[end - 1] <= after:
-                _forget(bad)
-                continue
-            info = DatasetInfo(features=features)
-            columns = Dataset(InMemoryTable(table.slice(start, end - start)), info=info)[:]  # decodes as without stream
-            yield numbers[start:end], _rows_of(columns), {"row": numbers[end - 1]}
+        known = bisect.bisect_right(numbers, after)
+        if known:  # its first rows came with the lines that are left out
+            _forget(bad)
+        for start in range(known, len(numbers), _BATCH_ROWS):
+            part = numbers[start : start + _BATCH_ROWS]
+            rows = Dataset(InMemoryTable(table.slice(start, len(part))), info=DatasetInfo(features=features))
+            yield part, _rows_of(rows[:]), {"row": part[-1]}  # `datasets` decodes them as it does without --streaming
 
 
 def _rows_of(columns: Mapping[str, list[Any]]) -> list[Row]:
