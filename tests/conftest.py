@@ -57,7 +57,7 @@ def assets(tmp_path_factory) -> Path:
     words = ["red", "blue", "a lamp", "here", "yes", "no thanks", "in the hall"]
 
     def answer() -> str:
-        return " ".join(rng.choice(words) for _ in range(rng.randint(1, 5)))
+        return " " + " ".join(rng.choice(words) for _ in range(rng.randint(1, 5)))
 
     rows = {
         "sft": [{"prompt": q.text[: rng.randint(3, 20)], "response": answer()} for q in questions],

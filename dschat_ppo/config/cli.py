@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.steps import STEPS, PPOConfig, Step
@@ -49,6 +50,8 @@ def _correct(parser: HfArgumentParser, step: Step) -> None:
             text = "N" if action.type is int else "X" if action.type is float else "TEXT"
             action.metavar = "BOOL" if action.nargs == "?" else text
         action.nargs = "*" if action.nargs == "+" else action.nargs  # a list may be empty, as in DeepSpeed-Chat
+        if action.type is string_to_bool and action.nargs is None:  # a switch that may also be left open
+            action.nargs, action.const, action.metavar = "?", True, "BOOL"
         if action.option_strings[0] == f"--no_{action.dest}":  # else it has the help and default of its opposite
             action.help, action.default = f"turn --{action.dest} off", argparse.SUPPRESS
         if action.required:
@@ -109,7 +112,9 @@ def parse(step_name: str, argv: Sequence[str]) -> Any:
     )  # fmt: skip
     parser.set_defaults(**step.defaults)
     _correct(parser, step)
-    known = {field.name for _, kind in groups for field in dataclasses.fields(kind)} - {"config", "local_rank"}
+    fields = [field for _, kind in groups for field in dataclasses.fields(kind)]
+    known = {field.name for field in fields} - {"config", "local_rank"}
+    known |= {alias.lstrip("-") for field in fields for alias in field.metadata.get("aliases", [])}
     path = _config_path(argv)
     words = (_yaml_arguments(path, known) if path else []) + list(argv)
     *parts, unknown = parser.parse_args_into_dataclasses(words, look_for_args_file=False, return_remaining_strings=True)

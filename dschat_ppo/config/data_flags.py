@@ -22,6 +22,12 @@ from dschat_ppo.errors import UserError
 DATA_FORMATS = Literal[
     "auto", "prompt_response", "messages", "sharegpt", "alpaca", "preference", "implicit_preference", "hh", "ranked",
     "kto", "question_answer", "verl", "text",
+    # the data sets of DeepSpeed-Chat
+    "Dahoas/rm-static", "Dahoas/full-hh-rlhf", "Dahoas/synthetic-instruct-gptj-pairwise",
+    "yitingxie/rlhf-reward-datasets", "openai/webgpt_comparisons", "stanfordnlp/SHP",
+    "pvduy/sharegpt_alpaca_oa_vicuna_format", "wangrui6/Zhihu-KOL", "Cohere/miracl-zh-queries-22-12",
+    "Cohere/miracl-ja-queries-22-12", "Hello-SimpleAI/HC3-Chinese", "mkqa-Chinese", "mkqa-Japanese", "lmqg/qg_jaquad",
+    "lmqg/qag_jaquad", "local/jsonfile",
 ]  # fmt: skip
 COLUMN_FLAGS = (
     "prompt_column", "response_column", "chosen_column", "rejected_column", "messages_column", "system_column",
@@ -61,25 +67,41 @@ class DataFlags:
     dataset_config: str | None = flag("configuration of the hub data sets that name none themselves", None)
     dataset_split: str | None = flag("training split of the hub data sets that name none themselves", None)
     data_format: DATA_FORMATS = flag(
-        "form of the rows, see docs/data.md; auto: detected from columns and first rows, and printed", "auto"
+        "form of the rows, see docs/data.md; auto: detected from columns and first rows, and printed. The name of a"
+        " data set of DeepSpeed-Chat reads the rows as it does",
+        "auto",
     )
-    prompt_column: str | None = flag("column of the prompt", None, "input_key")
-    response_column: str | None = flag("column of the response", None, "output_key")
+    prompt_column: str | None = flag(
+        "column of the prompt (text or messages); a dot leads into a column, as in question.text", None, "input_key"
+    )
+    response_column: str | None = flag("column of the response that SFT learns", None, "output_key")
     chosen_column: str | None = flag("column of the preferred response", None, "chosen_key")
     rejected_column: str | None = flag("column of the other response", None, "rejected_key")
     messages_column: str | None = flag("column of the chat messages", None)
-    system_column: str | None = flag("column of the system message", None)
+    system_column: str | None = flag(
+        "column of the system message, which precedes chat messages; not given: the column `system` if there is one;"
+        " '': none",
+        None,
+    )
     answer_column: str | None = flag(
         "column of the correct answer; reward functions receive it as `answer` and `ground_truth`", None, "label_key"
     )
     answer_pattern: str | None = flag(
-        "regular expression whose first group is the correct answer, such as '#### (.*)'", None
-    )
-    apply_chat_template: bool | None = flag(
-        "True: a prompt that is plain text becomes the user's message of the chat template; False: it is used as it is",
+        "regular expression whose first group is the correct answer, such as '#### (.*)'; searched in --answer_column,"
+        " or else in the response",
         None,
     )
-    input_template: str | None = flag("text around a plain-text prompt; {} stands for the prompt", None)
+    apply_chat_template: bool | None = flag(
+        "True: a prompt that is plain text becomes the user's message of the chat template; False: it is used as it is;"
+        " not given: text is used as it is, and the contents of Alpaca and question/answer rows become messages if"
+        " there is a chat template",
+        None,
+    )
+    input_template: str | None = flag(
+        "text around a plain-text prompt; {} stands for the prompt. Without --apply_chat_template True, the prompt"
+        " stays text",
+        None,
+    )
     chat_template: str | None = flag(
         "chat template: a Jinja file or chatml, llama-3, zephyr or human-assistant; it is saved with the model. Not"
         " given: the tokenizer's",
@@ -117,6 +139,16 @@ class DataFlags:
             self.input_template is None or "{}" in self.input_template,
             f"--input_template '{self.input_template}' must contain {{}}, which stands for the prompt",
         )
+        require(
+            self.input_template is None or "\\n" not in self.input_template,
+            f"--input_template '{self.input_template}' contains a backslash and the letter n; in bash, $'...' makes "
+            "line breaks of them",
+        )
+        for name in COLUMN_FLAGS:
+            require(
+                getattr(self, name) != "" or name == "system_column",
+                f"--{name} is empty; name a column or leave it out",
+            )
         if self.answer_pattern is not None:
             try:
                 groups = re.compile(self.answer_pattern).groups

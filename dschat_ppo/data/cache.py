@@ -131,6 +131,23 @@ def _intact_files(folder: Path) -> list[str] | None:
     return list(content)
 
 
+def regrouped(rows: Dataset, identity: str, regroup: Callable[[Dataset], Dataset], root: str | None) -> Dataset:
+    """`regroup(rows)`, from the cache.
+
+    Args:
+        rows: of a data set.
+        identity: differs between functions that give other rows.
+        regroup: joins rows of the data set.
+        root: see `cached_dataset`.
+    """
+    key = _digest(rows._fingerprint, identity, _code())
+
+    def make(folder: Path) -> Dataset:
+        return regroup(rows).map(None, cache_file_name=str(folder / "groups.arrow"), new_fingerprint=key)
+
+    return cached_dataset(root, key, make)
+
+
 def file_key(path: Path, *settings: object) -> str:
     """Key of a data file as a table: path, size, modification time, and how it is read."""
     found = path.stat()

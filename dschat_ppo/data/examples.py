@@ -1,20 +1,18 @@
-"""One row of a data set, in any of the supported column layouts, to a prompt and its answers."""
+"""What one row of a data set asks and answers, and the values of its fields."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from dschat_ppo.data.templates import Message, Messages, is_messages
+from dschat_ppo.data.messages import Message, Messages, kind_of
 from dschat_ppo.errors import UserError
 
-LAYOUTS = {
-    "sft": (("prompt", "response"), ("messages",), ("prompt", "chosen")),
-    "preference": (("prompt", "chosen", "rejected"),),
-    "prompt": (("prompt",), ("messages",)),
-}
+Row = dict[str, Any]
+Use = Literal["sft", "preference", "prompt"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,8 @@ class Example:
     """What one row asks and answers.
 
     Attributes:
-        prompt: text that is used as it is, or chat messages up to the answer, for the chat template.
+        prompt: text that is used as it is, or chat messages up to the answer, for the chat template. The prompt of
+            plain text is "": all of it is the answer.
         answers: [response] (SFT), [chosen, rejected] (preference) or [] (PPO prompt). An answer to chat messages may be
             a message, such as one with tool calls.
         margin: by which the chosen answer is better.
@@ -39,74 +38,91 @@ class Example:
     suffix: str = ""
 
 
-def layout_of(columns: list[str], use: str, name: str) -> tuple[str, ...]:
-    """The first layout of `use` ("sft", "preference", "prompt") whose columns all exist.
+def value_at(row: Row, path: str) -> Any:
+    """The value of a column, or of a field inside it: `reward_model.ground_truth`, `passages.0.text`.
 
     Raises:
-        UserError: no layout fits; the message lists the columns that exist and those that are accepted.
+        UserError: the row has no such field.
     """
-    for layout in LAYOUTS[use]:
-        if set(layout) <= set(columns):
-            return layout
-    wanted = " or ".join("/".join(layout) for layout in LAYOUTS[use])
-    raise UserError(f"{name}: has the columns {', '.join(map(repr, columns))}; this step needs {wanted}")
+    if path in row:
+        return row[path]
+    value: Any = row
+    done: list[str] = []
+    for part in path.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif value is None:
+            raise UserError(f"'{'.'.join(done)}' is null; expected '{path}'")
+        else:
+            raise UserError(f"has no '{path}'" + (f": '{'.'.join(done)}' is {kind_of(value)}" if done else ""))
+        done.append(part)
+    return value
 
 
-def read_example(row: dict[str, Any], layout: tuple[str, ...], use: str, where: str) -> Example:
-    """Check and normalise one row.
+def has_value(row: Row, path: str) -> bool:
+    """Whether the row has this field, and it is not null."""
+    try:
+        return value_at(row, path) is not None
+    except UserError:
+        return False
 
-    Args:
-        row: column -> value.
-        layout: as given by `layout_of`.
-        use: "sft", "preference" or "prompt".
-        where: data set and row number, for messages.
+
+def text_at(row: Row, path: str) -> str:
+    """The text of a column or of a field inside it.
 
     Raises:
-        UserError: a field is neither text nor chat messages, or a margin is not a number. An empty answer is valid: its
-            only token is the one that ends it.
+        UserError: it is missing, null or not text.
     """
-    if layout == ("messages",):
-        return _from_messages(row["messages"], use, where)
-    prompt = row["prompt"]
-    if not isinstance(prompt, str) and not is_messages(prompt):
-        raise UserError(f"{where}: 'prompt' is {_kind(prompt)}; expected text or a list of role/content messages")
-    answers = []
-    for column in layout[1:]:
-        value = row[column]
-        if is_messages(value) and value[-1]["role"] == "assistant":
-            value = value[-1]["content"]
-        if not isinstance(value, str):
-            expected = "text (or messages that end with the assistant's)"
-            raise UserError(f"{where}: '{column}' is {_kind(value)}; expected {expected}")
-        answers.append(value)
+    value = value_at(row, path)
+    if not isinstance(value, str):
+        raise UserError(f"'{path}' is {kind_of(value)}; expected text")
+    return value
+
+
+def margin_of(row: Row) -> float:
+    """The number in the column `margin`; 0 if it is missing or empty.
+
+    Raises:
+        UserError: it is not a finite number.
+    """
     margin = row.get("margin")
     try:
-        number = float(margin or 0)  # a missing or empty margin is 0; CSV files hold numbers as text
+        number = float(margin or 0)  # CSV files hold numbers as text
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise UserError(f"{where}: 'margin' is {_kind(margin)}; expected a number")
-    return Example(prompt if isinstance(prompt, str) else _turns(prompt), answers, number)
+        raise UserError(f"'margin' is {kind_of(margin)}; expected a number")
+    return number
 
 
-def _from_messages(messages: Any, use: str, where: str) -> Example:
-    """Split a conversation before its last answer."""
-    if not is_messages(messages):
-        raise UserError(f"{where}: 'messages' is {_kind(messages)}; expected a list of role/content messages")
-    prompt, answer = _turns(messages), ""
-    if prompt[-1]["role"] == "assistant":
-        answer = prompt.pop()["content"]
-    elif use == "sft":
-        raise UserError(f"{where}: 'messages' does not end with the assistant's answer")
-    if not prompt:
-        raise UserError(f"{where}: 'messages' has nothing before the assistant's answer")
-    return Example(prompt, [answer] if use == "sft" else [], 0.0)
+def truth_of(row: Row, column: str, pattern: str | None) -> Any:
+    """The correct answer of a row: the value of `column`, or what the first group of `pattern` finds in its text.
+
+    Raises:
+        UserError: it is missing or null, or the pattern does not match.
+    """
+    value = value_at(row, column)
+    if value is None:
+        raise UserError(f"'{column}' is null; expected the correct answer")
+    if pattern is None:
+        return value
+    found = re.search(pattern, str(value))
+    if found is None or found.group(1) is None:
+        raise UserError(f"'{column}' does not match '{pattern}' (--answer_pattern): {str(value)[:60]!r}")
+    return found.group(1)
 
 
-def _turns(messages: Messages) -> Messages:
-    """Messages with role and content only (a table adds empty columns to turns that lack them)."""
-    return [{"role": turn["role"], "content": turn["content"]} for turn in messages]
+def check_answers(answers: Sequence[str | Message]) -> None:
+    """Refuse an empty answer, and two equal ones.
 
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"{type(value).__name__} ({str(value)[:40]!r})"
+    Raises:
+        UserError: the text does not name the row.
+    """
+    for name, answer in zip(("chosen", "rejected") if len(answers) == 2 else ("the",), answers, strict=False):
+        text, is_call = (answer, False) if isinstance(answer, str) else (answer["content"], "tool_calls" in answer)
+        if not text.strip() and not is_call:
+            raise UserError(f"{name} answer is empty")
+    if len(answers) == 2 and answers[0] == answers[1]:
+        raise UserError("chosen and rejected are equal")

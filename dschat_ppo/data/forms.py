@@ -1,18 +1,27 @@
 """Forms of data sets: which columns a row has, and how it becomes examples.
 
-A data set has one form and one rendering in all three steps. `detect_form` finds them from columns and first rows.
+A data set has one form and one rendering in all three steps. `detect_form` finds them from columns and first rows. When
+rows can be read in two ways, it stops and shows both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.examples import Example, layout_of, read_example
+from dschat_ppo.data.deepspeed_chat_sets import SETS, set_named
+from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
+from dschat_ppo.data.form_answer_lists import group_by_prompt
+from dschat_ppo.data.form_choice import Candidate, choose, glued_row, shown, try_kind
+from dschat_ppo.data.form_kinds import KINDS, NEEDED, Kind, kind_named
+from dschat_ppo.data.form_rows import Reading, Rendering, read_row
+from dschat_ppo.errors import UserError
 
-Use = Literal["sft", "preference", "prompt"]
+FIRST_ROWS = 20
+_CONTENT = ("prompt", "response", "chosen", "rejected", "messages")
 
 
 @dataclass(frozen=True)
@@ -20,36 +29,235 @@ class Form:
     """How the rows of one data set are read.
 
     Attributes:
-        name: as `--data_format` names it, or the hub name of a data set with a form of its own.
+        name: as `--data_format` names it, or the name of a DeepSpeed-Chat data set.
         rendering: "chat" if the chat template renders prompts, "text" if they are used as they are.
-        read: `(row, use, where)` -> the examples of one row, none or more; raises `UserError` for a bad row.
+        read: `(row, use, where)` -> the examples of one row, none or more; raises `UserError` for a bad row, and for a
+            use that the form does not serve. It can be pickled.
         description: what was understood, one line for the log.
+        uses: what the form serves: some of "sft", "preference" and "prompt".
+        identity: text that differs between forms that read rows differently, for keys of caches.
+        uses_flags: whether the column flags name columns of this data set.
+        regroup: None, or a function of the whole `datasets.Dataset` that must run before its rows are split or read.
     """
 
     name: str
-    rendering: Literal["chat", "text"]
-    read: Callable[[dict[str, Any], Use, str], list[Example]]
+    rendering: Rendering
+    read: Callable[[Row, Use, str], list[Example]]
     description: str
+    uses: tuple[Use, ...]
+    identity: str
+    uses_flags: bool
+    regroup: Callable[[Any], Any] | None = None
 
 
-def detect_form(
-    name: str, columns: list[str], rows: list[dict[str, Any]], has_template: bool, flags: DataFlags
-) -> Form:
-    """The form of a data set.
+def detect_form(name: str, columns: list[str], rows: list[Row], has_template: bool, flags: DataFlags) -> Form:
+    """The form of a data set. It does not depend on the step.
 
     Args:
-        name: of the data set, for messages and for data sets with a form of their own.
+        name: location of the data set, for messages and for the data sets of DeepSpeed-Chat.
         columns: names of all columns.
-        rows: the first rows.
+        rows: the first rows of the whole data set; `FIRST_ROWS` of them are read.
         has_template: whether the tokenizer has a chat template.
         flags: `--data_format`, column names and the other flags that say how rows are read.
 
     Raises:
-        UserError: no form fits; or several fit and read the rows differently, and the message shows the readings.
+        UserError: no form fits, a flag names a column that does not exist, or the rows can be read in two ways; the
+            message then shows both and how to choose.
     """
+    rows = rows[:FIRST_ROWS]
+    by_flag, note = _columns_by_flag(name, columns, rows, flags)
+    content = {role: column for role, column in by_flag.items() if role in _CONTENT}
+    known = set_named(name) if flags.data_format == "auto" and not content else None
+    if flags.data_format != "auto" or known:
+        kind = kind_named(known or flags.data_format)
+        located = _located(kind, columns, rows, content)
+        _check_forced(name, columns, kind, located, content, by_name=known is not None)
+        chosen = try_kind(kind, located, rows)
+    else:
+        found = []
+        for kind in KINDS:
+            located = _located(kind, columns, rows, content)
+            if set(kind.not_with) & set(columns) - set(content.values()):
+                continue
+            if set(content) <= set(kind.by_flag) and set(content) <= set(located) and kind.uses(located):
+                found.append(try_kind(kind, located, rows))
+        if not found:
+            raise UserError(
+                f"{name}: has the columns {_listed(columns)}, which fit no known form; name them with --prompt_column, "
+                "--response_column, --chosen_column, --rejected_column or --messages_column"
+            )
+        chosen = choose(name, found)
+    return _form(name, columns, rows, has_template, flags, chosen, by_flag, note)
 
-    def read(row: dict[str, Any], use: Use, where: str) -> list[Example]:
-        return [read_example(row, layout_of(list(row), use, name), use, where)]
 
-    is_chat = bool(rows) and isinstance(rows[0].get("prompt", rows[0].get("messages")), list)
-    return Form("auto", "chat" if is_chat else "text", read, "")
+def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
+    """Refuse column flags that name a column of no data set.
+
+    Raises:
+        UserError: they do.
+    """
+    if flags.columns and forms and not any(form.uses_flags for form in forms):
+        named = ", ".join(f"--{role}_column {column}" for role, column in flags.columns.items() if column)
+        raise UserError(f"{named}: no data set has such a column")
+
+
+def _form(
+    name: str,
+    columns: list[str],
+    rows: list[Row],
+    has_template: bool,
+    flags: DataFlags,
+    chosen: Candidate,
+    by_flag: dict[str, str],
+    note: str,
+) -> Form:
+    kind = chosen.kind
+    is_named = kind.name in SETS
+    rendering, wrap, about = _rendering(name, chosen, has_template, flags)
+    template = flags.input_template if not kind.inside and not chosen.is_chat else None
+    system = by_flag.get("system", "system" if "system" in columns and flags.system_column is None else None)
+    tools = "tools" if "tools" in columns and not any(_is_prose(row.get("tools")) for row in rows) else None
+    truth, pattern = _truth(chosen, rows, flags, by_flag)
+    reading = Reading(
+        kind.name, tuple(chosen.columns.items()), rendering, wrap, template,
+        None if is_named else system, None if is_named else tools, truth, pattern,
+    )  # fmt: skip
+    if rendering == "text" and reading.system and any(row.get(reading.system) for row in rows):
+        raise UserError(
+            f"{name}: the column '{reading.system}' holds system messages, but the prompts are text, which has no "
+            "place for them; choose: --apply_chat_template True makes chat messages of both, --system_column '' "
+            "ignores the column"
+        )
+    uses = kind.uses(chosen.columns)
+    parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in chosen.columns.items())})", about]
+    parts += [f"system messages from '{system}'"] if reading.system else []
+    parts += [f"tools from '{tools}'"] if reading.tools else []
+    parts += [f"the correct answer from '{truth}'" + (f" by '{pattern}'" if pattern else "")] if truth else []
+    if flags.input_template is not None and template is None:
+        parts.append("--input_template does not apply")
+    if kind.name == "preference" and "response" in chosen.columns:
+        parts.append(f"SFT learns '{chosen.columns['response']}', not '{chosen.columns['chosen']}'")
+    regroup = None
+    if kind.name == "kto":
+        regroup = partial(group_by_prompt, **{role: chosen.columns[role] for role in ("prompt", "label")},
+                          answer=chosen.columns["response"])  # fmt: skip
+    return Form(
+        kind.name, rendering, partial(_read, reading, uses, f"{name}: has the columns {_listed(columns)}"),
+        "; ".join([*parts, *([note] if note else [])]), uses, repr(reading), bool(by_flag), regroup,
+    )  # fmt: skip
+
+
+def _read(reading: Reading, uses: tuple[Use, ...], about: str, row: Row, use: Use, where: str) -> list[Example]:
+    if use not in uses:
+        raise UserError(f"{about}, read as form {reading.form}; this step needs {NEEDED[use]}")
+    return read_row(kind_named(reading.form).read, reading, row, use, where)
+
+
+def _columns_by_flag(name: str, columns: list[str], rows: list[Row], flags: DataFlags) -> tuple[dict[str, str], str]:
+    """(role -> column that a flag names, a note for the log).
+
+    Raises:
+        UserError: a column does not exist. In a mixture, a data set may lack all of them.
+    """
+    wanted = {role: column for role, column in flags.columns.items() if column}
+    missing = {role: column for role, column in wanted.items() if not _exists(column, columns, rows)}
+    if not missing:
+        return wanted, ""
+    named = ", ".join(f"--{role}_column {column}" for role, column in missing.items())
+    if len(missing) == len(wanted) and len(flags.data_path) > 1:
+        return {}, f"has none of the columns that flags name ({', '.join(missing.values())}), so they do not apply"
+    raise UserError(f"{named}: {name} has no such column; it has {_listed(columns)}")
+
+
+def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
+    return path in columns or (path.split(".")[0] in columns and any(has_value(row, path) for row in rows))
+
+
+def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str]) -> dict[str, str]:
+    """Role -> column of a form: the one that a flag names, or else the first of its names that exists."""
+    found = {}
+    for role, names in kind.roles.items():
+        free = [path for path in names if _exists(path, columns, rows) and path not in by_flag.values()]
+        if role in by_flag or free:
+            found[role] = by_flag.get(role) or free[0]
+    return found
+
+
+def _check_forced(
+    name: str, columns: list[str], kind: Kind, located: dict[str, str], by_flag: dict[str, str], by_name: bool
+) -> None:
+    """Refuse a form that the user or the name of the data set chooses, and that does not fit its columns."""
+    unknown = [role for role in by_flag if role not in kind.roles]
+    if unknown:
+        raise UserError(f"{name}: --{unknown[0]}_column does not apply to the form {kind.name}")
+    if not kind.uses(located):
+        names = ", ".join("/".join(names) for names in kind.roles.values())
+        hint = f"; --data_format FORM reads it in another way than DeepSpeed-Chat reads {kind.name}" if by_name else ""
+        raise UserError(f"{name}: has the columns {_listed(columns)}; the form {kind.name} needs some of {names}{hint}")
+
+
+def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlags) -> tuple[Rendering, bool, str]:
+    """(rendering, whether text prompts become user messages, words for the log)."""
+    kind, wanted = chosen.kind, flags.apply_chat_template
+    if wanted and (kind.name in SETS or kind.name == "text"):
+        reason = "has the text prompts of DeepSpeed-Chat" if kind.name in SETS else "is plain text without prompts"
+        raise UserError(f"{name}: {reason}, so --apply_chat_template True does not apply; --data_format chooses a form")
+    is_content = kind.rendering == "content" and wanted is None and flags.input_template is None and has_template
+    if chosen.is_chat or wanted or is_content:
+        if not has_template:
+            raise UserError(
+                f"{name}: its prompts become chat messages, but the model's tokenizer has no chat template; "
+                "--chat_template chatml (or llama-3, zephyr, human-assistant, a file) gives it one"
+            )
+        if chosen.is_chat:
+            return "chat", False, "prompts are chat messages, rendered by the chat template"
+        if kind.name == "hh":
+            return "chat", True, "the turns of the transcripts become messages of the chat template"
+        return "chat", True, "prompts are text and become user messages of the chat template"
+    if kind.inside:
+        return "text", False, "text is used as it is"
+    if flags.input_template is not None:
+        return "text", False, f"prompts are text, put into --input_template {flags.input_template!r}"
+    if kind.name == "alpaca":
+        return "text", False, "prompts are put into Alpaca's text template"
+    about = "prompts are text, used as they are"
+    glued = glued_row(chosen)
+    if glued is None or wanted is False:
+        return "text", False, about + ("" if wanted is False or not has_template else ", without the chat template")
+    text = f"...{glued.prompt[-40:]}{str(glued.answers[0])[:40]}..."
+    if not has_template or kind.rendering == "content":
+        return "text", False, f"{about}; warning: nothing separates prompt and answer: {text!r} (--input_template)"
+    raise UserError(
+        f"{name}: its rows can be read in two ways: as text, {text!r} (--apply_chat_template False), or as chat, "
+        f"{shown(glued, as_chat=True)} (--apply_chat_template True); choose one of them, or give the text around a "
+        "prompt, such as --input_template 'Question: {} Answer: '"
+    )
+
+
+def _truth(
+    chosen: Candidate, rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
+) -> tuple[str | None, str | None]:
+    """(column of the correct answer, pattern that finds it there)."""
+    if "answer" in by_flag:
+        return by_flag["answer"], flags.answer_pattern
+    if flags.answer_pattern is not None and "answer" not in flags.columns:
+        column = chosen.columns.get("response") or chosen.columns.get("chosen")
+        if column is not None and any(isinstance(value_at(row, column), str) for row in rows if has_value(row, column)):
+            return column, flags.answer_pattern
+        if len(flags.data_path) == 1:
+            raise UserError("--answer_pattern needs --answer_column, the column in which it finds the correct answer")
+    if chosen.kind.name == "verl":
+        return chosen.columns["truth"], None
+    if chosen.kind.name == "question_answer":
+        column = chosen.columns["response"]
+        has_mark = any("####" in str(value_at(row, column)) for row in rows if has_value(row, column))
+        return column, r"(?s).*####\s*(.*?)\s*$" if has_mark else None
+    return None, None
+
+
+def _is_prose(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and not value.lstrip().startswith("[")
+
+
+def _listed(columns: Sequence[str]) -> str:
+    return ", ".join(map(repr, columns))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
 
@@ -83,23 +82,7 @@ def describe_lengths(lengths: np.ndarray) -> str:
     return f"min {low}, median {median}, 90% {high}, 99% {highest}, max {most}  0 [{bars}] {most}"
 
 
-def describe_counts(fitted: Sequence[int] | np.ndarray, has_empty_answer: np.ndarray) -> str:
-    """How many rows the length limit kept, cut and left out.
-
-    Args:
-        fitted: (N,) values of `Fitted`.
-        has_empty_answer: (N,) bool.
-    """
-    codes = np.asarray(fitted)
-    parts = []
-    for code, name in FITTED_NAMES.items():
-        for is_empty, suffix in ((False, ""), (True, " with an empty answer")):
-            if code == Fitted.DROPPED:  # an answer that is left out does not matter
-                if is_empty:
-                    continue
-                count = int((codes == code).sum())
-            else:
-                count = int(((codes == code) & (has_empty_answer == is_empty)).sum())
-            if count:
-                parts.append(f"{count} {name}{suffix}")
-    return ", ".join(parts)
+def describe_counts(fitted: np.ndarray) -> str:
+    """How many rows the length limit kept, cut and left out; `fitted` are (N,) values of `Fitted`."""
+    counts = ((int((fitted == code).sum()), name) for code, name in FITTED_NAMES.items())
+    return ", ".join(f"{count} {name}" for count, name in counts if count)

@@ -20,7 +20,9 @@ from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_unreadable
-from dschat_ppo.data.forms import Form, Use, detect_form
+from dschat_ppo.data.cache import regrouped
+from dschat_ppo.data.examples import Use
+from dschat_ppo.data.forms import FIRST_ROWS, Form, check_flags_used, detect_form
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
 from dschat_ppo.data.sources import DataSource, parse_sources
@@ -33,7 +35,6 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 _MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
-_FIRST_ROWS = 100  # read to detect the form
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 
 
@@ -67,6 +68,7 @@ class _Preparation:
     train: list[_Part] = field(default_factory=list)
     eval: list[_Part] = field(default_factory=list)
     streams: list[OpenedSource] = field(default_factory=list)
+    forms: list[Form] = field(default_factory=list)
 
     def add_training(self, source: DataSource, has_eval_paths: bool, eval_fraction: float | None) -> None:
         """Add a data set for training, and its evaluation rows: of its own, or held out."""
@@ -75,6 +77,7 @@ class _Preparation:
         report_unreadable(source.spec, splits)
         raw, evaluation = splits.train, splits.eval
         form = self.form_of(source, raw)
+        raw, evaluation = self.grouped(form, raw), evaluation and self.grouped(form, evaluation)
         numbers = np.arange(len(raw))
         if source.flag == "--data_path":
             numbers = rows_of_step(len(raw), parse_data_split(flags.data_split), PARTS[self.use], seed)
@@ -109,6 +112,7 @@ class _Preparation:
         settings = (self.tokenizer, self.flags, self.limit, self.all_turns)
         opened = open_source(source, self.use, PARTS[self.use], *settings)
         self.streams.append(opened)
+        self.forms.append(opened.settings.form)
         self._log_rendering(source, opened.settings.form)
         if has_eval_paths:
             return
@@ -135,17 +139,30 @@ class _Preparation:
         splits = load_all(source, self.flags.data_output_path, self.flags.bad_rows)
         report_unreadable(source.spec, splits)
         raw = splits.train
-        whole = [(np.arange(len(raw)), "", False)]
-        self.eval.extend(self.parts_of(source, raw, splits.origins, self.form_of(source, raw), whole))
+        form = self.form_of(source, raw)
+        raw = self.grouped(form, raw)
+        self.eval.extend(self.parts_of(source, raw, splits.origins, form, [(np.arange(len(raw)), "", False)]))
 
     def form_of(self, source: DataSource, raw: Dataset) -> Form:
-        """Detect how the rows are read. The first rows of the file decide, so that all steps agree."""
+        """Detect how the rows are read. The first rows of the file decide, so that all steps agree.
+
+        Raises:
+            UserError: see `detect_form`; or the form does not serve this step.
+        """
         columns = [name for name in raw.column_names if name != ORIGIN]
-        first = raw.select_columns(columns).select(range(min(_FIRST_ROWS, len(raw)))).to_list()
+        first = raw.select_columns(columns).select(range(min(FIRST_ROWS, len(raw)))).to_list()
         form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
-        if form.description:
-            logger().info(f"data: {source.spec}: {form.description}")
+        logger().info(f"data: {source.spec}: {form.description}")
+        if self.use not in form.uses:
+            form.read(first[0], self.use, source.spec)  # raises, and names the columns that are missing
+        self.forms.append(form)
         return form
+
+    def grouped(self, form: Form, raw: Dataset) -> Dataset:
+        """The rows that the form reads: some forms join several rows of a file into one."""
+        if form.regroup is None:
+            return raw
+        return regrouped(raw, form.identity, form.regroup, self.flags.data_output_path)
 
     def parts_of(
         self,
@@ -193,7 +210,7 @@ class _Preparation:
     def _log_lengths(self, name: str, table: TokenTable, order: np.ndarray, for_training: bool) -> None:
         order = order[table.fitted[order] != Fitted.UNUSABLE]
         fitted = table.fitted[order]
-        logger().info(f"data: {name}: {len(order)} rows; {describe_counts(fitted, table.has_empty_answer[order])}")
+        logger().info(f"data: {name}: {len(order)} rows; {describe_counts(fitted)}")
         if len(order):
             logger().info(f"data: {name}: prompt tokens: {describe_lengths(table.prompt_tokens[order])}")
             if self.use != "prompt":
@@ -202,9 +219,7 @@ class _Preparation:
             raise UserError(f"{name}: every answer is cut by the limit of {self.limit} tokens; raise it")
 
     def _log_rendering(self, source: DataSource, form: Form) -> None:
-        if self.tokenizer.chat_template and form.rendering == "text":
-            logger().info(f"data: {source.spec}: prompts are plain text, so the chat template is not applied")
-        elif self.tokenizer.chat_template:
+        if form.rendering == "chat":
             end = self.tokenizer.convert_ids_to_tokens(turn_end(self.tokenizer).token)
             logger().info(f"data: {source.spec}: answers to chat messages end with {end}")
 
@@ -282,6 +297,7 @@ def prepare(
             add(source, bool(eval_paths), eval_fraction)
         for source in parse_sources(eval_paths or [], "--eval_data_path", flags):
             preparation.add_evaluation(source)
+        check_flags_used(preparation.forms, flags)
         if not flags.streaming:
             return preparation.mixed()
     return preparation.streamed()

@@ -11,7 +11,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_examples
-from dschat_ppo.data.examples import Example
-from dschat_ppo.data.forms import Form, Use
+from dschat_ppo.data.examples import Example, Use
+from dschat_ppo.data.forms import Form
 from dschat_ppo.data.lengths import Fitted, fit_row
 from dschat_ppo.data.splits import ORIGIN, Origins
 from dschat_ppo.errors import UserError
@@ -38,7 +38,6 @@ _IDS = List(Value("int32"))
 _NOTES = {  # columns for `prepare` only
     "number": Value("int64"),  # of the raw row
     "fitted": Value("int8"),  # see `Fitted`; UNUSABLE rows have no tokens but a `problem`
-    "has_empty_answer": Value("int8"),
     "prompt_tokens": Value("int32"),  # before the length limit
     "answer_tokens": Value("int32"),  # of the longest answer, before the length limit
     "key": Value("uint64"),  # hash of all ids before the length limit: equal rows are duplicates
@@ -111,7 +110,7 @@ def tokenise_batch(
     Returns:
         (columns of equal length, bad rows by rising index). The columns are those of `token_features`; `index`, the
         number of the raw row in `raw_rows`, rising, since a row gives none, one or several token rows; and `fitted`,
-        `has_empty_answer`, `prompt_tokens`, `answer_tokens` and `key` for the log. Token rows that the limit drops are
+        `prompt_tokens`, `answer_tokens` and `key` for the log. Token rows that the limit drops are
         included, with `fitted` equal to `Fitted.DROPPED`.
 
     Raises:
@@ -139,9 +138,16 @@ def tokenise_batch(
         if isinstance(ids, UserError):
             note(index, ids, example.suffix)
             continue
-        if not ids.prompt:
-            note(index, UserError("the prompt is empty"), example.suffix)
+        fault = ""
+        if any(len(answer) <= 1 for answer in ids.answers):
+            fault = "the answer is empty: it has only the final token"
+        elif not ids.prompt and example.prompt != "":
+            fault = "the prompt is empty"
+        if fault:
+            note(index, UserError(fault), example.suffix)
             continue
+        if not ids.prompt:  # plain text: nothing before its first token predicts it
+            ids = replace(ids, prompt=ids.answers[0][:1], answers=[ids.answers[0][1:]])
         fitted, done = fit_row(ids, settings.limit, settings.truncation)
         if done == Fitted.DROPPED and settings.truncation == "error":
             too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
@@ -149,7 +155,7 @@ def tokenise_batch(
             continue
         values: dict[str, Any] = {
             "index": index, "prompt_ids": fitted.prompt, "answers": fitted.answers, "margin": example.margin,
-            "fitted": int(done), "has_empty_answer": int(any(len(answer) == 1 for answer in ids.answers)),
+            "fitted": int(done),
             "prompt_tokens": len(ids.prompt), "answer_tokens": max(map(len, ids.answers), default=0),
             "key": _hash(_bytes_of(ids)),
         }  # fmt: skip
@@ -191,7 +197,6 @@ class TokenTable:
         rows: the columns of `token_features`.
         number: int64, of the raw row; rising.
         fitted: int8, see `Fitted`.
-        has_empty_answer: bool.
         prompt_tokens: int32, before the length limit.
         answer_tokens: int32, of the longest answer before the length limit.
         key: uint64, equal for duplicates.
@@ -200,7 +205,6 @@ class TokenTable:
     rows: Dataset
     number: np.ndarray
     fitted: np.ndarray
-    has_empty_answer: np.ndarray
     prompt_tokens: np.ndarray
     answer_tokens: np.ndarray
     key: np.ndarray
@@ -273,7 +277,6 @@ def tokenise_rows(
 
     rows = cached_dataset(flags.data_output_path, key, make)
     notes = {name: _numbers_in(rows, name) for name in _NOTES if name != "problem"}
-    notes["has_empty_answer"] = notes["has_empty_answer"].astype(bool)
     return TokenTable(
         rows.select_columns(list(token_features(settings.use))), **notes, problems=rows.data.column("problem")
     )
@@ -286,7 +289,7 @@ def reading_of(settings: TokeniseSettings, flags: DataFlags) -> list[object]:
         "dataset_split", "streaming", "streaming_rows",
     }  # fmt: skip
     form, chosen = settings.form, {name: value for name, value in vars(flags).items() if name not in elsewhere}
-    how = (form.name, form.rendering, form.description, settings.use, settings.limit, settings.all_turns)
+    how = (form.identity, form.rendering, settings.use, settings.limit, settings.all_turns)
     return [*how, settings.source, sorted(chosen.items())]
 
 

@@ -85,7 +85,7 @@ def test_an_unfinished_entry_is_made_again(tmp_path):
 
 def test_a_damaged_cache_does_not_reject_the_data_file(tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text("prompt,response\na,b\nc,d\n")
+    path.write_text("prompt,response\na:,b\nc:,d\n")
     words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --data_path {path} --data_output_path {tmp_path}"
     flags, tokenizer = parse("sft", words.split()).data, toy.make_tokenizer(["words"])
     rows = prepare("sft", tokenizer, flags, 64).train.to_list()

@@ -1,100 +1,80 @@
-"""Column layouts to prompts and answers, and messages about bad rows."""
+"""Fields of rows: nested names, margins, the correct answer, and answers that cannot be used."""
 
 import pytest
 
-from dschat_ppo.data.examples import layout_of, read_example
+from dschat_ppo.data.examples import check_answers, has_value, margin_of, text_at, truth_of, value_at
 from dschat_ppo.errors import UserError
 
-ASK = [{"role": "user", "content": "Where is the lamp?"}]
+ROW = {
+    "reward_model": {"ground_truth": "72", "none": None}, "a.b": 1, "passages": [{"text": "t"}], "empty": None,
+    "margin": "1.5",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("columns", "use", "layout"),
-    [
-        (["prompt", "response"], "sft", ("prompt", "response")),
-        (["messages", "source"], "sft", ("messages",)),
-        (["prompt", "chosen", "rejected"], "sft", ("prompt", "chosen")),
-        (["prompt", "response", "chosen", "rejected"], "sft", ("prompt", "response")),
-        (["prompt", "chosen", "rejected", "margin"], "preference", ("prompt", "chosen", "rejected")),
-        (["prompt", "chosen", "rejected"], "prompt", ("prompt",)),
-        (["messages"], "prompt", ("messages",)),
-    ],
+    ("path", "value"),
+    [("reward_model.ground_truth", "72"), ("a.b", 1), ("passages.0.text", "t"), ("empty", None)],
 )
-def test_layout_is_found_from_the_columns(columns, use, layout):
-    assert layout_of(columns, use, "data.jsonl") == layout
-
-
-@pytest.mark.parametrize("use", ["sft", "preference", "prompt"])
-def test_wrong_columns_are_named_with_the_accepted_ones(use):
-    with pytest.raises(UserError) as problem:
-        layout_of(["question", "reply"], use, "data.jsonl")
-    message = str(problem.value)
-    assert "data.jsonl" in message
-    assert "'question', 'reply'" in message
-    assert "prompt" in message
-
-
-def test_sft_uses_the_chosen_answer_of_deepspeed_chat_rows():
-    row = {"prompt": "Human: hi Assistant:", "chosen": " Hello.", "rejected": " Go away."}
-    parsed = read_example(row, layout_of(list(row), "sft", "d"), "sft", "d, row 0")
-    assert (parsed.prompt, parsed.answers) == ("Human: hi Assistant:", [" Hello."])
-
-
-def test_pairs_keep_both_answers_and_the_margin():
-    row = {"prompt": "p", "chosen": "c", "rejected": "r", "margin": 2}
-    parsed = read_example(row, ("prompt", "chosen", "rejected"), "preference", "d, row 0")
-    assert (parsed.prompt, parsed.answers, parsed.margin) == ("p", ["c", "r"], 2.0)
-
-
-@pytest.mark.parametrize("row", [{}, {"margin": None}])
-def test_a_missing_margin_is_zero(row):
-    row = {"prompt": "p", "chosen": "c", "rejected": "r", **row}
-    assert read_example(row, ("prompt", "chosen", "rejected"), "preference", "d, row 0").margin == 0.0
-
-
-def test_messages_are_split_before_the_last_answer():
-    messages = [*ASK, {"role": "assistant", "content": "In the hall."}]
-    parsed = read_example({"messages": messages}, ("messages",), "sft", "d, row 0")
-    assert (parsed.prompt, parsed.answers) == (ASK, ["In the hall."])
-
-
-def test_messages_as_ppo_prompts_lose_their_answer():
-    messages = [*ASK, {"role": "assistant", "content": "In the hall."}]
-    assert read_example({"messages": messages}, ("messages",), "prompt", "d, row 0").prompt == ASK
-    assert read_example({"messages": ASK}, ("messages",), "prompt", "d, row 0").prompt == ASK
-
-
-def test_an_answer_given_as_messages_is_their_last_turn():
-    row = {"prompt": ASK, "chosen": [*ASK, {"role": "assistant", "content": "Here."}], "rejected": "No."}
-    parsed = read_example(row, ("prompt", "chosen", "rejected"), "preference", "d, row 0")
-    assert parsed.answers == ["Here.", "No."]
-
-
-def test_extra_fields_of_messages_are_dropped():
-    turn = {"role": "user", "content": "hi", "tool_calls": None}
-    read = read_example({"prompt": [turn]}, ("prompt",), "prompt", "d, row 0")
-    assert read.prompt == [{"role": "user", "content": "hi"}]
+def test_a_dot_leads_into_a_column(path, value):
+    assert value_at(ROW, path) == value
 
 
 @pytest.mark.parametrize(
-    ("row", "use", "column"),
+    ("path", "words"),
     [
-        ({"prompt": None, "response": "a"}, "sft", "prompt"),
-        ({"prompt": 7, "response": "a"}, "sft", "prompt"),
-        ({"prompt": [], "response": "a"}, "sft", "prompt"),
-        ({"prompt": "p", "response": None}, "sft", "response"),
-        ({"prompt": "p", "response": 3.5}, "sft", "response"),
-        ({"prompt": "p", "response": ASK}, "sft", "response"),
-        ({"messages": ASK}, "sft", "messages"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "sft", "messages"),
-        ({"messages": [{"role": "user", "text": "a"}]}, "prompt", "messages"),
-        ({"prompt": "p", "chosen": "c", "rejected": None}, "preference", "rejected"),
-        ({"prompt": "p", "chosen": ["c"], "rejected": "r"}, "preference", "chosen"),
-        ({"prompt": "p", "chosen": "c", "rejected": "r", "margin": "big"}, "preference", "margin"),
+        ("other", "has no 'other'"),
+        ("passages.1.text", "has no 'passages.1.text': 'passages' is list"),
+        ("reward_model.x", "has no 'reward_model.x'"),
+        ("empty.x", "'empty' is null; expected 'empty.x'"),
     ],
 )
-def test_bad_rows_are_named_with_their_column(row, use, column):
-    with pytest.raises(UserError) as problem:
-        read_example(row, layout_of(list(row), use, "data.jsonl"), use, "data.jsonl, row 17")
-    assert "data.jsonl, row 17" in str(problem.value)
-    assert f"'{column}'" in str(problem.value)
+def test_a_missing_field_is_named_with_its_path(path, words):
+    assert not has_value(ROW, path)
+    with pytest.raises(UserError, match=words):
+        value_at(ROW, path)
+
+
+def test_null_is_no_value_and_no_text():
+    assert not has_value(ROW, "reward_model.none") and has_value(ROW, "a.b")
+    with pytest.raises(UserError, match=r"'reward_model\.none' is null; expected text"):
+        text_at(ROW, "reward_model.none")
+
+
+@pytest.mark.parametrize(("row", "margin"), [({}, 0), ({"margin": None}, 0), ({"margin": ""}, 0), (ROW, 1.5)])
+def test_a_missing_margin_is_zero(row, margin):
+    assert margin_of(row) == margin
+
+
+@pytest.mark.parametrize("value", ["big", "nan", float("inf"), [1]])
+def test_a_margin_must_be_a_finite_number(value):
+    with pytest.raises(UserError, match="'margin' is"):
+        margin_of({"margin": value})
+
+
+def test_the_pattern_finds_the_correct_answer():
+    row = {"answer": "2 * 3 = 6\n#### 6", "other": None}
+    assert truth_of(row, "answer", "#### (.*)") == "6"
+    assert truth_of(row, "answer", None) == row["answer"]
+    with pytest.raises(UserError, match=r"'answer' does not match 'x\(\.\)'"):
+        truth_of(row, "answer", "x(.)")
+    with pytest.raises(UserError, match="'other' is null"):
+        truth_of(row, "other", None)
+
+
+def test_a_tool_call_needs_no_text():
+    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    check_answers([call])
+    with pytest.raises(UserError, match="the answer is empty"):
+        check_answers([{"role": "assistant", "content": ""}])
+
+
+@pytest.mark.parametrize(("answers", "words"), [(["", "b"], "chosen answer is"), (["a", " "], "rejected answer is")])
+def test_the_empty_answer_of_a_pair_is_named(answers, words):
+    with pytest.raises(UserError, match=words):
+        check_answers(answers)
+
+
+def test_equal_answers_are_refused():
+    check_answers(["a", "a "])
+    with pytest.raises(UserError, match="chosen and rejected are equal"):
+        check_answers(["a", "a"])

@@ -83,8 +83,6 @@ def test_lengths_are_described_by_nearest_ranks_and_a_histogram():
     assert describe_lengths(np.array([0])) == "min 0, median 0, 90% 0, 99% 0, max 0  0 [@" + " " * 31 + "] 0"
 
 
-def test_counts_name_empty_answers_of_rows_that_stay():
-    codes = [Fitted.WHOLE] * 3 + [Fitted.DROPPED] * 2 + [Fitted.ANSWER_CUT]
-    empty = np.array([True, False, False, True, False, False])
-    expected = "2 kept whole, 1 kept whole with an empty answer, 1 answer cut, 2 left out"
-    assert describe_counts(codes, empty) == expected
+def test_counts_name_what_was_done():
+    codes = np.array([Fitted.WHOLE] * 3 + [Fitted.DROPPED] * 2 + [Fitted.ANSWER_CUT])
+    assert describe_counts(codes) == "3 kept whole, 1 answer cut, 2 left out"

@@ -28,7 +28,7 @@ def write_jsonl(path: Path, rows: list) -> str:
 
 
 def flags_for(tmp_path: Path, *paths: str, use: str = "sft", **settings) -> DataFlags:
-    settings = {"data_split": WHOLE[use], **settings}
+    settings = {"data_split": WHOLE[use], "apply_chat_template": False, **settings}
     return DataFlags(data_path=list(paths), data_output_path=str(tmp_path / "cache"), **settings)
 
 
@@ -43,12 +43,15 @@ def answers_of(rows: Dataset) -> list[list[str]]:
 # The length limit
 
 
-def test_rows_with_an_empty_answer_are_counted(tmp_path, capsys):
-    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS[:3], {"prompt": "p", "response": ""}])
-    prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in ("4 rows", "3 kept whole", "1 kept whole with an empty answer"))
-    assert "this step uses" not in printed
+def test_an_answer_of_the_final_token_alone_is_a_bad_row(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS[:3], {"prompt": "p", "response": TOKENIZER.eos_token}])
+    with pytest.raises(UserError, match=r"d\.jsonl, row 4: the answer is empty"):
+        prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
+
+
+def test_a_split_of_all_rows_is_not_announced(tmp_path, capsys):
+    prepare("sft", TOKENIZER, flags_for(tmp_path, write_jsonl(tmp_path / "d.jsonl", ROWS[:3])), 64)
+    assert "this step uses" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("many", "logged"), [(3, 1), (4, 0)])
@@ -194,20 +197,22 @@ def test_evaluation_rows_that_are_not_used_are_logged(tmp_path, capsys, use, fra
 
 GOLDEN = {  # of the code that tokenised the permuted rows: training and evaluation prompts, and their fingerprints
     "sft": (
-        "p38 p17 p6 p5 p32 p25 qp9 qp1", "p16 p14 qp14",
-        "6ef4be3ad5e2d5bd87c23067de58fc827b9d41b9ebd932ef55e6791fcd2e9ba2",
-        "3e37832d9b48dd555f5784c092654309899198546654088525f965731846f484",
+        "p38 p17 p6 p5 p32 p25 qp9 qp1",
+        "p16 p14 qp14",
+        "c23a9be80c9c1e13121905d0f1e8e48b9d03151bf0a8209998fcdb8a34eb037f",
+        "aaa82cf7a8413a53ec4dead81b8bf79bc3e14f9d89b5d03276e703131f6027df",
     ),
     "preference": (
-        "p18 p4 p10 p35 p1 p34 p23 p0 p21 p11 p7 p22 p13 qp13 qp0 qp11 qp5 qp3", "p15 p26 p24 qp12",
-        "e406ed9fd8321ea56ea0b142500c6d2d45025e02259910305c6bc636e310dfbf",
-        "fb18d1d864c77ddb994f0b24412e85be62466ad2bc5a5bc49d1e9279b77a1245",
+        "p18 p4 p10 p35 p1 p34 p23 p0 p21 p11 p7 p22 p13 qp13 qp0 p11 qp5 qp3",
+        "p15 p26 p24 qp12",
+        "a9a7630b8c816bfe2d14de779a322d56a6cb3a29ea7f46f6a89220b547ae1c15",
+        "43fdc1695c9f90416c257fc8aba9eabd6ebe3cb29865dd25dda27c77943af3e0",
     ),
     "prompt": (
         "p12 p9 p30 p19 p33 p39 p3 p27 p29 p2 p36 p8 p31 p20 p37 p28 qp10 qp4 qp2 qp8 qp6 qp7",
         "qp0 qp1 qp2 qp3 qp4 qp5 qp6 qp7 qp8 qp9 qp10 qp11 qp12 qp13 qp14",
-        "f245684d1fe67d7e63726bdc4dec7a4ce6508d972dd65159a4ea7856f81f770e",
-        "3d453ecd5fcdd12a8233da5cb76ddb08a39f2a3804d8a8192e3b9d1455b8aaaa",
+        "11fc9e78f9198189e6bd11006a1d2be4f194c31fcf73559e39c1e6a4cb16364d",
+        "f0d2135c1417f2f53805f98364d4b247b1429c4df7bd4656ef7bba2f6d149983",
     ),
 }  # fmt: skip
 
@@ -218,7 +223,7 @@ def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(t
     rows = [
         {
             "prompt": f"p{i}",
-            "chosen": "good " * (i % 4),
+            "chosen": "good " * (i % 4 + 1),
             "rejected": f"bad {i}",
             "margin": i / 4,
             "note": ["é", None][i % 2],
@@ -257,11 +262,11 @@ def test_weights_and_numbers_of_rows_mix_data_sets(tmp_path, capsys):
 
 
 def test_several_data_sets_are_concatenated(tmp_path):
-    first = write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
+    first = write_jsonl(tmp_path / "a.jsonl", [{**row, "prompt": f"{row['prompt']}:"} for row in ROWS[:3]])
     second = write_jsonl(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": "hi"},
                                                               {"role": "assistant", "content": "ho"}]}])  # fmt: skip
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, first, second), 64).train
-    assert sorted(prompts_of(rows)) == ["<|user|>hi<|assistant|>", "prompt 0", "prompt 1", "prompt 2"]
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, first, second, apply_chat_template=None), 64).train
+    assert sorted(prompts_of(rows)) == ["<|user|>hi<|assistant|>", "prompt 0:", "prompt 1:", "prompt 2:"]
 
 
 # The cache
@@ -331,15 +336,15 @@ def test_duplicates_are_counted_and_dropped_only_with_skip(tmp_path, capsys, bad
 
 
 def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypatch):
-    path, read, read_example = write_jsonl(tmp_path / "d.jsonl", ROWS), [], forms.read_example
+    path, read, read_row = write_jsonl(tmp_path / "d.jsonl", ROWS), [], forms.read_row
 
     def reading_three(*words):
         read.append(words)
         if len(read) == 3:
             stop_requests.set_flag()
-        return read_example(*words)
+        return read_row(*words)
 
-    monkeypatch.setattr(forms, "read_example", reading_three)
+    monkeypatch.setattr(forms, "read_row", reading_three)
     stop_requests.install()
     try:
         for rows in (3, 3):  # the second call stops before its first row
@@ -370,7 +375,7 @@ def test_an_empty_prompt_is_rejected(tmp_path):
 
 def test_wrong_columns_are_rejected_with_the_name_of_the_data_set(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"question": "q", "reply": "r"}])
-    with pytest.raises(UserError, match=r"d\.jsonl.*'question', 'reply'.*needs prompt/chosen/rejected"):
+    with pytest.raises(UserError, match=r"d\.jsonl.*'question', 'reply'.*fit no known form"):
         prepare("preference", TOKENIZER, flags_for(tmp_path, path, use="preference"), 64)
 
 
@@ -389,7 +394,8 @@ def test_another_eos_misses_the_cache(tmp_path):
 def test_only_evaluation_rows_may_all_be_too_long(tmp_path, truncation):
     for name, answer in (("train", "b"), ("eval", "b" * 50)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "a", "response": answer}) + "\n")
-    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --truncation {truncation} --data_path"
+    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --truncation {truncation} "
+    words += "--apply_chat_template False --data_path"
     tokenizer = make_tokenizer(["words"])
     rows = prepare("sft", tokenizer, parse("sft", [*words.split(), str(tmp_path)]).data, 10, eval_fraction=0.1)
     assert len(rows.train) == 1

@@ -1,6 +1,7 @@
 """Batches of raw rows to token rows: several, one or none of each, bad rows, and the columns for reward functions."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ TOKENIZER = make_tokenizer(["a b c d"])
 
 
 def read(row, use, where):
-    """One example for each answer of a row; a null is a bad row."""
+    """One example for each answer of a row; a null and an empty prompt are bad rows."""
+    if not row["prompt"]:
+        raise UserError(f"{where}: the prompt is empty")
     if row["answers"] is None:
         raise UserError(f"{where}: 'answers' is null")
     return [
@@ -30,7 +33,7 @@ def read(row, use, where):
 
 
 ORIGINS = Origins(("f",))
-FORM = Form("several", "text", read, "several answers")
+FORM = Form("several", "text", read, "several answers", ("sft", "prompt"), "several", False)
 
 
 def settings(use="sft", limit=64, truncation="left", **changes) -> TokeniseSettings:
@@ -64,7 +67,7 @@ def test_bad_rows_are_returned_by_rising_index_with_their_first_characters():
     columns, bad = batch(rows, truncation="error")
     assert columns["index"] == [0]
     assert [(found.index, found.is_too_long) for found in bad] == [(1, False), (2, False), (3, True), (3, True)]
-    assert bad[0].message == 'f, row 2, answer 1: the prompt is empty; the row: {"prompt": "", "answers": ["b"]}'
+    assert bad[0].message == 'f, row 2: the prompt is empty; the row: {"prompt": "", "answers": ["b"]}'
     assert bad[1].message == 'f, row 3: \'answers\' is null; the row: {"prompt": "q", "answers": null}'
     assert bad[1].reason == "'answers' is null"
     shown = bad[2].message.partition("; the row: ")[2]
@@ -77,10 +80,21 @@ def test_a_row_with_one_bad_example_gives_no_token_row():
     assert columns["index"] == [1] and [found.index for found in bad] == [0]
 
 
-def test_dropped_and_empty_rows_are_marked():
-    rows = [{"prompt": "p", "answers": ["a" * 50, ""]}]
+def test_dropped_rows_are_marked_and_empty_answers_are_bad():
+    rows = [{"prompt": "p", "answers": ["a" * 50, "b"]}, {"prompt": "p", "answers": ["<|end|>"]}]
     columns, bad = batch(rows, limit=20, truncation="drop")
-    assert columns["fitted"] == [Fitted.DROPPED, Fitted.WHOLE] and columns["has_empty_answer"] == [0, 1] and not bad
+    assert columns["fitted"] == [Fitted.DROPPED, Fitted.WHOLE]
+    assert [(found.index, found.reason) for found in bad] == [(1, "the answer is empty: it has only the final token")]
+
+
+def test_the_first_token_of_plain_text_is_its_prompt():
+    form = replace(FORM, read=lambda row, use, where: [Example("", [row["text"]])])
+    columns, bad = batch([{"text": "abc"}, {"text": "a"}, {"text": ""}], form=form)
+    found = [
+        TOKENIZER.decode([*ids, 0, *answers[0]])
+        for ids, answers in zip(columns["prompt_ids"], columns["answers"], strict=True)
+    ]
+    assert found == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and [problem.index for problem in bad] == [2]
 
 
 def test_keys_tell_whole_rows_apart_and_digests_their_final_content():

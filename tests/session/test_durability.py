@@ -102,7 +102,7 @@ def test_quarantined_checkpoints_and_kept_or_restored_metrics_are_durable(tmp_pa
 
 def test_prepared_rows_are_durable(tmp_path, monkeypatch):
     path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
-    path.write_text("".join(json.dumps({"prompt": str(n), "response": "b"}) + "\n" for n in range(5)))
+    path.write_text("".join(json.dumps({"prompt": f"{n}:", "response": "b"}) + "\n" for n in range(5)))
     words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --data_path {path} --data_output_path {cache}"
     power = PowerLoss(monkeypatch)
     prepare("sft", toy.make_tokenizer(["words"]), parse("sft", words.split()).data, 64)

@@ -1,0 +1,166 @@
+"""Forms with several answers to one prompt: ranked lists, and rows that call one answer good or bad (KTO)."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from dschat_ppo.data.examples import Row, Use, value_at
+from dschat_ppo.data.form_readers import prompt_value
+from dschat_ppo.data.form_rows import Draft, Reading
+from dschat_ppo.data.messages import Message, Messages, kind_of, looks_like_messages, read_messages, split_answer
+from dschat_ppo.errors import UserError
+
+SCORES = ("scores", "ratings", "rewards")  # columns with a number per answer: more is better
+RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
+_TEXTS = ("text", "answer", "response", "completion", "content")
+_SCORE = ("score", "overall_score", "rating", "reward")
+GROUP_ANSWERS, GROUP_LABELS = "_answers", "_labels"  # columns that `group_by_prompt` adds
+
+
+def read_ranked(row: Row, reading: Reading, use: Use) -> list[Draft]:
+    """A list of answers with scores or ranks: the best one, or every pair of different rank."""
+    prompt = prompt_value(row, reading)
+    if use == "prompt":
+        return [Draft(prompt)]
+    column = dict(reading.columns)["response"]
+    values = value_at(row, column)
+    if not isinstance(values, list) or not values:
+        raise UserError(f"'{column}' is {kind_of(values)}; expected a list of answers")
+    texts = [_text(value, f"answer {number} of '{column}'") for number, value in enumerate(values, start=1)]
+    worths = _worths(row, reading, values, column)
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            raise UserError(f"answer {number} of '{column}' is empty")
+    order = sorted(range(len(texts)), key=lambda at: -worths[at])  # stable: equal ones in the order of the row
+    if use == "sft":
+        return [Draft(prompt, [texts[order[0]]])]
+    pairs = [(a, b) for at, a in enumerate(order) for b in order[at + 1 :] if worths[a] > worths[b]]
+    for a, b in pairs:
+        if texts[a] == texts[b]:
+            raise UserError(f"answers {a + 1} and {b + 1} of '{column}' are equal, but their ranks differ")
+    return [Draft(prompt, [texts[a], texts[b]], f", answers {a + 1} and {b + 1}") for a, b in pairs]
+
+
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, dict):
+        value = next((value[key] for key in _TEXTS if value.get(key) is not None), value)
+    if not isinstance(value, str):
+        raise UserError(f"{name} is {kind_of(value)}; expected text, or an object with {', '.join(_TEXTS[:3])}")
+    return value
+
+
+def _worths(row: Row, reading: Reading, values: list[Any], column: str) -> list[float]:
+    """How good each answer is: its score, or minus its rank."""
+    role = "ranks" if reading.column("ranks") else "scores"
+    beside = reading.column(role)
+    if beside is not None:
+        numbers, sign, name = value_at(row, beside), -1 if role == "ranks" else 1, f"'{beside}'"
+        if not isinstance(numbers, list) or len(numbers) != len(values):
+            raise UserError(f"{name} is {kind_of(numbers)}; expected a list of {len(values)} numbers, one per answer")
+    else:
+        dicts = [value if isinstance(value, dict) else {} for value in values]
+        keys = [(key, sign) for names, sign in ((RANKS, -1), (_SCORE, 1)) for key in names]
+        key, sign = next(((key, sign) for key, sign in keys if all(key in value for value in dicts)), ("", 1))
+        if not key:
+            raise UserError(
+                f"the answers of '{column}' have no score or rank, and no column {', '.join(SCORES)} is there"
+            )
+        numbers, name = [value[key] for value in dicts], f"'{key}' in '{column}'"
+    worths = []
+    for number in numbers:
+        try:
+            worths.append(sign * float(number))
+        except (TypeError, ValueError):
+            raise UserError(f"{name} holds {kind_of(number)}; expected a number") from None
+        if not math.isfinite(worths[-1]):
+            raise UserError(f"{name} holds {number}; expected a finite number")
+    return worths
+
+
+def read_kto(row: Row, reading: Reading, use: Use) -> list[Draft]:
+    """An answer and whether it is good; or all answers to one prompt, after `group_by_prompt`.
+
+    SFT takes the good answers, a preference is every good answer with every bad one.
+    """
+    prompt = prompt_value(row, reading)
+    if use == "prompt":
+        return [Draft(_as_chat(prompt, row, reading))]
+    column = dict(reading.columns)["response"]
+    is_group = GROUP_ANSWERS in row
+    values = row[GROUP_ANSWERS] if is_group else [value_at(row, column)]
+    labels = row[GROUP_LABELS] if is_group else [value_at(row, dict(reading.columns)["label"])]
+    good: list[tuple[int, str | Message]] = []
+    bad: list[tuple[int, str | Message]] = []
+    for number, (value, label) in enumerate(zip(values, labels, strict=True), start=1):
+        (good if _is_good(label) else bad).append((number, _completion(value, column)))
+    prompt = _as_chat(prompt, row, reading)
+    if use == "sft":
+        return [Draft(prompt, [answer], f", answer {number}" if len(values) > 1 else "") for number, answer in good]
+    if not is_group:
+        raise UserError("pairs of KTO rows need all rows of a prompt, so the data set cannot be streamed")
+    return [
+        Draft(prompt, [better, worse], f", answers {first} and {second}")
+        for first, better in good
+        for second, worse in bad
+    ]
+
+
+def _completion(value: Any, column: str) -> str | Message:
+    if isinstance(value, str):
+        return value
+    if looks_like_messages(value):
+        prefix, answer = split_answer(read_messages(value, column), column)
+        if not prefix:
+            return answer
+    raise UserError(f"'{column}' is {kind_of(value)}; expected text or one message of the assistant")
+
+
+def _as_chat(prompt: str | Messages, row: Row, reading: Reading) -> str | Messages:
+    """A text prompt whose answers are messages is the user's message."""
+    values = row.get(GROUP_ANSWERS) or [row.get(dict(reading.columns)["response"])]
+    is_chat = isinstance(prompt, str) and looks_like_messages(values[0])
+    return [{"role": "user", "content": prompt}] if is_chat else prompt
+
+
+def _is_good(label: Any) -> bool:
+    """The label of an answer: true or false, 1 or 0, or their text (CSV files).
+
+    Raises:
+        UserError: it is something else.
+    """
+    known = {"true": True, "false": False, "1": True, "0": False}
+    text = str(label).lower()
+    if text not in known:
+        raise UserError(f"'label' is {kind_of(label)}; expected true or false")
+    return known[text]
+
+
+def group_by_prompt(rows: Any, prompt: str, answer: str, label: str) -> Any:
+    """One row for each prompt of a `datasets.Dataset` of KTO rows.
+
+    Args:
+        rows: the data set.
+        prompt, answer, label: names of its columns.
+
+    Returns:
+        The first row of each prompt, in order, with all its answers in `GROUP_ANSWERS` and their labels in
+        `GROUP_LABELS`, in the order of the rows.
+    """
+    groups: dict[str, list[int]] = {}
+    for number, value in enumerate(rows.select_columns([prompt])):
+        key = value[prompt] if isinstance(value[prompt], str) else json.dumps(value[prompt], default=str)
+        groups.setdefault(key, []).append(number)
+    order = [number for numbers in groups.values() for number in numbers]
+    answers = rows.select(order).select_columns([answer, label])
+    grouped: dict[str, list[Any]] = {GROUP_ANSWERS: [], GROUP_LABELS: []}
+    at = iter(answers)
+    for numbers in groups.values():
+        members = [next(at) for _ in numbers]
+        grouped[GROUP_ANSWERS].append([member[answer] for member in members])
+        grouped[GROUP_LABELS].append([member[label] for member in members])
+    first = rows.select([numbers[0] for numbers in groups.values()])
+    for name, values in grouped.items():
+        first = first.add_column(name, values)
+    return first

@@ -1,0 +1,164 @@
+"""The forms of data sets: the columns by which each is found, what it serves, and its reader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dschat_ppo.data import form_answer_lists, form_readers
+from dschat_ppo.data.deepspeed_chat_sets import SETS
+from dschat_ppo.data.examples import Row, Use
+from dschat_ppo.data.form_rows import Draft, DraftReader, Reading
+from dschat_ppo.errors import UserError
+
+Roles = dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One form.
+
+    Attributes:
+        name: as `--data_format` names it.
+        roles: role -> names of columns that have it; the first one that exists counts.
+        needs: use -> the sets of roles of which one must be there.
+        read: from a row to drafts.
+        by_flag: roles that a column flag may name while the form is detected; `--data_format` allows all of them.
+        rendering: "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there
+            is a chat template).
+        shadows: forms that fit the same columns and say less.
+        not_with: columns beside which the form is not considered.
+        inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
+    """
+
+    name: str
+    roles: Roles
+    needs: dict[Use, tuple[tuple[str, ...], ...]]
+    read: DraftReader
+    by_flag: tuple[str, ...] = ()
+    rendering: str = "as given"
+    shadows: tuple[str, ...] = ()
+    not_with: tuple[str, ...] = ()
+    inside: bool = False
+
+    def uses(self, columns: dict[str, str]) -> tuple[Use, ...]:
+        """The uses that these roles serve."""
+        return tuple(use for use, choices in self.needs.items() if any(set(roles) <= set(columns) for roles in choices))
+
+
+_PROMPT: Roles = {"prompt": ("prompt",)}
+_PAIR: Roles = {"chosen": ("chosen",), "rejected": ("rejected",)}
+_ANSWERS: Roles = {
+    "response": ("responses", "answers", "completions"),
+    "scores": form_answer_lists.SCORES,
+    "ranks": form_answer_lists.RANKS,
+}
+
+KINDS = (
+    Kind(
+        "verl",
+        {"prompt": ("prompt",), "source": ("data_source",), "truth": ("reward_model.ground_truth",),
+         "response": ("extra_info.answer",)},
+        {"prompt": (("prompt", "source", "truth"),), "sft": (("prompt", "source", "truth", "response"),)},
+        form_readers.read_prompt_response, ("prompt",), shadows=("prompt_response",),
+    ),
+    Kind(
+        "kto",
+        {**_PROMPT, "response": ("completion", "response"), "label": ("label",)},
+        dict.fromkeys(("sft", "preference", "prompt"), (("prompt", "response", "label"),)),
+        form_answer_lists.read_kto, ("prompt", "response"), shadows=("prompt_response",),
+    ),
+    Kind(
+        "ranked",
+        {"prompt": ("prompt", "instruction", "question", "query"), **_ANSWERS},
+        dict.fromkeys(("sft", "preference", "prompt"), (("prompt", "response"),)),
+        form_answer_lists.read_ranked, ("prompt",),
+    ),
+    Kind(
+        "preference",
+        {**_PROMPT, **_PAIR, "response": ("response",)},
+        {"sft": (("prompt", "chosen"),), "preference": (("prompt", "chosen", "rejected"),),
+         "prompt": (("prompt", "chosen"),)},
+        form_readers.read_preference, ("prompt", "chosen", "rejected", "response"),
+    ),
+    Kind(
+        "sharegpt",
+        {"messages": ("conversations", "conversation"), **_PAIR},
+        {"sft": (("messages",),), "preference": (("messages", "chosen", "rejected"),), "prompt": (("messages",),)},
+        form_readers.read_conversation, rendering="chat",
+    ),
+    Kind(
+        "messages",
+        {"messages": ("messages",)},
+        {"sft": (("messages",),), "prompt": (("messages",),)},
+        form_readers.read_conversation, ("messages",), rendering="chat",
+    ),
+    Kind(
+        "hh",
+        {**_PAIR, "messages": ("text", "transcript", "dialogue", "conversation")},
+        {"sft": (("chosen",), ("messages",)), "preference": (("chosen", "rejected"),),
+         "prompt": (("chosen",), ("messages",))},
+        form_readers.read_transcript, ("chosen", "rejected", "messages"), rendering="text",
+        shadows=("implicit_preference", "text"), not_with=("prompt", "instruction", "conversations"), inside=True,
+    ),
+    Kind(
+        "implicit_preference",
+        _PAIR,
+        dict.fromkeys(("sft", "preference", "prompt"), (("chosen", "rejected"),)),
+        form_readers.read_implicit_preference, ("chosen", "rejected"),
+        not_with=("prompt", "instruction", "conversations"), inside=True,
+    ),
+    Kind(
+        "alpaca",
+        {"prompt": ("instruction",), "input": ("input",), "response": ("output",), "history": ("history",), **_PAIR},
+        {"sft": (("prompt", "response"), ("prompt", "chosen")), "preference": (("prompt", "chosen", "rejected"),),
+         "prompt": (("prompt", "response"), ("prompt", "chosen"))},
+        form_readers.read_alpaca, rendering="content",
+    ),
+    Kind(
+        "question_answer",
+        {"prompt": ("question",), "response": ("answer",)},
+        {"sft": (("prompt", "response"),), "prompt": (("prompt", "response"),)},
+        form_readers.read_question_answer, rendering="content",
+    ),
+    Kind(
+        "prompt_response",
+        {**_PROMPT, "response": ("response", "completion")},
+        {"sft": (("prompt", "response"),), "prompt": (("prompt",),)},
+        form_readers.read_prompt_response, ("prompt", "response"), not_with=("chosen",),
+    ),
+    Kind(
+        "text",
+        {"response": ("text",)},
+        {"sft": (("response",),)},
+        form_readers.read_text, rendering="text", inside=True,
+    ),
+)  # fmt: skip
+NEEDED = {
+    "sft": "a prompt and an answer (prompt/response, messages, instruction/output, question/answer, ...)",
+    "preference": "a prompt and two answers (prompt/chosen/rejected, chosen/rejected, ranked answers, ...)",
+    "prompt": "a prompt (prompt, messages, ...)",
+}
+
+
+def _read_named(row: Row, reading: Reading, use: Use) -> list[Draft]:
+    """A row of a DeepSpeed-Chat data set."""
+    known = SETS[reading.form]
+    if use == "prompt":
+        return [Draft(known.prompt(row))]
+    readers = [known.chosen] if use == "sft" else [known.chosen, known.rejected]
+    if None in readers:
+        raise UserError(f"{reading.form} has no worse answer")
+    return [Draft(known.prompt(row), [read(row) for read in readers if read is not None])]
+
+
+def kind_named(name: str) -> Kind:
+    """The form that `--data_format` names."""
+    found = next((kind for kind in KINDS if kind.name == name), None)
+    if found is not None:
+        return found
+    known = SETS[name]
+    every = tuple(known.columns)
+    needs: dict[Use, tuple[tuple[str, ...], ...]] = {"sft": (every,), "prompt": (every,)}
+    if known.rejected is not None:
+        needs["preference"] = (every,)
+    return Kind(name, {column: (column,) for column in every}, needs, _read_named, rendering="text", inside=True)

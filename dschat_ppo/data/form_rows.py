@@ -1,0 +1,130 @@
+"""From what a form finds in a row to examples: rendering, system message, tools, margin, truth, and the last checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dschat_ppo.data.examples import Example, Row, Use, check_answers, margin_of, text_at, truth_of, value_at
+from dschat_ppo.data.messages import Message, Messages, read_tools
+from dschat_ppo.errors import UserError
+
+Rendering = Literal["chat", "text"]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a form finds in a row: a prompt and its answers, before the rendering. `suffix` is that of `Example`."""
+
+    prompt: str | Messages
+    answers: list[str | Message] = field(default_factory=list)
+    suffix: str = ""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of one data set are read. Its `repr` identifies it.
+
+    Attributes:
+        form: name of the form, or of the DeepSpeed-Chat data set.
+        columns: (role, column) pairs, such as ("prompt", "question").
+        rendering: of all prompts.
+        wrap: a prompt that is text becomes the user's message.
+        input_template: text around a prompt that is text; `{}` stands for the prompt.
+        system, tools: columns, or None.
+        truth: column of the correct answer, or None.
+        truth_pattern: finds the correct answer in that column; None takes the whole value.
+    """
+
+    form: str
+    columns: tuple[tuple[str, str], ...]
+    rendering: Rendering = "text"
+    wrap: bool = False
+    input_template: str | None = None
+    system: str | None = None
+    tools: str | None = None
+    truth: str | None = None
+    truth_pattern: str | None = None
+
+    def column(self, role: str) -> str | None:
+        """The column of a role, or None."""
+        return dict(self.columns).get(role)
+
+    def text(self, row: Row, role: str) -> str:
+        """The text in the column of a role.
+
+        Raises:
+            UserError: it is not text.
+        """
+        return text_at(row, dict(self.columns)[role])
+
+
+DraftReader = Callable[[Row, Reading, Use], list[Draft]]
+
+
+def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str) -> list[Example]:
+    """The examples of one row.
+
+    Args:
+        read: finds the drafts of the row's form.
+        reading: of the data set.
+        row: column -> value.
+        use: "sft", "preference" or "prompt".
+        where: the row's name, for messages.
+
+    Raises:
+        UserError: the row is bad; the message names it and says why.
+    """
+    try:
+        drafts = read(row, reading, use)
+        margin = margin_of(row) if reading.column("rejected") else 0.0
+        truth = truth_of(row, reading.truth, reading.truth_pattern) if reading.truth else None
+        tools = read_tools(value_at(row, reading.tools), reading.tools) if reading.tools else None
+        if tools and reading.rendering == "text":
+            raise UserError(f"'{reading.tools}' describes tools, which need the chat template; {CHOOSE_CHAT}")
+        examples = []
+        for draft in drafts:
+            check_answers(draft.answers)
+            prompt = _with_system(_rendered(draft.prompt, reading), row, reading)
+            examples.append(Example(prompt, draft.answers, margin, truth, tools, draft.suffix))
+    except UserError as problem:
+        raise UserError(f"{where}: {problem}") from None
+    return examples
+
+
+CHOOSE_CHAT = "--apply_chat_template True renders the prompts with it"
+
+
+def _rendered(prompt: str | Messages, reading: Reading) -> str | Messages:
+    if isinstance(prompt, list):
+        if reading.rendering == "text":
+            raise UserError("the prompt is a list of chat messages, but those of the first rows are text")
+        return prompt
+    if not prompt and reading.form != "text":
+        raise UserError("the prompt is empty")
+    if reading.input_template is not None:
+        prompt = reading.input_template.replace("{}", prompt)
+    if reading.rendering == "text":
+        return prompt
+    if not reading.wrap:
+        raise UserError("the prompt is text, but those of the first rows are chat messages")
+    return [{"role": "user", "content": prompt}]
+
+
+def _with_system(prompt: str | Messages, row: Row, reading: Reading) -> str | Messages:
+    system = value_at(row, reading.system) if reading.system else None
+    if system is None or system == "":
+        return prompt
+    if not isinstance(system, str):
+        raise UserError(f"'{reading.system}' is {type(system).__name__}; expected text")
+    if isinstance(prompt, str):
+        raise UserError(
+            f"'{reading.system}' holds a system message, which needs the chat template; {CHOOSE_CHAT}, "
+            "--system_column '' ignores the column"
+        )
+    if prompt[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *prompt]
+    if prompt[0]["content"] != system:
+        raise UserError(f"'{reading.system}' and the first message are two different system messages")
+    return prompt
