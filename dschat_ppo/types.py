@@ -7,7 +7,7 @@ and are carried along, never derived from token ids: padding may hold any id.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ Record = TypeVar("Record")
 
 # Fields of shape (B, P), and fields with one entry per row; all other fields are (B, R).
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
-PER_ROW = ("finish_reason", "source_scores", "scores", "baselines", "groups")
+PER_ROW = ("finish_reason", "source_scores", "scores", "baselines", "groups", "data_sources")
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,11 @@ class ScoredRollout(Rollout):
     ref_logprobs: Tensor | None  # (B, R) fp32, log-probs under the reference
     kl: Tensor | None  # (B, R) fp32, KL to the reference, for the penalty in the reward
     values: Tensor | None  # (B, R) fp32, the critic's value before each response token
-    source_scores: Tensor  # (B, K) fp32, score by each reward source
+    source_scores: Tensor  # (B, K) fp32, score by each reward source; NaN where it does not score the row
     scores: Tensor  # (B,) fp32, weighted sum over the reward sources
     baselines: Tensor | None  # (B,) fp32, score of the greedy answer to the same prompt, for remax
     groups: Tensor  # (B,) int64, number of the row's prompt in the run
+    data_sources: Tensor | None = field(default=None, kw_only=True)  # (B,) int64, number of the prompt's data set
 
 
 @dataclass(frozen=True)

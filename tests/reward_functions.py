@@ -150,6 +150,17 @@ def faulty_batch(responses):
     return [FAULTS[response]() if response in FAULTS else len(response) for response in responses]
 
 
+def dicts(response):
+    if response == "lacking":
+        return {"is_long": True}
+    found = {"score": None if response == "none" else len(response), "is_long": len(response) > 2, "text": response}
+    return found | ({"only_a": 7} if response == "a" else {})
+
+
+def many_names(response):
+    return {"score": 0, **{f"n{number}": 1 for number in range(int(response), int(response) + 20)}}
+
+
 def wrong_length(responses):
     """One score too few for a batch, the right number for one row, and two for the response `two`."""
     if len(responses) > 1:

@@ -10,6 +10,12 @@ from torch import Tensor
 from dschat_ppo.algorithms.aggregation import masked_sum
 
 
+def bradley_terry_pair_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | None = None) -> Tensor:
+    """`-log sigmoid(chosen - rejected - margin)` of each pair, (B,); see `bradley_terry_loss`."""
+    lead = chosen_scores - rejected_scores
+    return -F.logsigmoid(lead if margin is None else lead - margin)
+
+
 def bradley_terry_loss(
     chosen_scores: Tensor,
     rejected_scores: Tensor,
@@ -31,10 +37,7 @@ def bradley_terry_loss(
     Returns:
         Scalar with gradient.
     """
-    lead = chosen_scores - rejected_scores
-    if margin is not None:
-        lead = lead - margin
-    return masked_sum(-F.logsigmoid(lead), pair_mask) / num_pairs
+    return masked_sum(bradley_terry_pair_loss(chosen_scores, rejected_scores, margin), pair_mask) / num_pairs
 
 
 def reward_centering_loss(

@@ -15,14 +15,24 @@ MOST_ANSWERS = 10**7  # answers of an evaluation, held as texts and scores
 
 
 @dataclass(frozen=True)
+class PackedRows:
+    """With `--packing`: what the packed rows hold."""
+
+    samples: int  # training samples in all packed rows together
+    capacity: int  # most tokens of a packed row
+
+
+@dataclass(frozen=True)
 class SupervisedPlan:
     """Batches of steps 1 and 2. The last optimizer step of an epoch may have fewer rows; no row is dropped."""
 
-    rows: int  # training rows
+    rows: int  # training rows; with --packing, packed rows
     world_size: int  # ranks
     per_device: int  # micro-batch size per device
     accumulation: int  # micro-batches per optimizer step
     epochs: int  # passes over the rows
+    tokens: int | None = None  # of all samples, prompts and answers; None if unknown
+    packing: PackedRows | None = None
 
     @property
     def global_batch(self) -> int:
@@ -41,10 +51,22 @@ class SupervisedPlan:
 
     def table(self) -> list[tuple[str, str]]:
         """The plan as (name, arithmetic) lines for the log."""
+        lines = [("training rows", f"{self.rows}")]
+        steps = self.steps_per_epoch
+        if self.packing is not None:
+            samples, tokens, room = self.packing.samples, self.tokens or 0, self.rows * self.packing.capacity
+            lines = [
+                ("training samples", f"{samples}"),
+                ("packed rows", f"{self.rows} of {self.packing.capacity} tokens, {100 * tokens / room:.1f} % full"),
+                ("samples per optimizer step", f"{samples} / {steps} = {samples / steps:.1f} on average"),
+            ]
+        if self.tokens is not None:
+            per_step = f"{self.tokens} / {steps} = {self.tokens / steps:.1f} on average"
+            lines.append(("tokens per optimizer step", per_step))
         return [
-            ("training rows", f"{self.rows}"),
+            *lines,
             ("ranks", f"{self.world_size}"),
-            ("micro-batch per device", f"{self.per_device}"),
+            ("micro-batch per device", f"{self.per_device}" + (" packed rows" if self.packing is not None else "")),
             ("micro-batches per optimizer step", f"{self.accumulation}"),
             (
                 "global batch",
@@ -58,8 +80,10 @@ class SupervisedPlan:
         ]
 
 
-def plan_supervised(flags: SupervisedFlags, rows: int, world_size: int) -> SupervisedPlan:
-    """The batch plan of steps 1 and 2 for `rows` training rows.
+def plan_supervised(
+    flags: SupervisedFlags, rows: int, world_size: int, tokens: int | None = None, packing: PackedRows | None = None
+) -> SupervisedPlan:
+    """The batch plan of steps 1 and 2 for `rows` training rows (see `SupervisedPlan`).
 
     Raises:
         UserError: an optimizer step has too many rows for memory, or the run has too many optimizer steps.
@@ -70,6 +94,8 @@ def plan_supervised(flags: SupervisedFlags, rows: int, world_size: int) -> Super
         flags.per_device_train_batch_size,
         flags.gradient_accumulation_steps,
         flags.num_train_epochs,
+        tokens,
+        packing,
     )
     require(
         plan.global_batch <= MOST_ROWS,

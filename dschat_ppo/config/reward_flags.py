@@ -31,6 +31,9 @@ class RewardSourceFlags:
         None,
     )
     reward_model_weight: float = flag("weight of the learned reward; 0 = only log it", 1.0)
+    reward_model_sources: list[str] = flag_list(
+        "data sources whose rows the learned reward scores; not given: all rows", list
+    )
     reward_model_max_length: int | None = flag(
         "maximum tokens per row for a --reward_model_name_or_path with its own tokenizer; longer rows are cut at the "
         "start. Not given: the number of positions of the model",
@@ -38,16 +41,19 @@ class RewardSourceFlags:
     )
     reward_function: list[str] = flag_list(
         "reward functions: path.py:name, module.path:name or the name of a built-in rule, each with optional "
-        "?key=value settings and :weight (docs/rewards.md)",
+        "?key=value settings and :weight; SOURCE= in front: only for the rows of this data source (docs/rewards.md)",
         list,
     )
     reward_workers: int = flag("number of worker processes on each rank, for each reward function", 2)
     reward_timeout: float = flag("timeout of a reward function call, in seconds", 10.0)
-    reward_default: float = flag("score of a row whose reward function call failed", 0.0)
+    reward_default: float = flag("score of a row whose reward function call failed, or that no source scores", 0.0)
     remote_reward_url: str | None = flag(
         "URL of a reward service, http://host:port/get_reward; separate several by commas", None
     )
     remote_reward_weight: float = flag("weight of the remote reward; 0 = only log it", 1.0)
+    remote_reward_sources: list[str] = flag_list(
+        "data sources whose rows are sent to the reward service; not given: all rows", list
+    )
     remote_reward_timeout: float = flag("timeout of a request, in seconds", 60.0)
     remote_reward_retries: int = flag("number of retries after a connection error, a timeout, or status 429 or 5xx", 5)
     remote_reward_batch_size: int = flag("maximum rows per request", 64)
@@ -76,6 +82,12 @@ class RewardSourceFlags:
             self.use_reward_model or self.reward_model_name_or_path is None,
             "--reward_model_name_or_path has no effect with --use_reward_model False; leave one of them out",
         )
+        for name, sources, is_used in (
+            ("reward_model_sources", self.reward_model_sources, self.use_reward_model),
+            ("remote_reward_sources", self.remote_reward_sources, self.remote_reward_url is not None),
+        ):
+            require(all(sources), f"--{name} must not contain an empty string")
+            require(is_used or not sources, f"--{name} has no effect without the source that it routes")
         require(
             self.reward_model_max_length is None or self.reward_model_name_or_path is not None,
             "--reward_model_max_length has no effect without --reward_model_name_or_path",

@@ -204,6 +204,12 @@ class SupervisedFlags:
         "maximum tokens of a row, prompt and answer together; batches are padded to their longest row", 512
     )
     per_device_train_batch_size: int = flag("micro-batch size per device", 16)
+    packing: bool = flag(
+        "fill each row of a micro-batch with several samples, up to --max_seq_len tokens (pairs: two such rows for each"
+        " packed row); attention stays inside a sample. An optimizer step then has more samples, and an epoch has fewer"
+        " steps",
+        False,
+    )
     per_device_eval_batch_size: int = flag("evaluation batch size per device", 16)
     gradient_accumulation_steps: int = flag("micro-batches per optimizer step", 1)
     learning_rate: float = flag("peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model", 2e-5)

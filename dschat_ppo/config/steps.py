@@ -44,6 +44,9 @@ class SFTConfig:
     safety: SafetyFlags
     run: RunFlags
 
+    def __post_init__(self) -> None:
+        _require_known_lengths(self.fit, self.data)
+
 
 @dataclass(frozen=True)
 class PreferenceConfig:
@@ -61,6 +64,15 @@ class PreferenceConfig:
             f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
             "it does not go with --streaming",
         )
+        _require_known_lengths(self.fit, self.data)
+
+
+def _require_known_lengths(fit: SupervisedFlags, data: DataFlags) -> None:
+    require(
+        not (fit.packing and data.streaming),
+        "--packing needs the length of every training row before the first step, which --streaming does not know; use "
+        "one of the two",
+    )
 
 
 @dataclass(frozen=True)

@@ -17,32 +17,38 @@ from dschat_ppo.types import PromptBatch
 @dataclass(frozen=True)
 class SFTBatch:
     """Right-padded rows: `input_ids` (B, T) int64, and `loss_mask` (B, T) bool, True on the tokens whose loss counts
-    (never on the first token, never on a padding row)."""
+    (never on the first token, never on a padding row). `lengths` (B,) int64, and `data_sources` (B,) int64: the number
+    of each row's data set, None if the rows do not name it."""
 
     input_ids: Tensor
     loss_mask: Tensor
+    lengths: Tensor | None = None
+    data_sources: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class PairBatch:
     """B pairs as 2B right-padded rows, all chosen answers first: `input_ids` (2B, T) int64, `lengths` (2B,)
-    int64, `pair_mask` (B,) bool (False on padding pairs), `margin` (B,) fp32."""
+    int64, `pair_mask` (B,) bool (False on padding pairs), `margin` (B,) fp32, `data_sources` (B,) int64 or None."""
 
     input_ids: Tensor
     lengths: Tensor
     pair_mask: Tensor
     margin: Tensor
+    data_sources: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class AnswerBatch:
     """B pairs as 2B right-padded rows, all chosen answers first: `input_ids` (2B, T) int64, `answer_mask` (2B, T) bool,
     True on the tokens of the answers (all of them, even where both answers start alike; never on a padding pair),
-    `pair_mask` (B,) bool (False on padding pairs)."""
+    `pair_mask` (B,) bool (False on padding pairs), `lengths` (2B,) int64, `data_sources` (B,) int64 or None."""
 
     input_ids: Tensor
     answer_mask: Tensor
     pair_mask: Tensor
+    lengths: Tensor | None = None
+    data_sources: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class PreferenceBatch:
     answer_mask: Tensor
     pair_mask: Tensor
     ref_logprobs: Tensor
+    lengths: Tensor | None = None
+    data_sources: Tensor | None = None
 
 
 REFERENCE_COLUMNS = ("chosen_ref_logprob", "rejected_ref_logprob")
@@ -65,9 +73,16 @@ def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]]
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Pad sequences of token ids, none empty, on the right: `(input_ids (B, T) int64, lengths (B,) int64)`."""
-    longest = max(len(sequence) for sequence in sequences)
-    input_ids = torch.tensor([[*sequence, *[pad_id] * (longest - len(sequence))] for sequence in sequences])
-    return input_ids, torch.tensor([len(sequence) for sequence in sequences])
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    input_ids = torch.full((len(sequences), int(lengths.max())), pad_id)
+    for row, sequence in zip(input_ids, sequences, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence)
+    return input_ids, lengths
+
+
+def _data_sources(records: Sequence[dict[str, Any]]) -> Tensor | None:
+    """(B,) int64, the column `source`; None if the rows do not have it."""
+    return torch.tensor([r["source"] for r in records]) if "source" in records[0] else None
 
 
 def _mask_from(starts: Sequence[int], input_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -82,19 +97,25 @@ def _both_answers(records: Sequence[dict[str, Any]], pad_id: int) -> tuple[Tenso
 
 
 def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_prompt: bool) -> SFTBatch:
-    """Each prompt and its answer as one row. The loss covers the answer including its final token; with
-    `train_on_prompt` it covers everything but the first token of the row."""
+    """Each prompt and its answer as one row. The loss covers the answer including its final token, and the tokens of
+    the prompt that the column `prompt_spans` names ([start, end) pairs), if there is one; with `train_on_prompt` it
+    covers everything but the first token of the row."""
     records, real = rows_at(rows, indices)
     ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
     starts = [1 if train_on_prompt else len(r["prompt_ids"]) for r in records]
-    return SFTBatch(ids, _mask_from(starts, ids, lengths) & torch.tensor(real).unsqueeze(1))
+    mask = _mask_from(starts, ids, lengths)
+    for row, record in zip(mask, records, strict=True):
+        for start, end in record.get("prompt_spans") or ():
+            row[max(start, 1) : end] = True  # nothing predicts the first token
+    return SFTBatch(ids, mask & torch.tensor(real).unsqueeze(1), lengths, _data_sources(records))
 
 
 def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
     """Each prompt once with its chosen and once with its rejected answer, for a reward model."""
     records, real = rows_at(rows, indices)
     ids, lengths = _both_answers(records, pad_id)
-    return PairBatch(ids, lengths, torch.tensor(real), torch.tensor([r["margin"] for r in records]))
+    margin = torch.tensor([r["margin"] for r in records])
+    return PairBatch(ids, lengths, torch.tensor(real), margin, _data_sources(records))
 
 
 def collate_answers(rows: Dataset, indices: Sequence[int], pad_id: int) -> AnswerBatch:
@@ -102,7 +123,8 @@ def collate_answers(rows: Dataset, indices: Sequence[int], pad_id: int) -> Answe
     records, real = rows_at(rows, indices)
     ids, lengths = _both_answers(records, pad_id)
     pair_mask, starts = torch.tensor(real), 2 * [len(r["prompt_ids"]) for r in records]
-    return AnswerBatch(ids, _mask_from(starts, ids, lengths) & pair_mask.repeat(2).unsqueeze(1), pair_mask)
+    answer_mask = _mask_from(starts, ids, lengths) & pair_mask.repeat(2).unsqueeze(1)
+    return AnswerBatch(ids, answer_mask, pair_mask, lengths, _data_sources(records))
 
 
 def collate_preferences(rows: Dataset, indices: Sequence[int], pad_id: int) -> PreferenceBatch:
@@ -110,7 +132,9 @@ def collate_preferences(rows: Dataset, indices: Sequence[int], pad_id: int) -> P
     answers = collate_answers(rows, indices, pad_id)
     records, _ = rows_at(rows, indices)
     reference = torch.tensor([r[name] for name in REFERENCE_COLUMNS for r in records], dtype=torch.float64)
-    return PreferenceBatch(answers.input_ids, answers.answer_mask, answers.pair_mask, reference)
+    return PreferenceBatch(
+        answers.input_ids, answers.answer_mask, answers.pair_mask, reference, answers.lengths, answers.data_sources
+    )
 
 
 def with_reference(rows: Dataset, logprobs: Tensor) -> Dataset:

@@ -10,6 +10,7 @@ functions).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import datasets
 import numpy as np
@@ -27,7 +28,7 @@ from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
 from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.splits import ORIGIN, Origins, load_all, load_splits
-from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, open_source, start
+from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, find_rows, share_of, start
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import turn_end
 from dschat_ppo.data.tokenise import DOING, TokeniseSettings, TokenTable, tokenise_rows
@@ -76,7 +77,7 @@ class _Preparation:
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
         report_unreadable(source.spec, splits)
         raw, evaluation = splits.train, splits.eval
-        form = self.form_of(source, raw)
+        form = self.form_of(source, *_first_rows(raw))
         raw, evaluation = self.grouped(form, raw), evaluation and self.grouped(form, evaluation)
         numbers = np.arange(len(raw))
         if source.flag == "--data_path":
@@ -109,11 +110,17 @@ class _Preparation:
 
     def add_stream(self, source: DataSource, has_eval_paths: bool, eval_fraction: float | None) -> None:
         """Add a data set whose training rows are streamed, and its own evaluation rows. None are held out of it."""
-        settings = (self.tokenizer, self.flags, self.limit, self.all_turns)
-        opened = open_source(source, self.use, PARTS[self.use], *settings)
+        found, first = find_rows(source, self.flags)
+        form = self.form_of(source, list(dict.fromkeys(name for row in first for name in row)), first)
+        if form.regroup is not None:
+            raise UserError(
+                f"{source.spec}: {form.name} rows are joined by their prompts, which needs all rows; use it without "
+                "--streaming"
+            )
+        share = share_of(source, PARTS[self.use], self.flags)
+        opened = OpenedSource(source, found, self.settings_of(source, form), share)
         self.streams.append(opened)
-        self.forms.append(opened.settings.form)
-        self._log_rendering(source, opened.settings.form)
+        self._log_rendering(source, form)
         if has_eval_paths:
             return
         if not opened.found.evaluation:
@@ -139,24 +146,30 @@ class _Preparation:
         splits = load_all(source, self.flags.data_output_path, self.flags.bad_rows)
         report_unreadable(source.spec, splits)
         raw = splits.train
-        form = self.form_of(source, raw)
+        form = self.form_of(source, *_first_rows(raw))
         raw = self.grouped(form, raw)
         self.eval.extend(self.parts_of(source, raw, splits.origins, form, [(np.arange(len(raw)), "", False)]))
 
-    def form_of(self, source: DataSource, raw: Dataset) -> Form:
+    def form_of(self, source: DataSource, columns: list[str], first: list[dict[str, Any]]) -> Form:
         """Detect how the rows are read. The first rows of the file decide, so that all steps agree.
 
         Raises:
             UserError: see `detect_form`; or the form does not serve this step.
         """
-        columns = [name for name in raw.column_names if name != ORIGIN]
-        first = raw.select_columns(columns).select(range(min(FIRST_ROWS, len(raw)))).to_list()
         form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
         logger().info(f"data: {source.spec}: {form.description}")
         if self.use not in form.uses:
             form.read(first[0], self.use, source.spec)  # raises, and names the columns that are missing
         self.forms.append(form)
         return form
+
+    def settings_of(self, source: DataSource, form: Form) -> TokeniseSettings:
+        """How the rows of a data set become token rows."""
+        flags = self.flags
+        truth_replaces = flags.answer_column is not None or flags.answer_pattern is not None
+        return TokeniseSettings(
+            form, self.use, self.tokenizer, self.limit, flags.truncation, self.all_turns, source.name, truth_replaces
+        )
 
     def grouped(self, form: Form, raw: Dataset) -> Dataset:
         """The rows that the form reads: some forms join several rows of a file into one."""
@@ -185,11 +198,7 @@ class _Preparation:
         numbers = np.concatenate([numbers for numbers, _, _ in parts])
         if len(numbers) >= _MANY_ROWS:
             logger().info(f"data: {name}: tokenising {len(numbers)} rows (immediate if they are cached)")
-        truth_replaces = flags.answer_column is not None or flags.answer_pattern is not None
-        settings = TokeniseSettings(
-            form, self.use, self.tokenizer, self.limit, flags.truncation, self.all_turns, source.name, truth_replaces
-        )
-        table = tokenise_rows(raw, numbers, origins, settings, flags)
+        table = tokenise_rows(raw, numbers, origins, self.settings_of(source, form), flags)
         report_bad_rows(name, table, len(numbers))
         repeats = report_duplicates(name, table, raw, origins, flags.bad_rows == "skip")
         usable = ~repeats & (table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE)
@@ -242,6 +251,12 @@ class _Preparation:
         ]
         evaluation = _joined(self.eval, names)
         return TokenRows(_joined(train, names), evaluation if evaluation else None, names)
+
+
+def _first_rows(raw: Dataset) -> tuple[list[str], list[dict[str, Any]]]:
+    """The columns of a table, and its first rows."""
+    columns = [name for name in raw.column_names if name != ORIGIN]
+    return columns, raw.select_columns(columns).select(range(min(FIRST_ROWS, len(raw)))).to_list()
 
 
 def _joined(parts: list[_Part], names: tuple[str, ...]) -> Dataset:

@@ -15,14 +15,13 @@ from typing import Any
 import datasets
 import numpy as np
 from datasets import Dataset, Features, Value
-from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.cache import stream_key
 from dschat_ppo.data.chunks import StreamSource, TokenBatch
 from dschat_ppo.data.conversion import conversion_error
-from dschat_ppo.data.forms import Use, detect_form
+from dschat_ppo.data.forms import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.raw_stream import RawBatch, RawStream, Row, StepShare, StreamPart
 from dschat_ppo.data.sources import DataSource, is_hub_name
@@ -31,8 +30,6 @@ from dschat_ppo.data.stream_parts import StreamedSet, open_set
 from dschat_ppo.data.streaming import StreamedRows, start_stream
 from dschat_ppo.data.tokenise import TokeniseSettings, reading_of, token_features, tokenise_batch
 from dschat_ppo.errors import UserError, reading
-
-FIRST_ROWS = 100  # read to detect the form
 
 
 @dataclass(frozen=True)
@@ -51,42 +48,36 @@ class OpenedSource:
         return StreamSource(self.source.name, self.source.weight or 1.0, raw, tokenise)
 
 
-def open_source(
-    source: DataSource, use: Use, part: int, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int,
-    all_turns: bool,
-) -> OpenedSource:  # fmt: skip
-    """Find the files of a data set and the form of its rows.
-
-    Args:
-        source: the data set.
-        use: "sft", "preference" or "prompt".
-        part: of `--data_split` that this step uses.
-        tokenizer: of the model to train.
-        flags: how rows are read.
-        limit: most tokens of a row.
-        all_turns: see `encode_examples`.
+def share_of(source: DataSource, part: int, flags: DataFlags) -> StepShare | None:
+    """The rows of a data set that `part` of `--data_split` uses; None for all.
 
     Raises:
-        UserError: the data set cannot be streamed, or `--data_split` leaves this step no row of it.
+        UserError: none.
+    """
+    if source.flag != "--data_path":
+        return None
+    share = StepShare(parse_data_split(flags.data_split), part, flags.data_split_seed)
+    if share.bounds[0] == share.bounds[1]:
+        raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
+    return share
+
+
+def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[Row]]:
+    """The files of a data set, and its first rows.
+
+    Raises:
+        UserError: the data set cannot be streamed, or is empty.
     """
     scratch = Path(flags.data_output_path or datasets.config.HF_DATASETS_CACHE).expanduser()
-    scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UserError(f"--data_output_path {scratch}: cannot be written ({problem.strerror})") from None
     found = open_set(source, flags.bad_rows == "skip", scratch)
-    share = None
-    if source.flag == "--data_path":
-        share = StepShare(parse_data_split(flags.data_split), part, flags.data_split_seed)
-        if share.bounds[0] == share.bounds[1]:
-            raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
     rows = first_rows(found.train)
     if not rows:
         raise UserError(f"{source.flag} {source.spec}: the data set is empty")
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    form = detect_form(source.location, columns, rows, tokenizer.chat_template is not None, flags)
-    if form.description:
-        logger().info(f"data: {source.spec}: {form.description}")
-    truth_replaces = flags.answer_column is not None or flags.answer_pattern is not None
-    settings = TokeniseSettings(form, use, tokenizer, limit, flags.truncation, all_turns, source.name, truth_replaces)
-    return OpenedSource(source, found, settings, share)
+    return found, rows
 
 
 def first_rows(parts: tuple[StreamPart, ...]) -> list[Row]:
@@ -136,8 +127,7 @@ def start(opened: list[OpenedSource], flags: DataFlags) -> StreamedRows:
     features = Features({**_columns(settings.use), "source": Value("int32")})
     rows = start_stream(flags.data_output_path, _key_of(opened, flags), sources, num_rows, features, content)
     counts = rows.counts_of_first_chunk()
-    cut = sum(number for what, number in counts.items() if what.startswith(FITTED_NAMES[Fitted.ANSWER_CUT]))
-    if cut and cut >= sum(number for what, number in counts.items() if what.startswith(tuple(FITTED_NAMES.values()))):
+    if set(FITTED_NAMES.values()).intersection(counts) == {FITTED_NAMES[Fitted.ANSWER_CUT]}:
         raise UserError(f"--data_path: every answer is cut by the limit of {settings.limit} tokens; raise it")
     return rows
 
@@ -174,8 +164,5 @@ def _token_batch(batch: RawBatch, settings: TokeniseSettings, skips: bool) -> To
     fitted = columns["fitted"]
     names = list(_columns(settings.use))
     rows = [{name: columns[name][i] for name in names} for i, code in enumerate(fitted) if code != Fitted.DROPPED]
-    counts: Counter[str] = Counter()
-    for code, is_empty in zip(fitted, columns["has_empty_answer"], strict=True):
-        empty = " with an empty answer" if is_empty and code != Fitted.DROPPED else ""
-        counts[FITTED_NAMES[Fitted(code)] + empty] += 1
+    counts = Counter(FITTED_NAMES[Fitted(code)] for code in fitted)
     return TokenBatch(rows, dict(counts), len({problem.index for problem in bad}), bad[0].message if bad else "")

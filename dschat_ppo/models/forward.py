@@ -89,12 +89,16 @@ def response_values(engine: Model, rows: Rollout) -> Tensor:
     return engine(*full_sequences(rows)).gather(1, before)
 
 
-def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor) -> Tensor:
+def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor, last_only: bool = False) -> Tensor:
     """The reward model's score at each row's last real token, (B,) fp32.
 
     Args:
         engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
         input_ids: (B, T) int64, right-padded.
         lengths: (B,) int64, above 0.
+        last_only: apply the head to the last tokens alone, with the same scores up to rounding and less memory for many
+            short rows beside a long one.
     """
+    if last_only:
+        return engine(input_ids, lengths, last_only=True)
     return engine(input_ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)

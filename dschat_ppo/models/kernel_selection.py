@@ -10,7 +10,7 @@ from torch import Tensor
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.common.logging import logger
 from dschat_ppo.models.backbone import hidden_window, unwrap
-from dschat_ppo.models.packing import can_pack, recorded_windows
+from dschat_ppo.models.packing import reason_not_to_pack, recorded_windows
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Model
@@ -24,11 +24,15 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 
 
 @torch.no_grad()
-def select_kernels(engine: Model) -> None:
+def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     """Set `fused` and `packed` of the model inside. Collective: every rank calls it, and all make the same choice.
 
     Args:
         engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`, or the model itself.
+        pack_on_gpu: try packed rows on a GPU too.
+
+    Returns:
+        Why rows are not packed; None if they are.
     """
     module: Any = unwrap(engine)
     was_training = module.training
@@ -37,9 +41,15 @@ def select_kernels(engine: Model) -> None:
     ids = torch.linspace(0, size - 1, ROWS * TOKENS, device=engine.device).long().view(ROWS, TOKENS)
     if isinstance(module, PolicyModel):
         _select_fused(engine, module, ids)
-    if engine.device.type == "cpu" and can_pack(module.backbone):  # packing has been measured on CPUs only
-        _select_packed(engine, module, ids)
+    reason = reason_not_to_pack(module.backbone)
+    if reason is None and engine.device.type != "cpu" and not pack_on_gpu:
+        reason = "packing has been measured on CPUs only"
+    if reason is None:
+        reason = _select_packed(engine, module, ids)
     engine.train(was_training)
+    if reason is None and isinstance(module, PolicyModel) and not module.fused:
+        return "its output head needs whole logits"
+    return reason
 
 
 def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
@@ -56,10 +66,10 @@ def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
         )
 
 
-def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
+def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> str | None:
     """Pack rows if that gives the numbers of padded rows, and if the first row does not influence the others.
 
-    Layers other than attention may carry a state along the packed row.
+    Layers other than attention may carry a state along the packed row. Returns why rows are not packed, or None.
     """
     padded = _outputs(engine, ids)
     module.packed = True
@@ -70,11 +80,18 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     spread = padded.std(dim=-1)  # of log-probs, entropies or values, each by itself
     difference = ((packed - padded).abs().mean(dim=-1) / spread).max() / PACKED_TOLERANCE[module.backbone.dtype]
     leak = ((packed - changed)[..., of_first_row:].abs().amax(dim=-1) / spread).max() / LEAK_TOLERANCE
-    worst = float(all_reduce(torch.maximum(difference, leak), "max"))
-    module.packed = worst < 1 and not hidden_window(module.config, windows)
-    if not module.packed:
-        name = type(module.backbone).__name__
-        logger().info(f"{name}: packed rows do not give the numbers of padded rows, so rows are padded")
+    differs, leaks = all_reduce(torch.stack([difference, leak]), "max").tolist()
+    reason = None
+    if hidden_window(module.config, windows):
+        reason = "its sliding window is in its mask, which packed rows do not have"
+    elif not leaks < 1:
+        reason = "a row's numbers depend on the row before it"
+    elif not differs < 1:
+        reason = "packed rows do not give the numbers of padded rows"
+    module.packed = reason is None
+    if reason is not None:
+        logger().info(f"{type(module.backbone).__name__}: {reason}, so rows are padded")
+    return reason
 
 
 def _outputs(engine: Model, ids: Tensor) -> Tensor:

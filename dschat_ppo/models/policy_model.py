@@ -12,8 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
-from dschat_ppo.models.backbone import backbone_of, last_logits_argument, slot_arguments
-from dschat_ppo.models.packing import CHECKPOINTING, last_states
+from dschat_ppo.models.backbone import backbone_of, backbone_states, last_logits_argument, slot_arguments
+from dschat_ppo.models.packing import CHECKPOINTING, are_uneven, token_states
 
 
 class PolicyModel(nn.Module):
@@ -101,7 +101,12 @@ class PolicyModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         slots = torch.arange(wanted.shape[1], device=wanted.device)
         lengths = torch.where(wanted, slots, 0).amax(dim=1).clamp_min(1)  # up to the state that predicts the last token
-        states = last_states(self.backbone, input_ids, lengths, self.packed)[:, :-1][wanted[:, 1:]]  # (N, H)
+        if self.packed and are_uneven(lengths):
+            of_tokens, real = token_states(self.backbone, input_ids, lengths)
+            predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
+            states = of_tokens[predicts[real]]  # (N, H)
+        else:
+            states = backbone_states(self.backbone, input_ids)[:, :-1][wanted[:, 1:]]  # (N, H)
         head = self.lm.get_output_embeddings()
 
         def scores(hidden: Tensor) -> tuple[Tensor, Tensor]:

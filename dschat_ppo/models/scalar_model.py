@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.models.packing import CHECKPOINTING, last_states
+from dschat_ppo.models.backbone import backbone_states
+from dschat_ppo.models.packing import CHECKPOINTING, are_uneven, last_states, token_states
 
 
 class ScalarModel(nn.Module):
@@ -45,8 +46,19 @@ class ScalarModel(nn.Module):
         """Recompute activations in the backward pass."""
         self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
 
-    def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
-        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values; those after a row's end are meaningless."""
-        states = last_states(self.backbone, input_ids, lengths, self.packed)
+    def forward(self, input_ids: Tensor, lengths: Tensor, last_only: bool = False) -> Tensor:
+        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values; those after a row's end are meaningless.
+
+        With `last_only` (B,), the values of the last tokens; packed rows then need no memory for padding.
+        """
         head = self.classifier.score
+        if last_only:
+            ends = lengths - 1  # (B,)
+            if self.packed and are_uneven(lengths):
+                states, _ = token_states(self.backbone, input_ids, lengths)
+                last = states[lengths.cumsum(0) - 1]  # (B, H)
+            else:
+                last = backbone_states(self.backbone, input_ids)[torch.arange(len(ends), device=ends.device), ends]
+            return head(last.to(head.weight.dtype)).squeeze(-1).float()
+        states = last_states(self.backbone, input_ids, lengths, self.packed)
         return head(states.to(head.weight.dtype)).squeeze(-1).float()  # Mamba's states are in fp32

@@ -16,10 +16,15 @@ class MetricSums:
 
     A mean is the total over the count (of tokens or rows), not a mean of means over ranks or micro-batches. Every rank
     must add the same names.
+
+    Args:
+        sources: names of the data sets, for `add_by_source`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sources: Sequence[str] = ()) -> None:
+        self.sources = tuple(sources)
         self._means: dict[str, Tensor] = {}  # name -> (2,) fp64, sum and count
+        self._parts: dict[str, Tensor] = {}  # the same for means over some rows; not in the result without values
         self._maxima: dict[str, Tensor] = {}  # name -> scalar fp64
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
@@ -32,6 +37,25 @@ class MetricSums:
         part = torch.stack([total.detach().double(), count.double()])
         self._means[name] = self._means.get(name, torch.zeros_like(part)) + part
 
+    def add_by_source(self, name: str, values: Tensor, sources: Tensor | None, mask: Tensor | None = None) -> None:
+        """Add `values` to the mean `name/SOURCE` of the data set of each; nothing with fewer than two data sets.
+
+        Args:
+            name: of the metric.
+            values: (n,).
+            sources: (n,) int64, number of each value's data set; None only with fewer than two data sets.
+            mask: (n,) bool; values where it is False are left out.
+        """
+        if len(self.sources) < 2:
+            return
+        assert sources is not None
+        kept, groups = (values, sources) if mask is None else (values[mask], sources[mask])
+        pairs = torch.stack([kept.detach().double(), torch.ones_like(kept, dtype=torch.float64)], dim=1)  # (n, 2)
+        totals = pairs.new_zeros(len(self.sources), 2).index_add_(0, groups, pairs)
+        for source, part in zip(self.sources, totals, strict=True):
+            key = f"{name}/{source}"
+            self._parts[key] = self._parts.get(key, torch.zeros_like(part)) + part
+
     def add_max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values` to the maximum `name`; `mask` as in `add_mean`."""
         kept = (values if mask is None else values[mask]).detach().double()
@@ -40,7 +64,7 @@ class MetricSums:
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """This rank's sums and maxima, on the CPU, for `restored`."""
-        parts = {"means": self._means, "maxima": self._maxima}
+        parts = {"means": self._means, "parts": self._parts, "maxima": self._maxima}
         return {kind: {name: value.cpu() for name, value in named.items()} for kind, named in parts.items()}
 
     @classmethod
@@ -50,6 +74,7 @@ class MetricSums:
         for state in states:
             part = cls()
             part._means = {name: value.to(device) for name, value in state["means"].items()}
+            part._parts = {name: value.to(device) for name, value in state.get("parts", {}).items()}
             part._maxima = {name: value.to(device) for name, value in state["maxima"].items()}
             merged.merge(part)
         return merged
@@ -58,6 +83,7 @@ class MetricSums:
         """The same names with no values: in `reduce` it changes no metric of the other ranks."""
         empty = MetricSums()
         empty._means = {name: torch.zeros_like(part) for name, part in self._means.items()}
+        empty._parts = {name: torch.zeros_like(part) for name, part in self._parts.items()}
         empty._maxima = {name: torch.full_like(part, -math.inf) for name, part in self._maxima.items()}
         return empty
 
@@ -65,6 +91,8 @@ class MetricSums:
         """Add everything in `other`."""
         for name, part in other._means.items():
             self._means[name] = self._means.get(name, torch.zeros_like(part)) + part
+        for name, part in other._parts.items():
+            self._parts[name] = self._parts.get(name, torch.zeros_like(part)) + part
         for name, part in other._maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
 
@@ -72,17 +100,25 @@ class MetricSums:
         """The values of one name only."""
         part = MetricSums()
         part._means = {key: value for key, value in self._means.items() if key == name}
+        part._parts = {key: value for key, value in self._parts.items() if key == name}
         part._maxima = {key: value for key, value in self._maxima.items() if key == name}
         return part
 
     def reduce(self) -> dict[str, float]:
-        """Name -> value over all ranks; 0 for a name without values. Collective."""
+        """Name -> value over all ranks; 0 for a name without values, and no entry for a data set without values.
+
+        Collective.
+        """
         result: dict[str, float] = {}
-        if self._means:
-            names = sorted(self._means)
-            total = all_reduce(torch.stack([self._means[name] for name in names]))
+        means = {**self._means, **self._parts}
+        if means:
+            names = sorted(means)
+            total = all_reduce(torch.stack([means[name] for name in names]))
             rows = zip(names, total.tolist(), strict=True)  # (N, 2) sums and counts
-            result |= {name: value / count if count else 0.0 for name, (value, count) in rows}
+            result |= {
+                name: value / count if count else 0.0 for name, (value, count) in rows
+                if count or name in self._means
+            }  # fmt: skip
         if self._maxima:
             names = sorted(self._maxima)
             largest = all_reduce(torch.stack([self._maxima[name] for name in names]), "max")

@@ -14,13 +14,18 @@ from dschat_ppo.monitor.metric_sums import explained_variance, moments
 from dschat_ppo.types import Experience
 
 
-def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str]) -> dict[str, float]:
+def experience_metrics(
+    rows: Experience, kl_coef: float, sources: Sequence[str], data_sources: Sequence[str] = ()
+) -> dict[str, float]:
     """Metrics of the experience of all ranks.
 
     Args:
         rows: the B rows of all ranks.
         kl_coef: weight of the KL penalty in the reward.
-        sources: names of the reward sources, in the order of `source_scores`.
+        sources: names of the reward sources, in the order of `source_scores`. The mean of a source is over the rows
+            that it scores; their share is reported if it is below 1.
+        data_sources: names of the data sets, in the order of their numbers in `data_sources` of the rows. With more
+            than one, scores, lengths and KL are also those of each data set that has rows.
     """
     mask = rows.response_mask
     score_mean, score_std = moments(rows.scores)
@@ -33,10 +38,12 @@ def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str])
         "policy/counted_share": float(rows.loss_mask.sum() / mask.sum().clamp_min(1)),
         "policy/loss_weight_mean": moments(rows.loss_weights[mask])[0],
     }
-    if len(sources) > 1:
-        metrics |= {
-            f"reward/{name}_mean": float(x.mean()) for name, x in zip(sources, rows.source_scores.T, strict=True)
-        }
+    for name, scores in zip(sources, rows.source_scores.T, strict=True):
+        scored = ~scores.isnan()  # (B,); other rows are not this source's
+        if len(sources) > 1 and bool(scored.any()):
+            metrics[f"reward/{name}_mean"] = float(scores[scored].mean())
+        if not bool(scored.all()):
+            metrics[f"reward/{name}_share"] = float(scored.float().mean())
     if rows.ref_logprobs is not None and rows.kl is not None:
         metrics["kl/ref_k1"] = moments(kl_k1(rows.old_logprobs, rows.ref_logprobs)[mask])[0]
         metrics["kl/ref_k3"] = moments(kl_k3(rows.old_logprobs, rows.ref_logprobs)[mask])[0]
@@ -60,6 +67,15 @@ def experience_metrics(rows: Experience, kl_coef: float, sources: Sequence[str])
     if len(torch.unique(rows.groups)) < len(rows.groups):  # some prompt has several answers
         differ = groups_that_differ(rows.scores, rows.groups)
         metrics["reward/equal_groups_share"] = 1 - float(differ.float().mean())
+    for number, name in enumerate(data_sources if len(data_sources) > 1 else ()):
+        assert rows.data_sources is not None
+        own = rows.data_sources == number  # (B,)
+        if bool(own.any()):
+            metrics[f"reward/score_mean/{name}"] = moments(rows.scores[own])[0]
+            metrics[f"answers/length_mean/{name}"] = float(lengths[own].mean())
+            if rows.ref_logprobs is not None:
+                kl = kl_k1(rows.old_logprobs, rows.ref_logprobs)  # (B, R)
+                metrics[f"kl/ref_k1/{name}"] = moments(kl[own][mask[own]])[0]
     return metrics
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, ScoringSettings, texts_of
+from dschat_ppo.rewards.number_means import NumberMeans
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
 from dschat_ppo.types import Rollout, ScoredRollout
 
@@ -46,11 +47,13 @@ class ExperienceCollection:
         reward_scorer: scores answers.
         shaped: raw scores (B,) -> scaled and clipped scores, which dynamic sampling compares.
         clock: times the phases.
+        several_data_sets: whether rows carry the number of their prompt's data set, the column `source`.
     """
 
     def __init__(
         self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, generator: RolloutGenerator,
         reward_scorer: RewardScorer, shaped: Callable[[Tensor], Tensor], clock: PhaseClock,
+        several_data_sets: bool = False,
     ):  # fmt: skip
         ppo, algorithm = config.ppo, config.algorithm
         self.plan = plan
@@ -58,6 +61,7 @@ class ExperienceCollection:
         self.generator = generator
         self.reward_scorer = reward_scorer
         self.clock = clock
+        self.several_data_sets = several_data_sets
         self.greedy_baseline = algorithm.advantage_estimator == "remax"
         self.max_rounds = algorithm.dynamic_sampling_rounds
         self.pool = GroupPool(plan.rollout_rows, shaped) if algorithm.dynamic_sampling else None
@@ -69,6 +73,7 @@ class ExperienceCollection:
         self.model_scorer = ModelScorer(engines.actor, engines.reference, engines.critic, scoring)
         self.metrics: dict[str, float] = {}  # of the last collection
         self._round = self._faults = 0
+        self._numbers = NumberMeans()
         self._rows: ScoredRollout | None = None  # without dynamic sampling
 
     @contextmanager
@@ -84,6 +89,7 @@ class ExperienceCollection:
         """
         before = self.state_dict()
         self._round = self._faults = 0
+        self._numbers = NumberMeans()
         try:
             yield
             if checkpointer.stop_requested():
@@ -126,7 +132,7 @@ class ExperienceCollection:
 
     def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Scores:
         """Score the answers; with ReMax (Li et al. 2024), the greedy answer to each prompt as well. Collective."""
-        baselines = None
+        baselines, self.reward_scorer.step = None, step - 1
         if self.greedy_baseline:
             greedy = self._timed_rollout(prompts, step, greedy=True)
             with self.clock.phase("reward"):
@@ -135,6 +141,7 @@ class ExperienceCollection:
         with self.clock.phase("reward"):
             scores = self.reward_scorer(rollout, prompts.rows)
             self._faults += self.reward_scorer.count_failed_rows()
+            self._numbers.add(scores.numbers)
         if self.print_interval and step % self.print_interval == 0:
             self._print_answers(rollout, scores.total, step)
         return Scores(scores.total, scores.by_source, baselines)
@@ -146,6 +153,9 @@ class ExperienceCollection:
             numbers = torch.arange(prompts.first, prompts.first + len(prompts.rows), device=rollout.prompt_ids.device)
             groups = numbers.repeat_interleave(self.plan.samples)  # (B,)
             scored = self.model_scorer(rollout, scores, groups)
+            if self.several_data_sets:
+                numbers = torch.tensor(self.generator.prompts[prompts.rows]["source"], device=groups.device)
+                scored = replace(scored, data_sources=numbers.repeat_interleave(self.plan.samples))  # (B,)
             self.clock.count_tokens("score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum()))
         return scored
 
@@ -158,8 +168,9 @@ class ExperienceCollection:
             self.pool.add(rows)
 
     def take_rows(self) -> ScoredRollout:
-        """The rows of the PPO step, of all ranks."""
+        """The rows of the PPO step, of all ranks. Collective."""
         self.metrics = {"reward/function_faults": float(self._faults)}
+        self.metrics |= {f"reward/{name}": mean for name, mean in self._numbers.reduce().items()}
         if self.pool is None:
             assert self._rows is not None
             rows, self._rows = self._rows, None

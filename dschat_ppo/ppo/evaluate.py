@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +37,8 @@ class Answered:
     lengths: list[int]  # in tokens
     ended: list[bool]  # False where the length limit cut the answer
     kl: list[float] | None  # sum over the tokens of each answer; None without a reference
+    numbers: dict[str, list[float]] = field(default_factory=dict)  # see `MixedScores`; NaN where an answer has none
+    data_source: str | None = None  # name of the prompt's data set; None if there is only one
 
 
 def final_answer(text: str) -> str:
@@ -71,7 +73,21 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     if rows[0].kl is not None:
         total = sum(value for row in rows for value in row.kl or [])
         metrics["eval/kl_ref_k1"] = total / max(1.0, float(lengths.sum()))
+    for name in sorted({name for row in rows for name in row.numbers}):
+        known = [value for row in rows for value in row.numbers.get(name, []) if not math.isnan(value)]
+        if known:
+            metrics[f"eval/{name}"] = math.fsum(known) / len(known)
     return metrics
+
+
+def summary_by_source(rows: list[Answered], pass_score: float) -> dict[str, float]:
+    """`summary` of each data set, with `/NAME` after each name; {} if there is only one data set."""
+    names = sorted({row.data_source for row in rows if row.data_source is not None})
+    return {
+        f"{metric}/{name}": value
+        for name in names
+        for metric, value in summary([row for row in rows if row.data_source == name], pass_score).items()
+    }
 
 
 def majority_passes(row: Answered, pass_score: float) -> bool:
@@ -91,11 +107,13 @@ class Evaluation:
         model_scorer: computes log-probs under actor and reference; None where there is no reference.
         folder: of the outputs.
         save_best: saves the models of the best evaluation; collective.
+        data_sources: names of the data sets, which the column `source` of the prompts numbers.
     """
 
     def __init__(
         self, flags: EvaluationFlags, generator: RolloutGenerator, reward_scorer: RewardScorer,
         model_scorer: ModelScorer | None, folder: Path, save_best: Callable[[], None],
+        data_sources: Sequence[str] = (),
     ):  # fmt: skip
         self.flags = flags
         self.generator = generator
@@ -103,6 +121,7 @@ class Evaluation:
         self.model_scorer = model_scorer
         self.folder = folder
         self.save_best = save_best
+        self.data_sources = data_sources
         config = greedily(generator.config) if flags.eval_greedy else generator.config
         self.config = replace(config, samples=flags.eval_samples)
         self.best: tuple[float, int] | None = None  # (score, PPO step)
@@ -121,16 +140,18 @@ class Evaluation:
 
         Collective; returns the metrics.
         """
+        self.reward_scorer.step = step
         rows = self._answer_all()
         faults = self.reward_scorer.count_failed_rows()
-        metrics = summary(rows, self.flags.eval_pass_score)
+        score = self.flags.eval_pass_score
+        metrics = summary(rows, score) | summary_by_source(rows, score)
         metrics["eval/function_faults"] = float(faults)
         problem = dist.broadcast_object(self._write(rows, step) if dist.is_main() else None)
         if problem:
             raise StorageError(problem)
-        score = metrics["eval/score"]
-        if math.isfinite(score) and (self.best is None or score > self.best[0]):
-            self.best = (score, step)
+        mean = metrics["eval/score"]
+        if math.isfinite(mean) and (self.best is None or mean > self.best[0]):
+            self.best = (mean, step)
             if step > 0 and self.flags.save_best:
                 self.save_best()
         return metrics
@@ -164,6 +185,9 @@ class Evaluation:
             rollout.ended.tolist(),
             scores.total.tolist(),
         )
+        names: list[str | None] = [None] * len(indices)
+        if len(self.data_sources) > 1:
+            names = [self.data_sources[number] for number in prompts[indices]["source"]]
         rows = []
         for number, index in enumerate(indices):
             own = slice(number * samples, (number + 1) * samples)
@@ -171,6 +195,7 @@ class Evaluation:
                 Answered(
                     index, request.prompts[own.start], list(request.responses[own]), totals[own], lengths[own],
                     ended[own], None if kl is None else kl[own],
+                    {name: values[own].tolist() for name, values in scores.numbers.items()}, names[number],
                 )
             )  # fmt: skip
         return rows
@@ -187,9 +212,13 @@ class Evaluation:
 
 
 def json_line(row: Answered) -> str:
-    """One line of JSON. NaN and infinity become null, as in metrics.jsonl."""
+    """One line of JSON. NaN and infinity become null, as in metrics.jsonl; `numbers` only where there are some."""
 
     def strict(values: list[float]) -> list[float | None]:
         return [value if math.isfinite(value) else None for value in values]
 
-    return json.dumps(asdict(row) | {"scores": strict(row.scores), "kl": row.kl and strict(row.kl)})
+    line = asdict(row) | {"scores": strict(row.scores), "kl": row.kl and strict(row.kl)}
+    numbers = {name: strict(values) for name, values in line.pop("numbers").items()}
+    if row.data_source is None:
+        del line["data_source"]
+    return json.dumps(line | ({"numbers": numbers} if numbers else {}))

@@ -74,7 +74,10 @@ class PPOReport:
         with ppo.clock.phase("evaluate"):
             ppo.engines.eval()
             metrics = evaluation.run(step)
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        shown = ", ".join(
+            f"{name} {value:.4f}" for name, value in metrics.items()
+            if name.count("/") == 1 or name.startswith("eval/score/")  # of one data set: the score only
+        )  # fmt: skip
         logger().info(f"evaluation after PPO step {step}: {shown}")
         return metrics
 

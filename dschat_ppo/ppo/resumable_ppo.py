@@ -92,6 +92,7 @@ class ResumablePPO:
         algorithm, pool = self.ppo.config.algorithm, self.ppo.collection.pool
         needed = {"values": algorithm.has_critic, "ref_logprobs": algorithm.has_reference}
         needed["selected"] = algorithm.selects_tokens
+        needed["data_sources"] = self.ppo.collection.several_data_sets
         kept = [vars(rows) for rows in (self.ppo.state.experience, pool and pool.accepted) if rows is not None]
         missing = [
             name for name in needed if needed[name] and any(name in rows and rows[name] is None for rows in kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,8 +34,9 @@ class Scores:
     """Scores of B answers, on the device of the rollout."""
 
     total: Tensor  # (B,) fp32, the weighted sum of the sources
-    by_source: Tensor  # (B, K) fp32, unweighted
+    by_source: Tensor  # (B, K) fp32, unweighted; NaN where the source does not score the answer
     baselines: Tensor | None = None  # (B,) fp32, the score of the greedy answer to the same prompt (ReMax)
+    numbers: dict[str, Tensor] = field(default_factory=dict)  # see `MixedScores`; on the CPU
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip_special_tokens: bool) -> list[str]:
@@ -57,6 +58,7 @@ class RewardScorer:
         self.mixture = mixture
         self.prompts = prompts
         self.tokenizer = tokenizer
+        self.step = 0  # finished PPO steps, for functions that ask for it
         self._has_counted = False
 
     def request(self, rollout: Rollout, indices: list[int]) -> RewardRequest:
@@ -78,6 +80,7 @@ class RewardScorer:
             [text.removeprefix(self.tokenizer.bos_token or "") for text in prompts],
             texts_of(self.tokenizer, rollout.response_ids, is_text, skip_special_tokens=True),
             [row for row in data for _ in range(samples)],
+            self.step,
         )
 
     def __call__(self, rollout: Rollout, indices: list[int]) -> Scores:
@@ -88,14 +91,14 @@ class RewardScorer:
         """Score the answers that `request` was made from. Collective."""
         found = self.mixture(request, rollout)
         device = rollout.response_ids.device
-        return Scores(found.scores.to(device), found.by_source.to(device))
+        return Scores(found.scores.to(device), found.by_source.to(device), numbers=found.numbers)
 
     def count_failed_rows(self) -> int:
-        """Answers of all ranks that got a function's default score since the last count. Collective.
+        """Answers of all ranks that got the default score since the last count. Collective.
 
         Raises:
-            RewardFunctionError: this is the first count and a function failed on every answer, so the function itself
-                is wrong.
+            RewardFunctionError: this is the first count, and a function failed on every answer or no source scored
+                any, so the function itself or its route is wrong.
         """
         refuse_all, self._has_counted = not self._has_counted, True
         return self.mixture.count_failed_rows(refuse_all)

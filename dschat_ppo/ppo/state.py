@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -122,12 +122,13 @@ class PPOComponents:
         rewards: the reward sources.
         device: of this rank.
         texts: blocks of plain text for the PTX loss, or None.
+        data_sources: names of the data sets of the prompts, which their column `source` numbers.
     """
 
     def __init__(
         self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, prompts: Dataset,
         tokenizer: PreTrainedTokenizerBase, rewards: RewardMixture, device: torch.device,
-        texts: TextBatches | None = None,
+        texts: TextBatches | None = None, data_sources: Sequence[str] = (),
     ):  # fmt: skip
         ppo, algorithm, seed = config.ppo, config.algorithm, config.run.seed
         self.config = config
@@ -135,6 +136,7 @@ class PPOComponents:
         self.engines = engines
         self.device = device
         self.texts = texts
+        self.data_sources = tuple(data_sources)
         self.state = PPOState()
         self.clock = PhaseClock()
         self.nonfinite = NonFinitePolicy(config.safety, ReproBundles("ppo", config, tokenizer))
@@ -150,7 +152,7 @@ class PPOComponents:
         )
         self.collection = ExperienceCollection(
             config, plan, engines, generator, RewardScorer(rewards, prompts, tokenizer),
-            self.advantage_computation.shaped, self.clock,
+            self.advantage_computation.shaped, self.clock, several_data_sets=len(self.data_sources) > 1,
         )  # fmt: skip
         self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed)
         self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
@@ -166,7 +168,8 @@ class PPOComponents:
         metrics = dict(self.collection.metrics)
         if experience is not None:
             kl_coef = self.advantage_computation.used_kl_coef
-            metrics |= experience_metrics(experience, kl_coef, self.collection.reward_scorer.mixture.names)
+            names = self.collection.reward_scorer.mixture.names
+            metrics |= experience_metrics(experience, kl_coef, names, self.data_sources)
             metrics["coef/kl"] = kl_coef
             metrics |= {f"lr/{role}": learning_rate(engine) for role, engine in self.engines.trained.items()}
             metrics["coef/entropy"] = self.entropy_coef.value

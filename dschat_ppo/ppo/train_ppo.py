@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dschat_ppo.config.batch_plan import PPOPlan, check_evaluation, plan_ppo
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import read_overlay
@@ -39,7 +41,7 @@ from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.rewards.build_rewards import build_sources, check_sources
+from dschat_ppo.rewards.build_rewards import build_sources, check_routes, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import (
     STATISTICS,
@@ -75,6 +77,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it, or --truncation left")
     check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
+    known = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
+    check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))
     plan = plan_ppo(ppo, len(rows.train), dist.world_size(), config.algorithm.critic_warmup_rollouts)
     texts = plain_texts(config, plan, tokenizer, device)
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)
@@ -93,10 +97,11 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     with ExitStack() as at_end:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
-        components = PPOComponents(config, plan, engines, rows.train, tokenizer, rewards, device, texts)
+        components = PPOComponents(config, plan, engines, rows.train, tokenizer, rewards, device, texts, rows.sources)
         evaluation, health = None, HealthWatch()
         if rows.eval is not None:
-            evaluation = at_end.enter_context(closing(evaluation_of(config, components, rows.eval, tokenizer, output)))
+            held_out = evaluation_of(config, components, rows.eval, rows.sources, tokenizer, output)
+            evaluation = at_end.enter_context(closing(held_out))
 
         def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:
             report = PPOReport(components, evaluation, health, writer)
@@ -186,24 +191,25 @@ def evaluation_reward(config: PPOConfig) -> FunctionReward:
     """The function of `--eval_reward_function`.
 
     Raises:
-        UserError: it cannot be used, or it has a weight.
+        UserError: it cannot be used, or it has a weight or a route.
     """
     rewards, text = config.rewards, config.validation.eval_reward_function or ""
     spec = parse_function(text, "--eval_reward_function")
-    if spec.weight != 1:
-        raise UserError(f"{spec.flag} {text}: it is the only score of an evaluation, so it takes no weight")
+    if spec.weight != 1 or spec.sources:
+        raise UserError(f"{spec.flag} {text}: it alone scores the evaluation, so it takes no weight and no route")
     return FunctionReward(spec, rewards.reward_workers, rewards.reward_timeout, rewards.reward_default)
 
 
 def evaluation_of(
-    config: PPOConfig, ppo: PPOComponents, rows: Dataset, tokenizer: PreTrainedTokenizerBase, output: Path
-) -> Evaluation:
-    """Evaluation over the held-out prompts."""
+    config: PPOConfig, ppo: PPOComponents, rows: Dataset, data_sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase, output: Path,
+) -> Evaluation:  # fmt: skip
+    """Evaluation over the held-out prompts, whose column `source` numbers the `data_sources`."""
     flags, engines, collection = config.validation, ppo.engines, ppo.collection
     rows = rows.select(range(min(flags.eval_max_prompts or len(rows), len(rows))))
     mixture = collection.reward_scorer.mixture
     if flags.eval_reward_function:
-        mixture = RewardMixture([(evaluation_reward(config), 1.0)])
+        mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.reward_default)
     scorer = None
     if engines.reference is not None:
         scorer = ModelScorer(engines.actor, engines.reference, None, collection.model_scorer.scoring)
@@ -215,7 +221,8 @@ def evaluation_of(
         if problem is not None:
             raise StorageError(problem)
 
-    return Evaluation(flags, collection.generator, RewardScorer(mixture, rows, tokenizer), scorer, output, save_best)
+    reward_scorer = RewardScorer(mixture, rows, tokenizer)
+    return Evaluation(flags, collection.generator, reward_scorer, scorer, output, save_best, data_sources)
 
 
 def _replace_best(best: Path) -> str | None:

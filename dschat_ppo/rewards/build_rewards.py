@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError, in_one_line
@@ -9,8 +12,10 @@ from dschat_ppo.rewards.function_reward import FLAG, FunctionReward, parse_funct
 from dschat_ppo.rewards.remote_reward import RemoteReward, check_url
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardSource
+from dschat_ppo.rewards.routed_reward import DATA_SOURCE, RoutedReward
 from dschat_ppo.rewards.sandbox import Limits, missing_isolation
 
+MOST_ROWS, MOST_SHOWN = 2000, 8
 WEAKER = {
     "network": "only Python keeps programs from the network, and programs can circumvent that",
     "files": "programs can write every file that the user of this run can write",
@@ -32,7 +37,10 @@ def check_sources(flags: RewardSourceFlags) -> None:
         check_url(url)
     specs = [parse_function(text) for text in flags.reward_function]
     for spec in specs:
-        FunctionReward(spec, 1, flags.reward_timeout, flags.reward_default).close()
+        function = FunctionReward(spec, 1, flags.reward_timeout, flags.reward_default)
+        function.close()
+        if spec.rule is None:
+            logger().info(f"{spec}: {function.pool.signature.call.description}")
     sandboxed = [spec for spec in specs if spec.rule == "code_tests"]
     if sandboxed:
         try:
@@ -50,6 +58,51 @@ def check_sources(flags: RewardSourceFlags) -> None:
             )
 
 
+def check_routes(
+    flags: RewardSourceFlags, names: Sequence[str], rows: Sequence[str], are_all_rows: bool = True
+) -> None:
+    """Check that each route of a reward source leads to prompts, and that each prompt has a reward source.
+
+    Args:
+        flags: which sources to use.
+        names: of the data sets.
+        rows: the data row of each training prompt, as JSON. At most `MOST_ROWS`, evenly spaced, are read.
+        are_all_rows: whether there are no other training prompts (with `--streaming` there are).
+
+    Raises:
+        UserError: all rows were read, and none has the data source of a route. Otherwise only a warning is printed.
+    """
+    routes: list[tuple[str, Sequence[str]]] = [
+        (str(spec), spec.sources) for spec in map(parse_function, flags.reward_function)
+    ]
+    if flags.use_reward_model:
+        routes.append(("--reward_model_sources", flags.reward_model_sources))
+    if flags.remote_urls:
+        routes.append(("--remote_reward_sources", flags.remote_reward_sources))
+    if not any(sources for _, sources in routes):
+        return
+    every = are_all_rows and len(rows) <= MOST_ROWS
+    count = min(len(rows), MOST_ROWS)
+    numbers = [number * len(rows) // count for number in range(count)]
+    found = {str(json.loads(rows[number]).get(DATA_SOURCE)) for number in numbers}
+    shown = ", ".join(sorted(found)[:MOST_SHOWN]) + (", ..." if len(found) > MOST_SHOWN else "")
+    for flag, sources in routes:
+        for source in sources:
+            if source not in found and every:
+                raise UserError(f"{flag}: no training prompt has the data source '{source}'; there are: {shown}")
+            if source not in found and source not in names:
+                logger().warning(
+                    f"{flag}: none of {len(numbers)} training prompts has the data source '{source}', but: {shown}"
+                )
+    if all(sources for _, sources in routes):
+        lacking = sorted(found - {source for _, sources in routes for source in sources})
+        if lacking:
+            logger().warning(
+                f"no reward source scores prompts of the data source {', '.join(map(repr, lacking[:MOST_SHOWN]))}; "
+                f"their answers get {flags.reward_default:g} (--reward_default)"
+            )
+
+
 def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -> RewardMixture:
     """All reward sources with their weights: the learned reward, functions, the remote service.
 
@@ -62,6 +115,8 @@ def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -
     if flags.use_reward_model != (model_source is not None):
         raise ValueError("a learned reward is required if and only if --use_reward_model is on")
     sources: list[tuple[RewardSource, float]] = []
+    if model_source is not None and flags.reward_model_sources:
+        model_source = RoutedReward(model_source, flags.reward_model_sources)
     if model_source is not None:
         sources.append((model_source, flags.reward_model_weight))
     for spec in map(parse_function, flags.reward_function):
@@ -69,7 +124,11 @@ def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -
         sources.append((function, spec.weight))
     if flags.remote_urls:
         remote = RemoteReward(
-            flags.remote_urls, flags.remote_reward_timeout, flags.remote_reward_retries, flags.remote_reward_batch_size
+            flags.remote_urls,
+            flags.remote_reward_timeout,
+            flags.remote_reward_retries,
+            flags.remote_reward_batch_size,
+            flags.remote_reward_sources,
         )
         sources.append((remote, flags.remote_reward_weight))
-    return RewardMixture(sources)
+    return RewardMixture(sources, flags.reward_default)

@@ -17,8 +17,11 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.rewards.call_arguments import arguments_of, missing_columns, token_ids_of
+from dschat_ppo.rewards.returned_values import MOST_NUMBERS, Returned
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
-from dschat_ppo.rewards.worker_pool import CallError, Signature, Target, WorkerPool
+from dschat_ppo.rewards.routed_reward import is_routed_to
+from dschat_ppo.rewards.worker_pool import CallError, Target, WorkerPool
 from dschat_ppo.types import Rollout
 
 FLAG = "--reward_function"
@@ -37,7 +40,7 @@ LARGEST = torch.finfo(torch.float32).max
 class FunctionSpec:
     """One `--reward_function`: a file `*.py` or a dotted module, the function's name in it, its weight and settings.
 
-    `flag` is the flag that named it.
+    `flag` is the flag that named it. With `sources`, the function scores only rows of these data sources.
     """
 
     path: str
@@ -45,9 +48,11 @@ class FunctionSpec:
     weight: float = 1.0
     settings: tuple[tuple[str, str], ...] = ()
     flag: str = FLAG
+    sources: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.flag} {self.rule or f'{self.path}:{self.name}'}"
+        route = f"{','.join(self.sources)}=" if self.sources else ""
+        return f"{self.flag} {route}{self.rule or f'{self.path}:{self.name}'}"
 
     @property
     def rule(self) -> str | None:
@@ -58,14 +63,16 @@ class FunctionSpec:
 def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
     """Read `path.py:name`, `module.path:name` or `rule`, each with optional `?key=value&key=value` and `:weight`.
 
-    Settings are percent-decoded (`+` stays a plus); a `:` before a number at the end of a setting must be `%3A`.
-    Messages name `flag`.
+    `source=` or `source,source=` in front routes: the function then scores only rows of these data sources. Settings
+    are percent-decoded (`+` stays a plus); a `:` before a number at the end of a setting must be `%3A`. Messages name
+    `flag`.
 
     Raises:
         UserError: another form, no such rule or file, a weight that is not finite, a rule whose extra is not installed.
     """
     given = f"{flag} {spec}"
-    head, mark, tail = spec.partition("?")
+    sources, unrouted = _split_route(spec, given)
+    head, mark, tail = unrouted.partition("?")
     rest, weight = _split_weight(tail if mark else head)
     place, settings = (head, _parse_settings(rest, given)) if mark else (rest, ())
     if not math.isfinite(weight):
@@ -80,7 +87,19 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
         parts = [RULES[place], place]
     elif len(parts) != 2 or not all(parts) or not parts[1].isidentifier():
         raise UserError(f"{given}: expected path.py:name, module.path:name or a rule, and an optional :weight")
-    return _checked(FunctionSpec(parts[0], parts[1], weight, settings, flag), given)
+    return _checked(FunctionSpec(parts[0], parts[1], weight, settings, flag, sources), given)
+
+
+def _split_route(spec: str, given: str) -> tuple[tuple[str, ...], str]:
+    """`"math,gsm8k=my.py:score"` -> (("math", "gsm8k"), "my.py:score"); a path that contains `=` is no route."""
+    head = spec.partition("?")[0]
+    names, mark, _ = head.partition("=")
+    if not mark or os.path.isfile(head.partition(".py:")[0] + ".py"):
+        return (), spec
+    sources = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
+    if not all(sources):
+        raise UserError(f"{given}: expected a data source before '=', or several separated by commas")
+    return sources, spec[len(names) + 1 :]
 
 
 def _split_weight(text: str) -> tuple[str, float]:
@@ -137,7 +156,10 @@ class FunctionReward:
         self.spec = spec
         self.default = default
         self.counts = CallCounts()  # since the last `take_counts`
+        self.numbers: dict[str, Tensor] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
         self.missing: set[str] = set()  # arguments without a column, for which a warning was printed
+        self.names: set[str] = set()  # names of the numbers returned so far, at most `MOST_NUMBERS`
+        self.too_many_names = False
         try:
             self.pool = WorkerPool(Target(spec.path, spec.name, spec.settings), workers, timeout)
         except CallError as problem:
@@ -149,50 +171,80 @@ class FunctionReward:
         return self.spec.name
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32 on the CPU.
+        """(B,) fp32 on the CPU; NaN where the function does not score the response: it returned None, or its route
+        names other data sources.
 
         A response gets the default score if its call raises, times out, crashes its process, or returns no finite fp32
         number. If a call for the whole batch fails or returns a list of another length, it is repeated row by row on
         all workers. With `n` workers that takes at most `(1 + ceil(B / n)) * timeout`, plus one start of a worker (at
         most `worker_pool.START_SECONDS`) for each call that has to be killed.
         """
-        new = missing_columns(self.pool.signature, request) - self.missing if len(request) else set()
+        rows = [number for number, row in enumerate(request.rows) if is_routed_to(self.spec.sources, row)]
+        own = request.select(rows)
+        new = missing_columns(self.pool.signature, own) - self.missing if rows else set()
         self.missing |= new
         if new:  # most often a misspelt column
             self._warn(f"no row has a column {_either(new)}: its argument is None")
-        results = self._results(request)
-        causes = {row: cause for row, cause in enumerate(results) if isinstance(cause, str)}
+        results = self._results(own, rollout, rows)
+        causes = {row: found.score for row, found in zip(rows, results, strict=True) if isinstance(found.score, str)}
         first = self.counts.cause
         if causes and first is None:
             first = next(iter(causes.values()))
             if self.missing:
                 first += f" (no row has a column {_either(self.missing)})"
-        self.counts = CallCounts(self.counts.rows + len(request), self.counts.failed + len(causes), first)
+        self.counts = CallCounts(
+            self.counts.rows + len(rows), self.counts.failed + len(causes), first,
+            self.counts.left + sum(found.score is None for found in results),
+        )  # fmt: skip
         for row, cause in list(causes.items())[:MOST_WARNINGS]:
             self._warn(f"row {row}: {cause}; its score is {self.default:g} (--reward_default)")
         if len(causes) > MOST_WARNINGS:
-            self._warn(f"{len(causes) - MOST_WARNINGS} more of {len(request)} rows got {self.default:g}")
-        return torch.tensor([self.default if isinstance(r, str) else r for r in results], dtype=torch.float32)
+            self._warn(f"{len(causes) - MOST_WARNINGS} more of {len(rows)} rows got {self.default:g}")
+        scores = torch.full((len(request),), math.nan)
+        values = [self.default if isinstance(found.score, str) else found.score for found in results]
+        scores[rows] = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+        self.numbers = self._numbers(len(request), rows, results)
+        return scores
 
-    def _results(self, request: RewardRequest) -> list[float | str]:
-        """The score of each response, or the reason why it has none."""
+    def _results(self, request: RewardRequest, rollout: Rollout, numbers: list[int]) -> list[Returned]:
+        """The result for each response. `numbers`: their rows in the rollout."""
         rows = range(len(request))
         signature = self.pool.signature
+        ids = None
+        if signature.takes_token_ids:
+            every = token_ids_of(rollout)
+            ids = [every[number] for number in numbers]
         if not signature.per_row and len(request) > 1:
-            (batch,) = self.pool.map([arguments_of(signature, request, rows)])
+            (batch,) = self.pool.map([arguments_of(signature, request, rows, ids)])
             if isinstance(batch, list) and len(batch) == len(request):
-                return [_checked_score(value) for value in batch]
+                return [_checked_score(found) for found in batch]
             cause = f"returned {len(batch)} scores" if isinstance(batch, list) else str(batch)
             self._warn(f"a call for {len(request)} rows failed ({cause}); it is repeated row by row")
-        results: list[float | str] = []
-        for values in self.pool.map([arguments_of(signature, request, [row]) for row in rows]):
-            if isinstance(values, CallError):
-                results.append(str(values))
-            elif len(values) != 1:
-                results.append(f"returned {len(values)} scores for one row")
+        results: list[Returned] = []
+        for found in self.pool.map([arguments_of(signature, request, [row], ids) for row in rows]):
+            if isinstance(found, CallError):
+                results.append(Returned(str(found), {}))
+            elif len(found) != 1:
+                results.append(Returned(f"returned {len(found)} scores for one row", {}))
             else:
-                results.append(_checked_score(values[0]))
+                results.append(_checked_score(found[0]))
         return results
+
+    def _numbers(self, count: int, rows: list[int], results: list[Returned]) -> dict[str, Tensor]:
+        """The other numbers of the results, by name: (count,) fp64 each, NaN where there is none."""
+        names = dict.fromkeys(name for found in results for name in found.numbers)
+        new = [name for name in names if name not in self.names]
+        room = MOST_NUMBERS - len(self.names)
+        if len(new) > room and not self.too_many_names:
+            self.too_many_names = True
+            self._warn(f"returns more than {MOST_NUMBERS} other numbers; those such as '{new[room]}' are not logged")
+        self.names |= set(new[:room])
+        columns = {name: torch.full((count,), math.nan, dtype=torch.float64) for name in names if name in self.names}
+        for row, found in zip(rows, results, strict=True):
+            for name, value in found.numbers.items():
+                if name in columns:
+                    columns[name][row] = value
+        return columns
 
     def _warn(self, text: str) -> None:
         print_line(f"warning: rank {dist.rank()}: reward function {self.name}: {text}")
@@ -207,39 +259,15 @@ class FunctionReward:
         self.pool.close()
 
 
-def arguments_of(signature: Signature, request: RewardRequest, rows: Sequence[int]) -> dict[str, Any]:
-    """Keyword arguments of a call for some rows: lists for a batch function, single values for a per-row function.
-
-    Settings take precedence over texts, and texts over columns. A column that a row lacks is None for that row; an
-    argument without a default and without a column is None.
-    """
-    columns = {name: None for row in request.rows for name in row}  # in order of appearance
-    values: dict[str, list[Any]] = {name: [request.rows[row].get(name) for row in rows] for name in columns}
-    prompt, response = signature.text_names
-    values |= {prompt: [request.prompts[r] for r in rows], response: [request.responses[r] for r in rows]}
-    values = {name: value for name, value in values.items() if signature.any or name in signature.takes}
-    values |= {name: [None] * len(rows) for name in signature.needs - set(values)}
-    given: dict[str, Any] = {name: value[0] for name, value in values.items()} if signature.per_row else dict(values)
-    return given | signature.settings
-
-
-def missing_columns(signature: Signature, request: RewardRequest) -> set[str]:
-    """Arguments without a default for which there is no text, no column of any row, and no setting."""
-    columns = {name for row in request.rows for name in row}
-    return set(signature.needs) - columns - set(signature.text_names) - set(signature.settings)
-
-
 def _either(columns: set[str]) -> str:
     return " or ".join(map(repr, sorted(columns)))
 
 
-def _checked_score(value: float | None) -> float | str:
-    """The score, or the reason why it is none."""
-    if value is None:
-        return "returned a value that is not a number"
-    if not abs(value) <= LARGEST:
-        return f"returned {value}, which is not a finite fp32 number"
-    return value
+def _checked_score(found: Returned) -> Returned:
+    """The result, with a reason in place of a score that is not a finite fp32 number."""
+    if isinstance(found.score, float) and not abs(found.score) <= LARGEST:
+        return Returned(f"returned {found.score}, which is not a finite fp32 number", {})
+    return found
 
 
 def function_files(flag: str, functions: Sequence[str]) -> list[tuple[str, str | None]]:

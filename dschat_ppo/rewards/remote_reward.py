@@ -7,6 +7,7 @@ import json
 import random
 import string
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
@@ -31,6 +32,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
+from dschat_ppo.rewards.routed_reward import is_routed_to
 from dschat_ppo.types import Rollout
 
 FLAG = "--remote_reward_url"
@@ -63,25 +65,29 @@ class RemoteReward:
         timeout: seconds for each request (reading the last bytes may exceed it once).
         retries: further attempts of a failed request, each at the next address.
         batch_size: most responses in a request.
+        sources: data sources whose rows are sent; () for all.
     """
 
     name = "remote"
 
-    def __init__(self, urls: list[str], timeout: float, retries: int, batch_size: int):
+    def __init__(self, urls: list[str], timeout: float, retries: int, batch_size: int, sources: Sequence[str] = ()):
         for url in urls:
             check_url(url)
         self.urls = urls
         self.timeout = timeout
         self.retries = retries
         self.batch_size = batch_size
+        self.sources = sources
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32 on the CPU.
+        """(B,) fp32 on the CPU; NaN for rows of other data sources, which are not sent.
 
         Raises:
             RewardServiceError: the service rejects a request (a status below 500 other than 429), replies with anything
                 but one finite number per response, or does not reply in `1 + retries` attempts.
         """
+        rows = [number for number, row in enumerate(request.rows) if is_routed_to(self.sources, row)]
+        request, every = request.select(rows), torch.full((len(request),), torch.nan)
         starts = range(0, len(request), self.batch_size)
         threads, scores = ThreadPoolExecutor(len(self.urls), thread_name_prefix="remote"), list[float]()
         try:
@@ -91,7 +97,8 @@ class RemoteReward:
                 scores += batch.result()
         finally:  # after an interrupt, do not wait for a service that hangs
             threads.shutdown(wait=False, cancel_futures=True)
-        return torch.tensor(scores, dtype=torch.float32)
+        every[rows] = torch.tensor(scores, dtype=torch.float32)
+        return every
 
     def _score_batch(self, request: RewardRequest, start: int) -> list[float]:
         """Scores of one batch.

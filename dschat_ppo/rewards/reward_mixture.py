@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.rewards.reward_source import (
     CallCounts,
     RewardFunctionError,
@@ -19,17 +20,23 @@ from dschat_ppo.rewards.reward_source import (
     RewardSource,
     raise_on_any_rank,
 )
+from dschat_ppo.rewards.routed_reward import Routed, is_routed_to
 from dschat_ppo.types import Rollout
+
+MOST_NAMES = 4  # data sources that a message lists
 
 
 @runtime_checkable
 class HasWorkers(Protocol):
     """A reward source with worker processes. A failed call gives its response a default score and is counted.
 
-    `spec` is the source as the user named it.
+    NaN in its scores means that it does not score the response. From any other source NaN is a numerical fault.
+
+    `spec` is the source as the user named it; `numbers` are other numbers of its last call, see `MixedScores`.
     """
 
     spec: object
+    numbers: dict[str, Tensor]
 
     def take_counts(self) -> CallCounts:
         """Counts of this rank since the last call of this method."""
@@ -40,23 +47,33 @@ class HasWorkers(Protocol):
 
 @dataclass(frozen=True)
 class MixedScores:
-    """`scores` (B,) fp32, the weighted sum; `by_source` (B, K) fp32, the unweighted scores of each source."""
+    """Scores of B responses.
+
+    Attributes:
+        scores: (B,) fp32, the weighted sum.
+        by_source: (B, K) fp32, the unweighted score of each source; NaN where it does not score the response.
+        numbers: "SOURCE/NAME" -> (B,) fp64, other numbers that functions returned; NaN where they returned none.
+    """
 
     scores: Tensor
     by_source: Tensor
+    numbers: dict[str, Tensor]
 
 
 class RewardMixture:
-    """`scores_i = sum_k w_k r_k(i)` over the sources k.
+    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i.
 
     Args:
         sources: (source, weight) pairs. A source of weight 0 is called and reported, but never enters the sum.
+        default: score of a response that no source scores.
     """
 
-    def __init__(self, sources: Sequence[tuple[RewardSource, float]]):
+    def __init__(self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0):
         if not sources:
             raise ValueError("a mixture of rewards needs at least one source")
         self.sources = list(sources)
+        self.default = default
+        self.unscored = CallCounts()  # responses since the last count, and those that no source scored
 
     @property
     def names(self) -> list[str]:
@@ -80,35 +97,79 @@ class RewardMixture:
         """
         device, problem = rollout.response_ids.device, None
         columns: list[Tensor] = []
-        for source, _ in self.sources:
+        present: list[Tensor] = []  # (B,) bool each
+        numbers: dict[str, Tensor] = {}
+        for name, (source, _) in zip(self.names, self.sources, strict=True):
             try:
-                columns.append(source(request, rollout).to(device=device, dtype=torch.float32))
+                column = source(request, rollout).to(device=device, dtype=torch.float32)
             except RewardServiceError as failure:
                 problem = problem or str(failure)
+                continue
+            columns.append(column)
+            present.append(torch.ones_like(column, dtype=torch.bool))
+            if isinstance(source, Routed):
+                own = [is_routed_to(source.sources, row) for row in request.rows]
+                present[-1] = torch.tensor(own, dtype=torch.bool, device=device)
+                columns[-1] = column.where(present[-1], torch.nan)
+            elif isinstance(source, HasWorkers):
+                present[-1] = ~column.isnan()
+                numbers |= {f"{name}/{key}": values for key, values in source.numbers.items()}
         raise_on_any_rank(problem)
-        weighted = [weight * column for (_, weight), column in zip(self.sources, columns, strict=True) if weight != 0]
+        weighted = [(weight * column).where(own, 0.0) for (_, weight), column, own
+                    in zip(self.sources, columns, present, strict=True) if weight != 0]  # fmt: skip
         scores = torch.stack(weighted).sum(dim=0) if weighted else torch.zeros(len(request), device=device)
-        return MixedScores(scores, torch.stack(columns, dim=1))  # (B,), (B, K)
+        counted = [own for (_, weight), own in zip(self.sources, present, strict=True) if weight != 0 or not weighted]
+        scored = torch.stack(counted).any(dim=0)  # (B,) bool
+        self._count_unscored(request, scored.tolist())
+        return MixedScores(scores.where(scored, self.default), torch.stack(columns, dim=1), numbers)
+
+    def _count_unscored(self, request: RewardRequest, scored: list[bool]) -> None:
+        """Count and report the responses that no source scored."""
+        rows = [row for row, is_scored in zip(request.rows, scored, strict=True) if not is_scored]
+        before, cause = self.unscored, self.unscored.cause
+        if rows:
+            where = ", ".join(sorted({repr(row.get("data_source")) for row in rows})[:MOST_NAMES])
+            cause = cause or f"data_source {where}"
+            print_line(
+                f"warning: rank {dist.rank()}: no reward source scored {len(rows)} of {len(request)} responses "
+                f"(data_source {where}); their score is {self.default:g} (--reward_default)"
+            )
+        self.unscored = CallCounts(before.rows + len(request), before.failed + len(rows), cause)
 
     def count_failed_rows(self, refuse_all: bool) -> int:
-        """Responses of all ranks that got a function's default score since the last count. Collective.
+        """Responses of all ranks that got the default score since the last count. Collective.
+
+        A function failed on them, or no source scored them.
 
         Args:
-            refuse_all: raise if a function failed on every response of every rank.
+            refuse_all: raise if a function failed on every response of every rank that it did not leave to other
+                sources, or if no source scored any response.
 
         Raises:
             RewardFunctionError: see `refuse_all`. Every rank raises the same text, because only rank 0 prints it.
         """
         functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]
-        ranks = dist.gather_objects([function.take_counts() for function in functions])
-        for function, counts in zip(functions, zip(*ranks, strict=True), strict=True):
-            rows = sum(on_rank.rows for on_rank in counts)
-            if refuse_all and rows and all(on_rank.failed == on_rank.rows for on_rank in counts):
+        unscored, self.unscored = self.unscored, CallCounts()
+        ranks = dist.gather_objects([*(function.take_counts() for function in functions), unscored])
+        *by_function, unscored_on = zip(*ranks, strict=True)
+        for function, counts in zip(functions, by_function, strict=True):
+            rows = sum(on_rank.rows - on_rank.left for on_rank in counts)
+            if refuse_all and rows and sum(on_rank.failed for on_rank in counts) == rows:
                 cause = next(on_rank.cause for on_rank in counts if on_rank.cause)
                 raise RewardFunctionError(
                     f"{function.spec}: failed on every one of the first {rows} answers; the first cause: {cause}; "
                     "correct the function, its settings or the columns of the data"
                 )
+            left = sum(on_rank.left for on_rank in counts)
+            if refuse_all and left and not rows:
+                logger().warning(f"{function.spec}: returned None for each of the first {left} answers")
+        rows = sum(on_rank.rows for on_rank in unscored_on)
+        if refuse_all and rows and all(on_rank.failed == on_rank.rows for on_rank in unscored_on):
+            where = next(on_rank.cause for on_rank in unscored_on if on_rank.cause)
+            raise RewardFunctionError(
+                f"no reward source scored any of the first {rows} answers ({where}): every function returned None or "
+                f"is routed to other data; correct --reward_function or the data_source of the rows"
+            )
         return sum(on_rank.failed for counts in ranks for on_rank in counts)
 
     def close(self) -> None:

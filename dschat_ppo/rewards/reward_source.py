@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,12 +18,13 @@ class RewardRequest:
     """B responses to score, as text.
 
     `prompts` and `responses`: B texts each; responses without special tokens. `rows`: for each prompt the row of the
-    data set that it comes from, with all columns.
+    data set that it comes from, with all columns. `step`: number of finished PPO steps.
     """
 
     prompts: list[str]
     responses: list[str]
     rows: list[dict[str, Any]]
+    step: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.prompts) == len(self.responses) == len(self.rows):
@@ -31,6 +33,15 @@ class RewardRequest:
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    def select(self, numbers: Sequence[int]) -> RewardRequest:
+        """The responses with these numbers."""
+        return RewardRequest(
+            [self.prompts[number] for number in numbers],
+            [self.responses[number] for number in numbers],
+            [self.rows[number] for number in numbers],
+            self.step,
+        )
 
 
 class RewardSource(Protocol):
@@ -41,7 +52,7 @@ class RewardSource(Protocol):
         """The name of the source in metrics."""
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32, on the CPU or the rollout's device."""
+        """(B,) fp32, on the CPU or the rollout's device. For the meaning of NaN see `reward_mixture.HasWorkers`."""
 
 
 class RewardServiceError(UserError):
@@ -49,16 +60,18 @@ class RewardServiceError(UserError):
 
 
 class RewardFunctionError(UserError):
-    """A reward function failed on every response. The message names the function, the count and the first cause."""
+    """A reward function failed on every response, or no source scored any. The message names count and cause."""
 
 
 @dataclass(frozen=True)
 class CallCounts:
-    """How many responses a function was called for, how many of these calls failed, and the cause of the first."""
+    """How many responses a function was called for, how many of these calls failed, the cause of the first, and how
+    many responses it left to other sources by returning None."""
 
     rows: int = 0
     failed: int = 0
     cause: str | None = None
+    left: int = 0
 
 
 def raise_on_any_rank(problem: str | None) -> None:

@@ -18,6 +18,8 @@ from pickle import PicklingError, dumps
 from typing import Any, NoReturn
 
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.rewards.call_arguments import Signature
+from dschat_ppo.rewards.returned_values import Returned
 from dschat_ppo.rewards.worker_process import LENGTH
 
 _HEARTBEAT_SECONDS = 1.0
@@ -42,22 +44,6 @@ class Target:
     where: str
     name: str
     settings: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class Signature:
-    """How to call the function; see `worker_process.describe`."""
-
-    per_row: bool
-    takes: frozenset[str]
-    needs: frozenset[str]
-    any: bool
-    settings: dict[str, Any]
-
-    @property
-    def text_names(self) -> tuple[str, str]:
-        """The names of the arguments that take prompts and responses."""
-        return ("prompt", "response") if self.per_row else ("prompts", "responses")
 
 
 class Worker:
@@ -88,11 +74,11 @@ class Worker:
             self.stop()
             raise
         return Signature(
-            ready["per_row"], frozenset(ready["takes"]), frozenset(ready["needs"]), ready["any"], ready["settings"]
+            ready["form"], frozenset(ready["takes"]), frozenset(ready["needs"]), ready["any"], ready["settings"]
         )
 
-    def call(self, arguments: dict[str, Any], seconds: float) -> list[float | None]:
-        """Call the function with keyword arguments; returns its scores, None for a value that is not a number.
+    def call(self, arguments: dict[str, Any], seconds: float) -> list[Returned]:
+        """Call the function with keyword arguments; returns its results, one for each response.
 
         Raises:
             CallError: the call raised, crashed its process, or took longer than `seconds`.
@@ -106,7 +92,11 @@ class Worker:
         except (PicklingError, TypeError, AttributeError) as problem:
             raise CallError(f"the row cannot be sent to its process: {problem}") from None
         self._write(LENGTH.pack(len(body)) + body, deadline, late)
-        return self._receive("values", deadline, late)
+        values = self._receive("values", deadline, late)
+        try:
+            return [Returned(score, numbers) for score, numbers in values]
+        except (TypeError, ValueError):
+            self._fail(_GARBAGE)
 
     def stop(self) -> None:
         """Kill the process and everything that it started."""
@@ -192,7 +182,7 @@ class WorkerPool:
             self.close()
             raise
 
-    def map(self, calls: Sequence[dict[str, Any]]) -> list[list[float | None] | CallError]:
+    def map(self, calls: Sequence[dict[str, Any]]) -> list[list[Returned] | CallError]:
         """Result or failure of each call, in order. Each worker takes the next call when it is free.
 
         Takes at most `ceil(len(calls) / size) * seconds`, plus `START_SECONDS` per round if every worker is replaced.
@@ -200,7 +190,7 @@ class WorkerPool:
         waiting = queue.SimpleQueue[int]()
         for number in range(len(calls)):
             waiting.put(number)
-        results: list[list[float | None] | CallError] = [CallError("was not called")] * len(calls)
+        results: list[list[Returned] | CallError] = [CallError("was not called")] * len(calls)
 
         def serve(worker: Worker) -> None:
             while not self.closed:

@@ -26,13 +26,15 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import CodeType
-from typing import Any, BinaryIO, NoReturn, SupportsFloat
+from typing import Any, BinaryIO, NoReturn
+
+from dschat_ppo.rewards.call_forms import CALL_FORMS, describe
+from dschat_ppo.rewards.returned_values import CallLog, returned_rows
 
 LENGTH = struct.Struct(">Q")
-TEXT_NAMES = ("prompts", "responses", "prompt", "response")
 _POLL_MILLISECONDS = 1000
 _LONGEST_TEXT = 500  # characters of an exception's text
 
@@ -57,13 +59,18 @@ def main(argv: list[str]) -> None:
         return
     _send(replies, {"ready": loaded})
     loop = asyncio.new_event_loop()
+    per_row = CALL_FORMS[loaded["form"]].per_row
     while len(head := requests.read(LENGTH.size)) == LENGTH.size:
         arguments = pickle.loads(requests.read(LENGTH.unpack(head)[0]))
+        log = CallLog()
+        if loaded["form"] == "trl":
+            loggers = {name: call for name, call in log.loggers.items() if loaded["any"] or name in loaded["takes"]}
+            arguments = loggers | arguments
         try:
             result = function(**arguments)
             if inspect.isawaitable(result):
                 result = loop.run_until_complete(_awaited(result))
-            reply: dict[str, Any] = {"values": _numbers(result, loaded["per_row"])}
+            reply: dict[str, Any] = {"values": log.added_to(returned_rows(result, per_row))}
         except BaseException as problem:  # noqa: BLE001  a failed call costs its rows, not the run
             reply = {"error": cause_of(problem, file)}
         _send(replies, reply)
@@ -155,67 +162,3 @@ def load(where: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"{name} is {type(function).__name__}, not a function")
     return function
-
-
-def describe(function: Callable[..., Any], settings: dict[str, str]) -> dict[str, Any]:
-    """How to call a function.
-
-    Returns:
-        `per_row`: it takes single values (`response`), not lists (`responses`); `takes`: names of its arguments;
-        `needs`: those without a default; `any`: it has a `**` argument; `settings`: converted to the types of the
-        defaults that they replace.
-
-    Raises:
-        TypeError, ValueError: it cannot be called by keywords, or a setting has no argument or the wrong type.
-    """
-    parameters = inspect.signature(function).parameters
-    kinds = {name: parameter.kind for name, parameter in parameters.items()}
-    by_position = [n for n, kind in kinds.items() if kind in (kind.POSITIONAL_ONLY, kind.VAR_POSITIONAL)]
-    if by_position:
-        raise TypeError(f"its argument {by_position[0]} is positional only, but the function is called by keywords")
-    names = [name for name, kind in kinds.items() if kind != kind.VAR_KEYWORD]
-    takes_any = len(names) < len(kinds)
-    for name in settings:
-        if name in TEXT_NAMES or (name not in names and not takes_any):
-            raise TypeError(f"it has no setting '{name}'; its arguments are {', '.join(names)}")
-    return {
-        "per_row": "response" in names and "responses" not in names,
-        "takes": names,
-        "needs": [name for name in names if parameters[name].default is inspect.Parameter.empty],
-        "any": takes_any,
-        "settings": {
-            n: _converted(n, text, parameters[n].default if n in names else None) for n, text in settings.items()
-        },
-    }
-
-
-def _converted(name: str, text: str, default: Any) -> Any:
-    """The text of a setting, converted to the type of the default that it replaces."""
-    if isinstance(default, bool):
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"its setting {name} must be true or false, not '{text}'")
-        return text.lower() == "true"
-    if isinstance(default, int | float):
-        try:
-            return type(default)(text)
-        except ValueError:
-            raise ValueError(f"its setting {name} must be a number ({type(default).__name__}), not '{text}'") from None
-    return text
-
-
-def _numbers(result: Any, per_row: bool) -> list[float | None]:
-    """The returned scores; None for a value that is not a number."""
-    if per_row:
-        return [_number(result)]
-    if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
-        raise TypeError(f"returned {type(result).__name__}, not a list of numbers")
-    return [_number(value) for value in result]
-
-
-def _number(value: Any) -> float | None:
-    if not isinstance(value, SupportsFloat):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None

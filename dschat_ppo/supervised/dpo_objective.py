@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from dschat_ppo.algorithms.preference_loss import chosen_nll_loss, log_ratios, preference_loss
+from dschat_ppo.algorithms.preference_loss import PAIR_LOSSES, chosen_nll_loss, log_ratios, preference_loss
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
@@ -21,6 +21,7 @@ from dschat_ppo.data.collators import PreferenceBatch, collate_answers, collate_
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.supervised.reward_objective import pair_size
 from dschat_ppo.supervised.trainer import Objective, score_rows
 from dschat_ppo.types import Model, to_device
 
@@ -40,6 +41,12 @@ def dpo_loss(
         nll = chosen_nll_loss(chosen_logprobs, num_tokens.chunk(2)[0], real, num_pairs)
         sums.add_sum("nll", nll * num_pairs, real.sum())
         loss = loss + flags.nll_coef * nll
+    with torch.no_grad():  # by data set
+        losses = PAIR_LOSSES[flags.objective](lead, flags.beta, flags.label_smoothing)  # (B,)
+        if flags.objective == "dpo_nll":
+            losses = losses - flags.nll_coef * chosen_logprobs / num_tokens.chunk(2)[0].clamp_min(1)
+        sums.add_by_source("loss", losses, batch.data_sources, real)
+        sums.add_by_source("accuracy", (lead > 0).float(), batch.data_sources, real)
     sums.add_sum("loss", loss * num_pairs, real.sum())
     sums.add_mean("accuracy", (lead > 0).float(), real)
     sums.add_mean("margin", flags.beta * lead, real)
@@ -72,9 +79,9 @@ def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
         size = config.fit.per_device_eval_batch_size
         train = add_reference(model, rows.train, pad_id, device, size)
         held_out = None if rows.eval is None else add_reference(model, rows.eval, pad_id, device, size)
-        return TokenRows(train, held_out)
+        return TokenRows(train, held_out, rows.sources)
 
     return Objective(
-        collate, lambda batch: batch.pair_mask.sum(), partial(dpo_loss, flags=config.reward), dict,
+        collate, lambda batch: batch.pair_mask.sum(), pair_size, partial(dpo_loss, flags=config.reward), dict,
         ("loss", "accuracy", "margin"), prepare=prepare,
     )  # fmt: skip

@@ -9,10 +9,14 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from dschat_ppo.algorithms.preference_loss import bradley_terry_loss, reward_centering_loss
+from dschat_ppo.algorithms.preference_loss import (
+    bradley_terry_loss,
+    bradley_terry_pair_loss,
+    reward_centering_loss,
+)
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
-from dschat_ppo.data.collators import PairBatch, collate_pairs
+from dschat_ppo.data.collators import PairBatch, PreferenceBatch, collate_pairs
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.models.forward import last_token_scores
@@ -21,12 +25,15 @@ from dschat_ppo.supervised.trainer import Objective, score_rows
 from dschat_ppo.types import Model, to_device
 
 
-def reward_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
+def reward_loss(
+    model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags, packing: bool = False
+) -> Tensor:
     """Sum over pairs of the Bradley-Terry loss of the scores at the last real tokens, divided by `num_pairs` of the
-    whole optimizer step."""
-    chosen, rejected = last_token_scores(model, batch.input_ids, batch.lengths).chunk(2)
+    whole optimizer step. With `packing`, rows may differ so much in length that padded states would not fit."""
+    chosen, rejected = last_token_scores(model, batch.input_ids, batch.lengths, last_only=packing).chunk(2)
     real = batch.pair_mask
-    loss = bradley_terry_loss(chosen, rejected, real, num_pairs, batch.margin if flags.use_margin else None)
+    margin = batch.margin if flags.use_margin else None
+    loss = bradley_terry_loss(chosen, rejected, real, num_pairs, margin)
     if flags.center_rewards_coef:
         centering = reward_centering_loss(chosen, rejected, real, num_pairs)
         sums.add_sum("centering_loss", centering * num_pairs, real.sum())
@@ -36,7 +43,18 @@ def reward_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricS
     sums.add_mean("margin", chosen - rejected, real)
     sums.add_mean("chosen_score", chosen, real)
     sums.add_mean("rejected_score", rejected, real)
+    with torch.no_grad():  # by data set
+        losses = bradley_terry_pair_loss(chosen, rejected, margin)  # (B,)
+        losses = losses + flags.center_rewards_coef * (chosen + rejected) ** 2
+        sums.add_by_source("loss", losses, batch.data_sources, real)
+        sums.add_by_source("accuracy", (chosen > rejected).float(), batch.data_sources, real)
     return loss
+
+
+def pair_size(batch: PairBatch | PreferenceBatch) -> Tensor:
+    """(2,) int64: pairs of the batch that are not padding, and the tokens of both of their rows."""
+    assert batch.lengths is not None
+    return torch.stack([batch.pair_mask.sum(), batch.lengths[batch.pair_mask.repeat(2)].sum()])
 
 
 def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
@@ -58,6 +76,7 @@ def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig
         return {"reward_mean": mean, "reward_std": std}
 
     return Objective(
-        collate, lambda batch: batch.pair_mask.sum(), partial(reward_loss, flags=config.reward), dict,
+        collate, lambda batch: batch.pair_mask.sum(), pair_size,
+        partial(reward_loss, flags=config.reward, packing=config.fit.packing), dict,
         ("loss", "accuracy", "margin"), describe=describe,
     )  # fmt: skip

@@ -24,7 +24,18 @@ def sft_loss(model: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums
     """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole optimizer step."""
     logprobs, _ = model(batch.input_ids, batch.loss_mask)  # (N,) of the tokens in the mask
     sums.add_mean("loss", -logprobs.detach())
+    if len(sums.sources) > 1:
+        assert batch.data_sources is not None
+        of_tokens = batch.data_sources.repeat_interleave(batch.loss_mask.sum(dim=1))  # (N,)
+        sums.add_by_source("loss", -logprobs, of_tokens)
     return -logprobs.sum() / num_tokens
+
+
+def sft_size(batch: SFTBatch) -> Tensor:
+    """(2,) int64: rows of the batch that are not padding, and their tokens."""
+    assert batch.lengths is not None
+    real = batch.loss_mask.any(dim=1)
+    return torch.stack([real.sum(), batch.lengths[real].sum()])
 
 
 def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
@@ -38,7 +49,7 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
     def collate(rows: Dataset, indices: Sequence[int]) -> SFTBatch:
         return to_device(collate_sft(rows, indices, pad_id, train_on_prompt), device)
 
-    return Objective(collate, lambda batch: batch.loss_mask.sum(), sft_loss, with_perplexity, ("loss",))
+    return Objective(collate, lambda batch: batch.loss_mask.sum(), sft_size, sft_loss, with_perplexity, ("loss",))
 
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:

@@ -20,15 +20,17 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
-from dschat_ppo.config.batch_plan import plan_supervised
+from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags
+from dschat_ppo.data.packing_plan import plan_packing, sample_tokens, samples_of
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import optimizer_steps, order_of
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
 from dschat_ppo.engine.optimizer_step import learning_rate, optimizer_step
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -47,6 +49,7 @@ class Objective(Generic[Batch]):
     Attributes:
         collate: `(rows, indices)` -> a batch on the device.
         count: a batch's number of units (tokens, pairs) that the loss is a mean over, a scalar tensor.
+        size: a batch's number of samples, and of their tokens (prompt and answers), without padding: (2,) int64.
         loss: `(model, batch, total, sums)` -> the batch's part of the loss: its sum over units divided by `total`, the
             units of the whole optimizer step. Adds the batch's metrics to `sums`.
         summary: adds derived numbers to the reduced metrics.
@@ -58,6 +61,7 @@ class Objective(Generic[Batch]):
 
     collate: Callable[[Dataset, Sequence[int]], Batch]
     count: Callable[[Batch], Tensor]
+    size: Callable[[Batch], Tensor]
     loss: Callable[[Model, Batch, Tensor, MetricSums], Tensor]
     summary: Callable[[dict[str, float]], dict[str, float]]
     headline: tuple[str, ...]
@@ -76,6 +80,9 @@ class SupervisedTrainer(Generic[Batch]):
         fit: flags of the training.
         run: flags of the run.
         nonfinite: what to do about NaN and infinity; None stops the run without a repro bundle.
+
+    Raises:
+        UserError: `--packing`, and the model cannot run packed rows.
     """
 
     def __init__(
@@ -83,7 +90,8 @@ class SupervisedTrainer(Generic[Batch]):
         fit: SupervisedFlags, run: RunFlags, nonfinite: NonFinitePolicy | None = None,
     ):  # fmt: skip
         self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
-        self.plan = plan_supervised(fit, len(rows.train), dist.world_size())
+        self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
+        self.plan = self._plan(fit, rows.train)
         self.objective = objective
         self.fit = fit
         self.run_flags = run
@@ -102,12 +110,24 @@ class SupervisedTrainer(Generic[Batch]):
             run.adam_epsilon,
         )
         self.engine: Engine = train_engine(model, ds_config, settings)
-        select_kernels(self.engine)
+        reason = select_kernels(self.engine, pack_on_gpu=fit.packing)
+        if fit.packing and reason is not None:
+            name = type(self.engine.module.backbone).__name__
+            raise UserError(f"--packing: {name} cannot run packed rows, because {reason}; train without --packing")
         self.rows = rows
         if objective.prepare is not None:
             with self.clock.phase("prepare"):
                 self.rows = objective.prepare(self.engine, rows)
         seed_this_rank(run.seed)
+
+    def _plan(self, fit: SupervisedFlags, rows: Dataset) -> SupervisedPlan:
+        """The batch plan, with --packing over packed rows."""
+        packing, ranks = self.packing, dist.world_size()
+        if packing is None:
+            tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
+            return plan_supervised(fit, len(rows), ranks, tokens)
+        held = PackedRows(len(rows), packing.capacity)
+        return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held)
 
     def run(self, writer: MetricsWriter, checkpointer: Checkpointer, title: str) -> None:
         """Train from the current state to the end.
@@ -127,7 +147,8 @@ class SupervisedTrainer(Generic[Batch]):
                     metrics = self.train_step(micro_batches)
                 self.steps = step
                 shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
-                logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}")
+                size = f"{metrics['samples']:.0f} samples, {metrics['tokens']:.0f} tokens"
+                logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}, {size}")
                 if self._evaluation_is_due():
                     self.after = self.evaluate()
                     metrics |= self.after
@@ -146,9 +167,15 @@ class SupervisedTrainer(Generic[Batch]):
         """For each optimizer step that is left: the row numbers of this rank's micro-batches."""
         epoch, done = divmod(self.steps, self.plan.steps_per_epoch)
         for number in range(epoch, self.plan.epochs):
-            order = order_of(self.rows.train, self.run_flags.seed, number)
+            seed, packed = self.run_flags.seed, []
+            if self.packing is None:
+                order = order_of(self.rows.train, seed, number)
+            else:
+                packed = self.packing.epoch(seed, number)
+                order = range(len(packed))
             steps = optimizer_steps(order, self.plan.per_device, self.plan.accumulation, dist.world_size(), dist.rank())
-            yield from islice(steps, done, None)
+            for micro_batches in islice(steps, done, None):
+                yield [samples_of(packed, part) for part in micro_batches] if packed else micro_batches
             done = 0
 
     def train_step(self, micro_batches: list[list[int]]) -> dict[str, float]:
@@ -159,8 +186,10 @@ class SupervisedTrainer(Generic[Batch]):
         """
         objective = self.objective
         batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
-        total = dist.all_reduce(torch.stack([objective.count(batch) for batch in batches]).sum()).clamp_min(1)
-        sums = MetricSums()
+        counts = [torch.cat([objective.count(batch).view(1), objective.size(batch)]) for batch in batches]
+        total, samples, tokens = dist.all_reduce(torch.stack(counts).sum(dim=0)).unbind()
+        total = total.clamp_min(1)
+        sums = MetricSums(self.rows.sources)
         result = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
 
         def context() -> FailureContext:
@@ -170,6 +199,7 @@ class SupervisedTrainer(Generic[Batch]):
 
         self.nonfinite.handle("model", self.steps + 1, result, context)
         metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
+        metrics |= {"samples": float(samples), "tokens": float(tokens)}
         return metrics | self.nonfinite.metrics("model")
 
     def _evaluation_is_due(self) -> bool:
@@ -187,7 +217,8 @@ class SupervisedTrainer(Generic[Batch]):
             return {}
         with self.clock.phase("evaluate"):
             self.engine.eval()
-            rows, size, sums = self.rows.eval, self.fit.per_device_eval_batch_size, MetricSums()
+            rows, size = self.rows.eval, self.fit.per_device_eval_batch_size
+            sums = MetricSums(self.rows.sources)
             batches = optimizer_steps(range(len(rows)), size, 1, dist.world_size(), dist.rank())
             for number, [indices] in enumerate(batches, start=1):
                 batch = self.objective.collate(rows, indices)

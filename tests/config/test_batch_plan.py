@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_ppo.config.batch_plan import check_evaluation, plan_ppo, plan_supervised
+from dschat_ppo.config.batch_plan import PackedRows, check_evaluation, plan_ppo, plan_supervised
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import SupervisedFlags
@@ -42,6 +42,27 @@ def test_the_supervised_table_shows_the_arithmetic():
     assert table["global batch"] == "4 x 3 x 2 = 24"
     assert table["optimizer steps per epoch"] == "ceil(100 / 24) = 5"
     assert table["optimizer steps in all"] == "5 x 2 = 10"
+
+
+def test_the_table_of_packed_rows_shows_their_samples_and_tokens():
+    # 90 samples in 30 packed rows; 6 rows a step: 5 steps of 18 samples and 1200 tokens, on average
+    packed = PackedRows(samples=90, capacity=250)
+    plan = plan_supervised(supervised_flags(3, 1, 2), 30, 2, tokens=6000, packing=packed)
+    assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == (6, 5, 10)
+    table = dict(plan.table())
+    assert "training rows" not in table
+    assert table["training samples"] == "90"
+    assert table["packed rows"] == "30 of 250 tokens, 80.0 % full"
+    assert table["samples per optimizer step"] == "90 / 5 = 18.0 on average"
+    assert table["tokens per optimizer step"] == "6000 / 5 = 1200.0 on average"
+    assert table["micro-batch per device"] == "3 packed rows"
+
+
+@pytest.mark.parametrize(("tokens", "shown"), [(None, None), (1000, "1000 / 5 = 200.0 on average")])
+def test_the_table_shows_tokens_where_they_are_known(tokens, shown):
+    table = dict(plan_supervised(supervised_flags(4, 3, 2), 100, 2, tokens).table())
+    assert table.get("tokens per optimizer step") == shown
+    assert "packed rows" not in table
 
 
 def test_ppo_plan_by_hand():

@@ -141,3 +141,36 @@ def test_prompts_are_left_padded():
     batch = collate_prompts(sft_rows(), [1, 0], PAD)
     assert batch.prompt_ids.tolist() == [[PAD, PAD, 5], [1, 2, 3]]
     assert batch.prompt_mask.tolist() == [[False, False, True], [True, True, True]]
+
+
+def test_the_loss_covers_spans_of_the_prompt_too():
+    rows = Dataset.from_list([
+        {"prompt_ids": [1, 2, 3, 4, 5], "answers": [[6, 0]], "prompt_spans": [[0, 2], [3, 4]]},
+        {"prompt_ids": [7], "answers": [[8, 9, 0]], "prompt_spans": []},
+        {"prompt_ids": [1, 2], "answers": [[3]], "prompt_spans": [[1, 2]]},
+    ])  # fmt: skip
+    batch = collate_sft(rows, [0, 1, 2, PADDING_ROW], PAD, train_on_prompt=False)
+    assert batch.loss_mask.long().tolist() == [
+        [0, 1, 0, 1, 0, 1, 1],  # nothing predicts the first token
+        [0, 1, 1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0],
+    ]
+    assert torch.equal(
+        collate_sft(rows, [0], PAD, train_on_prompt=True).loss_mask,
+        collate_sft(rows.remove_columns("prompt_spans"), [0], PAD, train_on_prompt=True).loss_mask,
+    )
+
+
+def test_batches_have_the_lengths_and_data_sets_of_their_rows():
+    pairs = pair_rows().add_column("source", [3, 1])
+    batch = collate_pairs(pairs, [1, 0, PADDING_ROW], PAD)
+    assert batch.lengths.tolist() == [3, 4, 4, 2, 6, 6]
+    assert batch.data_sources.tolist() == [1, 3, 3]
+    answers = collate_answers(pairs, [1], PAD)
+    assert (answers.lengths.tolist(), answers.data_sources.tolist()) == ([3, 2], [1])
+    preferences = collate_preferences(with_reference(pairs, torch.zeros(2, 2)), [0], PAD)
+    assert (preferences.lengths.tolist(), preferences.data_sources.tolist()) == ([4, 6], [3])
+    rows = collate_sft(sft_rows().add_column("source", [0, 2, 1]), [1, 2], PAD, False)
+    assert (rows.lengths.tolist(), rows.data_sources.tolist()) == ([5, 2], [2, 1])
+    assert collate_sft(sft_rows(), [1], PAD, False).data_sources is None

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from dschat_ppo.monitor import metric_sums
 from dschat_ppo.monitor.metric_sums import MetricSums, explained_variance, moments
 
 
@@ -157,3 +158,56 @@ def test_metrics_of_an_update_are_merged_and_selected():
     assert total.reduce() == {"mean": 3.0, "other": 4.0, "largest": 6.0}
     assert part.only("largest").reduce() == {"largest": 6.0}
     assert part.only("other").reduce() == {"other": 4.0}
+
+
+def by_source() -> MetricSums:
+    """Two micro-batches of rows of `b` and `c`; one of rows of `a` would have to come."""
+    sums = MetricSums(["a", "b", "c"])
+    sums.add_mean("loss", torch.tensor([1.0, 2.0, 6.0]))
+    sums.add_by_source("loss", torch.tensor([1.0, 2.0, 6.0]), torch.tensor([2, 1, 1]))
+    sums.add_by_source("loss", torch.tensor([4.0, 9.0]), torch.tensor([2, 0]), torch.tensor([True, False]))
+    return sums
+
+
+def test_means_by_data_set_by_hand_and_none_without_values():
+    assert by_source().reduce() == {"loss": 3.0, "loss/b": 4.0, "loss/c": 2.5}
+
+
+def test_means_by_data_set_keep_no_gradient():
+    sums, values = MetricSums(["a", "b"]), torch.tensor([1.0], requires_grad=True)
+    sums.add_by_source("loss", values, torch.tensor([1]))
+    assert sums.reduce() == {"loss/b": 1.0}
+    assert not any(part.requires_grad for part in sums.state_dict()["parts"].values())
+
+
+@pytest.mark.parametrize("names", [(), ("only",)])
+def test_a_single_data_set_has_no_metrics_by_data_set(names):
+    sums = MetricSums(names)
+    sums.add_by_source("loss", torch.tensor([1.0]), None)
+    assert sums.reduce() == {}
+
+
+def test_a_rank_without_rows_of_a_data_set_joins_the_one_reduction(monkeypatch):
+    """This rank has rows of `b` and `c`, the other one has rows of `a` and `b`."""
+    other, mine, calls = MetricSums(["a", "b", "c"]), by_source(), []
+    other.add_mean("loss", torch.tensor([7.0, 12.0]))
+    other.add_by_source("loss", torch.tensor([7.0, 12.0]), torch.tensor([0, 1]))
+
+    def all_reduce(tensor, op="sum"):
+        calls.append(tensor)
+        return tensor + calls[0] if len(calls) == 2 else tensor
+
+    monkeypatch.setattr(metric_sums, "all_reduce", all_reduce)
+    other.reduce()
+    assert mine.reduce() == {"loss": 5.6, "loss/a": 7.0, "loss/b": 20 / 3, "loss/c": 2.5}
+    assert [tuple(call.shape) for call in calls] == [(4, 2), (4, 2)]
+
+
+def test_means_by_data_set_are_merged_restored_emptied_and_selected():
+    sums = by_source()
+    sums.merge(MetricSums.restored([by_source().state_dict()], torch.device("cpu")))
+    assert sums.reduce() == by_source().reduce()
+    assert sums.only("loss/b").reduce() == {"loss/b": 4.0}
+    assert sums.emptied().reduce() == {"loss": 0.0}
+    old = {kind: named for kind, named in by_source().state_dict().items() if kind != "parts"}
+    assert MetricSums.restored([old], torch.device("cpu")).reduce() == {"loss": 3.0}

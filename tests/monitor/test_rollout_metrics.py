@@ -135,7 +135,7 @@ def test_a_batch_of_empty_answers_has_finite_metrics():
 
 
 def test_without_critic_and_reference_their_metrics_are_absent():
-    rows = experience(values=None, ref_logprobs=None, kl=None, groups=torch.arange(4))
+    rows = experience(values=None, ref_logprobs=None, kl=None, groups=torch.arange(4), source_scores=torch.ones(4, 1))
     found = experience_metrics(rows, 0.0, ("model",))
     whole = experience_metrics(experience(), KL_COEF, SOURCES)
     lacking = {name for name in whole if name not in found}
@@ -149,3 +149,33 @@ def test_without_critic_and_reference_their_metrics_are_absent():
 def test_the_share_of_groups_with_equal_scores(groups, share):
     rows = experience(scores=torch.tensor([1.0, 1.0, 2.0, 3.0]), groups=torch.tensor(groups))
     assert experience_metrics(rows, KL_COEF, SOURCES)["reward/equal_groups_share"] == share
+
+
+def test_a_source_is_measured_over_the_rows_that_it_scores():
+    nan = float("nan")
+    scores = torch.tensor([[1.0, nan, nan], [nan, nan, 4.0], [0.0, nan, nan], [0.5, nan, -2.0]])
+    found = experience_metrics(experience(source_scores=scores), KL_COEF, ("a", "b", "c"))
+    by_source = {name: value for name, value in found.items() if name.startswith(("reward/a", "reward/b", "reward/c"))}
+    assert by_source == {
+        "reward/a_mean": 0.5, "reward/a_share": 0.75, "reward/b_share": 0.0, "reward/c_mean": 1.0, "reward/c_share": 0.5
+    }  # fmt: skip
+    alone = experience_metrics(experience(source_scores=scores[:, :1]), KL_COEF, ("a",))
+    assert alone["reward/a_share"] == 0.75 and "reward/a_mean" not in alone
+    assert "reward/a_share" not in experience_metrics(experience(), KL_COEF, ("a", "b"))
+
+
+def test_scores_lengths_and_kl_by_data_set_and_none_of_a_data_set_without_rows():
+    rows = experience(data_sources=torch.tensor([2, 0, 2, 0]))
+    whole = experience_metrics(experience(), KL_COEF, SOURCES)
+    found = experience_metrics(rows, KL_COEF, SOURCES, ("maths", "code", "chat"))
+    difference = rows.old_logprobs - rows.ref_logprobs
+    assert {name: found[name] for name in found if name not in whole} == pytest.approx({
+        "reward/score_mean/maths": -0.5, "reward/score_mean/chat": 1.25,
+        "answers/length_mean/maths": 2.0, "answers/length_mean/chat": 2.0,
+        "kl/ref_k1/maths": float(torch.cat([difference[1, :1], difference[3, :3]]).mean()),
+        "kl/ref_k1/chat": float(difference[0, :4].mean()),
+    }, rel=1e-5)  # fmt: skip
+    assert experience_metrics(rows, KL_COEF, SOURCES, ("one",)) == whole
+    no_reference = experience(data_sources=rows.data_sources, ref_logprobs=None, kl=None)
+    found = experience_metrics(no_reference, KL_COEF, SOURCES, ("maths", "code", "chat"))
+    assert not any(name.startswith("kl/") for name in found)

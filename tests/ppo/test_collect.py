@@ -1,6 +1,7 @@
 """The steps of experience collection, with stand-ins for generation and rewards: prompts, groups, rounds, stops."""
 
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ class Generator:
     """Answers of one token: 10 x the prompt's row number + the answer's number; remembers how it was asked."""
 
     def __init__(self):
-        self.prompts = Dataset.from_dict({"row": ["{}"] * 12})
+        self.prompts = Dataset.from_dict({"row": ["{}"] * 12, "source": [row % 3 for row in range(12)]})
         self.asked = []
 
     def generate(self, indices, step, round_number=0, greedy=False):
@@ -76,12 +77,14 @@ class Stops:
             raise StopRequested("the state is saved")
 
 
-def collection_of(words: str = "") -> ExperienceCollection:
+def collection_of(words: str = "", several_data_sets: bool = False) -> ExperienceCollection:
     config = parse("ppo", f"{WORDS} {words}".split())
     modes = []
     engines = SimpleNamespace(actor=None, reference=None, critic=None, eval=lambda: modes.append("eval"), modes=modes)
     plan = plan_ppo(config.ppo, 12, 1)
-    return ExperienceCollection(config, plan, engines, Generator(), RewardScorer(), clipped, PhaseClock())
+    return ExperienceCollection(
+        config, plan, engines, Generator(), RewardScorer(), clipped, PhaseClock(), several_data_sets
+    )
 
 
 def collect(collection, step=1, checkpointer=None):
@@ -111,6 +114,21 @@ def test_prompts_answers_scores_and_groups_stay_together():
     assert len(set(taken)) == 8, "each prompt once an epoch"
     assert collection.engines.modes == ["eval"] * 2
     assert collection.metrics == {"reward/function_faults": 2.0}
+
+
+def test_rows_carry_the_number_of_their_data_set_if_there_are_several():
+    rows = collect(collection_of(several_data_sets=True))
+    prompts = rows.response_ids[:, 0] // 10
+    assert torch.equal(rows.data_sources, prompts % 3) and len(set(rows.data_sources.tolist())) > 1
+    assert collect(collection_of()).data_sources is None
+
+
+def test_rows_kept_for_the_next_step_keep_the_number_of_their_data_set():
+    before, after = (collection_of(DYNAMIC, several_data_sets=True) for _ in range(2))
+    rows = collect(before)
+    after.load_state_dict(before.state_dict(), CPU)
+    for found in (rows, collect(after, step=2)):
+        assert torch.equal(found.data_sources, found.response_ids[:, 0] // 10 % 3)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -266,6 +284,30 @@ def test_a_cancelled_rollout_is_sampled_again_from_the_same_seeds():
     first, again = collection.generator.asked
     assert again == first and found.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert collection.metrics == {"reward/function_faults": 2.0}
+
+
+def test_other_numbers_are_means_over_the_sampled_answers_of_all_rounds():
+    """Not over the greedy answers of ReMax, nor over those of a cancelled rollout."""
+
+    class Scorer(RewardScorer):
+        def __call__(self, rollout, indices):
+            found, number = super().__call__(rollout, indices), rollout.response_ids[:, 0].double()
+            self.greedy = len(number) == len(indices)
+            numbers = {"f/greedy": number * 0 + self.greedy, "f/even": number.where(number % 2 == 0, torch.nan)}
+            return replace(found, numbers=numbers)
+
+    collection = collection_of("--advantage_estimator remax")
+    collection.reward_scorer = Scorer()
+    with suppress(StopRequested):
+        collect(collection, 1, Stops(2))
+    for step in (1, 2):
+        found = collect(collection, step)
+        even = found.response_ids[found.response_ids % 2 == 0].tolist()
+        assert collection.metrics["reward/f/greedy"] == 0
+        assert (
+            collection.metrics["reward/f/even"] == sum(even) / len(even) and collection.reward_scorer.step == step - 1
+        )
+    assert any(greedy for *_, greedy in collection.generator.asked)
 
 
 @pytest.mark.parametrize("failure", [RewardServiceError("no answer"), RewardFunctionError("failed on all answers")])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -116,9 +117,9 @@ class RewardScorer:
         return self.faults
 
 
-def evaluation_of(folder, scorer=None, model_scorer=None, on_best=lambda: None, **flags):
+def evaluation_of(folder, scorer=None, model_scorer=None, on_best=lambda: None, data_sources=(), **flags):
     flags = EvaluationFlags(eval_data_path=["d"], **flags)
-    return Evaluation(flags, Generator(), scorer or RewardScorer(), model_scorer, folder, on_best)
+    return Evaluation(flags, Generator(), scorer or RewardScorer(), model_scorer, folder, on_best, data_sources)
 
 
 def lines_of(folder, step: int) -> list[dict]:
@@ -127,6 +128,23 @@ def lines_of(folder, step: int) -> list[dict]:
 
     lines = (folder / f"eval/step_{step:06d}.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=no_constant) for line in lines]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 64])
+def test_other_numbers_of_reward_functions_are_means_over_the_answers_that_have_them(tmp_path, batch):
+    """Answers 0 to 5; the copies that fill up the last batch do not count."""
+
+    class Scorer(RewardScorer):
+        def score(self, request, rollout):
+            found, number = super().score(request, rollout), rollout.response_ids[:, 0].double()
+            return replace(
+                found, numbers={"f/odd": number.where(number % 2 == 1, math.nan), "g/none": number * math.nan}
+            )
+
+    scorer = Scorer()
+    metrics = evaluation_of(tmp_path, scorer, eval_samples=2, eval_batch_size=batch).run(4)
+    assert metrics["eval/f/odd"] == (1 + 3 + 5) / 3 and "eval/g/none" not in metrics and scorer.step == 4
+    assert [line["numbers"]["f/odd"] for line in lines_of(tmp_path, 4)] == [[None, 1], [None, 3], [None, 5]]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 64])
@@ -149,6 +167,24 @@ def test_answers_scores_and_files_do_not_depend_on_batches(tmp_path, batch):
         }
         for row in range(3)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 2, 64])
+def test_each_data_set_has_its_own_summary_beside_that_of_all_prompts(tmp_path, batch):
+    scorer = RewardScorer()
+    scorer.prompts = scorer.prompts.add_column("source", [2, 0, 2])
+    evaluation = evaluation_of(
+        tmp_path, scorer, data_sources=("maths", "code", "chat"), eval_batch_size=batch, eval_pass_score=0.2
+    )
+    metrics = evaluation.run(4)
+    whole = evaluation_of(tmp_path, eval_batch_size=batch, eval_pass_score=0.2).run(5)
+    assert {name: value for name, value in metrics.items() if name in whole} == whole
+    assert {name: value for name, value in metrics.items() if name not in whole} == pytest.approx({
+        "eval/score/maths": 0.1, "eval/length_mean/maths": 2.0, "eval/ended_share/maths": 0.0, "eval/pass@1/maths": 0.0,
+        "eval/score/chat": 0.1, "eval/length_mean/chat": 2.0, "eval/ended_share/chat": 1.0, "eval/pass@1/chat": 0.5,
+    })  # fmt: skip
+    assert [line["data_source"] for line in lines_of(tmp_path, 4)] == ["chat", "maths", "chat"]
+    assert "data_source" not in lines_of(tmp_path, 5)[0]
 
 
 def test_ranks_answer_different_prompts_and_all_of_them_know_all_answers(tmp_path, monkeypatch):

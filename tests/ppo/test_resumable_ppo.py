@@ -225,6 +225,14 @@ def test_rows_in_flight_that_lack_a_field_the_flags_now_need_are_refused(lacking
         assert resume(before, after).ppo.state.experience is not None
 
 
+def test_rows_in_flight_without_their_data_set_are_refused_if_there_are_several():
+    before, after = resumable(), resumable()
+    before.ppo.state.begin_updates(experience(range(3)), {})
+    after.ppo.collection.several_data_sets = True
+    with pytest.raises(UserError, match="have no data_sources, which the flags now need"):
+        resume(before, after)
+
+
 def test_rows_kept_for_the_next_step_that_lack_a_field_the_flags_now_need_are_refused():
     before, after = resumable(GRPO, collection=DYNAMIC), resumable(collection=DYNAMIC)
     resume(before, after)

@@ -1,5 +1,6 @@
 """Reward sources from flags, and the checks before a model is loaded."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards import build_rewards
-from dschat_ppo.rewards.build_rewards import build_sources, check_sources
+from dschat_ppo.rewards import build_rewards, remote_reward
+from dschat_ppo.rewards.build_rewards import build_sources, check_routes, check_sources
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import Rollout
 
@@ -127,6 +128,9 @@ def test_missing_isolation_is_logged_once(monkeypatch, capsys):
         ({"remote_reward_timeout": -1.0}, "--remote_reward_timeout"),
         ({"remote_reward_retries": -1}, "--remote_reward_retries"),
         ({"remote_reward_batch_size": 0}, "--remote_reward_batch_size"),
+        ({"reward_model_sources": ["a"]}, "--reward_model_sources"),
+        ({"use_reward_model": True, "reward_model_sources": [""]}, "--reward_model_sources"),
+        ({"remote_reward_sources": ["a"]}, "--remote_reward_sources"),
         ({"reward_function": [""]}, "--reward_function"),
         ({"remote_reward_url": "http://a,"}, "--remote_reward_url"),
         ({"remote_reward_url": ""}, "--remote_reward_url"),
@@ -146,3 +150,115 @@ def test_valid_flags_are_accepted():
     assert flags(remote_reward_url="http://a").remote_urls == ["http://a"]
     assert flags(reward_function=["a"], reward_default=-1.0, remote_reward_retries=0).reward_default == -1.0
     assert RewardSourceFlags(reward_model_name_or_path="m", reward_model_max_length=5, reward_model_weight=0.0)
+
+
+VERL = str(Path(__file__).parent / "verl_functions.py")
+
+
+def test_how_a_function_is_called_is_logged_once(capsys):
+    trl = str(Path(__file__).parent / "trl_functions.py")
+    check_sources(flags(reward_function=[f"{FILE}:lengths", f"m={VERL}:compute_score", f"{trl}:boxed", "length"]))
+    printed = capsys.readouterr().out
+    assert f"--reward_function {FILE}:lengths: called once per batch\n" in printed
+    assert f"--reward_function m={VERL}:compute_score: called once per response, as verl does\n" in printed
+    assert f"--reward_function {trl}:boxed: called once per batch, as TRL's GRPOTrainer does\n" in printed
+    assert printed.count(": called") == 3, "a rule of this package needs no such line"
+
+
+def rows_of(*sources) -> list[str]:
+    return [json.dumps({"data_source": source}) for source in sources]
+
+
+def test_a_route_without_a_prompt_is_an_error():
+    wanted = flags(reward_function=["math,code=exact_match", "length"])
+    check_routes(wanted, ["x"], rows_of("code", "math"))
+    with pytest.raises(UserError) as refused:
+        check_routes(wanted, ["math", "code"], rows_of("maths", "math", "chat"))
+    assert str(refused.value) == ("--reward_function math,code=exact_match: no training prompt has the data source "
+                                  "'code'; there are: chat, math, maths")  # fmt: skip
+
+
+def test_a_route_that_a_sample_does_not_show_is_a_warning(monkeypatch, capsys):
+    monkeypatch.setattr(build_rewards, "MOST_ROWS", 4)
+
+    class Rows(list):
+        read = 0
+
+        def __getitem__(self, number):
+            self.read += 1
+            return super().__getitem__(number)
+
+    rows = Rows(rows_of(*["a"] * 6, *["b"] * 2))
+    wanted = flags(reward_function=["a,b,c=length"])
+    check_routes(wanted, ["c"], rows)
+    assert rows.read == 4 and capsys.readouterr().out == "", "the last of the four is a 'b'; 'c' is a data set's name"
+    check_routes(wanted, ["d"], rows)
+    assert "none of 4 training prompts has the data source 'c', but: a, b" in capsys.readouterr().out
+
+
+def test_prompts_that_no_function_scores_are_reported(capsys):
+    rows = rows_of("a", "b", None)
+    check_routes(flags(reward_function=["a=length"], reward_default=-1.0), [], rows)
+    printed = capsys.readouterr().out
+    assert (
+        "no reward source scores prompts of the data source 'None', 'b'; their answers get -1 (--reward_default)"
+        in printed
+    )
+    check_routes(flags(reward_function=["a=length", "exact_match"]), [], rows)
+    check_routes(flags(reward_function=["a=length"], use_reward_model=True), [], rows)
+    check_routes(flags(reward_function=["length"]), [], ["not JSON: not read"])
+    assert capsys.readouterr().out == ""
+
+
+def test_routed_functions_and_their_default():
+    wanted = flags(reward_function=[f"math={VERL}:waits:0.5", "code=length:2", "length:0.25"], reward_default=4.0)
+    mixture = build_sources(wanted, None)
+    assert mixture.names == ["waits", "length", "length_2"]
+    rows = [{"data_source": "math", "ground_truth": "four"}, {"data_source": "code"}]
+    mixed = mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT)
+    # 0.5 (3 + 4) + 0.25 x 3, and 2 x 2 + 0.25 x 2
+    assert mixed.scores.tolist() == [4.25, 4.5]
+    mixture.close()
+    mixture = build_sources(flags(reward_function=["math=length"], reward_default=4.0), None)
+    assert mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT).scores.tolist() == [3, 4]
+    mixture.close()
+
+
+def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
+    asked = []
+
+    def rewards(content, count, url):
+        return [7.0] * count
+
+    monkeypatch.setattr(remote_reward, "post", lambda url, body, timeout: asked.append(json.loads(body)["query"]))
+    monkeypatch.setattr(remote_reward, "read_rewards", rewards)
+    wanted = flags(
+        use_reward_model=True, reward_model_sources=["chat", "math"], reward_model_weight=0.5, reward_default=-1.0,
+        remote_reward_url="http://a/b", remote_reward_sources=["code", "math"],
+    )  # fmt: skip
+    mixture = build_sources(wanted, Fourfold())
+    rows = [{"data_source": name} for name in ("chat", "code", "math", "other")]
+    mixed = mixture(RewardRequest(["p"] * 4, list("abcd"), rows), ROLLOUT)
+    nan = float("nan")
+    assert mixed.by_source[:, 0].tolist() == pytest.approx([1, nan, 3, nan], nan_ok=True)
+    assert mixed.by_source[:, 1].tolist() == pytest.approx([nan, 7, 7, nan], nan_ok=True)
+    assert mixed.scores.tolist() == [0.5, 7, 1.5 + 7, -1]
+    assert asked == [["pb", "pc"]] and mixture.names == ["model", "remote"]
+    assert mixture.count_failed_rows(refuse_all=True) == 1
+    # a fault of the model in a row of its own stays one; in other rows it does not matter
+    Fourfold.scores = [nan, nan, 3.0, nan]
+    assert mixture(RewardRequest(["p"] * 4, list("abcd"), rows), ROLLOUT).scores.isnan().tolist() == [
+        True,
+        *[False] * 3,
+    ]
+    for names, flag in ((["chat", "code"], "--reward_model_sources"), (["chat", "math"], "--remote_reward_sources")):
+        with pytest.raises(UserError, match=f"^{flag}: no training prompt has the data source"):
+            check_routes(wanted, [], rows_of(*names))
+
+
+class Fourfold(Model):
+    scores = (1.0, 2.0, 3.0, 4.0)
+
+    def __call__(self, request, rollout):
+        assert len(request) == 4, "collective: it is called for all rows on every rank"
+        return torch.tensor(self.scores)

@@ -8,7 +8,8 @@ import torch
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import function_reward
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
-from dschat_ppo.rewards.reward_source import RewardRequest
+from dschat_ppo.rewards.returned_values import Returned
+from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
 from dschat_ppo.rewards.worker_pool import CallError, Target, Worker
 
 HERE = Path(__file__).parents[1]
@@ -86,7 +87,7 @@ def test_a_worker_that_failed_to_start_is_started_again_by_the_next_call(tmp_pat
     with pytest.raises(CallError, match="ZeroDivisionError"):
         worker.call({}, 5.0)
     file.write_text("def f():\n    return [4]\n")
-    assert worker.call({}, 5.0) == [4]
+    assert worker.call({}, 5.0) == [Returned(4.0, {})]
     worker.stop()
 
 
@@ -107,7 +108,7 @@ CAUSES = {
     "bare": "KeyError (", "long": "RuntimeError: xxx", "lines": "OSError: one two (",
     "subclass": "OfTextsError: harmless", "hang": "longer than 1 s", "exit": "process ended", "quit": "SystemExit: 3",
     "crash": "process ended", "surrogate": r"ValueError: \ud800", "nan": "nan", "inf": "-inf", "huge": "1e+39",
-    "text": "not a number", "none": "not a number", "complex": "not a number",
+    "text": "not a number", "complex": "not a number",
 }  # fmt: skip
 
 
@@ -164,18 +165,25 @@ def test_few_warnings_then_a_count(capsys):
             r"format_match?pattern=(?:\d+|a)%3A2:0.5",
             (function_reward.RULES["format_match"], "format_match", 0.5, (("pattern", r"(?:\d+|a):2"),)),
         ),
+        ("math=exact_match:0.5", (function_reward.RULES["exact_match"], "exact_match", 0.5, (), ("math",))),
+        (f"a, b/c,a={FILE}:scaled?word=x=y", (FILE, "scaled", 1.0, (("word", "x=y"),), ("a", "b/c"))),
+        ("json_valid?a=b=c", (function_reward.RULES["json_valid"], "json_valid", 1.0, (("a", "b=c"),))),
         ("length?unit=words", (function_reward.RULES["length"], "length", 1.0, (("unit", "words"),))),
     ],
 )  # fmt: skip
 def test_valid_specs(spec, expected):
     found = parse_function(spec)
-    assert (found.path, found.name, found.weight, found.settings) == expected
+    assert (found.path, found.name, found.weight, found.settings, found.sources) == (*expected, ())[:5]
 
 
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
         ("no_such_rule", "no rule 'no_such_rule'"),
+        ("math=no_such_rule", "no rule 'no_such_rule'"),
+        ("=exact_match", "expected a data source before '='"),
+        ("a,=exact_match", "expected a data source before '='"),
+        ("math=", "no rule ''"),
         ("no/such/file.py:name", "no file no/such/file.py"),
         (f"{FILE}:", "expected path.py:name"),
         (f"{FILE}:a:b:c", "expected path.py:name"),
@@ -208,3 +216,74 @@ def test_a_rule_whose_extra_is_missing(monkeypatch):
     with pytest.raises(UserError, match=r"boxed_math: needs math_verify.*dschat_ppo\[math\]"):
         parse_function("boxed_math")
     assert parse_function("exact_match").rule == "exact_match"
+
+
+def test_a_path_with_an_equals_sign_is_no_route(tmp_path, monkeypatch):
+    folder = tmp_path / "lr=1"
+    folder.mkdir()
+    (folder / "f.py").write_text("def f(response):\n    return 1.0\n")
+    assert parse_function(f"{folder}/f.py:f:2").sources == ()
+    assert str(parse_function(f"a,b={folder}/f.py:f:2")) == f"--reward_function a,b={folder}/f.py:f"
+    assert parse_function(f"a,b={folder}/f.py:f:2").path == f"{folder}/f.py"
+
+
+def routed(*sources) -> list[dict]:
+    return [{} if source is None else {"data_source": source} for source in sources]
+
+
+@pytest.mark.parametrize(("name", "calls"), [("lengths", [[2, 1, 0]]), ("faulty_row", [[2, 1, 0]])])
+def test_a_function_with_a_route_is_called_only_for_its_rows(name, calls, capsys):
+    request = RewardRequest([""] * 6, ["aa", "raise", "b", "raise", "", "none"],
+                            routed("math", "code", "gsm8k", None, "math", "maths"))  # fmt: skip
+    reward = FunctionReward(FunctionSpec(FILE, name, sources=("math", "gsm8k")), 2, 10.0, -9.0)
+    scores = reward(request, None)
+    nan = float("nan")
+    assert scores.tolist() == pytest.approx([2, nan, 1, nan, 0, nan], nan_ok=True) and scores.dtype == torch.float32
+    assert reward.take_counts() == CallCounts(3, 0) and capsys.readouterr().out == ""
+    assert reward(RewardRequest(["", ""], ["a", "b"], routed("code", None)), None).isnan().all()
+    assert reward.take_counts() == CallCounts()
+    reward.close()
+
+
+def test_a_failure_of_a_routed_function_names_the_row_of_the_batch(capsys):
+    reward = FunctionReward(FunctionSpec(FILE, "faulty_row", sources=("b",)), 1, 10.0, -9.0)
+    scores = reward(RewardRequest([""] * 3, ["x", "raise", "yy"], routed("a", "b", "b")), None)
+    assert scores[1:].tolist() == [-9, 2] and scores[0].isnan()
+    assert "row 1: ZeroDivisionError" in capsys.readouterr().out
+    reward.close()
+
+
+@pytest.mark.parametrize("name", ["faulty_row", "faulty_batch"])
+def test_none_leaves_a_response_to_other_sources(name, capsys):
+    reward = FunctionReward(FunctionSpec(FILE, name), 2, 10.0, -9.0)
+    scores = reward(of_responses("a", "none", "text", "none"), None)
+    assert scores.tolist() == pytest.approx([1, float("nan"), -9, float("nan")], nan_ok=True)
+    assert reward.take_counts() == CallCounts(4, 1, "returned a value that is not a number", 2)
+    assert capsys.readouterr().out.count("\n") == 1
+    reward.close()
+
+
+def test_other_numbers_of_a_dict_are_kept_by_response(capsys):
+    reward = FunctionReward(FunctionSpec(FILE, "dicts"), 2, 10.0, -9.0)
+    scores = reward(of_responses("a", "none", "lacking", "abc"), None)
+    nan = float("nan")
+    assert scores.tolist() == pytest.approx([1, nan, -9, 3], nan_ok=True)
+    assert {name: values.tolist() for name, values in reward.numbers.items()} == {
+        "is_long": pytest.approx([0, 1, nan, 1], nan_ok=True), "only_a": pytest.approx([7, nan, nan, nan], nan_ok=True)
+    }  # fmt: skip
+    assert reward.numbers["is_long"].dtype == torch.float64
+    assert "returned a dict without 'score' (its keys: is_long)" in capsys.readouterr().out
+    reward(of_responses("abc"), None)
+    assert list(reward.numbers) == ["is_long"]
+    reward.close()
+
+
+def test_a_function_may_not_return_endless_names(capsys):
+    reward = FunctionReward(FunctionSpec(FILE, "many_names"), 1, 10.0, 0.0)
+    for first in ("0", "20", "40"):
+        reward(of_responses(first), None)
+    assert list(reward.numbers) == []
+    reward(of_responses("20"), None)
+    assert list(reward.numbers) == [f"n{number}" for number in range(20, 32)]
+    assert capsys.readouterr().out.count("more than 32 other numbers; those such as 'n32' are not logged") == 1
+    reward.close()

@@ -82,7 +82,7 @@ class Function(Fixed):
 
     def __init__(self, name, *calls):
         super().__init__(name, [0, 0, 0])
-        self.spec, self.ended = f"--reward_function {name}", list(calls)
+        self.spec, self.ended, self.numbers = f"--reward_function {name}", list(calls), {}
 
     def take_counts(self):
         return self.ended.pop(0)
@@ -109,7 +109,7 @@ OTHER = CallCounts(4, 4, "ValueError: c")
 )
 def test_a_function_that_fails_on_every_row_of_all_ranks_is_an_error(monkeypatch, first, second, expected):
     """`first`, `second`: counts of two functions on (rank 0, rank 1); the other sources succeed."""
-    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [first[1], second[1]]])
+    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [first[1], second[1], CallCounts()]])
 
     def mixture():
         return RewardMixture([(Fixed("a", [1, 2, 3]), 1), (Function("f", first[0]), 0), (Function("g", second[0]), 1)])
@@ -151,3 +151,83 @@ def test_every_rank_raises_the_same_error(tmp_path):
             "ValueError: the row has no column 'answer' (no row has a column 'answer'); correct the function, its "
             "settings or the columns of the data"
         )
+
+
+NAN = float("nan")
+
+
+class Partial(Function):
+    """A source with workers whose scores are given; NaN: not its response."""
+
+    def __init__(self, name, scores, numbers=None, *calls):
+        super().__init__(name, *calls)
+        self.scores, self.numbers = scores, {k: torch.tensor(v) for k, v in (numbers or {}).items()}
+
+
+def test_the_sum_is_over_the_sources_that_score_a_response(capsys):
+    """Response 0: 0.5 x 1 + 2 x 10; response 1: 2 x 20; response 2: no source, so the default."""
+    sources = [(Partial("a", [1, NAN, NAN]), 0.5), (Partial("b", [10, 20, NAN]), 2), (Partial("c", [NAN, 5, 6]), 0)]
+    mixed = RewardMixture(sources, default=-3.0)(REQUEST, ROLLOUT)
+    assert mixed.scores.tolist() == [20.5, 40, -3]
+    assert mixed.by_source.isnan().tolist() == [[False, False, True], [True, False, False], [True, True, False]]
+    warning = "warning: rank 0: no reward source scored 1 of 3 responses (data_source None); their score is -3"
+    assert warning in capsys.readouterr().out
+
+
+def test_without_any_weight_a_score_of_weight_0_is_a_score():
+    mixture = RewardMixture([(Partial("a", [1, NAN, 2], None, CallCounts(3, 0, None, 1)), 0)], default=7.0)
+    assert mixture(REQUEST, ROLLOUT).scores.tolist() == [0, 7, 0]
+    assert mixture.count_failed_rows(refuse_all=True) == 1
+
+
+def test_a_nan_of_another_source_is_no_absence_but_a_fault():
+    """The finite check must find it."""
+    mixed = RewardMixture([(Fixed("model", [NAN, 2, 3]), 1.0), (Partial("b", [10, NAN, 1]), 1)], 5.0)(REQUEST, ROLLOUT)
+    assert mixed.scores.isnan().tolist() == [True, False, False] and mixed.scores[1:].tolist() == [2, 4]
+
+
+def test_other_numbers_carry_the_name_of_their_source():
+    sources = [(Partial("f", [1, 2, 3], {"acc": [1.0, 0.0, NAN]}), 1), (Partial("f", [1, 2, 3], {"acc": [2.0] * 3}), 1)]
+    numbers = RewardMixture(sources)(REQUEST, ROLLOUT).numbers
+    assert list(numbers) == ["f/acc", "f_2/acc"] and numbers["f/acc"][:2].tolist() == [1, 0]
+
+
+def test_responses_without_a_source_are_counted_and_all_of_them_are_an_error(monkeypatch):
+    def mixture(other_rank: CallCounts):
+        monkeypatch.undo()
+        monkeypatch.setattr(Partial, "__call__", lambda self, request, rollout: torch.tensor(self.scores))
+        found = RewardMixture([(Partial("f", [NAN] * 3, None, CallCounts(3, 0, None, 3)), 1)])
+        rows = [{"data_source": name} for name in ("b", "a", "b")]
+        found(RewardRequest(["", "", ""], ["", "", ""], rows), ROLLOUT)
+        monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [CallCounts(3, 0, None, 3), other_rank]])
+        return found
+
+    assert mixture(CallCounts(3, 1)).count_failed_rows(refuse_all=True) == 4
+    assert mixture(CallCounts(3, 3)).count_failed_rows(refuse_all=False) == 6
+    problem = (
+        r"^no reward source scored any of the first 6 answers \(data_source 'a', 'b'\): every function returned None"
+    )
+    with pytest.raises(RewardFunctionError, match=problem):
+        mixture(CallCounts(3, 3, "data_source 'c'")).count_failed_rows(refuse_all=True)
+    again = mixture(CallCounts())
+    again.sources[0][0].ended = [CallCounts(), CallCounts()]
+    again.count_failed_rows(refuse_all=False)
+    assert again.count_failed_rows(refuse_all=False) == 0, "counted once"
+
+
+def test_a_function_that_fails_on_all_that_it_does_not_leave_is_an_error():
+    def mixture(counts):
+        return RewardMixture([(Partial("f", [0, 0, 0], None, counts), 1), (Fixed("a", [1, 2, 3]), 1)])
+
+    with pytest.raises(RewardFunctionError, match="failed on every one of the first 2 answers; the first cause: e;"):
+        mixture(CallCounts(5, 2, "e", 3)).count_failed_rows(refuse_all=True)
+    assert mixture(CallCounts(5, 2, "e", 2)).count_failed_rows(refuse_all=True) == 2
+
+
+def test_none_for_each_of_the_first_answers_is_a_warning(capsys):
+    mixture = RewardMixture([(Partial("f", [NAN] * 3, None, *[CallCounts(3, 0, None, 3)] * 2), 1),
+                             (Fixed("a", [1, 2, 3]), 1)])  # fmt: skip
+    assert mixture.count_failed_rows(refuse_all=True) == 0
+    assert "--reward_function f: returned None for each of the first 3 answers" in capsys.readouterr().out
+    mixture.count_failed_rows(refuse_all=False)
+    assert capsys.readouterr().out == ""

@@ -218,3 +218,11 @@ def test_invalid_settings_of_the_length_rules_raise(settings):
 )
 def test_json_valid(response, score):
     assert json_valid(response) is score
+
+
+def test_gsm8k_as_verl_and_as_its_own_files_name_the_answer():
+    """`answer` is the extracted number, or the whole solution with `####`."""
+    for answer in ("72", 72, "48 / 2 = 24, and 48 + 24 = 72\n#### 72"):
+        assert numeric_match("She sold 48 + 24 = 72 clips.\n#### 72", answer)
+        assert numeric_match("The answer is $72.00.", answer)
+        assert not numeric_match("#### 24, not 72", answer)

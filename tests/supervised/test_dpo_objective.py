@@ -12,6 +12,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.dpo_objective import add_reference, dpo_objective
 
 
@@ -135,6 +136,25 @@ def test_loss_and_metrics_match_loops_over_single_answers(policy, reference, row
     assert metrics == pytest.approx(expected, rel=1e-4)
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-4)
     assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("objective", ["dpo", "dpo_nll"])
+def test_loss_and_accuracy_by_data_set_are_those_of_its_pairs_alone(policy, rows, objective):
+    made = dpo_objective(0, CPU, config_of("--objective", objective, "--beta", "0.3"))
+    sums = MetricSums(("a", "b", "c"))
+    batch = made.collate(rows.add_column("source", [2, 0, 0, 1, 2]), [4, PADDING_ROW, 0, 2])
+    made.loss(PolicyModel(policy), batch, torch.tensor(9), sums)
+    metrics = sums.reduce()
+    assert not {"loss/b", "accuracy/b"} & set(metrics), "no pair of the batch"
+    for name, numbers in (("a", [2]), ("c", [4, 0])):
+        _, alone = run_loss(made, PolicyModel(policy), rows, numbers, len(numbers))
+        for metric in ("loss", "accuracy"):
+            assert metrics[f"{metric}/{name}"] == pytest.approx(alone[metric], rel=1e-5)
+
+
+def test_prepared_rows_keep_the_names_of_the_data_sets(policy):
+    made = dpo_objective(0, CPU, config_of("--objective", "dpo"))
+    assert made.prepare(PolicyModel(policy), TokenRows(ROWS, None, ("a", "b"))).sources == ("a", "b")
 
 
 def test_loss_is_divided_by_the_pairs_of_the_whole_step(policy, rows):

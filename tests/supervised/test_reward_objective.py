@@ -14,6 +14,7 @@ from transformers import LlamaForSequenceClassification as LlamaClassifier
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.reward_objective import reward_objective
 
 
@@ -49,6 +50,30 @@ def test_reward_loss_with_margin_and_centering(classifier, words, coefficient, w
     assert loss.item() == pytest.approx(expected + coefficient * centering, rel=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item())
     assert metrics.get("centering_loss") == (pytest.approx(centering, rel=1e-5) if coefficient else None)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_loss_and_accuracy_by_data_set(classifier, coefficient):
+    rows = ROWS.add_column("source", [2, 0, 0, 1, 2])  # of the batch: pairs 4 and 0 are of "c", pair 2 of "a"
+    objective = reward_objective(0, CPU, config_of("--center_rewards_coef", str(coefficient)))
+    sums = MetricSums(("a", "b", "c"))
+    objective.loss(ScalarModel(classifier), objective.collate(rows, [4, -1, 0, 2]), torch.tensor(9), sums)
+    metrics = sums.reduce()
+    assert not {"loss/b", "accuracy/b"} & set(metrics), "no pair of the batch"
+    for name, numbers in (("a", [2]), ("c", [4, 0])):
+        scores = scores_alone(classifier, numbers)
+        losses = [
+            math.log(1 + math.exp(-(chosen - rejected - ROWS[n]["margin"]))) + coefficient * (chosen + rejected) ** 2
+            for n, (chosen, rejected) in zip(numbers, scores, strict=True)
+        ]
+        assert metrics[f"loss/{name}"] == pytest.approx(np.mean(losses), rel=1e-5)
+        assert metrics[f"accuracy/{name}"] == np.mean(scores[:, 0] > scores[:, 1])
+
+
+def test_the_size_of_a_batch_counts_real_pairs_and_both_of_their_rows():
+    objective = reward_objective(0, CPU, config_of())
+    batch = objective.collate(ROWS, [4, -1, 0])
+    assert objective.size(batch).tolist() == [2, (1 + 2) + (1 + 1) + (3 + 3) + (3 + 2)]
 
 
 @pytest.mark.parametrize(("held_out", "numbers"), [(None, range(5)), ([1, 3, 4], [1, 3, 4])])

@@ -1,0 +1,105 @@
+"""What a reward function returns: a score, None, or a dict with `score` and other numbers.
+
+Needs only the standard library, because worker processes import it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, SupportsFloat
+
+MOST_NUMBERS = 32  # other numbers of a function
+_LONGEST_NAME = 64
+NO_NUMBER = "returned a value that is not a number"
+
+
+class Returned(NamedTuple):
+    """The result for one response.
+
+    `score` is a number (which may be NaN or infinite), None if the function leaves the response to other sources, or
+    the reason why there is none. `numbers`: other finite numbers to log, by name.
+    """
+
+    score: float | str | None
+    numbers: dict[str, float]
+
+
+def returned_rows(result: Any, per_row: bool) -> list[Returned]:
+    """The results in what a function returned: one for a per-row function, otherwise one for each item of a list.
+
+    Raises:
+        TypeError: a batch function returned no list.
+    """
+    if per_row:
+        return [_returned(result)]
+    if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
+        raise TypeError(f"returned {type(result).__name__}, not a list of numbers")
+    return [_returned(value) for value in result]
+
+
+def _returned(value: Any) -> Returned:
+    if not isinstance(value, dict):
+        return Returned(_score(value), {})
+    others = {clean_name(key): _number(other) for key, other in value.items() if key != "score"}
+    numbers = [(name, other) for name, other in others.items() if other is not None and math.isfinite(other)]
+    if "score" not in value:
+        return Returned(f"returned a dict without 'score' (its keys: {', '.join(list(others)[:8]) or 'none'})", {})
+    return Returned(_score(value["score"]), dict(numbers[:MOST_NUMBERS]))
+
+
+def _score(value: Any) -> float | str | None:
+    if value is None:
+        return None
+    number = _number(value)
+    return NO_NUMBER if number is None else number
+
+
+def _number(value: Any) -> float | None:
+    """A number or bool of Python, NumPy or PyTorch; None for anything else."""
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+
+
+def clean_name(key: Any) -> str:
+    """A key of the user as a part of a metric's name: ASCII letters, digits, `_`, `.`, `-` and `@`."""
+    return re.sub(r"[^A-Za-z0-9_.@-]", "_", str(key)[:_LONGEST_NAME]) or "_"
+
+
+class CallLog:
+    """Numbers that a function of TRL's form logs during one call, with `log_metric` and `log_extra`."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, list[float]] = {}
+        self._columns: dict[str, list[Any]] = {}
+
+    @property
+    def loggers(self) -> dict[str, Callable[..., None]]:
+        """Argument name -> callable."""
+        return {"log_metric": self._log_metric, "log_extra": self._log_extra}
+
+    def _log_metric(self, name: Any, value: Any) -> None:
+        """One number for the whole call; of several with the same name, the mean counts."""
+        number = _number(value)
+        if number is not None and math.isfinite(number):
+            self._metrics.setdefault(clean_name(name), []).append(number)
+
+    def _log_extra(self, column: Any, values: Any) -> None:
+        """One value for each response of the call; those that are not numbers are ignored."""
+        self._columns[clean_name(column)] = list(values)
+
+    def added_to(self, rows: list[Returned]) -> list[Returned]:
+        """The rows with the logged numbers; those that the function returned itself take precedence."""
+        metrics = {name: math.fsum(values) / len(values) for name, values in self._metrics.items()}
+        columns = {name: values for name, values in self._columns.items() if len(values) == len(rows)}
+        found = []
+        for place, row in enumerate(rows):
+            logged = {name: _number(values[place]) for name, values in columns.items()}
+            finite = {name: number for name, number in logged.items() if number is not None and math.isfinite(number)}
+            found.append(Returned(row.score, dict(list((metrics | finite | row.numbers).items())[:MOST_NUMBERS])))
+        return found

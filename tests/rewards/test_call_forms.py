@@ -1,0 +1,181 @@
+"""Functions written for TRL and verl run as they are; the form of a function is read from its parameter names."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.rewards.call_forms import describe, form_of
+from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
+from dschat_ppo.rewards.reward_source import RewardRequest
+from dschat_ppo.types import Rollout
+
+HERE = Path(__file__).parent
+TRL, VERL = str(HERE / "trl_functions.py"), str(HERE / "verl_functions.py")
+
+
+def ask(path, name, request, rollout=None, settings=(), workers=1):
+    """(scores, other numbers, counts) of a function."""
+    reward = FunctionReward(FunctionSpec(path, name, 1.0, settings), workers, 10.0, -9.0)
+    try:
+        scores = reward(request, rollout).tolist()
+        return scores, {name: values.tolist() for name, values in reward.numbers.items()}, reward.take_counts()
+    finally:
+        reward.close()
+
+
+def rollout_of(*lengths) -> Rollout:
+    """Responses with tokens 1, 2, 3, ... up to their lengths, and padding after them."""
+    longest = max(lengths)
+    ids = torch.arange(1, longest + 1).repeat(len(lengths), 1)
+    mask = torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)
+    return Rollout(ids, mask, ids, mask, torch.zeros(mask.shape), torch.zeros(len(lengths)))
+
+
+def chat(*texts) -> list[dict]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+PLAIN = RewardRequest(
+    ["1 + 2", "write a poem", "2 * 4"],
+    ["it is 3", "la la", "9"],
+    [{"task": "math", "data_source": "a"}, {"task": "poem", "data_source": "a"}, {"task": "math", "data_source": "b"}],
+    step=3,
+)
+CHATS = RewardRequest(
+    ["<user>hello<assistant>", "<user>one<user>two<assistant>"],
+    ["hello", "<think>so</think>one"],
+    [{"_messages": chat("hello"), "messages": chat("hello")}, {"_messages": chat("one", "two"), "messages": None}],
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "expected"),
+    [
+        ("short", PLAIN, [1 / 2, 1 / 5, 1]),
+        ("long_by_the_documentation", PLAIN, [2, 5, 1]),
+        ("math_only", PLAIN, [1, None, -1]),
+        ("curriculum", PLAIN, [7 * 4, 5 * 4, 1 * 4]),
+        ("everything", PLAIN, [1, 1, 1]),
+        ("judge", PLAIN, [0.5, 0.5, 0.5]),
+        ("has_think_block", CHATS, [0, 1]),
+        ("judged", CHATS, [1, 0]),
+    ],
+)
+def test_functions_of_trl_run_as_they_are(name, request_, expected):
+    scores, numbers, counts = ask(TRL, name, request_, rollout_of(*(2, 5, 1)[: len(expected)]))
+    assert counts.failed == 0, counts.cause
+    assert scores == pytest.approx([float("nan") if value is None else value for value in expected], nan_ok=True)
+    assert counts.left == expected.count(None) and numbers == {}
+
+
+def test_columns_of_trl_are_lists():
+    request = RewardRequest(["", ""], [r"so \boxed{4}", r"\boxed{1}, or \boxed{5}"],
+                            [{"ground_truth": "4"}, {"ground_truth": "1"}])  # fmt: skip
+    assert ask(TRL, "boxed", request, rollout_of(1, 1))[0] == [1, 0]
+
+
+def test_rows_with_and_without_messages_in_one_batch():
+    """A mixture of a chat data set and one of texts: each row in the form of its data."""
+    request = RewardRequest(["hello", "<user>hi"], ["hello", "hi"], [{}, {"_messages": chat("hi")}])
+    _, _, counts = ask(TRL, "judged", request, rollout_of(1, 1))
+    assert counts.failed == 1 and "TypeError" in counts.cause  # the text has no message, as the author assumed
+
+
+def test_what_a_function_of_trl_logs():
+    request = RewardRequest(["", ""], ["4", "seven"], [{"answer": 4}, {"answer": 8}])
+    scores, numbers, _ = ask(TRL, "logging", request)
+    assert scores == [1, 0]
+    # one number a call counts for each of its responses; of two with one name, their mean
+    assert numbers == {"accuracy": [0.5, 0.5], "longest_completion": [2.5, 2.5], "answer": [4, 8]}
+
+
+def verl_request(*rows) -> RewardRequest:
+    """Of (data source, response, truth, other columns)."""
+    data = [{"data_source": source, "ground_truth": truth, "answer": truth, "ability": "math", **others}
+            for source, _, truth, others in rows]  # fmt: skip
+    return RewardRequest([""] * len(rows), [response for _, response, _, _ in rows], data)
+
+
+def test_a_function_of_verl_runs_as_it_is():
+    request = verl_request(
+        ("openai/gsm8k", "12 * 6 = 72\n#### 72", "72", {}),
+        ("openai/gsm8k", "#### 1,000 or #### 7", "8", {}),
+        ("index", "", "", {"extra_info": {"index": 5}}),
+        ("other", "", "", {}),
+    )
+    scores, numbers, counts = ask(VERL, "compute_score", request, workers=2)
+    assert scores == [1, 0, 5, -9]
+    nan = float("nan")
+    expected = {"acc": [1, 0, nan, nan], "found": [1, 2, nan, nan]}  # `pred` is a text
+    assert set(numbers) == set(expected)
+    for name in expected:
+        assert numbers[name] == pytest.approx(expected[name], nan_ok=True)
+    assert counts.failed == 1 and "NotImplementedError: no reward for other" in counts.cause
+
+
+def test_settings_reach_a_function_of_verl_and_other_columns_do_not():
+    request = verl_request(("a", "x", "x", {"method": "a column"}), ("a", "y", "x", {"extra_info": None}))
+    assert ask(VERL, "with_settings", request)[0] == [1, 0]
+    assert ask(VERL, "with_settings", request, settings=(("format_score", "0.25"),))[0] == [1, 0.25]
+    assert ask(VERL, "with_settings", request, settings=(("method", "loose"),))[0] == [1, 0.5]
+    with pytest.raises(UserError, match="has no setting 'ground_truth'"):
+        ask(VERL, "with_settings", request, settings=(("ground_truth", "1"),))
+
+
+def test_async_and_batch_functions_of_verl():
+    request = verl_request(("a", "four", "two", {"extra_info": {"index": 1}}), ("b", "x", "x", {}))
+    assert ask(VERL, "waits", request)[0] == [7, 2]
+    scores, numbers, _ = ask(VERL, "batch", request)
+    assert scores == [0, 1] and numbers["index"] == pytest.approx([1, float("nan")], nan_ok=True)
+
+
+@pytest.mark.parametrize(("name", "column"), [("compute_score", "ground_truth"), ("batch", "ground_truth")])
+def test_verl_data_without_a_truth_is_reported(name, column, capsys):
+    request = RewardRequest(["", ""], ["a", "b"], [{"data_source": "index", "extra_info": {"index": 1}}] * 2)
+    ask(VERL, name, request)
+    assert f"no row has a column '{column}': its argument is None" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "form"),
+    [
+        (["prompts", "responses"], "responses"), (["answer"], "responses"), ([], "responses"),
+        (["prompts"], "responses"),
+        (["prompt", "response", "answer"], "response"), (["response", "responses"], "responses"),
+        (["prompts", "completions"], "trl"), (["completion_ids"], "trl"), (["prompts", "trainer_state"], "trl"),
+        (["data_source", "solution_str", "ground_truth"], "verl"), (["solution_strs"], "verl_batch"),
+        (["data_source", "ground_truth", "response"], "response"), (["prompt", "completion"], "responses"),
+    ],
+)  # fmt: skip
+def test_the_form_of_a_function(names, form):
+    assert form_of(names) == form
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("def f(completions, responses): ...", "'responses' and 'completions'"),
+        ("def f(prompt, response, completion_ids=None): ...", "'response' and 'completion_ids'"),
+        ("def f(solution_str, completions): ...", "'completions' and 'solution_str'"),
+        ("def f(solution_str, response, **others): ...", "'response' and 'solution_str'"),
+    ],
+)
+def test_an_ambiguous_signature_is_an_error_when_the_function_is_loaded(tmp_path, text, names):
+    (tmp_path / "f.py").write_text(text)
+    with pytest.raises(
+        UserError, match=r"^--reward_function .*f.py:f: cannot be used: TypeError: its arguments "
+    ) as no:
+        FunctionReward(parse_function(f"{tmp_path}/f.py:f"), 1, 10.0, 0.0)
+    assert names in str(no.value) and "\n" not in str(no.value)
+
+
+def test_a_description_of_a_function_of_trl():
+    def f(completions, scale=1.0, **kwargs):
+        pass
+
+    assert describe(f, {"scale": "2"}) == {
+        "form": "trl", "takes": ["completions", "scale"], "needs": ["completions"], "any": True,
+        "settings": {"scale": 2.0},
+    }  # fmt: skip

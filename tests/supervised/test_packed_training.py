@@ -1,0 +1,256 @@
+"""`--packing`: losses and gradients of packed rows, the steps of the trainer, and models that cannot pack."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from one_rank import one_rank  # noqa: F401
+from pairs_of_answers import config_of
+from tiny_models import VOCABULARY, new_model
+from transformers import AutoModelForSequenceClassification
+
+from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, RankStates
+from dschat_ppo.common import dist
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.packing_plan import PackingPlan, sample_tokens
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.data.sampler import PADDING_ROW
+from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.supervised.dpo_objective import add_reference, dpo_objective
+from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.sft import sft_objective
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+CPU = torch.device("cpu")
+LENGTHS = (1, 3, 9, 2, 20, 4, 1, 6, 2, 11, 5, 1)
+RANDOM = np.random.default_rng(0)
+
+
+def ids(count: int) -> list[int]:
+    return RANDOM.integers(2, VOCABULARY, count).tolist()
+
+
+ROWS = Dataset.from_list([
+    {"prompt_ids": ids(1 + n % 4), "answers": [ids(n), ids(1 + n // 2)], "margin": 0.0, "source": int(n > 4)}
+    for n in LENGTHS
+])  # fmt: skip
+SFT_ROWS = ROWS.map(lambda row: {"answers": row["answers"][:1], "prompt_spans": [[0, len(row["prompt_ids"]) // 2]]})
+
+
+PACKED = (
+    "llama", "qwen2", "qwen2-window", "qwen3", "mistral", "mistral-window", "opt", "opt-350m", "gpt2", "gpt-neox",
+    "gemma", "gemma3", "phi", "phi3", "mixtral",
+)  # fmt: skip
+
+
+def classifier(name: str):
+    config = new_model(name).config
+    config.num_labels, config.pad_token_id = 1, None
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def gradients_of(module, objective, rows, micro_batches) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss of a step over the micro-batches, and its gradients."""
+    module.zero_grad()
+    batches = [objective.collate(rows, indices) for indices in micro_batches]
+    total, sums = torch.stack([objective.count(batch) for batch in batches]).sum(), MetricSums()
+    for batch in batches:
+        objective.loss(module, batch, total, sums).backward()
+    grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return sums.reduce()["loss"], grads
+
+
+def packed_and_alone(module, of_packing, rows, max_len: int):
+    """(loss, gradients) of packed rows, two a micro-batch, and of rows that run alone."""
+    assert select_kernels(module.eval()) is None  # no dropout
+    plan = PackingPlan(sample_tokens(rows), max_len * len(rows[0]["answers"]), 0).epoch(0, 0)
+    micro_batches = [sum(plan[start : start + 2], []) for start in range(0, len(plan), 2)]
+    assert max(map(len, micro_batches)) > 3 and len(micro_batches) > 1
+    found = gradients_of(module, of_packing(True), rows, micro_batches)
+    module.packed = False
+    return found, gradients_of(module, of_packing(False), rows, [[row] for row in range(len(rows))])
+
+
+def assert_equal(found, expected):
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    assert found[1].keys() == expected[1].keys() and max(float(g.abs().max()) for g in expected[1].values()) > 1e-2
+    for name, gradient in expected[1].items():
+        scale = max(1.0, float(gradient.abs().max()))
+        torch.testing.assert_close(found[1][name] / scale, gradient / scale, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_sft_on_packed_rows_has_the_loss_and_gradients_of_rows_alone(name):
+    module = PolicyModel(new_model(name))
+    assert_equal(*packed_and_alone(module, lambda _: sft_objective(0, False, CPU), SFT_ROWS, 25))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "opt", "gpt2", "qwen2-window", "phi", "mixtral"])
+def test_reward_training_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alone(name):
+    def objective(packing: bool):
+        return reward_objective(0, CPU, config_of("--center_rewards_coef", "0.1", "--packing", str(packing)))
+
+    module = ScalarModel(classifier(name))
+    assert_equal(*packed_and_alone(module, objective, ROWS, 25))
+
+
+def test_dpo_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alone():
+    rows = add_reference(PolicyModel(new_model("qwen2")), ROWS, 0, CPU, 4)
+    module = PolicyModel(new_model("llama"))
+    config = config_of("--objective", "dpo_nll", "--packing")
+    assert_equal(*packed_and_alone(module, lambda _: dpo_objective(0, CPU, config), rows, 25))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_head_on_last_tokens_alone_gives_the_same_scores(packed):
+    model = ScalarModel(classifier("llama"), packed=packed)
+    for lengths in (torch.tensor([7, 1, 4]), torch.tensor([7, 7, 7])):
+        tokens = torch.randint(0, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))
+        last = model(tokens, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(model(tokens, lengths, last_only=True), last, rtol=0, atol=1e-6)
+
+
+def config_for(output, *more: str):
+    words = "--model_name_or_path m --data_path d --dtype fp32 --packing --max_seq_len 25 --num_train_epochs 2"
+    words += " --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_warmup_steps 1"
+    words += " --learning_rate 0.01 --lr_scheduler_type linear"
+    return parse("sft", [*words.split(), "--output_dir", str(output), *more])
+
+
+def trainer_of(config, model=None, sources=("short", "long")) -> SupervisedTrainer:
+    torch.manual_seed(3)
+    rows, objective = TokenRows(SFT_ROWS, None, sources), sft_objective(0, False, dist.device())
+    module = PolicyModel(model or new_model("llama"))
+    return SupervisedTrainer(module, fit_ds_config(config.fit, config.run), rows, objective, config.fit, config.run)
+
+
+def run(trainer, folder, checkpointer=NO_CHECKPOINTS) -> list[dict]:
+    folder.mkdir(exist_ok=True)
+    with MetricsWriter(folder, None, None) as writer:
+        trainer.run(writer, checkpointer, "title")
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+
+
+def test_each_epoch_trains_each_sample_once_in_fewer_steps_that_the_schedule_counts(tmp_path, said):
+    trainer = trainer_of(config_for(tmp_path))
+    tokens = sample_tokens(SFT_ROWS)
+    packed = trainer.packing.rows
+    assert packed == math.ceil(tokens.sum() / 25) == 4, "the test needs full rows"
+    assert trainer.plan.total_steps == 4 < 2 * math.ceil(len(SFT_ROWS) / 2)
+    steps = list(trainer.steps_left())
+    for epoch in (steps[:2], steps[2:]):
+        assert sorted(row for step in epoch for part in step for row in part) == list(range(len(SFT_ROWS)))
+    assert steps[:2] != steps[2:]
+    lines = run(trainer, tmp_path)
+    assert [line["samples"] for line in lines] == [sum(map(len, step)) for step in steps]
+    assert [line["tokens"] for line in lines] == [sum(tokens[row] for part in step for row in part) for step in steps]
+    assert [line["lr"] for line in lines] == pytest.approx([0.0, 0.01, 0.01 * 2 / 3, 0.01 / 3])
+    shown = [line for line in said if line.startswith("step 2/4")]
+    assert len(shown) == 1 and shown[0].endswith(
+        f", {lines[1]['samples']:.0f} samples, {lines[1]['tokens']:.0f} tokens"
+    )
+    table = dict(trainer.plan.table())
+    assert table["packed rows"] == f"4 of 25 tokens, {tokens.sum():.1f} % full", "of 100"
+    assert table["samples per optimizer step"] == "12 / 2 = 6.0 on average"
+    assert table["tokens per optimizer step"] == f"{tokens.sum()} / 2 = {tokens.sum() / 2:.1f} on average"
+
+
+class StopAt:
+    def __init__(self, count: int):
+        self.left = count
+
+    def save_if_due(self):
+        self.left -= 1
+        if not self.left:
+            raise StopRequested("here")
+
+    def stop_requested(self):
+        return False
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_resumed_run_trains_the_packed_rows_that_are_left(tmp_path, at):
+    whole = list(trainer_of(config_for(tmp_path)).steps_left())
+    before, after = trainer_of(config_for(tmp_path)), trainer_of(config_for(tmp_path))
+    with pytest.raises(StopRequested):
+        run(before, tmp_path, StopAt(at))
+    after.load_state(json.loads(json.dumps(before.shared_state())), RankStates({}, lambda: iter([])))
+    assert list(after.steps_left()) == whole[at:]
+
+
+def test_metrics_by_data_set_by_hand_and_none_where_a_step_has_no_rows(tmp_path):
+    trainer = trainer_of(config_for(tmp_path, "--learning_rate", "1e-12"))
+    model, objective = PolicyModel(new_model("llama")).eval(), trainer.objective
+    steps = [*list(trainer.steps_left())[:2], [[1, 0], [3]], [[4], [PADDING_ROW]]]
+
+    @torch.no_grad()
+    def mean_loss(rows: list[int]) -> float:
+        total = [model(b.input_ids, b.loss_mask)[0] for b in (objective.collate(SFT_ROWS, [row]) for row in rows)]
+        return -float(torch.cat(total).mean())
+
+    absent = []
+    for micro_batches in steps:
+        rows = [row for part in micro_batches for row in part if row != PADDING_ROW]
+        metrics = trainer.train_step(micro_batches)
+        for number, name in enumerate(("short", "long")):
+            own = [row for row in rows if SFT_ROWS[row]["source"] == number]
+            expected = pytest.approx(mean_loss(own), abs=1e-5) if own else None
+            assert metrics.get(f"loss/{name}") == expected
+            absent += [] if own else [name]
+        assert metrics["loss"] == pytest.approx(mean_loss(rows), abs=1e-5)
+    assert set(absent) == {"short", "long"}
+    assert not any("/" in name for name in trainer_of(config_for(tmp_path), sources=("one",)).train_step([[0], [1]])
+                   if name.startswith("loss"))  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("mamba", "transformers does not let its attention be replaced"),
+    ("phimoe", "its sliding window is in its mask, which packed rows do not have"),
+    ("bloom", "transformers does not let its attention be replaced"),
+])  # fmt: skip
+def test_a_model_that_cannot_pack_is_refused_before_training(tmp_path, name, reason):
+    with pytest.raises(UserError, match=rf"^--packing: \w+ cannot run packed rows, because {reason}; train without"):
+        trainer_of(config_for(tmp_path), new_model(name))
+
+
+def test_a_model_whose_layers_mix_packed_rows_is_refused(tmp_path):
+    model = new_model("llama")
+
+    def add_previous(module, inputs, output):
+        return output + torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
+
+    model.base_model.layers[0].register_forward_hook(add_previous)
+    with pytest.raises(UserError, match="because a row's numbers depend on the row before it"):
+        trainer_of(config_for(tmp_path), model)
+
+
+def test_a_model_without_a_fused_head_is_refused(tmp_path):
+    model = new_model("llama")
+    inner = model.forward
+
+    def forward(*args, **kwargs):
+        output = inner(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    model.forward = forward
+    with pytest.raises(UserError, match="because its output head needs whole logits"):
+        trainer_of(config_for(tmp_path), model)
+
+
+@pytest.mark.parametrize("step", ["sft", "reward"])
+def test_packing_does_not_go_with_streaming(step):
+    words = "--model_name_or_path m --data_path d --output_dir o --packing".split()
+    assert parse(step, words).fit.packing
+    with pytest.raises(UserError, match="^--packing needs the length of every training row"):
+        parse(step, [*words, "--streaming", "--streaming_rows", "10"])
