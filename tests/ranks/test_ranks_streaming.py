@@ -82,10 +82,8 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(runs, name):
 
 
 @pytest.mark.parametrize("name", ["one", "two", "cut"])
-def test_few_chunks_are_on_the_disk_at_the_end(runs, name):
+def test_all_processes_of_a_run_and_of_its_resumption_use_one_folder(runs, name):
     folder, _, _ = runs
-    caches = list((folder / name / "cache" / "dschat_ppo").glob("stream_*_?"))
-    assert len(caches) == (2 if name == "cut" else 3)
-    for home in caches:
-        assert home.name.endswith("_0")  # one folder, although several processes used it
-        assert len([entry for entry in home.glob("chunk_*") if entry.is_dir()]) <= 4
+    homes = list((folder / name / "cache" / "dschat_ppo").glob("stream_*_?"))
+    assert len(homes) == (2 if name == "cut" else 3)
+    assert all(home.name.endswith("_0") for home in homes)
