@@ -102,7 +102,7 @@ def test_more_rows_than_before_lengthen_the_last_chunk(tmp_path):
 def test_the_sources_of_a_mixture_keep_their_shares_at_every_row_and_after_a_resume(tmp_path):
     def sources():
         ones, twos = NumberFile(1001, 900, name="ones"), NumberFile(5001, 900, name="twos")
-        return [source_of(ones, weight=3.0), source_of(twos, weight=1.0)]
+        return [source_of(ones, weight=5.0), source_of(twos, weight=2.0)]
 
     maker = maker_for(tmp_path, *sources())
     chunks = [maker.provide(chunk) for chunk in range(3)]
@@ -110,8 +110,8 @@ def test_the_sources_of_a_mixture_keep_their_shares_at_every_row_and_after_a_res
     marks = [mark for chunk in chunks for mark in chunk["source"]]
     assert marks == [int(n > 5000) for n in rows]
     for count in range(1, 25):
-        assert abs(sum(marks[:count]) - count / 4) < 1
-    assert [n for n in rows if n > 5000] == expected(range(5001, 5099))[:6]
+        assert abs(sum(marks[:count]) - count * 2 / 7) < 1
+    assert [n for n in rows if n > 5000] == expected(range(5001, 5099))[: sum(marks)]
     assert numbers(maker_for(tmp_path, *sources()).provide(3))[:2] == numbers(maker.provide(3))[:2]
     resumed = maker_for(tmp_path, *sources())
     for entry in maker.home.glob("chunk_000002_8/*"):

@@ -163,10 +163,11 @@ def test_a_bad_line_is_an_error_or_counted_once_also_after_a_resume(tmp_path, na
         assert stream.batch().unreadable == batches[number + 1][0].unreadable
 
 
-def test_a_type_that_the_first_rows_do_not_have_is_refused_after_a_resume_too(tmp_path):
+def test_a_type_that_the_first_rows_do_not_have_is_refused_after_a_resume_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_parts, "_BATCH_BYTES", 1)
     (tmp_path / "a.jsonl").write_text(BAD["kinds.jsonl"][1].replace("{", '{"text": "' + 30 * "x" + '", '))
     stream = RawStream([FilePart(tmp_path / "a.jsonl", "--data_path", False, tmp_path)], None)
-    while stream.position["number"] < 30:
+    while stream.position["number"] < 40:
         stream.batch()
     again = RawStream([FilePart(tmp_path / "a.jsonl", "--data_path", False, tmp_path)], None)
     again.seek(stream.position)
