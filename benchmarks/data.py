@@ -142,7 +142,7 @@ def rank(work: Path, path: Path, cache: Path) -> None:
     flags = DataFlags(data_path=[str(path)], data_split="0,1,0", data_output_path=str(cache))
     barrier()
     before, start = memory(), time.perf_counter()
-    if is_main():  # measured apart: the conversion of the file to Arrow is not tokenising
+    if is_main() and not any(cache.iterdir()):  # measured apart: the conversion of the file to Arrow is not tokenising
         load_splits(parse_sources(flags.data_path, "--data_path", flags)[0], flags.data_output_path)
     barrier()
     read = time.perf_counter()
