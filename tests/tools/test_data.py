@@ -175,6 +175,7 @@ def test_colours_replace_brackets(preview, assets):
     ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
     ("--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),
     ("--step 1", "--data_path is required"),
+    ("--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "leave out --streaming"),
     ("--step 1 --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
 ])  # fmt: skip
 def test_a_wrong_command_is_one_line(preview, words, cause):
