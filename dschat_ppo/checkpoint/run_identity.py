@@ -20,6 +20,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.config.cli import flatten
+from dschat_ppo.data.streaming import StreamedRows
 
 EVAL_ROWS, TEXT_BLOCKS = "evaluation rows (SHA-256)", "blocks of plain text (SHA-256)"
 MANY_ROWS, DIGEST = 50_000, "digest"
@@ -59,7 +60,7 @@ class RunInputs:
         files: (flag, path) of each file.
     """
 
-    train: Dataset
+    train: Dataset | StreamedRows
     rows: dict[str, Dataset | None] = field(default_factory=dict)
     models: Sequence[tuple[str, str | None]] = ()
     files: Sequence[tuple[str, str | None]] = ()
@@ -99,13 +100,18 @@ def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
     return {name: digest[:_SHORT] for name, digest in found.items()}
 
 
-def rows_fingerprint(rows: Dataset) -> str:
+def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
     """SHA-256 of the content of all rows in order, as 64 hex digits, independent of how they are stored.
+
+    Of streamed rows it covers the names and sizes of their files, with their first and last bytes, or the revision on
+    the hub.
 
     From `MANY_ROWS` on it covers the column `digest`, if there is one, in which `data.prepare` stores a hash of each
     row: reading a million shuffled rows takes minutes. Fewer rows are read whole. Manifests of earlier versions hold
     their fingerprints, so columns that those did not have are left out.
     """
+    if isinstance(rows, StreamedRows):
+        return rows.fingerprint
     digest = hashlib.sha256()
     if len(rows) >= MANY_ROWS and DIGEST in rows.column_names:
         digests = np.concatenate([chunk.to_numpy() for chunk in rows.data.column(DIGEST).chunks])

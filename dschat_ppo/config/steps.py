@@ -59,6 +59,11 @@ class PreferenceConfig:
     run: RunFlags
 
     def __post_init__(self) -> None:
+        require(
+            self.reward.objective == "reward" or not self.data.streaming,
+            f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
+            "it does not go with --streaming",
+        )
         _require_known_lengths(self.fit, self.data)
 
 

@@ -156,10 +156,15 @@ def file_key(path: Path, *settings: object) -> str:
 
 def token_key(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
     """Key of token rows: the data rows, tokenizer, chat template, settings, and the code that makes them."""
+    return stream_key(rows._fingerprint, tokenizer, *settings)
+
+
+def stream_key(content: str, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
+    """As `token_key`, for rows that `content` identifies."""
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
     made_by = (_code(), transformers.__version__, tokenizers.__version__)
     special = tokenizer.special_tokens_map
-    return _digest(rows._fingerprint, vocabulary, tokenizer.chat_template, special, *made_by, *settings)
+    return _digest(content, vocabulary, tokenizer.chat_template, special, *made_by, *settings)
 
 
 @cache

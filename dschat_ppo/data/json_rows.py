@@ -189,13 +189,20 @@ def json_batches(path: Path, bad: BadLines) -> Iterator[Batch]:
         UserError: a row is not readable and bad lines are errors; in an array or between objects over several lines
             also if they are skipped, since the next row cannot be found. The message does not name the file.
     """
+    if is_json_lines(path):
+        for numbers, rows, _ in line_batches(path, bad):
+            for first in range(0, len(rows), _BATCH_ROWS):
+                yield numbers[first : first + _BATCH_ROWS], rows[first : first + _BATCH_ROWS]
+    else:
+        yield from _stream_batches(path, bad)
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a JSON file has one row in each line, rather than one array or objects over several lines each."""
     with path.open("rb") as file:
         start = file.read(BATCH_BYTES).removeprefix(_BOM)
         text = start.lstrip()
-    if text[:1] == b"[" or (text[:1] == b"{" and _is_one_value_or_over_lines(text)):
-        yield from _stream_batches(path, bad)
-    else:
-        yield from _line_batches(path, bad)
+    return text[:1] != b"[" and not (text[:1] == b"{" and _is_one_value_or_over_lines(text))
 
 
 def _is_one_value_or_over_lines(text: bytes) -> bool:
@@ -214,12 +221,29 @@ def _is_one_value_or_over_lines(text: bytes) -> bool:
     return True
 
 
-def _line_batches(path: Path, bad: BadLines) -> Iterator[Batch]:
-    number = 0
+def line_batches(
+    path: Path, bad: BadLines, place: tuple[int, int] = (0, 0), batch_bytes: int = BATCH_BYTES
+) -> Iterator[tuple[list[int], list[dict[str, Any]], tuple[int, int]]]:
+    """The rows of a file of JSON Lines.
+
+    Args:
+        path: the file.
+        bad: receives lines that are not readable.
+        place: (bytes, lines) of the file that are read already.
+        batch_bytes: of the lines of a batch, at least.
+
+    Returns:
+        Line numbers from 1 on, rows, and the place after them.
+
+    Raises:
+        UserError: a line is not readable and bad lines are errors.
+    """
+    offset, number = place
     with path.open("rb") as file:
-        if file.read(len(_BOM)) != _BOM:
-            file.seek(0)
-        while lines := file.readlines(BATCH_BYTES):
+        if offset == 0 and file.read(len(_BOM)) == _BOM:
+            offset = len(_BOM)
+        file.seek(offset)
+        while lines := file.readlines(batch_bytes):
             numbers, rows = [], []
             for line in lines:
                 number += 1
@@ -242,8 +266,8 @@ def _line_batches(path: Path, bad: BadLines) -> Iterator[Batch]:
                 else:
                     numbers.append(number)
                     rows.append(row)
-            for first in range(0, len(rows), _BATCH_ROWS):
-                yield numbers[first : first + _BATCH_ROWS], rows[first : first + _BATCH_ROWS]
+            offset += sum(map(len, lines))
+            yield numbers, rows, (offset, number)
 
 
 def _misfit(row: Any) -> str:

@@ -10,10 +10,10 @@ functions).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import datasets
 import numpy as np
-from datasets import Dataset, Value
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
@@ -22,11 +22,14 @@ from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_unreadable
 from dschat_ppo.data.cache import regrouped
 from dschat_ppo.data.examples import Use
-from dschat_ppo.data.forms import FIRST_ROWS, Form, check_flags_used, detect_form
+from dschat_ppo.data.forms import Form, check_flags_used, detect_form
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
+from dschat_ppo.data.set_parts import Part, TokenisedSet, first_rows, joined
 from dschat_ppo.data.sources import DataSource, parse_sources
-from dschat_ppo.data.splits import ORIGIN, Origins, load_all, load_splits
+from dschat_ppo.data.splits import Origins, load_all, load_splits
+from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, find_rows, share_of, start
+from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import turn_end
 from dschat_ppo.data.token_table import TokenTable, tokenise_rows
 from dschat_ppo.data.tokenise import DOING, TokeniseSettings
@@ -42,36 +45,9 @@ PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 class TokenRows:
     """Token rows for training, and for evaluation or None; `sources` are the names of the data sets."""
 
-    train: Dataset
+    train: Dataset | StreamedRows
     eval: Dataset | None
     sources: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Rows of one data set: `order` are indices of `rows`, which are in the order of the file."""
-
-    source: DataSource
-    rows: Dataset
-    order: np.ndarray
-
-
-@dataclass(frozen=True)
-class TokenisedSet:
-    """Rows of one data set before bad rows and duplicates are judged, for `tools/data_preview.py`.
-
-    Attributes:
-        raw: its rows; `origins` names them.
-        form: how they are read.
-        table: their token rows.
-        parts: (row numbers in the order of use, suffix of the name in the log, whether they are for training).
-    """
-
-    raw: Dataset
-    origins: Origins
-    form: Form
-    table: TokenTable
-    parts: list[tuple[np.ndarray, str, bool]]
 
 
 @dataclass(frozen=True)
@@ -93,8 +69,9 @@ class Preparation:
     all_turns: bool = False
     most_rows: int | None = None
     seen: list[TokenisedSet] = field(default_factory=list)
-    train: list[_Part] = field(default_factory=list)
-    eval: list[_Part] = field(default_factory=list)
+    train: list[Part] = field(default_factory=list)
+    eval: list[Part] = field(default_factory=list)
+    streams: list[OpenedSource] = field(default_factory=list)
     forms: list[Form] = field(default_factory=list)
 
     def sources(self) -> list[DataSource]:
@@ -117,6 +94,8 @@ class Preparation:
         """
         if source.flag == EVAL_FLAG:
             self.add_evaluation(source)
+        elif self.flags.streaming:
+            self.add_stream(source)
         else:
             self.add_training(source)
 
@@ -126,7 +105,7 @@ class Preparation:
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
         report_unreadable(source.spec, splits)
         raw, evaluation = self.first(splits.train), splits.eval
-        form = self.form_of(source, raw)
+        form = self.form_of(source, *first_rows(raw))
         raw, evaluation = self.grouped(form, raw), evaluation and self.grouped(form, evaluation)
         numbers = np.arange(len(raw))
         if source.flag == "--data_path":
@@ -157,23 +136,54 @@ class Preparation:
             whole = [(np.arange(len(evaluation)), " (eval)", False)]
             self.eval.extend(self.parts_of(source, evaluation, splits.origins, form, whole))
 
+    def add_stream(self, source: DataSource) -> None:
+        """Add a data set whose training rows are streamed, and its own evaluation rows. None are held out of it."""
+        found, first = find_rows(source, self.flags)
+        form = self.form_of(source, list(dict.fromkeys(name for row in first for name in row)), first)
+        if form.regroup is not None:
+            raise UserError(
+                f"{source.spec}: {form.name} rows are joined by their prompts, which needs all rows; use it without "
+                "--streaming"
+            )
+        share = share_of(source, PARTS[self.use], self.flags)
+        opened = OpenedSource(source, found, self.settings_of(source, form), share)
+        self.streams.append(opened)
+        self._log_rendering(source, form)
+        if self.eval_paths:
+            return
+        if not opened.found.evaluation:
+            if self.eval_fraction:
+                logger().info(
+                    f"data: {source.spec}: --eval_fraction holds no rows out of a stream; --eval_data_path FILE names "
+                    "rows for evaluation"
+                )
+            return
+        names = ", ".join(opened.found.evaluation)
+        if self.eval_fraction is None:
+            logger().info(
+                f"data: {source.spec}: its rows for evaluation ({names}) are not used; name them with --eval_data_path"
+            )
+            return
+        splits = evaluation_of(opened, self.flags)
+        report_unreadable(source.spec, splits)
+        whole = [(np.arange(len(splits.train)), f" ({names})", False)]
+        self.eval.extend(self.parts_of(source, splits.train, splits.origins, opened.settings.form, whole))
+
     def add_evaluation(self, source: DataSource) -> None:
         """Add a data set of which all rows are for evaluation."""
         splits = load_all(source, self.flags.data_output_path, self.flags.bad_rows)
         report_unreadable(source.spec, splits)
         raw = self.first(splits.train)
-        form = self.form_of(source, raw)
+        form = self.form_of(source, *first_rows(raw))
         raw = self.grouped(form, raw)
         self.eval.extend(self.parts_of(source, raw, splits.origins, form, [(np.arange(len(raw)), "", False)]))
 
-    def form_of(self, source: DataSource, raw: Dataset) -> Form:
+    def form_of(self, source: DataSource, columns: list[str], first: list[dict[str, Any]]) -> Form:
         """Detect how the rows are read. The first rows of the file decide, so that all steps agree.
 
         Raises:
             UserError: see `detect_form`; or the form does not serve this step.
         """
-        columns = [name for name in raw.column_names if name != ORIGIN]
-        first = [{name: row[name] for name in columns} for row in raw.select(range(min(FIRST_ROWS, len(raw))))]
         form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
         logger().info(f"data: {source.spec}: {form.description}")
         form.require(self.use)
@@ -183,6 +193,14 @@ class Preparation:
     def first(self, raw: Dataset) -> Dataset:
         """The rows that `most_rows` allows."""
         return raw if self.most_rows is None else raw.select(range(min(self.most_rows, len(raw))))
+
+    def settings_of(self, source: DataSource, form: Form) -> TokeniseSettings:
+        """How the rows of a data set become token rows."""
+        flags = self.flags
+        truth_replaces = flags.answer_column is not None or flags.answer_pattern is not None
+        return TokeniseSettings(
+            form, self.use, self.tokenizer, self.limit, flags.truncation, self.all_turns, source.name, truth_replaces
+        )
 
     def grouped(self, form: Form, raw: Dataset) -> Dataset:
         """The rows that the form reads: some forms join several rows of a file into one."""
@@ -197,7 +215,7 @@ class Preparation:
         origins: Origins,
         form: Form,
         parts: list[tuple[np.ndarray, str, bool]],
-    ) -> list[_Part]:
+    ) -> list[Part]:
         """Tokenise the rows of one data set, and log what became of them.
 
         Args:
@@ -211,11 +229,7 @@ class Preparation:
         numbers = np.concatenate([numbers for numbers, _, _ in parts])
         if len(numbers) >= _MANY_ROWS:
             logger().info(f"data: {name}: tokenising {len(numbers)} rows (immediate if they are cached)")
-        truth_replaces = flags.answer_column is not None or flags.answer_pattern is not None
-        settings = TokeniseSettings(
-            form, self.use, self.tokenizer, self.limit, flags.truncation, self.all_turns, source.name, truth_replaces
-        )
-        table = tokenise_rows(raw, numbers, origins, settings, flags)
+        table = tokenise_rows(raw, numbers, origins, self.settings_of(source, form), flags)
         self.seen.append(TokenisedSet(raw, origins, form, table, parts))
         report_bad_rows(name, table, len(numbers))
         repeats = report_duplicates(name, table, raw, origins, flags.bad_rows == "skip")
@@ -230,7 +244,7 @@ class Preparation:
                     f"{source.spec}: no row is within the limit of {self.limit} tokens; raise it, or use"
                     " --truncation left"
                 )
-            found.append(_Part(source, table.rows, order))
+            found.append(Part(source, table.rows, order))
         self._log_rendering(source, form)
         return found
 
@@ -250,6 +264,14 @@ class Preparation:
             end = self.tokenizer.convert_ids_to_tokens(turn_end(self.tokenizer).token)
             logger().info(f"data: {source.spec}: answers to chat messages end with {end}")
 
+    def streamed(self) -> TokenRows:
+        """As `mixed`, with a stream for training. Collective."""
+        check_flags_used(self.forms, self.flags)
+        names = [opened.source.name for opened in self.streams]
+        all_names = tuple(dict.fromkeys([*names, *(part.source.name for part in self.eval)]))
+        evaluation = joined(self.eval, all_names)
+        return TokenRows(start(self.streams, self.flags), evaluation if evaluation else None, all_names)
+
     def mixed(self) -> TokenRows:
         """The rows of all parts: for training as their weights say, for evaluation one part after another.
 
@@ -265,23 +287,8 @@ class Preparation:
             replace(part, order=repeated(part.order, share.used, self.flags.data_split_seed, number))
             for number, (part, share) in enumerate(zip(self.train, shares, strict=True))
         ]
-        evaluation = _joined(self.eval, names)
-        return TokenRows(_joined(train, names), evaluation if evaluation else None, names)
-
-
-def _joined(parts: list[_Part], names: tuple[str, ...]) -> Dataset:
-    """The rows of the parts in their order, with the column `source`; memory-mapped apart from that and the order."""
-    if not parts:
-        return Dataset.from_dict({})
-    tables, orders, before = [], [], 0
-    for part in parts:
-        source = np.full(len(part.rows), names.index(part.source.name), dtype=np.int32)
-        tables.append(part.rows.add_column("source", source, feature=Value("int32")))
-        orders.append(part.order + before)
-        before += len(part.rows)
-    order = np.concatenate(orders)
-    rows = datasets.concatenate_datasets(tables)
-    return rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)
+        evaluation = joined(self.eval, names)
+        return TokenRows(joined(train, names), evaluation if evaluation else None, names)
 
 
 def prepare(
@@ -317,4 +324,6 @@ def prepare(
         preparation = Preparation(use, tokenizer, flags, limit, whole_paths, eval_paths, eval_fraction, all_turns)
         for source in preparation.sources():
             preparation.add(source)
-        return preparation.mixed()
+        if not flags.streaming:
+            return preparation.mixed()
+    return preparation.streamed()

@@ -7,7 +7,7 @@ import gzip
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -104,7 +104,7 @@ def _write(
     start (types of JSON columns, lines that are left out). The whole file is read even then."""
     schema, writer, is_complete, total = None, None, True, 0
     with pa.OSFile(str(target), "wb") as sink:
-        for numbers, table, features in _tables(kind, path, bad, known):
+        for numbers, table, features in read_tables(kind, path, bad, known):
             if ORIGIN in table.column_names:
                 raise UserError(f"the column name '{ORIGIN}' is reserved; rename the column")
             total += len(numbers)
@@ -136,8 +136,15 @@ def _write(
     return is_complete and bad.count == skipped.count
 
 
-def _tables(kind: Kind, path: Path, bad: BadLines, known: JsonColumns) -> Iterator[tuple[Any, pa.Table, Features]]:
-    """(numbers of the rows, the rows, their features) of one batch after the other."""
+def read_tables(
+    kind: Kind, path: Path, bad: BadLines, known: JsonColumns, after: int = 0
+) -> Iterator[tuple[Sequence[int], pa.Table, Features]]:
+    """(numbers of the rows, the rows, their features) of one batch after the other. Rows up to the number `after` may
+    be left out, where the file can be opened behind them (Parquet).
+
+    Raises:
+        UserError: a line or the file cannot be read. The message does not name the file.
+    """
     if kind == "json":
         for batch in json_batches(path, bad):
             numbers, arrays = known.add(batch, bad)
@@ -147,17 +154,30 @@ def _tables(kind: Kind, path: Path, bad: BadLines, known: JsonColumns) -> Iterat
     elif kind == "text":
         yield from _text_lines(path, bad)
     else:
-        first = 1
-        for table in _parquet_tables(path) if kind == "parquet" else _arrow_tables(path):
+        group, first = _row_group(path, after) if kind == "parquet" else (0, 1)
+        for table in _parquet_tables(path, group) if kind == "parquet" else _arrow_tables(path):
             table.validate(full=True)  # the only check that its text is UTF-8
             table = _without_dictionaries(table)
             yield range(first, first + len(table)), table, Features.from_arrow_schema(table.schema)
             first += len(table)
 
 
-def _parquet_tables(path: Path) -> Iterator[pa.Table]:
+def _row_group(path: Path, after: int) -> tuple[int, int]:
+    """The row group of a Parquet file that holds row number `after + 1`, and the number of its first row."""
+    before = 0
+    with pa.parquet.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if before + rows > after:
+                return group, before + 1
+            before += rows
+        return file.num_row_groups, before + 1
+
+
+def _parquet_tables(path: Path, first_group: int) -> Iterator[pa.Table]:
     with pa.parquet.ParquetFile(path, memory_map=True) as file:
-        for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
+        groups = list(range(first_group, file.num_row_groups))
+        for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, use_threads=False):
             yield pa.Table.from_batches([batch])
 
 

@@ -17,7 +17,7 @@ from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.sampler import IndexStream
+from dschat_ppo.data.sampler import IndexStream, chunk_rows_of
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo.generate import RolloutGenerator
@@ -66,7 +66,7 @@ class ExperienceCollection:
         self.max_rounds = algorithm.dynamic_sampling_rounds
         self.pool = GroupPool(plan.rollout_rows, shaped) if algorithm.dynamic_sampling else None
         self.print_interval = ppo.print_answers_interval if ppo.print_answers else 0
-        self.stream = IndexStream(len(generator.prompts), config.run.seed)
+        self.stream = IndexStream(len(generator.prompts), config.run.seed, chunk_rows_of(generator.prompts))
         scoring = ScoringSettings(
             ppo.temperature, plan.micro_batch_tokens, config.recompute_old_logprobs, algorithm.kl_estimator
         )

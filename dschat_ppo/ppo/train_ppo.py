@@ -23,6 +23,7 @@ from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
+from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import read_overlay
@@ -79,7 +80,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it, or --truncation left")
     log_samples(tokenizer, rows.train, rows.sources)
     check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
-    check_routes(config.rewards, rows.sources, rows.train["row"])
+    known = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
+    check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))
     plan = plan_ppo(ppo, len(rows.train), dist.world_size(), config.algorithm.critic_warmup_rollouts)
     texts = plain_texts(config, plan, tokenizer, device)
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)

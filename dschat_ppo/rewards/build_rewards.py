@@ -58,13 +58,16 @@ def check_sources(flags: RewardSourceFlags) -> None:
             )
 
 
-def check_routes(flags: RewardSourceFlags, names: Sequence[str], rows: Sequence[str]) -> None:
+def check_routes(
+    flags: RewardSourceFlags, names: Sequence[str], rows: Sequence[str], are_all_rows: bool = True
+) -> None:
     """Check that each route of a reward source leads to prompts, and that each prompt has a reward source.
 
     Args:
         flags: which sources to use.
         names: of the data sets.
         rows: the data row of each training prompt, as JSON. At most `MOST_ROWS`, evenly spaced, are read.
+        are_all_rows: whether there are no other training prompts (with `--streaming` there are).
 
     Raises:
         UserError: all rows were read, and none has the data source of a route. Otherwise only a warning is printed.
@@ -78,8 +81,9 @@ def check_routes(flags: RewardSourceFlags, names: Sequence[str], rows: Sequence[
         routes.append(("--remote_reward_sources", flags.remote_reward_sources))
     if not any(sources for _, sources in routes):
         return
-    every = len(rows) <= MOST_ROWS
-    numbers = range(len(rows)) if every else [number * len(rows) // MOST_ROWS for number in range(MOST_ROWS)]
+    every = are_all_rows and len(rows) <= MOST_ROWS
+    count = min(len(rows), MOST_ROWS)
+    numbers = [number * len(rows) // count for number in range(count)]
     found = {str(json.loads(rows[number]).get(DATA_SOURCE)) for number in numbers}
     shown = ", ".join(sorted(found)[:MOST_SHOWN]) + (", ..." if len(found) > MOST_SHOWN else "")
     for flag, sources in routes:

@@ -18,6 +18,7 @@ from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.data.collators import PairBatch, PreferenceBatch, collate_pairs
 from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
 from dschat_ppo.supervised.trainer import Objective, score_rows
@@ -67,7 +68,9 @@ def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig
             batch = collate(rows, indices)
             return last_token_scores(model, batch.input_ids, batch.lengths).view(2, -1).T  # (B, 2)
 
-        measured = rows.train if rows.eval is None else rows.eval
+        measured = rows.eval
+        if measured is None:
+            measured = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
         size = config.fit.per_device_eval_batch_size
         mean, std = moments(score_rows(model, measured, score, size, "score statistics"))
         return {"reward_mean": mean, "reward_std": std}

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from datasets import Dataset
+
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.engine.ds_config import Config
@@ -46,7 +48,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
         aim = "trains a reward model (for DPO: training/step2_dpo/main.py, or --objective dpo)"
     check = partial(check_sequence_classifier, new_head=True) if name == "reward" else check_causal_lm
     run = begin_supervised_run("reward", config, f"step 2: --objective {name} {aim}", "preference", check)
-    if name != "reward" and any(run.rows.train["margin"]):
+    if name != "reward" and isinstance(run.rows.train, Dataset) and any(run.rows.train["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config)
     objective_of: Callable[..., Objective[Any]] = reward_objective if name == "reward" else dpo_objective

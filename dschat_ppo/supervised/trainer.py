@@ -25,7 +25,7 @@ from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags
 from dschat_ppo.data.packing_plan import plan_packing, sample_tokens, samples_of
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.sampler import epoch_order, optimizer_steps
+from dschat_ppo.data.sampler import optimizer_steps, order_of
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
@@ -169,7 +169,7 @@ class SupervisedTrainer(Generic[Batch]):
         for number in range(epoch, self.plan.epochs):
             seed, packed = self.run_flags.seed, []
             if self.packing is None:
-                order: Sequence[int] = epoch_order(len(self.rows.train), seed, number)
+                order = order_of(self.rows.train, seed, number)
             else:
                 packed = self.packing.epoch(seed, number)
                 order = range(len(packed))

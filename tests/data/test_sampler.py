@@ -3,8 +3,17 @@
 from collections import Counter
 
 import pytest
+from datasets import Dataset
 
-from dschat_ppo.data.sampler import PADDING_ROW, IndexStream, epoch_order, optimizer_steps
+from dschat_ppo.data.sampler import (
+    PADDING_ROW,
+    ChunkedOrder,
+    IndexStream,
+    chunk_order,
+    epoch_order,
+    optimizer_steps,
+    order_of,
+)
 
 
 def rows_by_step(order, micro_batch, accumulation, world_size) -> list[Counter]:
@@ -96,3 +105,53 @@ def test_index_stream_serves_requests_longer_than_an_epoch():
 def test_index_stream_order_does_not_depend_on_the_request_sizes():
     small, large = IndexStream(10, 5), IndexStream(10, 5)
     assert [row for count in (1, 2, 7, 3, 7) for row in small.take(count)] == large.take(20)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 24, 29])
+def test_the_order_of_a_stream_shuffles_each_chunk_and_keeps_the_chunks_in_order(rows):
+    order = list(ChunkedOrder(rows, 8, seed=3, epoch=1))
+    assert len(order) == rows
+    for start in range(0, rows, 8):
+        assert sorted(order[start : start + 8]) == list(range(start, min(start + 8, rows)))
+    assert order == [index for chunk in range(-(-rows // 8)) for index in chunk_order(rows, 8, 3, 1, chunk)]
+
+
+def test_the_chunks_of_a_stream_are_shuffled_differently_in_each_chunk_epoch_and_seed():
+    orders = [[i % 50 for i in chunk_order(200, 50, *path)] for path in ((3, 1, 0), (3, 1, 1), (3, 2, 0), (4, 1, 0))]
+    assert all(a != b for number, a in enumerate(orders) for b in orders[:number])
+
+
+def test_the_order_of_a_stream_can_be_sliced_like_a_list():
+    order = ChunkedOrder(29, 8, 3, 1)
+    whole = list(order)
+    for start, stop in ((0, 3), (6, 19), (20, 40), (29, 31)):
+        assert order[start:stop] == whole[start:stop]
+    assert order[-1] == whole[-1]
+    with pytest.raises(IndexError):
+        order[29]
+
+
+def test_a_chunk_longer_by_more_rows_keeps_the_order_of_the_chunks_before():
+    assert ChunkedOrder(29, 8, 3, 1)[:24] == ChunkedOrder(90, 8, 3, 1)[:24]
+
+
+def test_the_order_of_a_table_is_one_permutation_of_all_rows():
+    assert order_of(Dataset.from_dict({"a": list(range(50))}), 3, 1) == epoch_order(50, 3, 1)
+
+
+def test_an_index_stream_over_chunks_gives_their_order_epoch_after_epoch():
+    stream = IndexStream(29, 3, chunk_rows=8)
+    found = [index for _ in range(29) for index in stream.take(3)]
+    assert found == [index for epoch in range(3) for index in ChunkedOrder(29, 8, 3, epoch)]
+    assert len(stream.state_dict()["pending"]) == 0
+
+
+@pytest.mark.parametrize("cut", range(12))
+def test_an_index_stream_over_chunks_continues_from_its_state(cut):
+    whole = IndexStream(29, 3, chunk_rows=8)
+    expected = [whole.take(5) for _ in range(14)]
+    before, after = IndexStream(29, 3, chunk_rows=8), IndexStream(29, 3, chunk_rows=8)
+    first = [before.take(5) for _ in range(cut)]
+    assert len(before.state_dict()["pending"]) < 8
+    after.load_state_dict(before.state_dict())
+    assert first + [after.take(5) for _ in range(14 - cut)] == expected

@@ -1,0 +1,146 @@
+"""Raw rows of one data set, read in their order as they are needed, from any saved position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.errors import UserError, reading
+
+SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time
+_SPLIT_USE = 2  # separates these draws from others with `--data_split_seed`
+START: dict[str, Any] = {"part": 0, "number": 0, "place": None}  # position before the first row
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PartBatch:
+    """Some rows of a part.
+
+    Attributes:
+        numbers: of the rows in the part, from 1 on.
+        rows: the rows.
+        place: after them, in values that JSON can hold.
+        unreadable: lines between them that are left out because they cannot be read.
+        problem: of the first such line, "" if there is none.
+    """
+
+    numbers: Sequence[int]
+    rows: list[Row]
+    place: Any
+    unreadable: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """Some rows of a stream that belong to this step, "FILE, row N" of each, and the lines left out (`PartBatch`)."""
+
+    origins: list[str]
+    rows: list[Row]
+    unreadable: int = 0
+    problem: str = ""
+
+
+class StreamPart(Protocol):
+    """A file, or a split on the hub. `name`: in messages, with its flag."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def flag(self) -> str: ...
+
+    def batches(self, place: Any) -> Iterator[PartBatch]:
+        """The rows from `place` on, None for the start."""
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """The raw rows of one step by `--data_split`: of each `SPLIT_ROWS` rows a random part, disjoint from those of the
+    other steps. It depends only on the number of a row, so that every step sees the same division.
+
+    Attributes:
+        shares: of SFT, reward model and PPO.
+        part: 0, 1 or 2, the step.
+        seed: of the division.
+    """
+
+    shares: tuple[float, float, float]
+    part: int
+    seed: int
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Range of places in the random order of `SPLIT_ROWS` rows that belong to the step."""
+        whole = sum(self.shares)
+        first, last = (round(SPLIT_ROWS * sum(self.shares[:i]) / whole) for i in (self.part, self.part + 1))
+        return first, last
+
+    def includes(self, first: int, count: int) -> list[bool]:
+        """Whether each of the raw rows `first .. first + count - 1` (from 0) belongs to the step."""
+        start, end = self.bounds
+        if end - start in (0, SPLIT_ROWS):
+            return [end > start] * count
+        found: list[bool] = []
+        for block in range(first // SPLIT_ROWS, (first + count - 1) // SPLIT_ROWS + 1):
+            order = torch.randperm(SPLIT_ROWS, generator=shared_generator(self.seed, _SPLIT_USE, block)).tolist()
+            chosen = set(order[start:end])
+            numbers = range(max(first, block * SPLIT_ROWS), min(first + count, (block + 1) * SPLIT_ROWS))
+            found += [number % SPLIT_ROWS in chosen for number in numbers]
+        return found
+
+
+class RawStream:
+    """Reads the rows of one data set, batch by batch.
+
+    Args:
+        parts: its files or splits, in order.
+        share: the rows that belong to this step; None for all.
+
+    Attributes:
+        position: the place after the last batch, for `seek`, in values that JSON can hold.
+    """
+
+    def __init__(self, parts: Sequence[StreamPart], share: StepShare | None):
+        self._parts = parts
+        self._share = share
+        self._batches: Iterator[PartBatch] | None = None
+        self.position = START
+
+    def batch(self) -> RawBatch | None:
+        """The next batch, without rows if all belong to other steps; None at the end.
+
+        Raises:
+            UserError: a part cannot be read.
+        """
+        while (number := self.position["part"]) < len(self._parts):
+            part = self._parts[number]
+            try:
+                with reading("cannot be read"):
+                    if self._batches is None:
+                        self._batches = part.batches(self.position["place"])
+                    found = next(self._batches, None)
+            except UserError as reason:
+                raise UserError(f"{part.flag} {part.name}: {reason}") from reason.__cause__
+            if found is None:
+                self._batches = None
+                self.position = {**self.position, "part": number + 1, "place": None}
+                continue
+            first, count = self.position["number"], len(found.rows)
+            self.position = {"part": number, "number": first + count, "place": found.place}
+            mine = [True] * count if self._share is None or not count else self._share.includes(first, count)
+            kept = [i for i, is_mine in enumerate(mine) if is_mine]
+            origins = [f"{part.name}, row {found.numbers[i]}" for i in kept]
+            problem = found.problem and f"{part.name}, {found.problem}"
+            return RawBatch(origins, [found.rows[i] for i in kept], found.unreadable, problem)
+        return None
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Read on from a `position` of a stream of the same parts."""
+        self._batches, self.position = None, position

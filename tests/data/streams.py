@@ -1,0 +1,52 @@
+"""Raw rows in memory that behave like the files of a stream, for tests."""
+
+from dataclasses import dataclass, field
+
+import datasets
+
+from dschat_ppo.data.chunks import StreamSource, TokenBatch
+from dschat_ppo.data.raw_stream import PartBatch, RawBatch, RawStream, StepShare
+
+FEATURES = datasets.Features(
+    {
+        "prompt_ids": datasets.List(datasets.Value("int32")),
+        "answers": datasets.List(datasets.List(datasets.Value("int32"))),
+        "margin": datasets.Value("float32"),
+        "source": datasets.Value("int32"),
+    }
+)
+
+
+@dataclass
+class NumberFile:
+    """A file with the rows {"n": first}, {"n": first + 1}, ...; `read` notes the number of each row that is read."""
+
+    first: int
+    count: int
+    batch: int = 7
+    name: str = "numbers"
+    flag: str = "--data_path"
+    read: list = field(default_factory=list)
+
+    def batches(self, place):
+        for start in range(place or 0, self.count, self.batch):
+            end = min(start + self.batch, self.count)
+            rows = [{"n": self.first + i} for i in range(start, end)]
+            self.read += [row["n"] for row in rows]
+            yield PartBatch(range(start + 1, end + 1), rows, end)
+
+
+def tokens_of(batch: RawBatch) -> TokenBatch:
+    """A token row [n] for each row; multiples of 5 give none, multiples of 3 two."""
+    kept = [n for n in (row["n"] for row in batch.rows) for _ in range(0 if n % 5 == 0 else 2 if n % 3 == 0 else 1)]
+    made = [{"prompt_ids": [n], "answers": [[n, 0]], "margin": n / 2} for n in kept]
+    return TokenBatch(made, {"kept whole": len(kept)})
+
+
+def expected(numbers) -> list[int]:
+    """The token rows of these raw rows."""
+    return [row["prompt_ids"][0] for row in tokens_of(RawBatch([], [{"n": n} for n in numbers])).rows]
+
+
+def source_of(*files, weight: float = 1.0, share: StepShare | None = None, name: str = "numbers") -> StreamSource:
+    return StreamSource(name, weight, RawStream(files, share), tokens_of)
