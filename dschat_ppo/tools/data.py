@@ -49,7 +49,7 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, str | None
     )  # fmt: skip
     parser.add_argument("--step", choices=STEPS, required=True, help="the step, as a number or a name")
     parser.add_argument("--tokenizer", help="folder or hub name of a model or tokenizer")
-    parser.add_argument("--rows", type=int, help="read only the first ROWS rows of each data set, for a quick look")
+    parser.add_argument("--rows", type=int, help="use only the first ROWS rows of each data set, for a quick look")
     parser.add_argument("--samples", type=int, default=3, help="samples of each data set (default: 3)")
     parser.add_argument("--problems", type=int, default=20, help="bad rows to show of each data set (default: 20)")
     parser.add_argument("--full", action="store_true", help="show long texts whole")
