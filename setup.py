@@ -31,9 +31,9 @@ setup(
         # required by the libraries above
         "filelock>=3.10",
         "huggingface-hub>=1.31.0,<3.0",
+        "jinja2>=3.1.0",
         "multiprocess<0.70.20",
         "numpy>=1.17",
-        "pandas",
         "psutil",
         "pyarrow>=24.0.0",
         "PyYAML>=5.1",
