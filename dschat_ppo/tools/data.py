@@ -91,6 +91,9 @@ def main(argv: Sequence[str]) -> int:
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
 
 
 def show(words: argparse.Namespace, config: Any, tokenizer_name: str | None) -> int:
