@@ -17,7 +17,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -79,15 +80,27 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, str | None
     return words, config, words.tokenizer or model or None
 
 
+@contextmanager
+def log_not_printed() -> Iterator[None]:
+    """The report has what training logs; only errors are printed."""
+    levels = [(handler, handler.level) for handler in logger().handlers]
+    for handler, _ in levels:
+        handler.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for handler, level in levels:
+            handler.setLevel(level)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments `argv`; returns its exit code."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         words, config, tokenizer = read_words(argv)
         quiet_hugging_face()
-        for handler in logger().handlers:
-            handler.setLevel(logging.ERROR)  # the report has what training logs
-        return show(words, config, tokenizer)
+        with log_not_printed():
+            return show(words, config, tokenizer)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return USER_ERROR
