@@ -117,6 +117,8 @@ def test_too_long_rows_are_problems_if_they_end_training(preview, tmp_path):
     assert "1 left out" in shown
     code, shown, _ = preview(*words, "--truncation", "left")
     assert code == 0 and "1 prompt cut" in shown and "an epoch has 5 rows" in shown
+    _, shown, _ = preview(*words, "--truncation", "drop", "--samples", 5)
+    assert "row 2:" in shown and "row 3:" not in shown and "an epoch has 4 rows" in shown
 
 
 def test_one_unusable_data_set_does_not_hide_another(preview, assets, tmp_path):
@@ -173,6 +175,7 @@ def test_colours_replace_brackets(preview, assets):
     ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
     ("--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),
     ("--step 1", "--data_path is required"),
+    ("--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "leave out --streaming"),
     ("--step 1 --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
 ])  # fmt: skip
 def test_a_wrong_command_is_one_line(preview, words, cause):
