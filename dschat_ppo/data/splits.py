@@ -204,7 +204,8 @@ def _read_chosen(opened: _Opened, wanted: str) -> tuple[Dataset, Skipped, list[s
         if "[" in part:
             with reading(f"{opened.what}: the split '{part.strip()}'"):
                 (place,) = datasets.ReadInstruction.from_spec(part.strip()).to_absolute({word: len(rows)})
-            rows = rows.select(range(place.from_, place.to))
+            numbers = range(place.from_, place.to)  # `datasets` refuses an empty range behind the last row
+            rows = rows.select(numbers if numbers else [])
         if not len(rows):
             raise UserError(f"{opened.what}: the split '{part.strip()}' has no rows")
         tables.append(rows)
