@@ -201,6 +201,9 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
         free = [path for path in names if _exists(path, columns, rows) and path not in by_flag.values()]
         if role in by_flag or free:
             found[role] = by_flag.get(role) or free[0]
+    if kind.name == "hh" and {"chosen", "messages"} <= set(found):  # pairs of transcripts, or one transcript
+        unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
+        found = {role: column for role, column in found.items() if role not in unused}
     return found
 
 

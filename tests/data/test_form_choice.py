@@ -225,3 +225,15 @@ def test_rows_of_real_shape_are_described(name):
     form = form_of(fixture.rows, fixture.has_template)
     assert form.description.startswith(f"form {form.name} (")
     assert "\n" not in form.description
+
+
+def test_pairs_of_transcripts_beside_a_text_are_read_alike_in_all_steps():
+    row = {"chosen": f"{HH} In the hall.", "rejected": f"{HH} No."}
+    same = row | {"text": row["chosen"]}
+    assert read([same], "preference") == [Example(HH, [" In the hall.", " No."])]
+    assert read([same], "sft") == [Example(HH, [" In the hall."])]
+    other = row | {"text": "\n\nHuman: Who?\n\nAssistant: Me."}
+    with pytest.raises(UserError, match="in two ways: as hh, .* or as text, .*--data_format hh or --data_format text"):
+        form_of([other])
+    assert read([other], "preference", data_format="hh") == read([same], "preference")
+    assert read([other], "sft", messages_column="text") == [Example("\n\nHuman: Who?\n\nAssistant:", [" Me."])]
