@@ -13,6 +13,7 @@ import numpy
 from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
+from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.files import SUPPORTED, read_files
 from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_files
 from dschat_ppo.data.hub import hub_dataset
@@ -156,14 +157,15 @@ def _open(source: DataSource, cache_dir: str | None, skip: bool) -> _Opened:
             os.makedirs(cache_dir, exist_ok=True)
         except OSError as problem:
             raise UserError(f"--data_output_path {cache_dir}: cannot be written ({problem.strerror})") from None
-    path = Path(source.location)
+    path, config = Path(source.location), source.config
     if is_hub_name(source.location):
-        found = hub_dataset(source.location, source.config, cache_dir, source.flag)
+        name, config = hub_name(source.location, source.config)
+        found = hub_dataset(name, config, cache_dir, source.flag)
         if not isinstance(found, Path):
             return _open_hub(source, found, cache_dir, what)
         path = found
     if path.is_dir():
-        files: Files = split_files(path, source.config, what)
+        files: Files = split_files(path, config, what)
     elif not os.path.lexists(path):
         raise UserError(f"{what}: no such file or folder")
     elif source.config is not None:
@@ -204,7 +206,8 @@ def _read_chosen(opened: _Opened, wanted: str) -> tuple[Dataset, Skipped, list[s
         if "[" in part:
             with reading(f"{opened.what}: the split '{part.strip()}'"):
                 (place,) = datasets.ReadInstruction.from_spec(part.strip()).to_absolute({word: len(rows)})
-            rows = rows.select(range(place.from_, place.to))
+            numbers = range(place.from_, place.to)  # `datasets` refuses an empty range behind the last row
+            rows = rows.select(numbers if numbers else [])
         if not len(rows):
             raise UserError(f"{opened.what}: the split '{part.strip()}' has no rows")
         tables.append(rows)

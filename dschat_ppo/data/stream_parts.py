@@ -19,6 +19,7 @@ from datasets import Dataset, DatasetInfo, IterableDataset
 from datasets.table import InMemoryTable
 
 from dschat_ppo.data.bad_lines import BadLines
+from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.files import SUPPORTED, kind_of
 from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_files
 from dschat_ppo.data.json_rows import JsonColumns, is_json_lines, json_batches, line_batches
@@ -200,7 +201,7 @@ def open_set(source: DataSource, skip: bool, scratch: Path) -> StreamedSet:
 
 def _hub_set(source: DataSource, what: str) -> StreamedSet:
     with reading(f"{what}: cannot be streamed from the hub"):
-        builder = datasets.load_dataset_builder(source.location, source.config)
+        builder = datasets.load_dataset_builder(*hub_name(source.location, source.config))
         splits = builder.as_streaming_dataset()
     train, evaluation = _choose([str(name) for name in splits], source, what)
     name = source.location + (f":{source.config}" if source.config else "")

@@ -12,8 +12,11 @@ import pytest
 from datasets import Dataset, DatasetDict
 from test_splits import load, origins_of
 
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.hub import _why_unreachable as why_unreachable
 from dschat_ppo.data.hub import hub_dataset
+from dschat_ppo.data.sources import parse_sources
+from dschat_ppo.data.stream_parts import open_set
 from dschat_ppo.errors import UserError
 
 
@@ -144,3 +147,39 @@ def test_an_answer_of_the_hub_is_not_a_broken_network(monkeypatch):
 
         monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
         assert words in why_unreachable("org/x") and bool(words) == bool(why_unreachable("org/x"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked"),
+    [
+        ("mkqa-Japanese", ("mkqa", None)),
+        ("mkqa-Chinese", ("mkqa", None)),
+        ("Hello-SimpleAI/HC3-Chinese", ("Hello-SimpleAI/HC3-Chinese", "all")),
+        ("Hello-SimpleAI/HC3-Chinese:law", ("Hello-SimpleAI/HC3-Chinese", "law")),
+        ("org/name:main", ("org/name", "main")),
+    ],
+)
+def test_names_of_deepspeed_chat_become_those_of_the_hub(monkeypatch, tmp_path, spec, asked):
+    names = []
+
+    def load_dataset(name, config, **_):
+        names.append((name, config))
+        return DatasetDict(train=Dataset.from_dict({"a": [1]}))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    splits = load(tmp_path, spec)
+    assert names == [asked] and origins_of(splits) == [f"{spec} (train), row 1"]
+
+
+def test_a_stream_asks_the_hub_for_the_same_names(monkeypatch, tmp_path):
+    names = []
+
+    def builder(name, config):
+        names.append((name, config))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    [source] = parse_sources(["Hello-SimpleAI/HC3-Chinese"], "--data_path", DataFlags(data_path=["x"]))
+    with pytest.raises(UserError, match="enough"):
+        open_set(source, False, tmp_path)
+    assert names == [("Hello-SimpleAI/HC3-Chinese", "all")]

@@ -227,6 +227,7 @@ def test_a_split_in_brackets_selects_files_and_rows(tmp_path, folder, split, tra
     [
         ("[trial]", "has no split 'trial'; it has test, train, validation"),
         ("[train[:0]]", r"the split 'train\[:0\]' has no rows"),
+        ("[train[99:]]", r"the split 'train\[99:\]' has no rows"),
         ("[train[a:b]]", r"the split 'train\[a:b\]': Unrecognized instruction format"),
         ("[train+x]", "has no split 'x'"),
     ],
