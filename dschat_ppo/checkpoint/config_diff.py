@@ -65,6 +65,7 @@ def _defaults() -> dict[str, list[Any]]:
 
 
 DEFAULTS = _defaults()
+BEFORE_THE_FLAG = {"train_on": "last"}  # what runs did before there was the flag, where its default is something else
 FLAGS = frozenset(DEFAULTS)
 
 _ABSENT = object()
@@ -103,7 +104,7 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
     names = [*now, *(name for name in saved if name not in now)]
     changes = []
     for name in names:
-        before, after = saved.get(name, _ABSENT), now.get(name, _ABSENT)
+        before, after = saved.get(name, BEFORE_THE_FLAG.get(name, _ABSENT)), now.get(name, _ABSENT)
         if before != after:
             product = PRODUCTS.get(name)
             matters = name not in HARMLESS and not (product in saved and product in now)

@@ -172,7 +172,7 @@ class DataFlags:
         """
         try:
             found = json.loads(self.chat_template_kwargs or "{}")
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise UserError(f"--chat_template_kwargs is not JSON: {problem}") from None
         if not isinstance(found, dict):
             raise UserError("--chat_template_kwargs must be a JSON object such as '{\"name\": true}'")

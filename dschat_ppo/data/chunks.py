@@ -193,6 +193,7 @@ class ChunkMaker:
             source = neediest(weights, self._taken)
             row = self._readers[source].next()
             if row is None:
+                self._check_unusable(self._readers[source])  # the better reason, if there is one
                 raise UserError(self._ended(source, chunk * self.chunk_rows + row_number))
             row = {**row, "source": source}
             rows.append(row)

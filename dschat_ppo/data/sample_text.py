@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data.encode import EncodedExample
+from dschat_ppo.data.streaming import StreamedRows
 
 MOST_CHARACTERS = 2000  # of a sample in the log
 MARKS, COLOURS = ("⟦", "⟧"), ("\x1b[32m", "\x1b[0m")  # green
@@ -55,20 +56,20 @@ def sample_text(tokenizer: PreTrainedTokenizerBase, encoded: EncodedExample, col
     return "\n".join(lines)
 
 
-def log_samples(tokenizer: PreTrainedTokenizerBase, rows: Any, names: Sequence[str]) -> None:
+def log_samples(tokenizer: PreTrainedTokenizerBase, rows: Dataset | StreamedRows, names: Sequence[str]) -> None:
     """Log the first row of each data set.
 
     Args:
         tokenizer: of the rows.
-        rows: token rows with the column `source`; of a stream only row 0 is read.
+        rows: token rows with the column `source`; of a stream only the first chunk is read.
         names: of the data sets.
     """
-    first = np.zeros(1, dtype=np.int64)
-    if isinstance(rows, Dataset) and "source" in rows.column_names:
-        numbers = np.concatenate(
-            [part["source"] for part in rows.select_columns(["source"]).with_format("numpy").iter(10**6)]
-        )
-        _, first = np.unique(numbers, return_index=True)
+    if isinstance(rows, StreamedRows):  # reading row 0 counts as training, which deletes the chunks of a run to resume
+        rows = rows.first_chunk()
+    numbers = np.concatenate(
+        [part["source"] for part in rows.select_columns(["source"]).with_format("numpy").iter(10**6)]
+    )
+    _, first = np.unique(numbers, return_index=True)
     for index in first:
         row = rows[int(index)]
         name = f"data: {names[row['source']]}: " if len(names) > 1 else "data: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dschat_ppo.data.templates import Messages, Tools, TurnEnd, ids_of, render, turn_end
+from dschat_ppo.data.tool_calls import check_rendered, has_calls
 from dschat_ppo.errors import UserError, reading
 
 Span = tuple[int, int]
@@ -24,7 +26,7 @@ def turn_spans(
 
     They come from the `{% generation %}` marks of the template if it has them, and otherwise from what each message
     adds to the rendering. A template that renders an answer differently once it is an earlier one (without its
-    thinking) is rendered with another content in its place: the range is what changes.
+    thinking) is rendered with another text in its place: the range is what changes.
 
     Args:
         tokenizer: has the template.
@@ -121,15 +123,22 @@ def _span_of_turn(
             whole = whole[: len(whole) - len(end.dropped)]
             if whole.startswith(before) and opening.startswith(whole) and _holds(whole[len(before) :], content, end):
                 return len(before), len(whole)
-    if not content.strip():
+    if not content.strip() and not has_calls([prompt[turn]]):
         return None
-    probed = [{**message, "content": _PROBE} if i == turn else message for i, message in enumerate(prompt)]
-    before, probe, after = render(tokenizer, probed, open_answer=True, tools=tools).partition(_PROBE)
+    other = {"role": "assistant"} if has_calls([prompt[turn]]) else prompt[turn]  # the calls belong to the answer
+    probed = [{**other, "content": _PROBE} if i == turn else message for i, message in enumerate(prompt)]
+    try:
+        before, probe, after = render(tokenizer, probed, open_answer=True, tools=tools).partition(_PROBE)
+    except UserError:  # such as a tool's message without a call before it
+        return None
     stop = len(opening) - len(after)
     is_certain = probe and _PROBE not in after and opening.startswith(before) and opening.endswith(after)
     if not is_certain or stop <= len(before) or not _holds(opening[len(before) : stop], content, end):
         return None
-    return len(before), _to_end(opening, len(before), stop, end)
+    with suppress(UserError):
+        check_rendered(opening[len(before) : stop], [prompt[turn]], None)
+        return len(before), _to_end(opening, len(before), stop, end)
+    return None
 
 
 def _to_end(text: str, start: int, stop: int, end: TurnEnd) -> int:

@@ -1,21 +1,21 @@
 """Packed rows: rows laid end to end as one row without padding, with attention inside each segment.
 
 On the CPU the attention runs segment by segment. On a GPU in half precision it is one call of PyTorch's variable-length
-FlashAttention, where that kernel supports the layer. The attention function is registered with transformers under the
-name `dschat_packed`, for which transformers builds no mask. A context manager switches it on; activation checkpointing,
-which runs layers again in the backward pass, switches it on again.
+FlashAttention, where PyTorch has that kernel and it supports the layer. The attention function is registered with
+transformers under the name `dschat_packed`, for which transformers builds no mask. A context manager switches it on;
+activation checkpointing, which runs layers again in the backward pass, switches it on again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -25,6 +25,19 @@ from dschat_ppo.models.backbone import backbone_states, position_arguments
 NAME = "dschat_packed"
 LARGEST_FLASH_HEAD = 256
 OF_OTHER_KERNELS = ("softcap", "s_aux", "position_bias")  # attention options that FlashAttention here does not have
+VARLEN_ARGUMENTS = {"scale", "window_size", "enable_gqa"}  # that not every version of PyTorch has
+
+
+def varlen_kernel() -> Callable[..., Any] | None:
+    """PyTorch's variable-length FlashAttention; None where PyTorch is too old for it or for an argument used here."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if set(inspect.signature(varlen_attn).parameters) >= VARLEN_ARGUMENTS else None
+
+
+_VARLEN = varlen_kernel()
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,8 @@ def _suits_flash(query: Tensor, key: Tensor, value: Tensor, options: dict[str, A
         return False
     head = query.shape[-1]
     return (
-        torch.version.hip is None
+        _VARLEN is not None
+        and torch.version.hip is None
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and head == key.shape[-1] == value.shape[-1]
         and head % 8 == 0
@@ -109,7 +123,8 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor, window: int | No
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
     before = -1 if window is None else window - 1  # keys before its own that a query sees; -1: all
     bounds, longest = running.bounds(query.device), max(running.lengths)
-    found: Any = varlen_attn(
+    assert _VARLEN is not None
+    found: Any = _VARLEN(
         q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(before, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip

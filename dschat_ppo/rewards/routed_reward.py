@@ -21,8 +21,11 @@ class Routed(Protocol):
 
 
 def is_routed_to(sources: Sequence[str], row: dict[str, Any]) -> bool:
-    """Whether a source with the route `sources` scores responses to this data row. An empty route leads everywhere."""
-    return not sources or row.get(DATA_SOURCE) in sources
+    """Whether a source with the route `sources` scores responses to this data row. An empty route leads everywhere.
+
+    A data source that is a number has the name that it is written with.
+    """
+    return not sources or str(row.get(DATA_SOURCE)) in sources
 
 
 class RoutedReward:

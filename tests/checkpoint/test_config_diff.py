@@ -104,6 +104,12 @@ def test_a_flag_that_the_checkpoint_does_not_know_matters_unless_it_has_its_defa
     assert (change.before, change.matters) == (None, matters)
 
 
+def test_a_checkpoint_older_than_train_on_trained_the_last_answers():
+    assert compare_configs({}, {"train_on": "last"}) == []
+    [change] = compare_configs({}, {"train_on": "all"})
+    assert (change.before, change.after, change.matters) == ("last", "all", True)
+
+
 def test_derived_batch_sizes_matter_and_their_factors_alone_do_not():
     saved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows_per_update": 8}
     halved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "rows_per_update": 8}

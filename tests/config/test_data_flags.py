@@ -36,6 +36,7 @@ def test_apply_chat_template_is_a_switch_that_may_be_left_open(words, value):
         (["--data_format", "parquet"], "--data_format"),
         (["--input_template", "Question:"], r"must contain \{\}"),
         (["--input_template", r"Q: {}\nA:"], r"backslash and the letter n; in bash, \$'...'"),
+        (["--chat_template_kwargs", "[" * 9999], "--chat_template_kwargs is not JSON"),
         (["--answer_pattern", "####"], "needs a group"),
         (["--answer_pattern", "(x"], "--answer_pattern"),
         (["--prompt_column", ""], "--prompt_column is empty"),

@@ -184,3 +184,10 @@ def test_more_than_five_percent_of_bad_rows_in_a_chunk_are_an_error(tmp_path, ba
         maker.provide(1)
         state = read_state(maker.home, 1, 20)
         assert state["counts"][UNUSABLE] == 1 and state["problems"] == ["numbers, row 22: bad"]
+
+
+def test_a_stream_that_ends_because_its_rows_are_bad_says_so(tmp_path):
+    raw = RawStream([NumberFile(1, 30)], None)
+    maker = maker_for(tmp_path, StreamSource("set", 1.0, raw, partial(spoilt, bad=set(range(31)))))
+    with pytest.raises(UserError, match=r"^set: 30 of 30 rows cannot be used.* The first: numbers, row 1: bad$"):
+        maker.provide(0)

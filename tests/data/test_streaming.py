@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from streams import FEATURES, NumberFile, expected, source_of, tokens_of
+from test_encode import chat_tokenizer
 
 from dschat_ppo.data import chunk_reader
 from dschat_ppo.data.chunk_reader import ChunkReader, wait_until_ready, want
 from dschat_ppo.data.chunks import StreamSource
 from dschat_ppo.data.raw_stream import RawStream
+from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.sampler import order_of
 from dschat_ppo.data.streaming import StreamedRows, start_stream
 from dschat_ppo.errors import StopRequested, StorageError, UserError
@@ -118,6 +120,19 @@ def test_a_resumed_run_uses_the_chunks_of_the_run_before(tmp_path):
     assert again[41]["prompt_ids"] == [expected(range(99))[41]]
     wait_for(lambda: 6 in chunk_reader._get(home_of(tmp_path) / "ready.json")["chunks"])
     assert {entry: entry.stat().st_mtime_ns for entry in home_of(tmp_path).glob("chunk_*_?/rows*")} == made
+
+
+def test_the_samples_in_the_log_leave_the_chunks_of_the_run_before(tmp_path, said):
+    """... and show each data set."""
+    sources = [source_of(NumberFile(0, 99), name="one"), source_of(NumberFile(0, 99), name="two")]
+    rows = stream(tmp_path, *sources)
+    for start in range(0, 41, 8):
+        rows[start]
+    wait_for(lambda: chunks_on_disk(tmp_path) == [0, 4, 5, 6])
+    log_samples(chat_tokenizer("letters", "zephyr"), stream(tmp_path, *sources), ("one", "two"))
+    assert [line.partition(": a sample")[0] for line in said if "a sample" in line] == ["data: one", "data: two"]
+    time.sleep(0.1)
+    assert chunks_on_disk(tmp_path) == [0, 4, 5, 6]
 
 
 def test_each_rank_of_a_node_may_be_ahead_by_several_chunks(tmp_path):

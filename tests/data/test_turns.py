@@ -130,6 +130,24 @@ def test_tool_calls_are_trained_and_tool_messages_are_not():
     assert spans_of(templated("bytes", template), talk) == ['find({"what": "lamp"})<|im_end|>']
 
 
+@pytest.mark.parametrize("content", [None, "", "Let me look."])
+def test_tool_calls_of_a_template_that_opens_an_answer_with_empty_thinking(content):
+    template = (
+        "{% for m in messages %}CHECK<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "find", "arguments": {"what": "lamp"}}}
+    answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+    talk = [TALK[1], answer, {"role": "tool", "content": "hall"}]
+    called = '<call>{"name": "find", "arguments": {"what": "lamp"}}</call><|im_end|>'
+    assert spans_of(templated("bytes", template.replace("CHECK", "")), talk) == [f"{content or ''}{called}"]
+    missing = "m.role == 'tool' and not messages[loop.index0 - 1].tool_calls"
+    check = f"{{% if {missing} %}}{{{{ raise_exception('no call') }}}}{{% endif %}}"
+    with pytest.raises(UserError, match="cannot be found for certain"):
+        spans_of(templated("bytes", template.replace("CHECK", check)), talk)
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -1,6 +1,7 @@
 """Packed rows. test_forward.py compares their numbers with those of rows alone, for each family."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_variable_length_flash_attention_is_called_with_the_segments(monkeypatch
     ids = torch.randint(0, 300, (3, 9), generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([9, 1, 6])
     expected, _ = token_states(model, ids, lengths)
-    monkeypatch.setattr(packing, "varlen_attn", flash_by_hand(calls))
+    monkeypatch.setattr(packing, "_VARLEN", flash_by_hand(calls))
     monkeypatch.setattr(packing, "_suits_flash", lambda *_: True)
     found, _ = token_states(model, ids, lengths)
     assert set(calls) == windows
@@ -164,6 +165,17 @@ def test_only_attention_that_the_kernel_computes_is_given_to_it():
 
 
 @pytest.mark.gpu
+def test_without_the_kernel_of_newer_versions_of_pytorch(monkeypatch):
+    old = ModuleType("torch.nn.attention.varlen")
+    old.varlen_attn = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False: None
+    for module in (old, None):  # without the arguments, and without the kernel
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+        assert packing.varlen_kernel() is None
+    assert suits()
+    monkeypatch.setattr(packing, "_VARLEN", None)
+    assert not suits()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gpt2"])
 def test_flash_attention_on_a_gpu(monkeypatch, name):

@@ -225,6 +225,15 @@ def test_routed_functions_and_their_default():
     mixture.close()
 
 
+def test_a_data_source_that_is_a_number_has_the_name_that_it_is_written_with():
+    wanted = flags(reward_function=["7=length"], reward_default=-1.0)
+    check_routes(wanted, [], rows_of(7, 8))
+    mixture = build_sources(wanted, None)
+    rows = [{"data_source": 7}, {"data_source": 8}]
+    assert mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT).scores.tolist() == [3, -1]
+    mixture.close()
+
+
 def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
     asked = []
 
