@@ -133,6 +133,8 @@ def _form(
         kind.name, tuple(chosen.columns.items()), rendering, wrap, template,
         None if is_named else system, None if is_named else tools, truth, pattern,
     )  # fmt: skip
+    if is_named and by_flag.get("system"):
+        raise UserError(f"{name}: has the text prompts of DeepSpeed-Chat, so --system_column does not apply")
     systems = [value_at(row, reading.system) for row in rows if reading.system and has_value(row, reading.system)]
     if rendering == "text" and any(systems):
         raise UserError(

@@ -22,6 +22,7 @@ from dschat_ppo.data.sources import DataSource, is_hub_name
 from dschat_ppo.errors import UserError, reading
 
 __all__ = ["ORIGIN", "Origins", "Splits", "load_all", "load_splits"]
+_SHOWN = 8  # files in the log
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,15 @@ class _Opened:
     def what(self) -> str:
         return f"{self.source.flag} {self.source.location}"
 
+    def files_of(self, name: str) -> list[Path]:
+        """The files of a split; none of a split on the hub."""
+        found = self.splits[name]
+        return found if isinstance(found, list) else []
+
     def read(self, names: Sequence[str]) -> tuple[Dataset, Skipped]:
         """The rows of these splits, one after the other."""
         wanted = [self.splits[name] for name in names]
-        paths = sorted(path for part in wanted if isinstance(part, list) for path in part)
+        paths = sorted(path for name in names for path in self.files_of(name))
         if not paths:
             return datasets.concatenate_datasets([part for part in wanted if isinstance(part, Dataset)]), Skipped()
         numbers = [self.origins.names.index(str(path)) for path in paths]
@@ -122,6 +128,12 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
         for_eval = for_eval[:1]
     if not for_eval:
         return Splits(train, None, opened.origins, skipped)
+    files = [path for name in for_eval for path in opened.files_of(name)]
+    if files:
+        is_local = os.path.isdir(source.location)  # not an earlier download of a hub data set
+        names = [os.path.relpath(path, source.location) if is_local else path.name for path in files[:_SHOWN]]
+        more_files = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+        logger().info(f"data: {source.spec}: files for evaluation: {', '.join(names)}{more_files}")
     evaluation, more = opened.read(for_eval)
     return Splits(train, evaluation, opened.origins, Skipped(skipped.count + more.count, skipped.first or more.first))
 

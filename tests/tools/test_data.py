@@ -200,3 +200,12 @@ def test_it_starts_without_deepspeed(assets, tmp_path):
         [sys.executable, "-c", program, *words], env=dict(os.environ), text=True, capture_output=True, check=False
     )
     assert found.returncode == 0, found.stderr
+
+
+def test_a_stream_is_shown_as_the_rows_of_its_files(preview, tmp_path):
+    path = write_lines(tmp_path / "share.jsonl", sharegpt(4))
+    code, whole, _ = preview("--step", 1, "--data_path", path)
+    assert code == 0
+    code, stream, _ = preview("--step", 1, "--data_path", path, "--streaming", "True", "--streaming_rows", 100)
+    assert code == 0 and stream.startswith(whole.rstrip("\n"))
+    assert "with --streaming an epoch has 100 rows" in stream.splitlines()[-1]
