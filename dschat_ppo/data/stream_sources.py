@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import pickle
 import tempfile
 from collections import Counter
@@ -74,33 +73,43 @@ def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[R
     except OSError as problem:
         raise UserError(f"--data_output_path {scratch}: cannot be written ({problem.strerror})") from None
     found = open_set(source, flags.bad_rows == "skip", scratch)
-    rows = first_rows(found.train)
+    rows, unreadable = first_rows(found.train)
     if not rows:
-        raise UserError(f"{source.flag} {source.spec}: the data set is empty")
+        reason = f"none of its rows can be read; the first: {unreadable}" if unreadable else "the data set is empty"
+        raise UserError(f"{source.flag} {source.spec}: {reason}")
     return found, rows
 
 
-def first_rows(parts: tuple[StreamPart, ...]) -> list[Row]:
+def first_rows(parts: tuple[StreamPart, ...]) -> tuple[list[Row], str]:
     """The first `FIRST_ROWS` rows, read in a child process, which a damaged file may crash.
+
+    Returns:
+        (rows, problem of the first line before them that is left out, "" if there is none).
 
     Raises:
         UserError: they cannot be read.
     """
+    first_problem = ""
     for part in parts:
         with tempfile.NamedTemporaryFile() as file:
 
             def read(part: StreamPart = part, path: str = file.name) -> None:
-                batches = (batch.rows for batch in part.batches(None))
-                rows = list(itertools.islice(itertools.chain.from_iterable(batches), FIRST_ROWS))
-                Path(path).write_bytes(pickle.dumps(rows))
+                rows, problem = list[Row](), ""
+                for batch in part.batches(None):
+                    rows += batch.rows
+                    problem = problem or batch.problem
+                    if len(rows) >= FIRST_ROWS:
+                        break
+                Path(path).write_bytes(pickle.dumps((rows[:FIRST_ROWS], problem)))
 
-            problem = conversion_error(read)
-            if problem is not None:
-                raise UserError(f"{part.flag} {part.name}: {problem}")
-            rows: list[Row] = pickle.loads(Path(file.name).read_bytes())
+            reason = conversion_error(read)
+            if reason is not None:
+                raise UserError(f"{part.flag} {part.name}: {reason}")
+            rows, skipped = pickle.loads(Path(file.name).read_bytes())
+        first_problem = first_problem or (skipped and f"{part.name}, {skipped}")
         if rows:
-            return rows
-    return []
+            return rows, first_problem
+    return [], first_problem
 
 
 def _key_of(opened: list[OpenedSource], flags: DataFlags) -> str:
