@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.encode import EncodedExample
 
@@ -30,7 +32,9 @@ FITTED_NAMES = {
 }
 
 
-def fit_row(row: EncodedExample, limit: int, policy: str) -> tuple[EncodedExample, Fitted]:
+def fit_row(
+    row: EncodedExample, limit: int, policy: str, keep_start: int = 0, keep_end: int = 0
+) -> tuple[EncodedExample, Fitted]:
     """Apply the length limit to prompt + longest answer of one row.
 
     Args:
@@ -39,9 +43,11 @@ def fit_row(row: EncodedExample, limit: int, policy: str) -> tuple[EncodedExampl
         policy: see `--truncation`. "left", "right" and "middle" cut the start, the end or the middle of the prompt, but
             keep one token of it; only then do they cut answers at their end. No answer becomes empty. "drop" and
             "error" cut nothing.
+        keep_start: number of first tokens of the prompt that stay if the limit allows it, such as BOS.
+        keep_end: number of last tokens that stay, such as the opening of the assistant's turn.
 
     Returns:
-        (the row, what was done). `prompt_spans` mark the same tokens as before, without those that were cut.
+        (the row, what was done). Of `prompt_spans`, those stay of which no token was cut.
     """
     longest = max((len(answer) for answer in row.answers), default=0)
     count = len(row.prompt)
@@ -50,22 +56,47 @@ def fit_row(row: EncodedExample, limit: int, policy: str) -> tuple[EncodedExampl
     if policy in ("drop", "error"):
         return row, Fitted.DROPPED
     kept = min(count, max(1, limit - longest))
-    head = {"left": 0, "right": kept, "middle": kept // 2}[policy]  # tokens kept before the cut
+    keep_end = min(keep_end, kept if policy == "left" else kept - 1)
+    keep_start = min(keep_start, kept - max(1, keep_end))
+    free = kept - keep_start - keep_end
+    head = keep_start + {"left": 0, "right": free, "middle": max(0, kept // 2 - keep_start)}[policy]
+    head = min(head, kept - keep_end)  # tokens kept before the cut
     tail = count - (kept - head)  # first token kept after it
     room_for_answer = max(1, limit - kept)
-    spans = [(_moved(start, head, tail), _moved(end, head, tail)) for start, end in row.prompt_spans]
     fitted = replace(
         row,
         prompt=row.prompt[:head] + row.prompt[tail:],
         answers=[answer[:room_for_answer] for answer in row.answers],
-        prompt_spans=[(start, end) for start, end in spans if start < end],
+        prompt_spans=[
+            (start, end) if end <= head else (start - tail + head, end - tail + head)
+            for start, end in row.prompt_spans
+            if end <= head or start >= tail
+        ],
     )
     return fitted, Fitted.ANSWER_CUT if longest > room_for_answer else Fitted.PROMPT_CUT
 
 
-def _moved(place: int, head: int, tail: int) -> int:
-    """Where a boundary between tokens lies after the tokens `head .. tail - 1` are cut."""
-    return min(place, head) + max(0, place - tail)
+def fixed_ends(tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: bool) -> tuple[int, int]:
+    """How many first and last tokens of a prompt a cut keeps: `keep_start` and `keep_end` of `fit_row`.
+
+    The first one if it is BOS. Of a chat prompt also the end that the template writes: the last special tokens with at
+    most two tokens between them, such as `<|im_end|>\\n<|im_start|>assistant\\n`.
+    """
+    start = int(bool(prompt) and prompt[0] == tokenizer.bos_token_id)
+    if not is_chat:
+        return start, 0
+    end, special = len(prompt), _added_tokens(tokenizer, len(tokenizer))
+    for place in (place for place in reversed(range(len(prompt))) if prompt[place] in special):
+        if place < end - 3 and end < len(prompt):
+            break
+        end = place
+    return start, len(prompt) - end
+
+
+@lru_cache(maxsize=16)
+def _added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
+    """Cached: a tokenizer with thousands of added tokens takes 20 ms to list them. `size`: of its vocabulary."""
+    return frozenset(tokenizer.added_tokens_decoder)
 
 
 def describe_lengths(lengths: np.ndarray) -> str:

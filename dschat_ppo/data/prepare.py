@@ -38,6 +38,7 @@ from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 _MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
 EVAL_FLAG = "--eval_data_path"
+LIMIT_FLAG = {"sft": "--max_seq_len", "preference": "--max_seq_len", "prompt": "--max_prompt_seq_len"}
 PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 
 
@@ -245,8 +246,8 @@ class Preparation:
             order = order[usable[order]]
             if for_training and len(order) == 0:
                 raise UserError(
-                    f"{source.spec}: no row is within the limit of {self.limit} tokens; raise it, or use"
-                    " --truncation left"
+                    f"{source.spec}: no row is within {LIMIT_FLAG[self.use]} {self.limit}; raise it, or use "
+                    "--truncation left"
                 )
             found.append(Part(source, table.rows, order))
         self._log_rendering(source, form)
@@ -261,7 +262,7 @@ class Preparation:
             if self.use != "prompt":
                 logger().info(f"data: {name}: answer tokens: {describe_lengths(table.answer_tokens[order])}")
         if for_training and len(order) and (fitted == Fitted.ANSWER_CUT).all():
-            raise UserError(f"{name}: every answer is cut by the limit of {self.limit} tokens; raise it")
+            raise UserError(f"{name}: every answer is cut by {LIMIT_FLAG[self.use]} {self.limit}; raise it")
 
     def _log_rendering(self, source: DataSource, form: Form) -> None:
         if form.rendering == "chat":

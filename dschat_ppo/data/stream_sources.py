@@ -137,7 +137,7 @@ def start(opened: list[OpenedSource], flags: DataFlags) -> StreamedRows:
     rows = start_stream(flags.data_output_path, _key_of(opened, flags), sources, num_rows, features, content)
     counts = rows.counts_of_first_chunk()
     if set(FITTED_NAMES.values()).intersection(counts) == {FITTED_NAMES[Fitted.ANSWER_CUT]}:
-        raise UserError(f"--data_path: every answer is cut by the limit of {settings.limit} tokens; raise it")
+        raise UserError(f"--data_path: every answer is cut by --max_seq_len {settings.limit}; raise it")
     return rows
 
 

@@ -19,7 +19,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import EncodedExample, encode_examples
 from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.lengths import Fitted, fit_row
+from dschat_ppo.data.lengths import Fitted, fit_row, fixed_ends
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
@@ -140,6 +140,10 @@ def tokenise_batch(
         if not ids.prompt:  # plain text: nothing before its first token predicts it
             ids = replace(ids, prompt=ids.answers[0][:1], answers=[ids.answers[0][1:]])
         fitted, done = fit_row(ids, settings.limit, settings.truncation)
+        if done in (Fitted.PROMPT_CUT, Fitted.ANSWER_CUT):
+            is_chat = not isinstance(example.prompt, str)
+            fixed = fixed_ends(settings.tokenizer, ids.prompt, is_chat)
+            fitted, done = fit_row(ids, settings.limit, settings.truncation, *fixed)
         if done == Fitted.DROPPED and settings.truncation == "error":
             too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
             note(index, too_long, example.suffix, is_too_long=True)

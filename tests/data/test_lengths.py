@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+from tiny_tokenizers import tokenizer_of
 
+from dschat_ppo.data.chat_templates import named_template
 from dschat_ppo.data.encode import EncodedExample
-from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths, fit_row
+from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths, fit_row, fixed_ends
+from dschat_ppo.data.templates import encode_prompt
 
 P = Fitted.PROMPT_CUT
 A = Fitted.ANSWER_CUT
@@ -66,13 +69,37 @@ def test_drop_and_error_policies_do_not_truncate(policy):
 
 @pytest.mark.parametrize("policy", ["left", "right", "middle"])
 @pytest.mark.parametrize("limit", range(2, 22))
-def test_spans_mark_the_same_tokens_after_the_cut(policy, limit):
+def test_spans_that_are_whole_mark_the_same_tokens_after_the_cut(policy, limit):
     prompt, spans = list(range(20)), [(0, 2), (5, 9), (9, 10), (13, 20)]
-    marked = {place for start, end in spans for place in range(start, end)}
     row, _ = fit_row(EncodedExample(prompt, [[99]], spans), limit, policy)
-    found = [row.prompt[place] for start, end in row.prompt_spans for place in range(start, end)]
-    assert found == [token for token in row.prompt if token in marked]
-    assert all(start < end for start, end in row.prompt_spans)
+    found = [row.prompt[start:end] for start, end in row.prompt_spans]
+    assert found == [prompt[start:end] for start, end in spans if set(range(start, end)) <= set(row.prompt)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "limit", "expected"),
+    [
+        ("left", 7, [0, 5, 6, 7, 8, 9]), ("right", 7, [0, 1, 2, 3, 8, 9]), ("middle", 7, [0, 1, 2, 7, 8, 9]),
+        ("left", 4, [0, 8, 9]), ("right", 4, [0, 8, 9]), ("middle", 4, [0, 8, 9]),
+        ("left", 3, [8, 9]), ("right", 3, [0, 9]), ("middle", 3, [0, 9]),
+        ("left", 2, [9]), ("right", 2, [0]), ("middle", 2, [9]),
+    ],
+)  # fmt: skip
+def test_the_first_token_and_the_opening_of_the_answer_are_kept(policy, limit, expected):
+    row, done = fit_row(EncodedExample(list(range(10)), [[99]], []), limit, policy, 1, 2)
+    assert (row.prompt, done) == (expected, P)
+
+
+def test_fixed_ends_are_bos_and_what_the_template_writes_after_the_last_message():
+    tokenizer = tokenizer_of("bytes with BOS")
+    tokenizer.chat_template = named_template("chatml", tokenizer)
+    for prompt in ([{"role": "user", "content": "Where is the lamp, and where the kite?"}], "Where? Answer:"):
+        ids = encode_prompt(tokenizer, prompt)
+        is_chat = isinstance(prompt, list)
+        start, end = fixed_ends(tokenizer, ids, is_chat)
+        assert start == int(ids[0] == tokenizer.bos_token_id)
+        kept = tokenizer.decode(ids[len(ids) - end :]) if end else ""
+        assert kept == ("<|im_end|>\n<|im_start|>assistant\n" if is_chat else "")
 
 
 def test_lengths_are_described_by_nearest_ranks_and_a_histogram():

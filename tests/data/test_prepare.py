@@ -92,7 +92,7 @@ def test_error_policy_names_the_limit(tmp_path):
 
 def test_dropping_every_row_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "x" * 300, "response": "long"}])
-    with pytest.raises(UserError, match="no row is within the limit of 64 tokens"):
+    with pytest.raises(UserError, match="no row is within --max_[a-z_]*seq_len 64"):
         prepare("sft", TOKENIZER, flags_for(tmp_path, path, truncation="drop"), 64)
 
 
@@ -334,7 +334,7 @@ def test_another_limit_policy_or_template_misses_the_cache(tmp_path):
     assert prompts_of(whole) == [f"<|user|>{'x' * 40}<|assistant|>"]
     assert len(cut[0]["prompt_ids"]) + len(cut[0]["answers"][0]) == 16
     assert prompts_of(other) == [f"[{'x' * 40}]"]
-    with pytest.raises(UserError, match="no row is within the limit of 16 tokens"):
+    with pytest.raises(UserError, match="no row is within --max_[a-z_]*seq_len 16"):
         prepare("sft", tokenizer, flags_for(tmp_path, path, truncation="drop"), 16)
 
 

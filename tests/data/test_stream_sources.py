@@ -129,7 +129,7 @@ def test_bad_rows_end_the_run_or_are_skipped(tmp_path, capsys):
 
 def test_every_answer_cut_is_an_error(tmp_path):
     rows = [row | {"chosen": "word " * 200} for row in ROWS]
-    with pytest.raises(UserError, match="every answer is cut by the limit of 20 tokens"):
+    with pytest.raises(UserError, match="every answer is cut by --max_seq_len 20"):
         train(tmp_path, write(tmp_path / "data.jsonl", rows), limit=20)
 
 
