@@ -190,14 +190,19 @@ def resume(tree: Tree, made: Path, names: list[str], recorded: dict[str, Record]
 
 
 def differences(name: str, found: Record, recorded: Record) -> Iterator[str]:
-    """A line for each step with another metric, which names the first, and for each file of other weights."""
+    """A line for each step with another metric, which names the first, and for each file of other weights.
+
+    A metric that the recording does not know is new, not another number.
+    """
     lines = [{line["step"]: line for line in side["metrics"]} for side in (recorded, found)]
     for step in lines[0] | lines[1]:
         before, now = (side.get(step, {}) for side in lines)
-        for metric in [*before, *(metric for metric in now if metric not in before)]:
-            values = before.get(metric, MISSING), now.get(metric, MISSING)
-            if values[0] != values[1]:
-                yield f"{name}, step {step}, {metric}: {values[0]} in the recording, {values[1]} now"
+        if bool(before) != bool(now):
+            yield f"{name}, step {step}: {'only now' if now else 'only in the recording'}"
+            continue
+        for metric, value in before.items():
+            if now.get(metric, MISSING) != value:
+                yield f"{name}, step {step}, {metric}: {value} in the recording, {now.get(metric, MISSING)} now"
                 break
     before, now = recorded["weights"], found["weights"]
     for path in sorted(before.keys() | now.keys()):

@@ -443,5 +443,5 @@ def test_only_evaluation_rows_may_all_be_too_long(tmp_path, truncation):
     rows = prepare("sft", tokenizer, parse("sft", [*words.split(), str(tmp_path)]).data, 10, eval_fraction=0.1)
     assert len(rows.train) == 1
     assert (len(rows.eval) if rows.eval else 0) == (1 if truncation == "left" else 0)
-    with pytest.raises(UserError, match="limit of 10 tokens"):
+    with pytest.raises(UserError, match="--max_seq_len 10"):
         prepare("sft", tokenizer, parse("sft", [*words.split(), str(tmp_path / "eval.jsonl")]).data, 10)
