@@ -79,8 +79,8 @@ class DataFlags:
     rejected_column: str | None = flag("column of the other response", None, "rejected_key")
     messages_column: str | None = flag("column of the chat messages", None)
     system_column: str | None = flag(
-        "column of the system message, which precedes chat messages; not given: the column `system` if there is one;"
-        " '': none",
+        "column of the system message, which precedes chat messages; not given: the column `system`, `system_prompt` or"
+        " `system_message` if there is one; '': none",
         None,
     )
     answer_column: str | None = flag(

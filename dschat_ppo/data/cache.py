@@ -40,6 +40,7 @@ from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 POLL_SECONDS = 0.5
 _READERS = 4  # files that are read at once
+_SAMPLES, _SAMPLE_BYTES = 16, 2**16  # of a data file in its key
 _FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of their rows
 
 
@@ -149,9 +150,19 @@ def regrouped(rows: Dataset, identity: str, regroup: Callable[[Dataset], Dataset
 
 
 def file_key(path: Path, *settings: object) -> str:
-    """Key of a data file as a table: path, size, modification time, and how it is read."""
+    """Key of a data file as a table: path, size, modification time, a sample of its content, and how it is read.
+
+    Tools that copy files may keep the modification time. The sample finds a change of a file up to 1 MiB, and most of
+    those of a larger one, without reading it whole at each start.
+    """
     found = path.stat()
-    return _digest(str(path.resolve()), found.st_size, found.st_mtime_ns, datasets.__version__, *settings)
+    sample = hashlib.sha256()
+    with path.open("rb") as file:
+        for number in range(_SAMPLES):
+            file.seek(max(number * _SAMPLE_BYTES, number * (found.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1)))
+            sample.update(file.read(_SAMPLE_BYTES))
+    version = datasets.__version__
+    return _digest(str(path.resolve()), found.st_size, found.st_mtime_ns, sample.hexdigest(), version, *settings)
 
 
 def token_key(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
@@ -161,7 +172,11 @@ def token_key(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: obje
 
 def stream_key(content: str, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
     """As `token_key`, for rows that `content` identifies."""
-    vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
+    vocabulary = (
+        tokenizer.backend_tokenizer.to_str()
+        if tokenizer.is_fast
+        else f"{tokenizer!r}{sorted(tokenizer.get_vocab().items())}"
+    )
     made_by = (_code(), transformers.__version__, tokenizers.__version__)
     special = tokenizer.special_tokens_map
     return _digest(content, vocabulary, tokenizer.chat_template, special, *made_by, *settings)

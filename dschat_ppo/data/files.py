@@ -14,7 +14,7 @@ from dschat_ppo.data.cache import cached_dataset, file_key
 from dschat_ppo.data.conversion import conversion_error
 from dschat_ppo.data.row_readers import KINDS, Kind, Skipped, read_skipped, unpack, write_table
 from dschat_ppo.data.sources import COMPRESSED, SUFFIXES
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.errors import UserError, in_one_line, reading
 
 _FORMAT = "2"  # increase it when the same file gives other rows: older cache entries are then not used
 _LFS = b"version https://git-lfs.github.com/"
@@ -88,9 +88,10 @@ def _read_file(
         raise UserError(f"{flag} {path}: is not a regular file")
     if path.stat().st_size == 0:
         raise UserError(f"{flag} {path}: the file is empty")
-    with path.open("rb") as file:
-        if file.read(len(_LFS)) == _LFS:
-            raise UserError(f"{flag} {path}: is a Git LFS pointer, not the data; run `git lfs pull` in its repository")
+    with reading(f"{flag} {path}: cannot be read"), path.open("rb") as file:
+        start = file.read(len(_LFS))
+    if start == _LFS:
+        raise UserError(f"{flag} {path}: is a Git LFS pointer, not the data; run `git lfs pull` in its repository")
 
     def convert(folder: Path) -> None:
         source = path

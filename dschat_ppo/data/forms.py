@@ -21,6 +21,7 @@ from dschat_ppo.data.form_rows import Reading, Rendering, read_row
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
 _CONTENT = ("prompt", "response", "chosen", "rejected", "messages")
 
 
@@ -126,8 +127,10 @@ def _form(
     is_named = kind.name in SETS
     rendering, wrap, about = _rendering(name, chosen, has_template, flags)
     template = flags.input_template if not kind.inside and not chosen.is_chat else None
-    system = by_flag.get("system", "system" if "system" in columns and flags.system_column is None else None)
-    tools = "tools" if "tools" in columns and not any(_is_prose(row.get("tools")) for row in rows) else None
+    unnamed = next((column for column in SYSTEM_COLUMNS if column in columns), None)
+    system = by_flag.get("system", unnamed if flags.system_column is None else None)
+    has_prose = any(_is_prose(row.get("tools")) for row in rows)
+    tools = "tools" if "tools" in columns and not has_prose else None
     truth, pattern = _truth(chosen, rows, flags, by_flag)
     reading = Reading(
         kind.name, tuple(chosen.columns.items()), rendering, wrap, template,
@@ -146,6 +149,7 @@ def _form(
     parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in chosen.columns.items())})", about]
     parts += [f"system messages from '{system}'"] if reading.system else []
     parts += [f"tools from '{tools}'"] if reading.tools else []
+    parts += ["the column 'tools' is not used, since it is not JSON"] if has_prose else []
     parts += [f"the correct answer from '{truth}'" + (f" by '{pattern}'" if pattern else "")] if truth else []
     if flags.input_template is not None and template is None:
         parts.append("--input_template does not apply")
@@ -301,7 +305,7 @@ def _truth(
 
 
 def _is_prose(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and not value.lstrip().startswith("[")
+    return isinstance(value, str) and bool(value.strip()) and not value.lstrip().startswith(("[", "{"))
 
 
 def _listed(columns: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from datasets import Dataset
 from filelock import FileLock
+from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.common.logging import logger
@@ -95,6 +96,15 @@ def test_other_code_misses_the_cache(monkeypatch):
     assert cache.token_key(rows, tokenizer, "x") == key != cache.token_key(rows, tokenizer, "y")
     monkeypatch.setattr(cache, "_code", lambda: "other")
     assert cache.token_key(rows, tokenizer, "x") != key
+
+
+def test_another_vocabulary_misses_the_cache():
+    rows, tokenizer = Dataset.from_dict({"a": [1]}), tokenizer_of("letters")
+    key = cache.token_key(rows, tokenizer)
+    assert cache.token_key(rows, tokenizer_of("letters")) == key
+    first, second = list(tokenizer.letters)[:2]
+    tokenizer.letters[first], tokenizer.letters[second] = tokenizer.letters[second], tokenizer.letters[first]
+    assert cache.token_key(rows, tokenizer) != key
 
 
 def test_an_unfinished_entry_is_made_again(tmp_path):

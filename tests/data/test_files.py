@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 from test_splits import load, origins_of, source_of
 
-from dschat_ppo.data import files
+from dschat_ppo.data import cache, files
 from dschat_ppo.data.splits import ORIGIN, load_splits
 from dschat_ppo.errors import UserError
 
@@ -204,3 +204,43 @@ def test_mutated_and_truncated_files_give_rows_or_a_one_line_error(tmp_path, nam
 def test_the_number_of_rows_of_a_table_is_what_datasets_finds(tmp_path):
     Dataset.from_list(ROWS).to_parquet(str(tmp_path / "d.parquet"))
     assert load(tmp_path, tmp_path / "d.parquet").train.num_rows == 50
+
+
+@pytest.mark.parametrize("at", [0, 0.5, 0.999])
+def test_a_file_with_other_content_and_the_time_of_the_old_one_is_read_again(tmp_path, at):
+    path, words = tmp_path / "a.txt", [f"line {n:06}" for n in range(80_000)]  # just below 1 MiB
+    path.write_text("\n".join(words))
+    before = path.stat()
+    assert load(tmp_path, path).train["text"][:] == words
+    words[int(at * len(words))] = "other words"
+    path.write_text("\n".join(words))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size < 2**20
+    assert load(tmp_path, path).train["text"][:] == words
+
+
+@pytest.mark.parametrize("at", [0, 2**22 - 1])
+def test_the_ends_of_a_large_file_are_part_of_its_key(tmp_path, at):
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(2**22))
+    before, key = path.stat(), cache.file_key(path)
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"x")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert cache.file_key(path) != key
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text(TEXT[".jsonl"])
+    opened = files.Path.open
+
+    def refuse(self, *words, **settings):
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *words, **settings)
+
+    monkeypatch.setattr(files.Path, "open", refuse)
+    with pytest.raises(UserError, match=r"^--data_path .*/a\.jsonl: cannot be read: .*Permission denied"):
+        load(tmp_path, path)

@@ -1,5 +1,6 @@
 """Flags that say how rows are read: formats, columns, rendering, the correct answer, system messages and tools."""
 
+import json
 import pickle
 
 import pytest
@@ -256,3 +257,19 @@ def test_the_prompts_of_deepspeed_chat_take_no_system_message():
     assert form_of([row], name="Dahoas/rm-static", system_column="").rendering == "text"
     with pytest.raises(UserError, match="^Dahoas/rm-static: .* --system_column does not apply"):
         form_of([row], name="Dahoas/rm-static", system_column="persona")
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt", "system_message"])
+def test_common_names_of_the_system_message_are_not_ignored(column):
+    chat = {"messages": [ASK, assistant("In the hall.")], column: "Be kind."}
+    assert read([chat], "sft") == [Example([system("Be kind."), ASK], ["In the hall."])]
+    assert read([chat], "sft", system_column="") == [Example([ASK], ["In the hall."])]
+    with pytest.raises(UserError, match=f"the column '{column}' holds system messages, but the prompts are text"):
+        form_of([{"prompt": "Q:", "response": " r", column: "Be kind."}])
+
+
+def test_a_text_about_tools_is_not_used_and_said_so():
+    row = {"messages": [ASK, assistant("In the hall.")], "tools": "a lamp"}
+    assert "the column 'tools' is not used" in form_of([row]).description
+    with pytest.raises(UserError, match="'tools' is dict"):
+        read([row | {"tools": json.dumps(TOOL)}], "sft")
