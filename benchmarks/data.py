@@ -142,7 +142,7 @@ def rank(work: Path, path: Path, cache: Path) -> None:
     flags = DataFlags(data_path=[str(path)], data_split="0,1,0", data_output_path=str(cache))
     barrier()
     before, start = memory(), time.perf_counter()
-    if is_main():  # measured apart: the conversion of the file to Arrow is not tokenising
+    if is_main() and not any(cache.iterdir()):  # measured apart: the conversion of the file to Arrow is not tokenising
         load_splits(parse_sources(flags.data_path, "--data_path", flags)[0], flags.data_output_path)
     barrier()
     read = time.perf_counter()
@@ -202,7 +202,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         "rows": arguments.rows, "tokens_per_row": speeds[0][1], "processes": processes, "ranks": arguments.ranks,
         "file_gib": path.stat().st_size / 2**30, "cache_gib": stored / 2**30, "read_s": first[0]["read_s"],
         "prepare_s": first[0]["prepare_s"], "rows_per_s": ours, "tokenizer_rows_per_s": speed, "ratio": ours / speed,
-        "tokenizer_runs": [rate for rate, _ in speeds], "second_start_s": second[0]["total_s"],
+        "tokenizer_runs": [rate for rate, _ in speeds], "second_start_s": max(rank["total_s"] for rank in second),
         "second_prepare_s": second[0]["prepare_s"], "second_fingerprint_s": second[0]["fingerprint_s"],
         "peak_gib": max(rank["peak_gib"] for rank in first + second),
         "private_gib": max(rank["private_gib"] for rank in first + second),

@@ -124,3 +124,9 @@ def set_named(location: str) -> str | None:
     """The name of the DeepSpeed-Chat data set that a hub name or path names; None if it names none."""
     path = f"/{location.strip('/')}/"
     return next((name for name in SETS if f"/{name}/" in path), None)
+
+
+def hub_name(location: str, config: str | None) -> tuple[str, str | None]:
+    """The hub's (name, configuration) of a data set that is named as DeepSpeed-Chat or as the hub names it."""
+    name, default = HUB_NAMES.get(location, (location, None))
+    return name, config or default

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Example
+from dschat_ppo.data.messages import Message
 from dschat_ppo.data.templates import (
     encode_answer,
     finished,
@@ -16,6 +17,7 @@ from dschat_ppo.data.templates import (
     render_answer,
     render_prompt,
     starts_with_bos,
+    text_anchor,
     text_answer,
     without_eos,
 )
@@ -136,8 +138,9 @@ def encode_examples(
         try:
             if isinstance(example.prompt, str):
                 prompts[not starts_with_bos(tokenizer, example.prompt)].add(example.prompt)
-                for answer in example.answers:
-                    plain.add(text_answer(tokenizer, answer))
+                anchor = text_anchor(tokenizer, example.prompt)
+                for text in (anchor, *(anchor + text_answer(tokenizer, answer) for answer in example.answers)):
+                    plain.add(text)
                 rendered.append(None)
                 continue
             texts = _render(tokenizer, example, all_turns, special)
@@ -150,6 +153,13 @@ def encode_examples(
     for encoded in (*prompts.values(), traced):
         encoded.encode()
 
+    def text_answer_ids(prompt: str, answer: str | Message) -> list[int]:
+        anchor = text_anchor(tokenizer, prompt)
+        known, ids = plain.ids(anchor), plain.ids(anchor + text_answer(tokenizer, answer))
+        if ids[: len(known)] != known:
+            return encode_answer(tokenizer, prompt, answer)
+        return finished(ids[len(known) :], int(tokenizer.eos_token_id))
+
     def result(example: Example, texts: _Rendered | UserError | None) -> EncodedExample | UserError:
         if isinstance(texts, UserError):
             return texts
@@ -158,8 +168,7 @@ def encode_examples(
                 return _assemble(tokenizer, example, texts, traced if texts.spans else plain, plain)
             assert isinstance(example.prompt, str)
             prompt = prompts[not starts_with_bos(tokenizer, example.prompt)].ids(example.prompt)
-            eos = int(tokenizer.eos_token_id)
-            answers = [finished(plain.ids(text_answer(tokenizer, answer)), eos) for answer in example.answers]
+            answers = [text_answer_ids(example.prompt, answer) for answer in example.answers]
             return EncodedExample(without_eos(tokenizer, prompt), answers, [])
         except UserError as problem:
             return problem

@@ -13,7 +13,9 @@ from dschat_ppo.errors import UserError
 
 Row = dict[str, Any]
 Use = Literal["sft", "preference", "prompt"]
-MESSAGES, TOOLS = "_messages", "_tools"  # in the JSON of a row for reward functions: its chat messages and their tools
+# What data preparation adds to the JSON of a row besides its columns: the chat messages of the prompt, their tools, and
+# the correct answer, which built-in rules read as `answer`.
+MESSAGES, TOOLS, TRUTH = ADDED = "_messages", "_tools", "_truth"
 
 
 @dataclass(frozen=True)

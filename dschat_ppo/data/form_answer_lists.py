@@ -131,32 +131,34 @@ def _as_chat(prompt: str | Messages, row: Row, reading: Reading) -> str | Messag
 
 
 def _is_good(label: Any) -> bool:
-    """The label of an answer: true or false, 1 or 0, or their text (CSV files).
+    """The label of an answer: true or false, 1 or 0 (also -1), as numbers of any type or as text (CSV files).
 
     Raises:
         UserError: it is something else.
     """
-    known = {"true": True, "false": False, "1": True, "0": False}
+    known = {"true": True, "false": False, "1": True, "0": False, "-1": False, "1.0": True, "0.0": False, "-1.0": False}
     text = str(label).lower()
     if text not in known:
         raise UserError(f"'label' is {kind_of(label)}; expected true or false")
     return known[text]
 
 
-def group_by_prompt(rows: Dataset, prompt: str, answer: str, label: str) -> Dataset:
+def group_by_prompt(rows: Dataset, prompt: str, answer: str, label: str, context: tuple[str, ...] = ()) -> Dataset:
     """One row for each prompt of a data set of KTO rows.
 
     Args:
         rows: the whole data set.
         prompt, answer, label: names of its columns.
+        context: further columns that are part of what is asked, such as that of the system message.
 
     Returns:
         The first row of each prompt, in order, with all its answers in `GROUP_ANSWERS` and their labels in
         `GROUP_LABELS`, in the order of the rows.
     """
     groups: dict[str, list[int]] = {}
-    for number, row in enumerate(rows.select_columns([prompt])):
-        key = row[prompt] if isinstance(row[prompt], str) else json.dumps(row[prompt], default=str)
+    for number, row in enumerate(rows.select_columns([prompt, *context])):
+        asked = row[prompt] if not context else [row[name] for name in (prompt, *context)]
+        key = asked if isinstance(asked, str) else json.dumps(asked, default=str)
         groups.setdefault(key, []).append(number)
     order = [number for numbers in groups.values() for number in numbers]
     members = rows.select_columns([answer, label]).select(order).with_format("arrow")[:]

@@ -70,7 +70,10 @@ def choose(name: str, found: list[Candidate]) -> Candidate:
         UserError: two forms read the rows differently, or no form reads them.
     """
     fitting = [candidate for candidate in found if candidate.fits]
-    shadowed = {other for candidate in fitting for other in candidate.kind.shadows}
+    shadowed = {
+        other for candidate in fitting for other in candidate.kind.shadows
+        if other != "text" or "messages" in candidate.columns  # pairs of transcripts say nothing of `text`
+    }  # fmt: skip
     fitting = [candidate for candidate in fitting if candidate.kind.name not in shadowed]
     if not fitting:
         likely = min(found, key=lambda one: one.kind.name in _SPECIAL)

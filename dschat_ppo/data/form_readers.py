@@ -24,10 +24,11 @@ _ALPACA_INPUT = ", paired with an input that provides further context"
 def read_prompt_response(row: Row, reading: Reading, use: Use) -> list[Draft]:
     """A prompt and one answer, each text or messages."""
     prompt = prompt_value(row, reading)
+    columns = dict(reading.columns)
     if use == "prompt" and not _holds_messages(row, reading, "response"):
-        return [Draft(_closed(prompt, "prompt"))]
+        return [Draft(_closed(prompt, columns["prompt"]))]
     prefix, answer, is_chat = _answer(row, reading, "response")
-    prompt = _closed(_joined(prompt, prefix, is_chat, "response"), "prompt")
+    prompt = _closed(_joined(prompt, prefix, is_chat, columns["response"]), columns["prompt"])
     return [Draft(prompt, [] if use == "prompt" else [answer])]
 
 
@@ -51,18 +52,20 @@ def read_preference(row: Row, reading: Reading, use: Use) -> list[Draft]:
 
 
 def _pair(prompt: str | Messages, row: Row, reading: Reading, use: Use) -> list[Draft]:
+    columns = dict(reading.columns)
+    asked = columns.get("prompt") or columns["messages"]
     if use == "prompt" and not _holds_messages(row, reading, "chosen"):
-        return [Draft(_closed(prompt, "prompt"))]
+        return [Draft(_closed(prompt, asked))]
     if use == "sft" and reading.column("response") and not _holds_messages(row, reading, "chosen"):
-        return [Draft(_closed(prompt, "prompt"), [_answer(row, reading, "response")[1]])]
+        return [Draft(_closed(prompt, asked), [_answer(row, reading, "response")[1]])]
     prefix, chosen, is_chat = _answer(row, reading, "chosen")
-    joined = _closed(_joined(prompt, prefix, is_chat, "chosen"), "prompt")
+    joined = _closed(_joined(prompt, prefix, is_chat, columns["chosen"]), asked)
     if use == "prompt":
         return [Draft(joined)]
     if use == "sft":
         return [Draft(joined, [_answer(row, reading, "response")[1] if reading.column("response") else chosen])]
     prefix, rejected, is_chat = _answer(row, reading, "rejected")
-    other = _joined(prompt, prefix, is_chat, "rejected")
+    other = _joined(prompt, prefix, is_chat, columns["rejected"])
     if is_chat and other != joined:
         raise UserError("chosen and rejected answer different prompts")
     return [Draft(joined, [chosen, rejected])]

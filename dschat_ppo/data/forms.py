@@ -97,6 +97,7 @@ def detect_form(name: str, columns: list[str], rows: list[Row], has_template: bo
                 "--response_column, --chosen_column, --rejected_column or --messages_column"
             )
         chosen = choose(name, found)
+    _require_one_column(name, columns, rows, chosen, content)
     return _form(name, columns, rows, has_template, flags, chosen, by_flag, note)
 
 
@@ -132,6 +133,8 @@ def _form(
         kind.name, tuple(chosen.columns.items()), rendering, wrap, template,
         None if is_named else system, None if is_named else tools, truth, pattern,
     )  # fmt: skip
+    if is_named and by_flag.get("system"):
+        raise UserError(f"{name}: has the text prompts of DeepSpeed-Chat, so --system_column does not apply")
     systems = [value_at(row, reading.system) for row in rows if reading.system and has_value(row, reading.system)]
     if rendering == "text" and any(systems):
         raise UserError(
@@ -150,11 +153,12 @@ def _form(
         parts.append(f"SFT learns '{chosen.columns['response']}', not '{chosen.columns['chosen']}'")
     regroup = None
     if kind.name == "kto":
-        nested = [column for column in chosen.columns.values() if column not in columns]
+        context = tuple(column for column in (reading.system, reading.tools) if column)
+        nested = [column for column in (*chosen.columns.values(), *context) if column not in columns]
         if nested:
             raise UserError(f"{name}: rows are grouped by prompt, so '{nested[0]}' must be a column, not inside one")
         regroup = partial(group_by_prompt, **{role: chosen.columns[role] for role in ("prompt", "label")},
-                          answer=chosen.columns["response"])  # fmt: skip
+                          answer=chosen.columns["response"], context=context)  # fmt: skip
     about = f"{name}: has the columns {_listed(columns)}, read as form {kind.name}"
     return Form(
         kind.name, rendering, partial(_read, reading, uses, about), "; ".join([*parts, *([note] if note else [])]),
@@ -199,7 +203,29 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
         free = [path for path in names if _exists(path, columns, rows) and path not in by_flag.values()]
         if role in by_flag or free:
             found[role] = by_flag.get(role) or free[0]
+    if kind.name == "hh" and {"chosen", "messages"} <= set(found):  # pairs of transcripts, or one transcript
+        unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
+        found = {role: column for role, column in found.items() if role not in unused}
     return found
+
+
+def _require_one_column(
+    name: str, columns: list[str], rows: list[Row], chosen: Candidate, by_flag: dict[str, str]
+) -> None:
+    """Refuse two columns with different values that can both have a role, unless a flag names the one that has it."""
+    for role, names in chosen.kind.roles.items():
+        used = chosen.columns.get(role)
+        others = [path for path in names if path not in (used, *by_flag.values()) and _exists(path, columns, rows)]
+        if used is None or role in by_flag:
+            continue
+        for other, row in ((other, row) for other in others for row in rows):
+            if has_value(row, used) and has_value(row, other) and value_at(row, used) != value_at(row, other):
+                values = (f"'{path}', {str(value_at(row, path))[:40]!r}" for path in (used, other))
+                choice = f"name it with --{role}_column" if role in chosen.kind.by_flag else "rename one of them"
+                raise UserError(
+                    f"{name}: its rows can be read in two ways, as the {role} of the form {chosen.kind.name} is "
+                    f"{' or '.join(values)}; {choice}"
+                )
 
 
 def _check_forced(

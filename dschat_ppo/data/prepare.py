@@ -43,11 +43,15 @@ PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Token rows for training, and for evaluation or None; `sources` are the names of the data sets."""
+    """Token rows for training, and for evaluation or None.
+
+    `sources` and `eval_sources` name the data sets that their columns `source` number.
+    """
 
     train: Dataset | StreamedRows
     eval: Dataset | None
     sources: tuple[str, ...] = ()
+    eval_sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -267,10 +271,14 @@ class Preparation:
     def streamed(self) -> TokenRows:
         """As `mixed`, with a stream for training. Collective."""
         check_flags_used(self.forms, self.flags)
-        names = [opened.source.name for opened in self.streams]
-        all_names = tuple(dict.fromkeys([*names, *(part.source.name for part in self.eval)]))
-        evaluation = joined(self.eval, all_names)
-        return TokenRows(start(self.streams, self.flags), evaluation if evaluation else None, all_names)
+        names = tuple(dict.fromkeys(opened.source.name for opened in self.streams))
+        return TokenRows(start(self.streams, self.flags), *self._evaluation(names))
+
+    def _evaluation(self, sources: tuple[str, ...]) -> tuple[Dataset | None, tuple[str, ...], tuple[str, ...]]:
+        """The fields of `TokenRows` after `train`."""
+        names = tuple(dict.fromkeys(part.source.name for part in self.eval))
+        rows = joined(self.eval, names)
+        return (rows if rows else None), sources, names
 
     def mixed(self) -> TokenRows:
         """The rows of all parts: for training as their weights say, for evaluation one part after another.
@@ -279,7 +287,7 @@ class Preparation:
             UserError: a flag names a column that no data set has.
         """
         check_flags_used(self.forms, self.flags)
-        names = tuple(dict.fromkeys(part.source.name for part in [*self.train, *self.eval]))
+        names = tuple(dict.fromkeys(part.source.name for part in self.train))
         shares = shares_of([part.source for part in self.train], [len(part.order) for part in self.train])
         if len(shares) > 1 or shares[0].used != shares[0].available:
             logger().info(table_of(shares))
@@ -287,8 +295,7 @@ class Preparation:
             replace(part, order=repeated(part.order, share.used, self.flags.data_split_seed, number))
             for number, (part, share) in enumerate(zip(self.train, shares, strict=True))
         ]
-        evaluation = joined(self.eval, names)
-        return TokenRows(joined(train, names), evaluation if evaluation else None, names)
+        return TokenRows(joined(train, names), *self._evaluation(names))
 
 
 def prepare(

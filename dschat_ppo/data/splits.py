@@ -13,6 +13,7 @@ import numpy
 from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
+from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.files import SUPPORTED, read_files
 from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_files
 from dschat_ppo.data.hub import hub_dataset
@@ -21,6 +22,7 @@ from dschat_ppo.data.sources import DataSource, is_hub_name
 from dschat_ppo.errors import UserError, reading
 
 __all__ = ["ORIGIN", "Origins", "Splits", "load_all", "load_splits"]
+_SHOWN = 8  # files in the log
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,15 @@ class _Opened:
     def what(self) -> str:
         return f"{self.source.flag} {self.source.location}"
 
+    def files_of(self, name: str) -> list[Path]:
+        """The files of a split; none of a split on the hub."""
+        found = self.splits[name]
+        return found if isinstance(found, list) else []
+
     def read(self, names: Sequence[str]) -> tuple[Dataset, Skipped]:
         """The rows of these splits, one after the other."""
         wanted = [self.splits[name] for name in names]
-        paths = sorted(path for part in wanted if isinstance(part, list) for path in part)
+        paths = sorted(path for name in names for path in self.files_of(name))
         if not paths:
             return datasets.concatenate_datasets([part for part in wanted if isinstance(part, Dataset)]), Skipped()
         numbers = [self.origins.names.index(str(path)) for path in paths]
@@ -121,6 +128,12 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
         for_eval = for_eval[:1]
     if not for_eval:
         return Splits(train, None, opened.origins, skipped)
+    files = [path for name in for_eval for path in opened.files_of(name)]
+    if files:
+        is_local = os.path.isdir(source.location)  # not an earlier download of a hub data set
+        names = [os.path.relpath(path, source.location) if is_local else path.name for path in files[:_SHOWN]]
+        more_files = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+        logger().info(f"data: {source.spec}: files for evaluation: {', '.join(names)}{more_files}")
     evaluation, more = opened.read(for_eval)
     return Splits(train, evaluation, opened.origins, Skipped(skipped.count + more.count, skipped.first or more.first))
 
@@ -156,14 +169,15 @@ def _open(source: DataSource, cache_dir: str | None, skip: bool) -> _Opened:
             os.makedirs(cache_dir, exist_ok=True)
         except OSError as problem:
             raise UserError(f"--data_output_path {cache_dir}: cannot be written ({problem.strerror})") from None
-    path = Path(source.location)
+    path, config = Path(source.location), source.config
     if is_hub_name(source.location):
-        found = hub_dataset(source.location, source.config, cache_dir, source.flag)
+        name, config = hub_name(source.location, source.config)
+        found = hub_dataset(name, config, cache_dir, source.flag)
         if not isinstance(found, Path):
             return _open_hub(source, found, cache_dir, what)
         path = found
     if path.is_dir():
-        files: Files = split_files(path, source.config, what)
+        files: Files = split_files(path, config, what)
     elif not os.path.lexists(path):
         raise UserError(f"{what}: no such file or folder")
     elif source.config is not None:
@@ -204,7 +218,8 @@ def _read_chosen(opened: _Opened, wanted: str) -> tuple[Dataset, Skipped, list[s
         if "[" in part:
             with reading(f"{opened.what}: the split '{part.strip()}'"):
                 (place,) = datasets.ReadInstruction.from_spec(part.strip()).to_absolute({word: len(rows)})
-            rows = rows.select(range(place.from_, place.to))
+            numbers = range(place.from_, place.to)  # `datasets` refuses an empty range behind the last row
+            rows = rows.select(numbers if numbers else [])
         if not len(rows):
             raise UserError(f"{opened.what}: the split '{part.strip()}' has no rows")
         tables.append(rows)

@@ -18,6 +18,7 @@ from datasets import Dataset, DatasetInfo, IterableDataset
 from datasets.table import InMemoryTable
 
 from dschat_ppo.data.bad_lines import BadLines
+from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.files import SUPPORTED, kind_of
 from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_files
 from dschat_ppo.data.hub import hub_stream
@@ -199,7 +200,7 @@ def open_set(source: DataSource, skip: bool, scratch: Path) -> StreamedSet:
 
 
 def _hub_set(source: DataSource, what: str) -> StreamedSet:
-    revision, splits = hub_stream(source.location, source.config, source.flag)
+    revision, splits = hub_stream(*hub_name(source.location, source.config), source.flag)
     train, evaluation = _choose(list(splits), source, what)
     name = source.location + (f":{source.config}" if source.config else "")
     identity = f"{name} {train} {revision}"

@@ -138,8 +138,13 @@ def encode_answer(
         UserError: as for `encode_prompt`, or the answer is a message that cannot follow this prompt.
     """
     if isinstance(prompt, str):
-        ids = ids_of(tokenizer, text_answer(tokenizer, answer), add_special_tokens=False)
-        return finished(ids, int(tokenizer.eos_token_id))
+        text = text_answer(tokenizer, answer)
+        for anchor in (text_anchor(tokenizer, prompt), ":"):  # a token may span the end of an anchor
+            known = ids_of(tokenizer, anchor, add_special_tokens=False) if anchor else []
+            ids = ids_of(tokenizer, anchor + text, add_special_tokens=False)
+            if ids[: len(known)] == known:
+                return finished(ids[len(known) :], int(tokenizer.eos_token_id))
+        return finished(ids_of(tokenizer, text, add_special_tokens=False), int(tokenizer.eos_token_id))
     opening = render_prompt(tokenizer, prompt, tools)
     turn, final = render_answer(tokenizer, prompt, opening, answer, tools)
     # Encoded together with the prompt, because some tokenizers put a space before every text.
@@ -148,6 +153,22 @@ def encode_answer(
     if ids[: len(prompt_ids)] == prompt_ids:
         return finished(ids[len(prompt_ids) :], final)
     return finished(ids_of(tokenizer, turn, add_special_tokens=False), final)  # a token would span the prompt's end
+
+
+def text_anchor(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """Text before which an answer to a text prompt is encoded, and whose ids are then removed.
+
+    A line break if the tokenizer puts a space before every text, as those of Llama 2 do: without the anchor, the answer
+    " The" after "Answer:" would be "Answer:  The". Otherwise, and after an empty prompt, "".
+    """
+    return "\n" if prompt and _puts_a_space_before(tokenizer) else ""
+
+
+@lru_cache(maxsize=16)
+def _puts_a_space_before(tokenizer: PreTrainedTokenizerBase) -> bool:
+    anchor, text = (ids_of(tokenizer, part, add_special_tokens=False) for part in ("\n", "x"))
+    both = ids_of(tokenizer, "\nx", add_special_tokens=False)
+    return both[: len(anchor)] == anchor and both[len(anchor) :] != text
 
 
 def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -53,8 +53,8 @@ class TokenTable:
 
     def rows_of(self, numbers: np.ndarray) -> np.ndarray:
         """Indices of the token rows that these raw rows gave, in the order of `numbers`: (M,) int64."""
-        first = np.searchsorted(self.number, numbers, side="left")
-        count = np.searchsorted(self.number, numbers, side="right") - first
+        counts = np.bincount(self.number, minlength=int(numbers.max(initial=-1)) + 1)  # a search would be slower
+        first, count = (np.cumsum(counts) - counts)[numbers], counts[numbers]
         before = np.cumsum(count) - count  # token rows of the raw rows before
         return np.repeat(first - before, count) + np.arange(count.sum())
 

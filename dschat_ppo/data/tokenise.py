@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import EncodedExample, encode_examples
-from dschat_ppo.data.examples import MESSAGES, TOOLS, Example, Use
+from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.lengths import Fitted, fit_row
 from dschat_ppo.errors import UserError
@@ -165,13 +165,14 @@ def tokenise_batch(
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:
     """The columns of a row as JSON for reward functions, and on a second line what they do not hold themselves:
-    `data_source`, `answer` and `ground_truth` if the row has a correct answer, `MESSAGES` and `TOOLS` of a chat."""
+    `data_source`, `answer` and `ground_truth` and `TRUTH` if the row has a correct answer, `MESSAGES` and
+    `TOOLS` of a chat."""
     added: dict[str, Any] = {}
     if row.get("data_source") is None:
         added["data_source"] = settings.source
     if example.truth is not None:
         names = [name for name in ("answer", "ground_truth") if settings.truth_replaces or row.get(name) is None]
-        added |= dict.fromkeys(names, example.truth)
+        added |= dict.fromkeys([*names, TRUTH], example.truth)
     if not isinstance(example.prompt, str):
         added[MESSAGES] = example.prompt
     if example.tools is not None:

@@ -103,7 +103,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         components = PPOComponents(config, plan, engines, rows.train, tokenizer, rewards, device, texts, rows.sources)
         evaluation, health = None, HealthWatch()
         if rows.eval is not None:
-            held_out = evaluation_of(config, components, rows.eval, rows.sources, tokenizer, output)
+            held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, output)
             evaluation = at_end.enter_context(closing(held_out))
 
         def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:

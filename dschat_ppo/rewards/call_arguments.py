@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from dschat_ppo.data.examples import MESSAGES
+from dschat_ppo.data.examples import ADDED, MESSAGES
 from dschat_ppo.rewards.call_forms import CALL_FORMS, LOGGERS, CallForm
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import Rollout
 
 # Columns that `**kwargs` does not receive: this package's own, and those that TRL leaves out.
-_HIDDEN = {"trl": {MESSAGES, "prompt", "completion", "completion_ids", "completions_ids"}}
+_HIDDEN = {"trl": {*ADDED, "prompt", "completion", "completion_ids", "completions_ids"}}
 # Argument of verl -> column. Where a row has no `extra_info`, verl passes an empty dict.
 _VERL = {"data_source": "data_source", "ground_truth": "ground_truth", "extra_info": "extra_info"}
 _COLUMN_OF = _VERL | {f"{name}s": column for name, column in _VERL.items()}
@@ -64,7 +64,7 @@ def arguments_of(
         rows: numbers of those to score.
         token_ids: of all B responses, if the signature takes them.
     """
-    hidden = _HIDDEN.get(signature.form, {MESSAGES})
+    hidden = _HIDDEN.get(signature.form, set(ADDED))
     if signature.form.startswith("verl"):
         columns = [name for name in _columns(request) if name in signature.needs]
     else:

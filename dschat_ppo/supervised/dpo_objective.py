@@ -7,6 +7,7 @@ rows, so there is no second model in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -79,7 +80,7 @@ def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
         size = config.fit.per_device_eval_batch_size
         train = add_reference(model, rows.train, pad_id, device, size)
         held_out = None if rows.eval is None else add_reference(model, rows.eval, pad_id, device, size)
-        return TokenRows(train, held_out, rows.sources)
+        return replace(rows, train=train, eval=held_out)
 
     return Objective(
         collate, lambda batch: batch.pair_mask.sum(), pair_size, partial(dpo_loss, flags=config.reward), dict,

@@ -218,7 +218,7 @@ class SupervisedTrainer(Generic[Batch]):
         with self.clock.phase("evaluate"):
             self.engine.eval()
             rows, size = self.rows.eval, self.fit.per_device_eval_batch_size
-            sums = MetricSums(self.rows.sources)
+            sums = MetricSums(self.rows.eval_sources)
             batches = optimizer_steps(range(len(rows)), size, 1, dist.world_size(), dist.rank())
             for number, [indices] in enumerate(batches, start=1):
                 batch = self.objective.collate(rows, indices)

@@ -17,7 +17,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -49,7 +50,7 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, str | None
     )  # fmt: skip
     parser.add_argument("--step", choices=STEPS, required=True, help="the step, as a number or a name")
     parser.add_argument("--tokenizer", help="folder or hub name of a model or tokenizer")
-    parser.add_argument("--rows", type=int, help="read only the first ROWS rows of each data set, for a quick look")
+    parser.add_argument("--rows", type=int, help="use only the first ROWS rows of each data set, for a quick look")
     parser.add_argument("--samples", type=int, default=3, help="samples of each data set (default: 3)")
     parser.add_argument("--problems", type=int, default=20, help="bad rows to show of each data set (default: 20)")
     parser.add_argument("--full", action="store_true", help="show long texts whole")
@@ -70,8 +71,26 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, str | None
     else:
         known |= {"model_name_or_path": _UNNAMED}
     config = parse(words.step, others, known)
+    if config.data.streaming:
+        raise UserError(
+            "--streaming: the preview prepares data sets on the disk; leave out --streaming and --streaming_rows, and "
+            "name a part of the data, such as one file, or NAME[train[:1000]] on the hub"
+        )
     model = config.ppo.actor_model_name_or_path if words.step == "ppo" else config.fit.model_name_or_path
     return words, config, words.tokenizer or model or None
+
+
+@contextmanager
+def log_not_printed() -> Iterator[None]:
+    """The report has what training logs; only errors are printed."""
+    levels = [(handler, handler.level) for handler in logger().handlers]
+    for handler, _ in levels:
+        handler.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for handler, level in levels:
+            handler.setLevel(level)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,12 +99,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         words, config, tokenizer = read_words(argv)
         quiet_hugging_face()
-        for handler in logger().handlers:
-            handler.setLevel(logging.ERROR)  # the report has what training logs
-        return show(words, config, tokenizer)
+        with log_not_printed():
+            return show(words, config, tokenizer)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
 
 
 def show(words: argparse.Namespace, config: Any, tokenizer_name: str | None) -> int:

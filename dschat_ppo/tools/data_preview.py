@@ -189,7 +189,7 @@ def noted(lines: list[str], name: str = "") -> Iterator[None]:
 
 
 def look_at(tokenizer_name: str, wanted: Wanted) -> Preview:
-    """Prepare the data of a step as training does, and describe them.
+    """Prepare the data of a step as training does, and describe them. `--streaming` is not applied.
 
     Args:
         tokenizer_name: a folder or hub name.
@@ -199,7 +199,8 @@ def look_at(tokenizer_name: str, wanted: Wanted) -> Preview:
         UserError: the tokenizer cannot be used, or the data sets are not named as they must be.
         StopRequested: a stop request arrives.
     """
-    flags, arguments = wanted.config.data, arguments_of(wanted)
+    given, arguments = wanted.config.data, arguments_of(wanted)
+    flags = replace(given, streaming=False, streaming_rows=None)
     preview = Preview(wanted.step, has_tokenizer=True)
     with noted(preview.notes):
         tokenizer = load(tokenizer_name, flags)
@@ -230,6 +231,11 @@ def look_at(tokenizer_name: str, wanted: Wanted) -> Preview:
         else:
             held_out = 0 if rows.eval is None else len(rows.eval)
             preview.summary.append(f"an epoch has {len(rows.train)} rows; {held_out} rows are for evaluation")
+    if given.streaming:
+        preview.summary.append(
+            f"the data sets were read whole; with --streaming an epoch has {given.streaming_rows} rows, and none are "
+            "held out for evaluation"
+        )
     return preview
 
 

@@ -9,10 +9,13 @@ from typing import get_args
 
 import pytest
 from datasets import Dataset
+from real_shapes import write_lines
+from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DATA_FORMATS, DataFlags
 from dschat_ppo.data.deepspeed_chat_sets import SETS
 from dschat_ppo.data.forms import detect_form
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "data.md"
@@ -108,6 +111,22 @@ def test_both_lines_of_an_example_can_be_used(section):
     for number, row in enumerate(rows, start=1):
         for use in form.uses:
             assert form.read(row, use, f"data.jsonl, row {number}")
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_an_example_becomes_token_rows(section, assets, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    path = write_lines(tmp_path / "rows.jsonl", section.rows)
+    shares = {"sft": "1,0,0", "preference": "0,1,0", "prompt": "0,0,1"}
+    _, _, answers = section.table[0]
+    for use in section.uses:
+        flags = DataFlags([str(path)], data_split=shares[use], data_output_path=str(tmp_path / "cache"))
+        rows = prepare(use, tokenizer, flags, 400, all_turns=use == "sft").train
+        texts = [[tokenizer.decode(ids) for ids in row["answers"]] for row in rows]
+        wanted = {"sft": answers[:1], "preference": answers, "prompt": []}[use]
+        if section.name == "text":  # some token must come first
+            texts = [[tokenizer.decode([*row["prompt_ids"], *row["answers"][0]])] for row in rows]
+        assert [f"{answer}{tokenizer.eos_token}" for answer in wanted] in texts
 
 
 def test_the_page_lists_the_data_sets_of_deepspeed_chat():

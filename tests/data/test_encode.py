@@ -8,7 +8,14 @@ from tiny_tokenizers import KINDS, tokenizer_of
 from dschat_ppo.data.chat_templates import NAMED, named_template
 from dschat_ppo.data.encode import EncodedExample, encode_examples
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.templates import encode_answer, encode_finished, encode_prompt, render_prompt, turn_end
+from dschat_ppo.data.templates import (
+    encode_answer,
+    encode_finished,
+    encode_prompt,
+    render_prompt,
+    text_anchor,
+    turn_end,
+)
 from dschat_ppo.errors import UserError
 
 WORDS = [
@@ -138,6 +145,7 @@ class Counting:
 def test_prompts_are_encoded_and_rendered_once(monkeypatch):
     tokenizer = chat_tokenizer("bytes", "chatml")
     turn_end(tokenizer)
+    text_anchor(tokenizer, "a prompt")
     counting = Counting(tokenizer, monkeypatch)
     chats = [[{"role": "user", "content": f"{number} " * 500}] for number in range(8)]
     encode_examples(tokenizer, [Example(chat, ["lamp", "hall"]) for chat in chats], False)
@@ -170,3 +178,15 @@ def test_a_row_that_cannot_be_encoded_does_not_disturb_the_others():
 
 def test_nothing_to_encode():
     assert encode_examples(chat_tokenizer("bytes", "chatml"), [], True) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("answer", [" In the hall.", "In the hall.", "  two", "\nA line.", "\n\nHuman"])
+def test_a_text_answer_continues_its_prompt_character_for_character(kind, answer):
+    tokenizer = tokenizer_of(kind)
+    (found,) = encode_examples(tokenizer, [Example("Where is it? Answer:", [answer])], False)
+    assert isinstance(found, EncodedExample)
+    assert found.answers[0] == encode_answer(tokenizer, "Where is it? Answer:", answer)
+    text = tokenizer.decode([*found.prompt, *found.answers[0]], skip_special_tokens=True)
+    whole = tokenizer.decode(tokenizer.encode("Where is it? Answer:" + answer), skip_special_tokens=True)
+    assert text == whole

@@ -1,8 +1,10 @@
 """Several answers to one prompt: pairs by score or rank, and rows that call an answer good or bad."""
 
+import json
+
 import pytest
 from datasets import Dataset
-from form_fixtures import ASK, HALL, KTO, ROOF, form_of, read
+from form_fixtures import ASK, HALL, KTO, ROOF, TOOL, form_of, read
 
 from dschat_ppo.data import form_answer_lists
 from dschat_ppo.data.examples import Example
@@ -112,8 +114,13 @@ def test_kto_rows_as_messages():
     assert (form.rendering, example.prompt, example.answers) == ("chat", [ASK], ["In the hall.", "On the roof."])
 
 
-@pytest.mark.parametrize(("label", "is_good"), [(1, True), (0, False), ("True", True), ("false", False)])
+@pytest.mark.parametrize(
+    ("label", "is_good"), [
+        (1, True), (0, False), (1.0, True), (0.0, False), (-1, False), ("True", True), ("false", False), ("0.0", False)
+    ],
+)  # fmt: skip
 def test_labels_may_be_numbers_or_text(label, is_good):
+    assert form_of([{"prompt": "Q:", "completion": "a", "label": label}]).name == "kto"
     assert len(read([{"prompt": "Q:", "completion": "a", "label": label}], "sft")) == is_good
 
 
@@ -124,3 +131,26 @@ def test_a_label_that_is_neither_is_named():
 
 def test_a_label_that_is_a_text_makes_no_kto_rows():
     assert form_of([{"prompt": "Q:", "completion": "a", "label": "spam"}]).name == "prompt_response"
+
+
+@pytest.mark.parametrize(
+    ("columns", "flags"),
+    [
+        (({"system": "Be kind."}, {"system": "Be brief."}), {}),
+        (({"persona": "Be kind."}, {"persona": "Be brief."}), {"system_column": "persona"}),
+        (({"tools": json.dumps([TOOL])}, {"tools": ""}), {}),
+    ],
+)
+def test_answers_under_another_system_message_or_with_other_tools_are_no_pair(columns, flags):
+    first, second = (
+        [{"prompt": [ASK], "completion": [answer], "label": label, **column} for answer, label in answers]
+        for column, answers in zip(columns, ([(HALL, True), (ROOF, False)], [(ROOF, True), (HALL, False)]), strict=True)
+    )
+    form = form_of([*first, *second], **flags)
+    rows = form.regroup(Dataset.from_list([*first, *second])).to_list()
+    examples = [example for row in rows for example in form.read(row, "preference", "row")]
+    assert [list(example.answers) for example in examples] == [
+        [HALL["content"], ROOF["content"]],
+        [ROOF["content"], HALL["content"]],
+    ]
+    assert (examples[0].prompt, examples[0].tools) != (examples[1].prompt, examples[1].tools)

@@ -50,6 +50,39 @@ def test_a_flag_that_names_the_column_chooses_too():
     assert form_of([row], response_column="response").name == "prompt_response"
 
 
+@pytest.mark.parametrize(
+    ("row", "words", "flags", "settled"),
+    [
+        (
+            {"prompt": "Q:", "response": "r", "completion": "c"},
+            "as the response of the form prompt_response is 'response', 'r' or 'completion', 'c'; name it with "
+            "--response_column",
+            {"response_column": "completion"}, Example("Q:", ["c"]),
+        ),
+        (
+            {"prompt": "P:", "question": "Q:", "responses": ["a", "b"], "scores": [1, 2]},
+            "as the prompt of the form ranked is 'prompt', 'P:' or 'question', 'Q:'; name it with --prompt_column",
+            {"prompt_column": "question"}, Example("Q:", ["b"]),
+        ),
+        (
+            {"prompt": "P:", "responses": ["a", "b"], "scores": [1, 2], "rewards": [2, 1]},
+            r"as the scores of the form ranked is 'scores', '\[1, 2\]' or 'rewards', '\[2, 1\]'; rename one of them",
+            None, None,
+        ),
+    ],
+)  # fmt: skip
+def test_two_columns_for_one_role_need_a_choice(row, words, flags, settled):
+    with pytest.raises(UserError, match=rf"^d\.jsonl: its rows can be read in two ways, {words}$"):
+        form_of([{**row, "response": None, "question": None} | row, row])
+    if flags is not None:
+        assert read([row], "sft", **flags) == [settled]
+
+
+def test_two_columns_with_the_same_values_need_none():
+    row = {"prompt": "Q:", "response": "r", "completion": "r"}
+    assert read([row, row | {"completion": None}], "sft") == [Example("Q:", ["r"])] * 2
+
+
 def test_a_difference_in_any_of_the_first_rows_counts():
     same = {"prompt": "Why?", "messages": [user("Why?"), assistant("So.")]}
     assert form_of([same] * 20).name == "messages"
@@ -192,3 +225,15 @@ def test_rows_of_real_shape_are_described(name):
     form = form_of(fixture.rows, fixture.has_template)
     assert form.description.startswith(f"form {form.name} (")
     assert "\n" not in form.description
+
+
+def test_pairs_of_transcripts_beside_a_text_are_read_alike_in_all_steps():
+    row = {"chosen": f"{HH} In the hall.", "rejected": f"{HH} No."}
+    same = row | {"text": row["chosen"]}
+    assert read([same], "preference") == [Example(HH, [" In the hall.", " No."])]
+    assert read([same], "sft") == [Example(HH, [" In the hall."])]
+    other = row | {"text": "\n\nHuman: Who?\n\nAssistant: Me."}
+    with pytest.raises(UserError, match="in two ways: as hh, .* or as text, .*--data_format hh or --data_format text"):
+        form_of([other])
+    assert read([other], "preference", data_format="hh") == read([same], "preference")
+    assert read([other], "sft", messages_column="text") == [Example("\n\nHuman: Who?\n\nAssistant:", [" Me."])]

@@ -165,3 +165,24 @@ def test_bad_rows_are_named_with_what_is_wrong(name):
     with pytest.raises(UserError, match=rf"^d\.jsonl, row 17: .*{words}") as caught:
         form.read(row, use, "d.jsonl, row 17")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "use", "flags", "words"),
+    [
+        ({"chat": [ASK, HALL]}, "prompt", {"prompt_column": "chat"}, "the prompt in 'chat' ends with the assistant's"),
+        (
+            {"ask": "Who?", "good": [ASK, HALL], "bad": [ASK, ROOF]}, "preference",
+            {"prompt_column": "ask", "chosen_column": "good", "rejected_column": "bad"},
+            "the prompt is not among the messages of 'good'",
+        ),
+        (
+            {"ask": [ASK], "reply": [user("Who?"), HALL]}, "sft",
+            {"prompt_column": "ask", "response_column": "reply"},
+            "the messages of 'reply' do not start with those of the prompt",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_explained_by_the_names_of_its_columns(row, use, flags, words):
+    with pytest.raises(UserError, match=words):
+        read([row], use, **flags)

@@ -249,3 +249,10 @@ def test_a_row_that_lacks_a_column_is_bad():
 def test_an_assistant_message_with_more_than_text_stays_a_message():
     answer = assistant("Here.", reasoning_content="Hm.")
     assert read([{"prompt": [ASK], "completion": [answer]}], "sft") == [Example([ASK], [answer])]
+
+
+def test_the_prompts_of_deepspeed_chat_take_no_system_message():
+    row = {"prompt": "P", "chosen": "c", "rejected": "r", "persona": "Be kind."}
+    assert form_of([row], name="Dahoas/rm-static", system_column="").rendering == "text"
+    with pytest.raises(UserError, match="^Dahoas/rm-static: .* --system_column does not apply"):
+        form_of([row], name="Dahoas/rm-static", system_column="persona")

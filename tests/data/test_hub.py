@@ -12,8 +12,11 @@ import pytest
 from datasets import Dataset, DatasetDict
 from test_splits import load, origins_of
 
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.hub import _why_unreachable as why_unreachable
 from dschat_ppo.data.hub import hub_dataset, hub_stream
+from dschat_ppo.data.sources import parse_sources
+from dschat_ppo.data.stream_parts import open_set
 from dschat_ppo.errors import UserError
 
 
@@ -166,3 +169,40 @@ def test_a_stream_that_the_hub_refuses_says_what_to_do(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset_builder", load)
     with pytest.raises(UserError, match="^--data_path org/x: has several configurations; name one, as in org/x:NAME"):
         hub_stream("org/x", None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked"),
+    [
+        ("mkqa-Japanese", ("mkqa", None)),
+        ("mkqa-Chinese", ("mkqa", None)),
+        ("Hello-SimpleAI/HC3-Chinese", ("Hello-SimpleAI/HC3-Chinese", "all")),
+        ("Hello-SimpleAI/HC3-Chinese:law", ("Hello-SimpleAI/HC3-Chinese", "law")),
+        ("org/name:main", ("org/name", "main")),
+    ],
+)
+def test_names_of_deepspeed_chat_become_those_of_the_hub(monkeypatch, tmp_path, spec, asked):
+    names = []
+
+    def load_dataset(name, config, **_):
+        names.append((name, config))
+        return DatasetDict(train=Dataset.from_dict({"a": [1]}))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    splits = load(tmp_path, spec)
+    assert names == [asked] and origins_of(splits) == [f"{spec} (train), row 1"]
+
+
+def test_a_stream_asks_the_hub_for_the_same_names(monkeypatch, tmp_path):
+    names = []
+
+    def builder(name, config):
+        names.append((name, config))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("dschat_ppo.data.hub._why_unreachable", lambda _: "")
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    [source] = parse_sources(["Hello-SimpleAI/HC3-Chinese"], "--data_path", DataFlags(data_path=["x"]))
+    with pytest.raises(UserError, match="enough"):
+        open_set(source, False, tmp_path)
+    assert names == [("Hello-SimpleAI/HC3-Chinese", "all")]

@@ -163,7 +163,10 @@ def test_pairs_of_kto_rows_are_made_before_the_split(tmp_path):
 
 def test_the_correct_answer_reaches_reward_functions(tmp_path):
     whole = {"question": "How many?", "answer": "1 + 1 = 2\n#### 2", "id": 7}
-    path, expected = write_jsonl(tmp_path / "d.jsonl", [whole]), whole | {"ground_truth": "2", "data_source": "d"}
+    path, expected = (
+        write_jsonl(tmp_path / "d.jsonl", [whole]),
+        whole | {"ground_truth": "2", "_truth": "2", "data_source": "d"},
+    )
     [row] = prepare("prompt", TOKENIZER, flags_for(tmp_path, path, use="prompt"), 64).train["row"]
     assert json.loads(row) == expected, "a column of the data set keeps its value"
     named = flags_for(tmp_path, path, use="prompt", answer_pattern="#### (.*)")
@@ -283,8 +286,8 @@ def test_another_rank_reads_the_same_rows_from_the_cache(tmp_path, monkeypatch):
 def test_rows_name_their_data_set(tmp_path):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", ROWS[start : start + 2]) for start, name in enumerate("abc")]
     rows = prepare("sft", TOKENIZER, flags_for(tmp_path, *paths[:2]), 64, eval_paths=paths[2:])
-    assert rows.sources == ("a", "b", "c")
-    assert (list(rows.train["source"]), list(rows.eval["source"])) == ([0, 0, 1, 1], [2, 2])
+    assert (rows.sources, rows.eval_sources) == (("a", "b"), ("c",))
+    assert (list(rows.train["source"]), list(rows.eval["source"])) == ([0, 0, 1, 1], [0, 0])
     assert str(rows.train.features["source"]) == "Value('int32')"
 
 

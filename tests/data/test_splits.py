@@ -227,6 +227,7 @@ def test_a_split_in_brackets_selects_files_and_rows(tmp_path, folder, split, tra
     [
         ("[trial]", "has no split 'trial'; it has test, train, validation"),
         ("[train[:0]]", r"the split 'train\[:0\]' has no rows"),
+        ("[train[99:]]", r"the split 'train\[99:\]' has no rows"),
         ("[train[a:b]]", r"the split 'train\[a:b\]': Unrecognized instruction format"),
         ("[train+x]", "has no split 'x'"),
     ],
@@ -300,3 +301,11 @@ def test_the_first_evaluation_split_of_the_hub_is_used(tmp_path, monkeypatch):
     found = DatasetDict({name: Dataset.from_dict({"n": [n]}) for name, n in names.items()})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
     assert load(tmp_path, "org/x").eval["n"][:] == [2]
+
+
+def test_files_that_become_evaluation_rows_by_their_names_are_logged(tmp_path, folder, capsys):
+    write_jsonl(folder / "developers.jsonl", [{"n": 15}])
+    load(tmp_path, folder)
+    assert f"data: {folder}: files for evaluation: developers.jsonl, test" in capsys.readouterr().out
+    load(tmp_path, folder / "developers.jsonl")
+    assert "files for evaluation" not in capsys.readouterr().out

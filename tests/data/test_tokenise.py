@@ -107,9 +107,9 @@ def test_row_text_keeps_the_columns_and_adds_what_they_lack():
     assert json.loads(text) == row | {"data_source": "mine"}
     solved = Example([{"role": "user", "content": "é"}], [], truth="4")
     chat = {"data_source": "mine", "_messages": solved.prompt}
-    assert json.loads(row_text(row, solved, settings("prompt"))) == row | chat | {"ground_truth": "4"}
+    assert json.loads(row_text(row, solved, settings("prompt"))) == row | chat | {"ground_truth": "4", "_truth": "4"}
     named = settings("prompt", truth_replaces=True)
-    assert json.loads(row_text(row, solved, named)) == row | chat | {"answer": "4", "ground_truth": "4"}
+    assert json.loads(row_text(row, solved, named)) == row | chat | {"answer": "4", "ground_truth": "4", "_truth": "4"}
     assert json.loads(row_text({"data_source": "own"}, Example("p", []), named)) == {"data_source": "own"}
     assert row_text({"data_source": "own"}, Example("p", []), named) == '{"data_source": "own"}'
     assert json.loads(row_text({}, Example("p", []), named)) == {"data_source": "mine"}

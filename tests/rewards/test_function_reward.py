@@ -253,6 +253,15 @@ def test_a_failure_of_a_routed_function_names_the_row_of_the_batch(capsys):
     reward.close()
 
 
+def test_a_rule_reads_the_correct_answer_and_not_the_column_that_holds_it():
+    rows = [{"answer": "1 + 1 = 2 #### 2", "_truth": "2"}, {"answer": "2"}, {"answer": "2", "_truth": "3"}]
+    rule = FunctionReward(parse_function("exact_match"), 1, 10.0, 0.0)
+    try:
+        assert rule(RewardRequest([""] * 3, ["2"] * 3, rows), None).tolist() == [1.0, 1.0, 0.0]
+    finally:
+        rule.close()
+
+
 @pytest.mark.parametrize("name", ["faulty_row", "faulty_batch"])
 def test_none_leaves_a_response_to_other_sources(name, capsys):
     reward = FunctionReward(FunctionSpec(FILE, name), 2, 10.0, -9.0)

@@ -117,6 +117,8 @@ def test_too_long_rows_are_problems_if_they_end_training(preview, tmp_path):
     assert "1 left out" in shown
     code, shown, _ = preview(*words, "--truncation", "left")
     assert code == 0 and "1 prompt cut" in shown and "an epoch has 5 rows" in shown
+    _, shown, _ = preview(*words, "--truncation", "drop", "--samples", 5)
+    assert "row 2:" in shown and "row 3:" not in shown and "an epoch has 4 rows" in shown
 
 
 def test_one_unusable_data_set_does_not_hide_another(preview, assets, tmp_path):
@@ -173,6 +175,7 @@ def test_colours_replace_brackets(preview, assets):
     ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
     ("--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),
     ("--step 1", "--data_path is required"),
+    ("--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "leave out --streaming"),
     ("--step 1 --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
 ])  # fmt: skip
 def test_a_wrong_command_is_one_line(preview, words, cause):
@@ -197,3 +200,12 @@ def test_it_starts_without_deepspeed(assets, tmp_path):
         [sys.executable, "-c", program, *words], env=dict(os.environ), text=True, capture_output=True, check=False
     )
     assert found.returncode == 0, found.stderr
+
+
+def test_a_stream_is_shown_as_the_rows_of_its_files(preview, tmp_path):
+    path = write_lines(tmp_path / "share.jsonl", sharegpt(4))
+    code, whole, _ = preview("--step", 1, "--data_path", path)
+    assert code == 0
+    code, stream, _ = preview("--step", 1, "--data_path", path, "--streaming", "True", "--streaming_rows", 100)
+    assert code == 0 and stream.startswith(whole.rstrip("\n"))
+    assert "with --streaming an epoch has 100 rows" in stream.splitlines()[-1]
