@@ -66,6 +66,38 @@ def hub_dataset(
     return splits
 
 
+def hub_stream(
+    spec: str, config_name: str | None, flag: str = "--data_path"
+) -> tuple[str, dict[str, datasets.IterableDataset]]:
+    """The splits of a hub data set, to be read from the hub row by row.
+
+    Args:
+        spec: name on the hub.
+        config_name: its configuration, or None.
+        flag: the flag that names it, for messages.
+
+    Returns:
+        (what identifies its revision, its splits).
+
+    Raises:
+        UserError: there is no such data set or configuration, it is a script, or the hub cannot be reached.
+    """
+    unreachable = _why_unreachable(spec)
+    if unreachable:
+        raise UserError(
+            f"{flag} {spec}: is no local file or folder, and the hub, from which --streaming would read it, cannot be "
+            f"reached ({unreachable}); give a local folder, or if it was downloaded before, leave out --streaming"
+        )
+    try:
+        with reading(f"{flag} {spec}"):
+            builder = datasets.load_dataset_builder(spec, config_name)
+            splits = builder.as_streaming_dataset()
+    except UserError as problem:
+        cause = problem.__cause__ or problem
+        raise UserError(f"{flag} {spec}: {_explain(cause, spec, config_name, unreachable)}") from cause
+    return str(builder.hash), {str(name): rows for name, rows in splits.items()}
+
+
 def _load_intact(load: partial[datasets.DatasetDict]) -> datasets.DatasetDict:
     try:
         splits = load()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 from datasets import Dataset, DatasetInfo, IterableDataset
 from datasets.table import InMemoryTable
@@ -22,6 +21,7 @@ from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.files import SUPPORTED, kind_of
 from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_files
+from dschat_ppo.data.hub import hub_stream
 from dschat_ppo.data.json_rows import JsonColumns, is_json_lines, json_batches, line_batches
 from dschat_ppo.data.raw_stream import PartBatch, Row, StreamPart
 from dschat_ppo.data.row_readers import Kind, read_tables, unpack
@@ -200,13 +200,11 @@ def open_set(source: DataSource, skip: bool, scratch: Path) -> StreamedSet:
 
 
 def _hub_set(source: DataSource, what: str) -> StreamedSet:
-    with reading(f"{what}: cannot be streamed from the hub"):
-        builder = datasets.load_dataset_builder(*hub_name(source.location, source.config))
-        splits = builder.as_streaming_dataset()
-    train, evaluation = _choose([str(name) for name in splits], source, what)
+    revision, splits = hub_stream(*hub_name(source.location, source.config), source.flag)
+    train, evaluation = _choose(list(splits), source, what)
     name = source.location + (f":{source.config}" if source.config else "")
-    identity = f"{name} {train} {builder.hash}"
-    parts = {str(split): HubPart(f"{name} ({split})", source.flag, rows) for split, rows in splits.items()}
+    identity = f"{name} {train} {revision}"
+    parts = {split: HubPart(f"{name} ({split})", source.flag, rows) for split, rows in splits.items()}
     return StreamedSet((parts[train],), identity, identity, evaluation, parts)
 
 

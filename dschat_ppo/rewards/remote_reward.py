@@ -30,13 +30,14 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 from dschat_ppo.rewards.routed_reward import is_routed_to
 from dschat_ppo.types import Rollout
 
 FLAG = "--remote_reward_url"
-LABELS = ("label", "answer")
+LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _MOST_BYTES, _CHUNK_BYTES = 2**26, 2**16
 _HEARTBEAT_SECONDS = 1.0
@@ -128,7 +129,7 @@ class RemoteReward:
 
 
 def label_of(row: dict[str, Any]) -> Any:
-    """The row's `label` column, or its `answer` column, or None."""
+    """The row's correct answer, which a flag or its form names, or its `label` or `answer` column, or None."""
     return next((row[name] for name in LABELS if row.get(name) is not None), None)
 
 

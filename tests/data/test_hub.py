@@ -14,7 +14,7 @@ from test_splits import load, origins_of
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.hub import _why_unreachable as why_unreachable
-from dschat_ppo.data.hub import hub_dataset
+from dschat_ppo.data.hub import hub_dataset, hub_stream
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.stream_parts import open_set
 from dschat_ppo.errors import UserError
@@ -149,6 +149,28 @@ def test_an_answer_of_the_hub_is_not_a_broken_network(monkeypatch):
         assert words in why_unreachable("org/x") and bool(words) == bool(why_unreachable("org/x"))
 
 
+def test_a_stream_from_a_hub_that_cannot_be_reached(hub_home):
+    started = time.monotonic()
+    with pytest.raises(UserError) as refused:
+        hub_stream("org/x", "main")
+    assert str(refused.value) == (
+        "--data_path org/x: is no local file or folder, and the hub, from which --streaming would read it, cannot be "
+        "reached (no answer: Name or service not known); give a local folder, or if it was downloaded before, leave "
+        "out --streaming"
+    )
+    assert time.monotonic() - started < 5
+
+
+def test_a_stream_that_the_hub_refuses_says_what_to_do(monkeypatch):
+    def load(*_):
+        raise ValueError("Config name is missing. Please pick one among: a, b")
+
+    monkeypatch.setattr("dschat_ppo.data.hub._why_unreachable", lambda _: "")
+    monkeypatch.setattr(datasets, "load_dataset_builder", load)
+    with pytest.raises(UserError, match="^--data_path org/x: has several configurations; name one, as in org/x:NAME"):
+        hub_stream("org/x", None)
+
+
 @pytest.mark.parametrize(
     ("spec", "asked"),
     [
@@ -178,6 +200,7 @@ def test_a_stream_asks_the_hub_for_the_same_names(monkeypatch, tmp_path):
         names.append((name, config))
         raise ValueError("enough")
 
+    monkeypatch.setattr("dschat_ppo.data.hub._why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     [source] = parse_sources(["Hello-SimpleAI/HC3-Chinese"], "--data_path", DataFlags(data_path=["x"]))
     with pytest.raises(UserError, match="enough"):

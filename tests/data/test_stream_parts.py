@@ -228,6 +228,7 @@ def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatc
             opened.append(self)
             return {"train": rows.to_iterable_dataset(num_shards=4), "test": rows.to_iterable_dataset()}
 
+    monkeypatch.setattr("dschat_ppo.data.hub._why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
     found = open_set(source_for(tmp_path, "org/name:main"), False, tmp_path)
     assert found.evaluation == ("test",) and "revision" in found.content

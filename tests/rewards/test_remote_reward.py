@@ -13,7 +13,7 @@ import torch
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import remote_reward
-from dschat_ppo.rewards.remote_reward import RemoteReward
+from dschat_ppo.rewards.remote_reward import RemoteReward, label_of
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 
 REQUEST = RewardRequest(
@@ -354,3 +354,9 @@ def test_invalid_addresses_are_rejected(url):
 @pytest.mark.parametrize("url", ["http://localhost:5000/get_reward", "https://a.b", "http://[::1]:80/x"])
 def test_valid_addresses_are_accepted(url):
     remote_reward.check_url(url)
+
+
+def test_the_label_is_the_correct_answer_that_rules_read():
+    """... of `--label_key`, verl's rows and question/answer rows, whatever the row's other columns are called."""
+    assert label_of({"label": True, "answer": "2 + 2 = 4\n#### 4", "_truth": "4"}) == "4"
+    assert label_of({"label": "L", "answer": "A"}) == "L"
