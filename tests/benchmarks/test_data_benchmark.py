@@ -23,12 +23,12 @@ def test_the_tokenizer_is_measured_on_the_first_rows(tmp_path, monkeypatch):
     path = tmp_path / "pairs_30.jsonl"
     assert [json.loads(line)["chosen"] for line in path.read_text().splitlines()] == ["a"] * 30
     monkeypatch.setattr(benchmark, "BASELINE_ROWS", 20)
-    speed, tokens = benchmark.tokenizer_speed(tmp_path, path, 30, 2)
-    assert speed > 0 and tokens == 3, "'ab' is one token of the trained vocabulary"
+    speed, tokens, per_cpu = benchmark.tokenizer_speed(tmp_path, path, 30, 2)
+    assert speed > 0 and per_cpu > 0 and tokens == 3, "'ab' is one token of the trained vocabulary"
 
 
 def test_the_table_has_a_cell_for_each_column():
-    names = "file_gib cache_gib read_s rows_per_s tokenizer_rows_per_s ratio second_start_s peak_gib before_gib"
-    found = {"rows": 7, "tokens_per_row": 9.6, "processes": 2, **dict.fromkeys(names.split(), 1.25)}
+    names = "file_gib cache_gib read_s rows_per_cpu_s tokenizer_rows_per_cpu_s cpu_ratio second_start_s peak_gib"
+    found = {"rows": 7, "tokens_per_row": 9.6, "processes": 2, **dict.fromkeys([*names.split(), "before_gib"], 1.25)}
     header, _, cells = benchmark.table(found).splitlines()
     assert header.count("|") == cells.count("|") and cells.startswith("| 7 | 10 | 1.25 | 1.25 | 2 | 1 | 1 | 1 | 1.25 |")
