@@ -87,10 +87,10 @@ def tokenise_texts(folder: str, texts: list[str], ready: Any, times: Any) -> Non
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer(texts[:100])
     ready.wait()
-    start, cpu, tokens = time.time(), cpu_seconds(), 0
+    start, cpu, tokens = time.time(), time.process_time(), 0
     for place in range(0, len(texts), 1000):
         tokens += sum(map(len, tokenizer(texts[place : place + 1000])["input_ids"]))
-    times.put((start, time.time(), tokens, cpu_seconds() - cpu))
+    times.put((start, time.time(), tokens, time.process_time() - cpu))
 
 
 def cpu_seconds() -> float:
