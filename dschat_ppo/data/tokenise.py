@@ -31,7 +31,7 @@ NOTES = {  # further columns of a `TokenTable`
     "fitted": Value("int8"),  # see `Fitted`; UNUSABLE rows have no tokens but a `problem`
     "prompt_tokens": Value("int32"),  # before the length limit
     "answer_tokens": Value("int32"),  # of the longest answer, before the length limit
-    "key": Value("int64"),  # hash of all ids before the length limit: equal rows are duplicates
+    "key": Value("int64"),  # hash of all ids before the length limit, and of a prompt's correct answer: for duplicates
     "problem": Value("string"),
 }
 
@@ -99,21 +99,22 @@ def tokenise_batch(
         settings: how.
 
     Returns:
-        (columns of equal length, bad rows by rising index). The columns are those of `token_features`; `index`, the
-        number of the raw row in `raw_rows`, rising, since a row gives none, one or several token rows; and `fitted`,
-        `prompt_tokens`, `answer_tokens` and `key` for the log. Token rows that the limit drops are
+        (columns of equal length, bad rows by rising index, each once). The columns are those of `token_features`;
+        `index`, the number of the raw row in `raw_rows`, rising, since a row gives none, one or several token rows; and
+        `fitted`, `prompt_tokens`, `answer_tokens` and `key` for the log. Token rows that the limit drops are
         included, with `fitted` equal to `Fitted.DROPPED`.
 
     Raises:
         StopRequested: the run receives a stop request.
     """
-    bad: list[BadRow] = []
+    bad: dict[int, BadRow] = {}  # the first problem of each row
     examples: list[tuple[int, Example]] = []
 
     def note(index: int, problem: UserError, suffix: str = "", is_too_long: bool = False) -> None:
         where = f"{origins[index]}{suffix}"
         reason = str(problem).removeprefix(f"{where}: ").removeprefix(f"{origins[index]}: ")
-        bad.append(BadRow(index, reason, f"{where}: {reason}; the row: {_shown(raw_rows[index])}", is_too_long))
+        message = f"{where}: {reason}; the row: {_shown(raw_rows[index])}"
+        bad.setdefault(index, BadRow(index, reason, message, is_too_long))
 
     for index, row in enumerate(raw_rows):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
@@ -148,11 +149,13 @@ def tokenise_batch(
             too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
             note(index, too_long, example.suffix, is_too_long=True)
             continue
+        is_prompt = settings.use == "prompt" and example.truth is not None
+        asked = json.dumps(example.truth, default=str).encode() if is_prompt else b""  # equal prompts, other answers
         values: dict[str, Any] = {
             "index": index, "prompt_ids": fitted.prompt, "answers": fitted.answers, "margin": example.margin,
             "fitted": int(done),
             "prompt_tokens": len(ids.prompt), "answer_tokens": max(map(len, ids.answers), default=0),
-            "key": _hash(_bytes_of(ids)),
+            "key": _hash(_bytes_of(ids) + asked),
         }  # fmt: skip
         content = [_bytes_of(fitted), str(example.margin).encode()]
         if settings.use == "sft":
@@ -164,7 +167,7 @@ def tokenise_batch(
         values["digest"] = _hash(b"\0".join(content))
         for name, value in values.items():
             columns[name].append(value)
-    return _without_rows_of(columns, {problem.index for problem in bad}), sorted(bad, key=lambda found: found.index)
+    return _without_rows_of(columns, set(bad)), [bad[index] for index in sorted(bad)]
 
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:

@@ -60,7 +60,7 @@ def test_bad_rows_are_returned_by_rising_index_with_their_first_characters():
     ]  # fmt: skip
     columns, bad = batch(rows, truncation="error")
     assert columns["index"] == [0]
-    assert [(found.index, found.is_too_long) for found in bad] == [(1, False), (2, False), (3, True), (3, True)]
+    assert [(found.index, found.is_too_long) for found in bad] == [(1, False), (2, False), (3, True)], "each row once"
     assert bad[0].message == 'f, row 2: the prompt is empty; the row: {"prompt": "", "answers": ["b"]}'
     assert bad[1].message == 'f, row 3: \'answers\' is null; the row: {"prompt": "q", "answers": null}'
     assert bad[1].reason == "'answers' is null"
@@ -113,3 +113,12 @@ def test_row_text_keeps_the_columns_and_adds_what_they_lack():
     assert json.loads(row_text({"data_source": "own"}, Example("p", []), named)) == {"data_source": "own"}
     assert row_text({"data_source": "own"}, Example("p", []), named) == '{"data_source": "own"}'
     assert json.loads(row_text({}, Example("p", []), named)) == {"data_source": "mine"}
+
+
+def test_equal_prompts_with_other_correct_answers_are_no_duplicates():
+    rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", None)]
+    prompts, _ = batch(rows, use="prompt")
+    keys = prompts["key"]
+    assert keys[0] == keys[2] and len({*keys}) == 3
+    answers, _ = batch(rows)
+    assert len({*answers["key"]}) == 1
