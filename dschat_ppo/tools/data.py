@@ -115,9 +115,10 @@ def show(words: argparse.Namespace, config: Any, tokenizer_name: str | None) -> 
     Raises:
         UserError: the tokenizer cannot be loaded, or the data sets are not named as they must be.
     """
-    from dschat_ppo.tools import data_preview, data_report  # after the flags are checked: it takes seconds
+    # after the flags are checked: it takes seconds
+    from dschat_ppo.tools import data_findings, data_preview, data_report
 
-    wanted = data_preview.Wanted(words.step, config, words.rows, words.samples, words.problems)
+    wanted = data_findings.Wanted(words.step, config, words.rows, words.samples, words.problems)
     if tokenizer_name is None:
         preview = data_preview.look_at_forms(wanted)
     else:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -25,18 +26,25 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.bad_rows import report_duplicates
+from dschat_ppo.data.bad_lines import BadLines
+from dschat_ppo.data.bad_rows import report_duplicates, report_unreadable
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.collators import collate_answers, collate_pairs, collate_sft
-from dschat_ppo.data.examples import Use
+from dschat_ppo.data.examples import ADDED, Use
+from dschat_ppo.data.files import kind_of
 from dschat_ppo.data.forms import FIRST_ROWS, detect_form
+from dschat_ppo.data.json_rows import JsonColumns
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted, describe_lengths
-from dschat_ppo.data.prepare import EVAL_FLAG, Preparation, TokenisedSet
-from dschat_ppo.data.sources import DataSource
+from dschat_ppo.data.prepare import EVAL_FLAG, PARTS, Preparation, TokenisedSet
+from dschat_ppo.data.row_readers import FILE_SHIFT, read_tables, unpack
+from dschat_ppo.data.sources import COMPRESSED
 from dschat_ppo.data.splits import ORIGIN, Splits, load_all, load_splits
+from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
+from dschat_ppo.rewards.build_rewards import check_routes
 from dschat_ppo.tools.data_display import Piece, pieces_of
+from dschat_ppo.tools.data_findings import Preview, Sample, SetReport, Wanted, counted
 
 USES: dict[str, Use] = {"sft": "sft", "reward": "preference", "dpo": "preference", "ppo": "prompt"}
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -45,93 +53,6 @@ _REPORTED = re.compile(
     r"form |\d+ rows; |(prompt|answer) tokens: |skipped: |\d+ rows repeat |this step uses |tokenising "
 )
 _PERCENTILES = (0, 50, 90, 99, 100)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What to show.
-
-    Attributes:
-        step: "sft", "reward", "dpo" or "ppo".
-        config: the configuration of the step.
-        most_rows: rows to read of each data set; None for all.
-        samples: samples of each data set.
-        problems: bad rows of each data set.
-    """
-
-    step: str
-    config: Any
-    most_rows: int | None
-    samples: int
-    problems: int
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One row as it is trained.
-
-    Attributes:
-        where: file and row.
-        texts: ("prompt", "answer", "chosen" or "rejected", its pieces).
-        tokens: number of tokens of each text.
-        columns: in step 3, what reward functions receive: column -> value.
-    """
-
-    where: str
-    texts: list[tuple[str, list[Piece]]]
-    tokens: dict[str, int]
-    columns: dict[str, Any]
-
-
-@dataclass
-class SetReport:
-    """What was found in one data set.
-
-    Attributes:
-        source: the data set.
-        form, rendering, description, columns: how its rows are read; "" and [] if that is unknown.
-        rows: rows in the data set, those for evaluation not included.
-        parts: "training" or "evaluation" -> counts, and lengths in tokens.
-        samples: of the rows for training; of a data set for evaluation, of its rows.
-        bad_rows: number of rows that cannot be used.
-        problems: the first of them: "where", "reason" and "message" (both, and the first characters of the row).
-        notes: what training logs about the data set besides.
-        error: why the step cannot train on the data set, or None.
-    """
-
-    source: DataSource
-    form: str = ""
-    rendering: str = ""
-    description: str = ""
-    columns: list[str] = field(default_factory=list)
-    rows: int = 0
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
-    bad_rows: int = 0
-    problems: list[dict[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    error: str | None = None
-
-
-@dataclass
-class Preview:
-    """The report of all data sets of a step.
-
-    Attributes:
-        step: "sft", "reward", "dpo" or "ppo".
-        has_tokenizer: whether rows were rendered and tokenised.
-        notes: about the tokenizer.
-        sets: the data sets.
-        summary: lines about all of them together.
-        error: why the step cannot train, or None.
-    """
-
-    step: str
-    has_tokenizer: bool
-    notes: list[str] = field(default_factory=list)
-    sets: list[SetReport] = field(default_factory=list)
-    summary: list[str] = field(default_factory=list)
-    error: str | None = None
 
 
 def arguments_of(wanted: Wanted) -> dict[str, Any]:
@@ -189,7 +110,7 @@ def noted(lines: list[str], name: str = "") -> Iterator[None]:
 
 
 def look_at(tokenizer_name: str, wanted: Wanted) -> Preview:
-    """Prepare the data of a step as training does, and describe them. `--streaming` is not applied.
+    """Prepare the data of a step as training does, and describe them.
 
     Args:
         tokenizer_name: a folder or hub name.
@@ -199,8 +120,7 @@ def look_at(tokenizer_name: str, wanted: Wanted) -> Preview:
         UserError: the tokenizer cannot be used, or the data sets are not named as they must be.
         StopRequested: a stop request arrives.
     """
-    given, arguments = wanted.config.data, arguments_of(wanted)
-    flags = replace(given, streaming=False, streaming_rows=None)
+    flags, arguments = wanted.config.data, arguments_of(wanted)
     preview = Preview(wanted.step, has_tokenizer=True)
     with noted(preview.notes):
         tokenizer = load(tokenizer_name, flags)
@@ -209,33 +129,33 @@ def look_at(tokenizer_name: str, wanted: Wanted) -> Preview:
     for source in whole.sources():
         report = SetReport(source)
         preview.sets.append(report)
-        seen, first = whole.seen, len(whole.seen)
+        last, first = whole, len(whole.seen)
+        read = len(whole.read)
         try:
             with noted(report.notes, source.spec):
                 whole.add(source)
         except UserError as problem:
             report.error = str(problem)
             preview.error = preview.error or report.error
-            again = Preparation(tokenizer=tokenizer, flags=lenient, **arguments)
+            last, first, read = Preparation(tokenizer=tokenizer, flags=lenient, **arguments), 0, 0
             with noted(report.notes, source.spec), suppress(UserError):  # the first error counts
-                again.add(source)
-            seen, first = again.seen, 0
-        for prepared in seen[first:]:
+                last.add(source)
+        for splits in last.read[read:]:
+            _list_unreadable(report, splits, wanted)
+        for prepared in last.seen[first:]:
             _describe(report, prepared, tokenizer, wanted)
     if preview.error is None:
         try:
             with noted(preview.summary):
                 rows = whole.mixed()
+                if wanted.step == "ppo" and not isinstance(rows.train, StreamedRows):
+                    check_routes(wanted.config.rewards, rows.sources, rows.train["row"], wanted.most_rows is None)
         except UserError as problem:
             preview.error = str(problem)
         else:
             held_out = 0 if rows.eval is None else len(rows.eval)
-            preview.summary.append(f"an epoch has {len(rows.train)} rows; {held_out} rows are for evaluation")
-    if given.streaming:
-        preview.summary.append(
-            f"the data sets were read whole; with --streaming an epoch has {given.streaming_rows} rows, and none are "
-            "held out for evaluation"
-        )
+            epoch, verb = counted(len(rows.train), "row"), "is" if held_out == 1 else "are"
+            preview.summary.append(f"an epoch has {epoch}; {counted(held_out, 'row')} {verb} for evaluation")
     return preview
 
 
@@ -254,6 +174,8 @@ def look_at_forms(wanted: Wanted) -> Preview:
         try:
             load = load_all if source.flag == EVAL_FLAG else load_splits
             splits = load(source, flags.data_output_path, flags.bad_rows)
+            _list_unreadable(report, splits, wanted)
+            report_unreadable(source.spec, splits)
             _read_first(report, splits, use, wanted)
         except UserError as problem:
             report.error = str(problem)
@@ -288,12 +210,55 @@ def _unrendered(value: str | list[dict[str, Any]]) -> list[Piece]:
     return [Piece(text, trained=False, special=False)]
 
 
+@dataclass
+class _ListedLines(BadLines):
+    """Bad lines, each with its place, cause and first characters."""
+
+    found: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def add(self, place: str, cause: str, content: str, lines: int = 1) -> None:
+        self.first = ""  # of this line
+        super().add(place, cause, content, lines)
+        self.found.append((place, cause, self.first))
+
+
+def _list_unreadable(report: SetReport, splits: Splits, wanted: Wanted) -> None:
+    """Add the lines that were left out because they cannot be read. Only their number is known, and the first of them:
+    the files that have rows in `splits` are read again, up to the last line that is shown."""
+    report.unreadable = splits.skipped.count
+    if not report.unreadable:
+        return
+    tables = [rows for rows in (splits.train, splits.eval) if rows is not None]
+    numbers = np.unique(np.concatenate([rows.data.column(ORIGIN).to_numpy() >> FILE_SHIFT for rows in tables]))
+    for name in (splits.origins.names[number] for number in numbers):
+        path, missing = Path(name), wanted.problems - len(report.problems)
+        kind = kind_of(path)
+        if kind is None or missing <= 0:
+            continue
+        bad = _ListedLines(skip=True)
+        cache = wanted.config.data.data_output_path
+        with tempfile.TemporaryDirectory(dir=cache and os.path.expanduser(cache)) as folder:
+            if path.suffix.lower() in COMPRESSED:
+                unpack(path, Path(folder) / "unpacked")
+                path = Path(folder) / "unpacked"
+            for _ in read_tables(kind, path, bad, JsonColumns()):
+                if len(bad.found) >= missing:
+                    break
+        report.problems += [
+            {"where": f"{name}, {place}", "reason": cause, "message": f"{name}, {message}"}
+            for place, cause, message in bad.found[:missing]
+        ]
+
+
 def _describe(report: SetReport, found: TokenisedSet, tokenizer: PreTrainedTokenizerBase, wanted: Wanted) -> None:
     """Add what was found in the training or evaluation rows of a data set."""
     table, spec = found.table, report.source.spec
     report.form, report.rendering, report.description = found.form.name, found.form.rendering, found.form.description
     report.columns = [name for name in found.raw.column_names if name != ORIGIN]
     report.rows = report.rows or len(found.raw)
+    if report.used is None:  # the rows for evaluation come later, if they are a split of their own
+        report.used = sum(len(numbers) for numbers, _, _ in found.parts)
+        report.share = _share_of(report, wanted)
     repeats = report_duplicates(spec, table, found.raw, found.origins, skips=True)
     is_bad = table.fitted == Fitted.UNUSABLE
 
@@ -319,6 +284,16 @@ def _describe(report: SetReport, found: TokenisedSet, tokenizer: PreTrainedToken
             report.samples.append(sample_of(table.rows, int(index), where(index), tokenizer, wanted))
 
 
+def _share_of(report: SetReport, wanted: Wanted) -> str:
+    if report.used == report.rows:
+        return ""
+    every = ",".join("1" if part == PARTS[USES[wanted.step]] else "0" for part in range(len(PARTS)))
+    return (
+        f"this step uses {report.used} of {counted(report.rows, 'row')} (--data_split {wanted.config.data.data_split}),"
+        f" the others are not checked; {every} gives it all"
+    )
+
+
 def _lengths(tokens: np.ndarray) -> dict[str, Any]:
     """Percentiles of (N,) token counts, and the line with the histogram of training's log; {} without rows."""
     if not len(tokens):
@@ -339,7 +314,8 @@ def sample_of(rows: Dataset, index: int, where: str, tokenizer: PreTrainedTokeni
     tokens = {"prompt": len(prompt)}
     if wanted.step == "ppo":
         before, _ = pieces_of(tokenizer, prompt, [False] * len(prompt), len(prompt))
-        return Sample(where, [("prompt", before)], tokens, json.loads(row["row"]))
+        columns = {name: value for name, value in json.loads(row["row"]).items() if name not in ADDED}
+        return Sample(where, [("prompt", before)], tokens, columns)
     if wanted.step == "sft":
         batch = collate_sft(rows, [index], pad_id, wanted.config.sft.train_on_prompt)
         ids, masks, names = batch.input_ids, batch.loss_mask, ["answer"]
@@ -356,5 +332,4 @@ def sample_of(rows: Dataset, index: int, where: str, tokenizer: PreTrainedTokeni
         texts += [] if texts else [("prompt", before)]
         texts.append((name, after))
         tokens[name] = len(answer)
-    columns = {"margin": row["margin"]} if row["margin"] else {}
-    return Sample(where, texts, tokens, columns)
+    return Sample(where, texts, tokens, {"margin": row["margin"]} if row["margin"] else {})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dschat_ppo.tools.data_display import indented, shortened, text_of, visible
-from dschat_ppo.tools.data_preview import Preview, Sample, SetReport
+from dschat_ppo.tools.data_findings import Preview, Sample, SetReport, counted
 
 LEGENDS = {
     "sft": "marked: the tokens that the loss covers",
@@ -35,9 +35,8 @@ def lines_of(preview: Preview, full: bool, colour: bool) -> Iterator[str]:
             yield f"  samples ({LEGENDS[preview.step]})" if preview.has_tokenizer else "  samples (not rendered)"
         for sample in report.samples:
             yield from _sample_lines(sample, full, colour)
-        if report.problems:
-            shown = f", the first {len(report.problems)}" if report.bad_rows > len(report.problems) else ""
-            yield f"  {report.bad_rows} rows that cannot be used{shown}:"
+        if report.unreadable + report.bad_rows:
+            yield _problems_title(report)
         for problem in report.problems:
             yield f"    {visible(problem['message'])}"
         if report.error not in (None, preview.error):
@@ -48,15 +47,29 @@ def lines_of(preview: Preview, full: bool, colour: bool) -> Iterator[str]:
 
 def _set_lines(report: SetReport) -> Iterator[str]:
     rows = [("read as", report.description), ("columns", ", ".join(map(visible, report.columns)))]
-    rows += [("rows", str(report.rows))] if report.rows else []
+    rows += [("rows", f"{report.rows}{report.share and '; '}{report.share}")] if report.rows else []
     for name, part in report.parts.items():
-        counts = ", ".join(f"{value} {what}" for what, value in part.items() if isinstance(value, int) and value)
+        counts = ", ".join(_count(value, what) for what, value in part.items() if isinstance(value, int) and value)
         rows.append((name, counts))
         rows += [(f"  {what}", value["shown"]) for what, value in part.items() if isinstance(value, dict) and value]
     rows += [("note", note) for note in report.notes]
     for title, text in rows:
         if text:
             yield f"  {title.ljust(16)}{visible(text)}"
+
+
+def _count(value: int, what: str) -> str:
+    """A count of a part, whose names are those of several rows."""
+    one = {"rows": "row", "examples": "example", "repeat an earlier example": "repeats an earlier example"}
+    return counted(value, one.get(what, what), what)
+
+
+def _problems_title(report: SetReport) -> str:
+    counts = [(report.unreadable, "line", "cannot be read"), (report.bad_rows, "row", "cannot be used")]
+    shown = len(report.problems)
+    first = f", the first {shown}" if report.unreadable + report.bad_rows > shown > 0 else ""
+    title = " and ".join(f"{counted(count, what)} that {why}" for count, what, why in counts if count)
+    return f"  {title}{first}{':' if shown else ''}"
 
 
 def _sample_lines(sample: Sample, full: bool, colour: bool) -> Iterator[str]:
@@ -74,5 +87,5 @@ def _sample_lines(sample: Sample, full: bool, colour: bool) -> Iterator[str]:
 def _columns(columns: dict[str, Any]) -> list[tuple[str, Any]]:
     """What is shown of a row's columns: those that rules read, and the names of the others."""
     first = [(name, columns[name]) for name in (*_SHOWN_FIRST, "margin") if columns.get(name) is not None]
-    others = [name for name in columns if name not in dict(first) and not name.startswith("_")]
+    others = [name for name in columns if name not in dict(first)]
     return [*first, *([("columns", ", ".join(others))] if others else [])]

@@ -1,5 +1,6 @@
 """The preview of data: what it shows is what training uses."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.collators import collate_sft
+from dschat_ppo.data.examples import ADDED
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.tools import data
 from dschat_ppo.tools.data_display import CLOSE, OPEN
@@ -92,7 +94,7 @@ def test_each_bad_row_is_named_with_its_cause(preview, tmp_path):
     assert "2 rows that cannot be used:" in shown
     assert f"    {path}, row 4: 'chosen' is null" in shown
     assert f"    {path}, row 8: chosen and rejected are equal" in shown
-    assert "11 rows, 2 cannot be used, 9 examples, 1 repeat an earlier example" in shown
+    assert "11 rows, 2 cannot be used, 9 examples, 1 repeats an earlier example" in shown
     found = in_json(preview(*words, "--json"))
     assert [problem["where"] for problem in found["sets"][0]["problems"]] == [f"{path}, row 4", f"{path}, row 8"]
     assert found["error"] == found["sets"][0]["error"]
@@ -106,6 +108,110 @@ def test_bad_rows_that_training_skips_are_no_error(preview, tmp_path):
     path = write_lines(tmp_path / "some.jsonl", rows)
     words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--bad_rows")
     assert [preview(*words, policy)[0] for policy in ("skip", "error")] == [0, 2]
+
+
+def with_broken_lines(path, count: int, broken: tuple[int, ...]):
+    """A file whose lines with these numbers are not JSON."""
+    lines = [json.dumps({"prompt": f"{number}:", "response": " yes"}) for number in range(1, count + 1)]
+    for number in broken:
+        lines[number - 1] = f'{{"prompt": broken {number}'
+    path.parent.mkdir(exist_ok=True)
+    text = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["some.jsonl", "some.jsonl.gz"])
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_lines_that_cannot_be_read_are_listed(preview, tmp_path, name, tokenizer):
+    path = with_broken_lines(tmp_path / name, 60, (8, 31))
+    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--bad_rows", "skip")
+    code, shown, _ = preview(*words, tokenizer=tokenizer)
+    assert code == 0 and "  rows            58\n" in shown
+    assert "  2 lines that cannot be read:\n" in shown
+    assert f"    {path}, line 8 is not JSON (" in shown and "broken 31" in shown
+    found = in_json(preview(*words, "--json", "--problems", 1, tokenizer=tokenizer))["sets"][0]
+    (problem,) = found["problems"]
+    assert (found["unreadable"], found["bad_rows"], problem["where"]) == (2, 0, f"{path}, line 8")
+    assert problem["reason"].startswith("is not JSON (") and problem["message"].endswith("'{\"prompt\": broken 8'")
+
+
+def test_lines_that_end_training_are_listed_with_the_bad_rows(preview, tmp_path):
+    path = with_broken_lines(tmp_path / "some.jsonl", 60, (8, 9))
+    with path.open("a") as file:
+        file.write('{"prompt": "61:", "response": null}\n')
+    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0)
+    code, shown, error = preview(*words)
+    assert code == 2 and "line 8 is not JSON" in error
+    assert "  2 lines that cannot be read and 1 row that cannot be used:\n" in shown
+    assert f"    {path}, line 9 is not JSON" in shown and f"    {path}, row 61: 'response' is null" in shown
+    title = "  2 lines that cannot be read and 1 row that cannot be used, the first 2:\n"
+    assert title in preview(*words, "--problems", 2)[1]
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_too_many_lines_that_cannot_be_read_are_an_error_with_a_list(preview, tmp_path, tokenizer):
+    path = with_broken_lines(tmp_path / "some.jsonl", 20, (3, 5))
+    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--bad_rows", "skip")
+    code, shown, error = preview(*words, tokenizer=tokenizer)
+    assert code == 2 and "2 of 20 lines cannot be read" in error
+    assert f"    {path}, line 3 is not JSON" in shown and f"    {path}, line 5 is not JSON" in shown
+
+
+def test_lines_are_listed_for_the_files_that_are_used(preview, tmp_path):
+    folder = tmp_path / "folder"
+    with_broken_lines(folder / "train_sft-00000-of-00001.jsonl", 30, (2,))
+    with_broken_lines(folder / "train_gen-00000-of-00001.jsonl", 30, (4,))
+    held_out = with_broken_lines(tmp_path / "held_out.jsonl", 30, (6,))
+    words = ("--step", 1, "--data_path", f"{folder}[train_gen]", "--eval_data_path", held_out, "--bad_rows", "skip")
+    code, shown, error = preview(*words, "--data_split", "1,0,0", "--json")
+    assert code == 0, error
+    wheres = [[problem["where"] for problem in found["problems"]] for found in json.loads(shown)["sets"]]
+    assert wheres == [[f"{folder / 'train_gen-00000-of-00001.jsonl'}, line 4"], [f"{held_out}, line 6"]]
+
+
+def test_the_share_of_the_step_is_named(preview, assets):
+    words = ("--step", 2, "--data_path", assets / "pairs.jsonl")
+    _, shown, _ = preview(*words)
+    share = "this step uses 16 of 40 rows (--data_split 2,4,4), the others are not checked; 0,1,0 gives it all"
+    assert f"  rows            40; {share}\n" in shown
+    found = in_json(preview(*words, "--json"))["sets"][0]
+    assert (found["rows"], found["used"], found["share"]) == (40, 16, share)
+    _, shown, _ = preview(*words, "--data_split", "0,1,0")
+    assert "  rows            40\n" in shown and "this step uses" not in shown
+
+
+def test_one_is_singular(preview, tmp_path):
+    path = write_lines(tmp_path / "one.jsonl", [{"prompt": "1:", "response": " yes"}] * 2)
+    held_out = write_lines(tmp_path / "held_out.jsonl", [{"prompt": "1:", "response": " yes"}])
+    words = ("--step", 1, "--data_path", path, "--eval_data_path", held_out, "--data_split", "1,1,0")
+    _, shown, _ = preview(*words)
+    assert "1 row, 1 example, 1 kept whole" in shown
+    assert "an epoch has 1 row; 1 row is for evaluation" in shown
+    assert (
+        "2 rows, 2 examples"
+        in preview("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0)[1]
+    )
+
+
+def test_only_columns_of_the_data_are_shown(preview, tmp_path):
+    rows = [{**row, "_own": number} for number, row in enumerate(verl(4))]
+    path = write_parquet(tmp_path / "arithmetic.parquet", rows)
+    words = ("--step", 3, "--data_path", path, "--data_split", "0,0,1")
+    columns = in_json(preview(*words, "--json"))["sets"][0]["samples"][0]["columns"]
+    assert {"_own", "reward_model", "ground_truth"} <= set(columns) and not set(ADDED) & set(columns)
+    assert ", _own" in preview(*words)[1]
+
+
+def test_the_routes_of_rewards_are_checked_as_in_training(preview, tmp_path):
+    path = write_parquet(tmp_path / "arithmetic.parquet", verl(4))
+    words = ("--step", 3, "--data_path", path, "--data_split", "0,0,1", "--reward_function")
+    code, _, error = preview(*words, "math=numeric_match")
+    assert code == 2 and error.count("\n") == 1
+    assert "no training prompt has the data source 'math'; there are: openai/gsm8k" in error
+    assert preview(*words, "openai/gsm8k=numeric_match")[::2] == (0, "")
+    code, shown, _ = preview(*words, "math=numeric_match", "--rows", 2)  # there are more prompts
+    assert code == 0 and "none of 2 training prompts has the data source 'math'" in shown
 
 
 def test_too_long_rows_are_problems_if_they_end_training(preview, tmp_path):
@@ -200,12 +306,3 @@ def test_it_starts_without_deepspeed(assets, tmp_path):
         [sys.executable, "-c", program, *words], env=dict(os.environ), text=True, capture_output=True, check=False
     )
     assert found.returncode == 0, found.stderr
-
-
-def test_a_stream_is_shown_as_the_rows_of_its_files(preview, tmp_path):
-    path = write_lines(tmp_path / "share.jsonl", sharegpt(4))
-    code, whole, _ = preview("--step", 1, "--data_path", path)
-    assert code == 0
-    code, stream, _ = preview("--step", 1, "--data_path", path, "--streaming", "True", "--streaming_rows", 100)
-    assert code == 0 and stream.startswith(whole.rstrip("\n"))
-    assert "with --streaming an epoch has 100 rows" in stream.splitlines()[-1]
