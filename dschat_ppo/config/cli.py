@@ -22,6 +22,8 @@ from dschat_ppo.errors import UserError, reading
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux allows 4095 bytes; files inside a folder need the rest
 MOST_COUNT = 2**31 - 1  # several libraries store counts as 32-bit integers
+_FEWER = "to try a few steps, use fewer rows: --data_path DATA@ROWS"
+_ADVICE = dict.fromkeys(("max_steps", "max_train_steps", "max_train_samples", "max_samples"), _FEWER)  # other trainers'
 LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # magnitudes beyond overflow or underflow in fp32 products
 
 
@@ -163,8 +165,11 @@ def _check_path(name: str, path: str) -> None:
 
 
 def _suggestion(unknown: str, known: set[str]) -> str:
-    """A suggestion of the flag that `unknown` misspells, or "" if one of its words resembles no word of a flag."""
+    """What to use in place of a flag of other trainers, or the flag that `unknown` misspells; "" if one of its words
+    resembles no word of a flag."""
     words = unknown.lstrip("-").split("=")[0].replace("-", "_").split("_")
+    if advice := _ADVICE.get("_".join(words)):
+        return f"; {advice}"
     for name in difflib.get_close_matches("_".join(words), known):
         others = name.split("_")
         pairs = zip(words, others, strict=False)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from dschat_ppo.errors import UserError
 
 QUOTED_CHARACTERS = 200
+AROUND_CHARACTERS = 40  # shown before and after a byte that is not UTF-8
+NOT_UTF8 = "is not UTF-8 text (save the file as UTF-8)"
 BATCH_BYTES = 2**22  # of a file that are read at a time
 
 
@@ -42,3 +44,23 @@ class BadLines:
             raise UserError(message)
         self.first = self.first or message
         self.count += lines
+
+    def add_bytes(self, place: str, content: bytes) -> None:
+        """Count a line that is not UTF-8; the text around its first bad byte is quoted.
+
+        Raises:
+            UserError: see `add`.
+        """
+        self.add(place, NOT_UTF8, around_bad_byte(content))
+
+
+def around_bad_byte(content: bytes) -> str:
+    """The text around the first byte that is not UTF-8, which is shown as a backslash, x and its number."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as problem:
+        place = len(content[: problem.start].decode())
+        text = content.decode(errors="backslashreplace")
+        first, end = max(0, place - AROUND_CHARACTERS), place + AROUND_CHARACTERS
+        return ("..." if first else "") + text[first:end] + ("..." if end < len(text) else "")
+    return content.decode()

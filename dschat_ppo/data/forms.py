@@ -6,10 +6,11 @@ rows can be read in two ways, it stops and shows both.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.deepspeed_chat_sets import SETS, set_named
@@ -40,6 +41,7 @@ class Form:
         identity: text that differs between forms that read rows differently, for keys of caches.
         uses_flags: whether the column flags name columns of this data set.
         regroup: None, or a function of the whole `datasets.Dataset` that must run before its rows are split or read.
+        warning: what may be wrong with this reading, one line for the log; "" if nothing is.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Form:
     identity: str
     uses_flags: bool
     regroup: Callable[[Any], Any] | None = None
+    warning: str = ""
 
     def require(self, use: Use) -> None:
         """Refuse a use that the form does not serve.
@@ -95,7 +98,7 @@ def detect_form(name: str, columns: list[str], rows: list[Row], has_template: bo
         if not found:
             raise UserError(
                 f"{name}: has the columns {_listed(columns)}, which fit no known form; name them with --prompt_column, "
-                "--response_column, --chosen_column, --rejected_column or --messages_column"
+                f"--response_column, --chosen_column, --rejected_column or --messages_column{_rows_inside(rows)}"
             )
         chosen = choose(name, found)
     _require_one_column(name, columns, rows, chosen, content)
@@ -113,6 +116,21 @@ def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
         raise UserError(f"{named}: no data set has such a column")
 
 
+def mixed_renderings(forms: dict[str, Form]) -> str:
+    """Which data sets the chat template renders and which have text prompts; "" if all are alike.
+
+    Plain text, which has no prompts, does not count.
+    """
+    with_prompts = {spec: form for spec, form in forms.items() if form.name != "text"}
+    chat, text = ([spec for spec, form in with_prompts.items() if form.rendering == kind] for kind in ("chat", "text"))
+    if not chat or not text:
+        return ""
+    note = f"the chat template renders {', '.join(chat)}, but the prompts of {', '.join(text)} are text"
+    if any(forms[spec].name in SETS for spec in text):  # the flag does not apply to them
+        return note
+    return f"{note}; --apply_chat_template True makes chat messages of them all"
+
+
 def _form(
     name: str,
     columns: list[str],
@@ -125,7 +143,7 @@ def _form(
 ) -> Form:
     kind = chosen.kind
     is_named = kind.name in SETS
-    rendering, wrap, about = _rendering(name, chosen, has_template, flags)
+    rendering, wrap, about, warning = _rendering(name, chosen, has_template, flags)
     template = flags.input_template if not kind.inside and not chosen.is_chat else None
     unnamed = next((column for column in SYSTEM_COLUMNS if column in columns), None)
     system = by_flag.get("system", unnamed if flags.system_column is None else None)
@@ -166,7 +184,7 @@ def _form(
     about = f"{name}: has the columns {_listed(columns)}, read as form {kind.name}"
     return Form(
         kind.name, rendering, partial(_read, reading, uses, about), "; ".join([*parts, *([note] if note else [])]),
-        uses, about, repr(reading), bool(by_flag), regroup,
+        uses, about, repr(reading), bool(by_flag), regroup, warning,
     )  # fmt: skip
 
 
@@ -193,7 +211,19 @@ def _columns_by_flag(name: str, columns: list[str], rows: list[Row], flags: Data
     named = ", ".join(f"--{role}_column {column}" for role, column in missing.items())
     if len(missing) == len(wanted) and len(flags.data_path) > 1:
         return {}, f"has none of the columns that flags name ({', '.join(missing.values())}), so they do not apply"
-    raise UserError(f"{named}: {name} has no such column; it has {_listed(columns)}")
+    raise UserError(f"{named}: {name} has no such column; it has {_listed(columns)}{_rows_inside(rows)}")
+
+
+def _rows_inside(rows: list[Row]) -> str:
+    """A hint for a file that is one object with all rows in one of its values; else ""."""
+    if len(rows) != 1:
+        return ""
+    lists = [name for name, value in rows[0].items()
+             if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)]  # fmt: skip
+    if len(lists) != 1:
+        return ""
+    query = f"'.[{json.dumps(lists[0])}][]'"
+    return f"; the rows seem to be in '{lists[0]}': write them as JSON Lines, as with: jq -c {query} FILE > rows.jsonl"
 
 
 def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
@@ -245,8 +275,16 @@ def _check_forced(
         raise UserError(f"{name}: has the columns {_listed(columns)}; the form {kind.name} needs some of {names}{hint}")
 
 
-def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlags) -> tuple[Rendering, bool, str]:
-    """(rendering, whether text prompts become user messages, words for the log)."""
+class _Rendered(NamedTuple):
+    """Rendering, whether text prompts become user messages, words for the log, and a warning or ""."""
+
+    rendering: Rendering
+    wrap: bool
+    about: str
+    warning: str = ""
+
+
+def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlags) -> _Rendered:
     kind, wanted = chosen.kind, flags.apply_chat_template
     if wanted and (kind.name in SETS or kind.name == "text"):
         reason = "has the text prompts of DeepSpeed-Chat" if kind.name in SETS else "is plain text without prompts"
@@ -259,23 +297,28 @@ def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlag
                 "--chat_template chatml (or llama-3, zephyr, human-assistant, a file) gives it one"
             )
         if chosen.is_chat:
-            return "chat", False, "prompts are chat messages, rendered by the chat template"
+            return _Rendered("chat", False, "prompts are chat messages, rendered by the chat template")
         if kind.name == "hh":
-            return "chat", True, "the turns of the transcripts become messages of the chat template"
-        return "chat", True, "prompts are text and become user messages of the chat template"
+            return _Rendered("chat", True, "the turns of the transcripts become messages of the chat template")
+        return _Rendered("chat", True, "prompts are text and become user messages of the chat template")
     if kind.inside:
-        return "text", False, "text is used as it is"
+        return _Rendered("text", False, "text is used as it is")
     if flags.input_template is not None:
-        return "text", False, f"prompts are text, put into --input_template {flags.input_template!r}"
+        return _Rendered("text", False, f"prompts are text, put into --input_template {flags.input_template!r}")
     if kind.name == "alpaca":
-        return "text", False, "prompts are put into Alpaca's text template"
+        return _Rendered("text", False, "prompts are put into Alpaca's text template")
     about = "prompts are text, used as they are"
     glued = glued_row(chosen)
     if glued is None or wanted is False:
-        return "text", False, about + ("" if wanted is False or not has_template else ", without the chat template")
+        return _Rendered(
+            "text", False, about + ("" if wanted is False or not has_template else ", without the chat template")
+        )
     text = f"...{glued.prompt[-40:]}{str(glued.answers[0])[:40]}..."
     if not has_template or kind.rendering == "content":
-        return "text", False, f"{about}; warning: nothing separates prompt and answer: {text!r} (--input_template)"
+        return _Rendered(
+            "text", False, about,
+            f"nothing separates prompt and answer: {text!r}; --input_template puts text around a prompt",
+        )  # fmt: skip
     raise UserError(
         f"{name}: its rows can be read in two ways: as text, {text!r} (--apply_chat_template False), or as chat, "
         f"{shown(glued, as_chat=True)} (--apply_chat_template True); choose one of them, or give the text around a "

@@ -19,7 +19,7 @@ from datasets import Features, Json
 from datasets.features.features import generate_from_arrow_type
 
 from dschat_ppo.data.bad_lines import BATCH_BYTES, BadLines
-from dschat_ppo.data.json_stream import json_values
+from dschat_ppo.data.json_stream import json_values, reason
 
 _BATCH_ROWS = 2000
 _BOM = codecs.BOM_UTF8
@@ -251,12 +251,12 @@ def line_batches(
                     continue
                 fault = ""
                 try:
-                    row = json.loads(line.decode())
+                    row = json.loads(line.decode().rstrip("\r\n"))
                 except UnicodeDecodeError:
-                    fault = "is not UTF-8 text"
+                    bad.add_bytes(f"line {number}", line.strip())
+                    continue
                 except json.JSONDecodeError as problem:
-                    column = min(problem.pos, len(problem.doc.rstrip("\r\n"))) + 1
-                    fault = f"is not JSON ({problem.msg}, column {column})"
+                    fault = f"is not JSON ({reason(problem)} at column {problem.pos + 1})"
                 except RecursionError:
                     fault = "is nested too deeply"
                 else:

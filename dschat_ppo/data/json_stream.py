@@ -57,7 +57,7 @@ def json_values(path: Path) -> Iterator[Any]:
                 may_continue = "Unterminated" in problem.msg or problem.pos >= len(buffer.rstrip()) - _LONGEST_WORD
                 more = _read(file, number, at_least=len(buffer) - place) if may_continue else ""
                 if not more:
-                    cause = f"row {number + 1} is not JSON ({problem.msg})"
+                    cause = f"row {number + 1} is not JSON ({reason(problem)})"
                     if "Unterminated" in problem.msg or problem.pos >= len(buffer.rstrip()):
                         cause = f"row {number + 1} has no end: the file is truncated"
                     raise UserError(f"{cause}: {buffer[place : place + QUOTED_CHARACTERS]!r}") from None
@@ -65,6 +65,11 @@ def json_values(path: Path) -> Iterator[Any]:
                 continue
             number, place, comma = number + 1, end, True
             yield value
+
+
+def reason(problem: json.JSONDecodeError) -> str:
+    """What is wrong, without the word before a place: Python's messages end with "at", ":" or neither."""
+    return problem.msg.rstrip(": ").removesuffix(" at").removesuffix(" starting")
 
 
 def _skip(buffer: str, place: int, letters: str) -> int:
@@ -77,4 +82,4 @@ def _read(file: Any, number: int, at_least: int = 0) -> str:
     try:
         return str(file.read(max(BATCH_BYTES, at_least)))
     except UnicodeDecodeError:
-        raise UserError(f"is not UTF-8 text, in or after row {number + 1}; convert it") from None
+        raise UserError(f"is not UTF-8 text, in or after row {number + 1}; save the file as UTF-8") from None

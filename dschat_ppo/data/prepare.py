@@ -22,7 +22,7 @@ from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_unreadable
 from dschat_ppo.data.cache import regrouped
 from dschat_ppo.data.examples import Use
-from dschat_ppo.data.forms import Form, check_flags_used, detect_form
+from dschat_ppo.data.forms import Form, check_flags_used, detect_form, mixed_renderings
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
 from dschat_ppo.data.set_parts import Part, TokenisedSet, first_rows, joined
@@ -79,7 +79,7 @@ class Preparation:
     train: list[Part] = field(default_factory=list)
     eval: list[Part] = field(default_factory=list)
     streams: list[OpenedSource] = field(default_factory=list)
-    forms: list[Form] = field(default_factory=list)
+    forms: dict[str, Form] = field(default_factory=dict)
 
     def sources(self) -> list[DataSource]:
         """All data sets, those for evaluation last.
@@ -195,8 +195,10 @@ class Preparation:
         """
         form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
         logger().info(f"data: {source.spec}: {form.description}")
+        if form.warning:
+            logger().warning(f"data: {source.spec}: warning: {form.warning}")
         form.require(self.use)
-        self.forms.append(form)
+        self.forms[source.spec] = form
         return form
 
     def first(self, raw: Dataset) -> Dataset:
@@ -273,9 +275,15 @@ class Preparation:
             end = self.tokenizer.convert_ids_to_tokens(turn_end(self.tokenizer).token)
             logger().info(f"data: {source.spec}: answers to chat messages end with {end}")
 
+    def _check_forms(self) -> None:
+        check_flags_used(list(self.forms.values()), self.flags)
+        note = mixed_renderings(self.forms)
+        if note and self.flags.apply_chat_template is None:
+            logger().info(f"data: {note}")
+
     def streamed(self) -> TokenRows:
         """As `mixed`, with a stream for training. Collective."""
-        check_flags_used(self.forms, self.flags)
+        self._check_forms()
         names = tuple(dict.fromkeys(opened.source.name for opened in self.streams))
         return TokenRows(start(self.streams, self.flags), *self._evaluation(names))
 
@@ -291,7 +299,7 @@ class Preparation:
         Raises:
             UserError: a flag names a column that no data set has.
         """
-        check_flags_used(self.forms, self.flags)
+        self._check_forms()
         names = tuple(dict.fromkeys(part.source.name for part in self.train))
         shares = shares_of([part.source for part in self.train], [len(part.order) for part in self.train])
         if len(shares) > 1 or shares[0].used != shares[0].available:

@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import pyarrow.parquet
 from datasets import Features, Value
 from datasets.table import table_cast
 
-from dschat_ppo.data.bad_lines import BATCH_BYTES, BadLines
+from dschat_ppo.data.bad_lines import BATCH_BYTES, NOT_UTF8, BadLines, around_bad_byte
 from dschat_ppo.data.json_rows import JsonColumns, json_batches
 from dschat_ppo.errors import UserError
 
@@ -27,6 +27,8 @@ FILE_SHIFT = 40  # bits of the row's number
 _SKIPPED = b"dschat_ppo_skipped"  # in the metadata of the Arrow file
 _BATCH_ROWS = 2000
 EMPTY = "the data set is empty"
+_SEPARATORS = {",": "commas", "\t": "tabs", ";": "';'", "|": "'|'"}
+_FIRST_RECORDS = 20  # that show which separator a file uses
 
 Kind = Literal["json", "csv", "tsv", "parquet", "arrow", "text"]
 KINDS: dict[str, Kind] = {
@@ -205,6 +207,7 @@ def _without_dictionaries(table: pa.Table) -> pa.Table:
 def _separated(path: Path, delimiter: str, bad: BadLines) -> Iterator[tuple[list[int], pa.Table, Features]]:
     """Rows of a CSV or TSV file. Every value is text: an answer may be "4", "N/A" or empty."""
     csv.field_size_limit(sys.maxsize)
+    _require_separator(path, delimiter)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = csv.reader(file, delimiter=delimiter, strict=True)
         try:
@@ -238,7 +241,7 @@ def _separated(path: Path, delimiter: str, bad: BadLines) -> Iterator[tuple[list
                 bad.add(f"row {number}", cause, delimiter.join(fields), lines.line_num - first_line + 1)
                 continue
             if not "".join(fields).isascii() and _escapes(fields):
-                bad.add(f"row {number}", "is not UTF-8 text", _readable(delimiter.join(fields)))
+                bad.add_bytes(f"row {number}", delimiter.join(fields).encode(errors="surrogateescape"))
                 continue
             numbers.append(number)
             columns.append(fields)
@@ -270,13 +273,31 @@ def _escapes(fields: list[str]) -> bool:
     return False
 
 
-def _readable(text: str) -> str:
-    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
-
-
 def _require_utf8(header: list[str]) -> None:
     if _escapes(header):
-        raise UserError(f"the header is not UTF-8 text, convert it: {_readable(','.join(header))[:200]!r}")
+        content = ",".join(header).encode(errors="surrogateescape")
+        raise UserError(f"the header {NOT_UTF8}: {around_bad_byte(content)!r}")
+
+
+def _require_separator(path: Path, delimiter: str) -> None:
+    """Refuse a file of one column that has several columns, and rows of as many fields, by another separator."""
+    if len(next(_first_records(path, delimiter), [])) > 1:
+        return
+    for other in (mark for mark in _SEPARATORS if mark != delimiter):
+        header, *rows = chain(_first_records(path, other), [[]])
+        if len(header) > 1 and any(len(fields) == len(header) for fields in rows):
+            wanted, found = _SEPARATORS[delimiter], _SEPARATORS[other]
+            renamed = {",": "rename it to NAME.csv", "\t": "rename it to NAME.tsv"}.get(other, "convert it")
+            raise UserError(f"fields are separated by {wanted}; this file seems to use {found}; {renamed}")
+
+
+def _first_records(path: Path, delimiter: str) -> Iterator[list[str]]:
+    """The first records that are not blank, up to one that is not CSV."""
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        try:
+            yield from islice(filter(None, csv.reader(file, delimiter=delimiter, strict=True)), _FIRST_RECORDS)
+        except csv.Error:
+            return
 
 
 def _text_lines(path: Path, bad: BadLines) -> Iterator[tuple[list[int], pa.Table, Features]]:
@@ -292,7 +313,7 @@ def _text_lines(path: Path, bad: BadLines) -> Iterator[tuple[list[int], pa.Table
                 try:
                     text = line.decode().rstrip("\r\n")
                 except UnicodeDecodeError:
-                    bad.add(f"line {number}", "is not UTF-8 text", line.strip().decode(errors="backslashreplace"))
+                    bad.add_bytes(f"line {number}", line.strip())
                     continue
                 if text.strip():
                     numbers.append(number)

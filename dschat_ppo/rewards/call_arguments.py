@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from dschat_ppo.types import Rollout
 _HIDDEN = {"trl": {*ADDED, "prompt", "completion", "completion_ids", "completions_ids"}}
 # Argument of verl -> column. Where a row has no `extra_info`, verl passes an empty dict.
 _VERL = {"data_source": "data_source", "ground_truth": "ground_truth", "extra_info": "extra_info"}
+# What Python says when a function reads a text as a list of messages.
+_READS_MESSAGES = re.compile(r"string indices must be|'str' object has no attribute|values to unpack")
 _COLUMN_OF = _VERL | {f"{name}s": column for name, column in _VERL.items()}
 
 
@@ -111,6 +114,13 @@ def _texts(
         info = "extra_info" if signature.per_row else "extra_infos"
         return values | {solution: responses, info: [value or {} for value in values[info]]}
     return dict(zip(signature.call.arguments, (prompts, responses), strict=True))
+
+
+def hint_of_text(signature: Signature, row: dict[str, Any], cause: str) -> str:
+    """A hint for a function in TRL's form that fails with `cause` because it expects messages, not texts; else ""."""
+    if signature.form != "trl" or MESSAGES in row or not _READS_MESSAGES.search(cause):
+        return ""
+    return " (prompts are text, so completions are text; --apply_chat_template True passes messages)"
 
 
 def missing_columns(signature: Signature, request: RewardRequest) -> set[str]:

@@ -18,7 +18,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.rewards.call_arguments import arguments_of, missing_columns, token_ids_of
+from dschat_ppo.rewards.call_arguments import arguments_of, hint_of_text, missing_columns, token_ids_of
 from dschat_ppo.rewards.returned_values import MOST_NUMBERS, Returned
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
 from dschat_ppo.rewards.routed_reward import is_routed_to
@@ -187,9 +187,12 @@ class FunctionReward:
         new = missing_columns(self.pool.signature, own) - self.missing if rows else set()
         self.missing |= new
         if new:  # most often a misspelt column
-            self._warn(f"no row has a column {_either(new)}: its argument is None")
+            self._warn(f"no row has a column {_either(new)}: its argument is None{_other_name(new, own)}")
         results = self._results(own, rollout, rows)
-        causes = {row: found.score for row, found in zip(rows, results, strict=True) if isinstance(found.score, str)}
+        causes = {
+            row: found.score + hint_of_text(self.pool.signature, request.rows[row], found.score)
+            for row, found in zip(rows, results, strict=True) if isinstance(found.score, str)
+        }  # fmt: skip
         first = self.counts.cause
         if causes and first is None:
             first = next(iter(causes.values()))
@@ -264,6 +267,14 @@ class FunctionReward:
 
 def _either(columns: set[str]) -> str:
     return " or ".join(map(repr, sorted(columns)))
+
+
+def _other_name(missing: set[str], request: RewardRequest) -> str:
+    """How to pass the correct answer, if the rows have it under the other of its two names; else ""."""
+    for name, other in (("ground_truth", "answer"), ("answer", "ground_truth")):
+        if name in missing and any(row.get(other) is not None for row in request.rows):
+            return f"; --answer_column {other} passes the column '{other}' under both names"
+    return ""
 
 
 def _checked_score(found: Returned) -> Returned:

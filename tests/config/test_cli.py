@@ -113,6 +113,13 @@ def test_a_misspelt_flag_is_suggested_and_an_unrelated_one_is_not(step, given, m
     assert ("did you mean" in str(problem.value)) is (meant is not None)
 
 
+@pytest.mark.parametrize("given", [["--max_steps", "3"], ["--max-train-steps=3"], ["--max_samples", "10"]])
+@pytest.mark.parametrize("step", NEEDED)
+def test_flags_of_other_trainers_that_shorten_a_run_are_answered(step, given):
+    with pytest.raises(UserError, match="; to try a few steps, use fewer rows: --data_path DATA@ROWS "):
+        read(step, *given)
+
+
 def test_help_is_short_and_shows_types_and_defaults(capsys):
     with pytest.raises(SystemExit):
         parse("ppo", ["--help"])

@@ -169,7 +169,7 @@ def test_text_whose_answer_is_glued_to_the_prompt_stops_with_both_readings(promp
 )
 def test_text_with_something_between_stays_text_unasked(prompt, answer):
     form = form_of([{"prompt": prompt, "response": answer}])
-    assert (form.rendering, "warning" in form.description) == ("text", False)
+    assert (form.rendering, form.warning) == ("text", "")
 
 
 def test_glued_rows_count_from_more_than_half():
@@ -205,10 +205,11 @@ def test_a_flag_chooses_the_rendering_for_all_uses(flags, prompt):
     assert read([row], "prompt", **flags) == [Example(prompt, [])]
 
 
-def test_without_a_chat_template_the_description_warns():
+def test_without_a_chat_template_the_form_warns():
     form = form_of([{"prompt": "Why?", "response": "So"}], has_template=False)
     assert form.rendering == "text"
-    assert "warning: nothing separates prompt and answer: '...Why?So...' (--input_template)" in form.description
+    assert form.warning.startswith("nothing separates prompt and answer: '...Why?So...'; --input_template ")
+    assert "nothing" not in form.description
 
 
 def test_prompts_that_the_answers_repeat_stop():

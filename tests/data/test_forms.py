@@ -8,7 +8,7 @@ from form_fixtures import ALPACA, ASK, GSM, HALL, HH, KTO, TOOL, assistant, form
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.forms import check_flags_used, detect_form
+from dschat_ppo.data.forms import check_flags_used, detect_form, mixed_renderings
 from dschat_ppo.errors import UserError
 
 QUESTION = {"question": "How many clips?", "answer": GSM}
@@ -19,6 +19,32 @@ def test_columns_of_no_form_are_listed():
         UserError, match=r"d\.jsonl: has the columns 'a', 'b', which fit no known form; .*--prompt_column"
     ):
         form_of([{"a": 1, "b": 2}])
+
+
+def test_an_object_that_holds_the_rows_is_explained():
+    whole = {"version": "1.0", "data": [{"question": "a"}, {"question": "b"}]}
+    hint = "; the rows seem to be in 'data': write them as JSON Lines, as with: jq -c '.[\"data\"][]' FILE > rows.jsonl"
+    for flags in ({}, {"prompt_column": "question"}):
+        with pytest.raises(UserError) as problem:
+            form_of([whole], **flags)
+        assert str(problem.value).endswith(hint)
+    two_lists, texts = {**whole, "more": [{}]}, {"version": "1.0", "data": ["a", "b"]}
+    for rows in ([whole, whole], [two_lists], [texts], [{"version": "1.0", "data": []}]):
+        with pytest.raises(UserError) as problem:
+            form_of(rows)
+        assert "fit no known form" in str(problem.value) and "seem" not in str(problem.value)
+
+
+def test_mixed_renderings_are_named_with_the_flag_that_ends_them():
+    chat = form_of([{"messages": [user("a"), assistant("b")]}])
+    text = form_of([{"prompt": "Why? ", "response": "So"}])
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    plain, named = form_of([{"text": "a"}]), form_of([pair], name="Dahoas/rm-static")
+    note = "the chat template renders c.jsonl, but the prompts of t.jsonl are text"
+    flag = "; --apply_chat_template True makes chat messages of them all"
+    assert mixed_renderings({"t.jsonl": text, "c.jsonl": chat, "p.jsonl": plain}) == note + flag
+    assert mixed_renderings({"a": chat, "b": chat, "p": plain}) == "" == mixed_renderings({"a": text, "p": plain})
+    assert mixed_renderings({"t.jsonl": named, "c.jsonl": chat}) == note  # --apply_chat_template is refused there
 
 
 def test_column_flags_name_prompt_and_answers():

@@ -69,11 +69,49 @@ def test_a_quote_without_end_counts_all_lines_that_it_swallows(tmp_path):
 
 def test_text_that_is_not_utf8_is_named(tmp_path):
     content = "p,q\né,1\n".encode() + b"caf\xe9,2\n"
-    with pytest.raises(UserError, match=r"row 2 is not UTF-8 text: 'caf\\\\xe9,2'"):
+    with pytest.raises(UserError, match=r"row 2 is not UTF-8 text \(save the file as UTF-8\): 'caf\\\\xe9,2'"):
         read(tmp_path, content)
     assert read(tmp_path, content, "skip").train["p"][:] == ["é"]
     with pytest.raises(UserError, match="the header is not UTF-8 text"):
         read(tmp_path, b"caf\xe9,q\n1,2\n", "skip")
+
+
+@pytest.mark.parametrize("name", ["d.csv", "d.txt", "d.jsonl"])
+def test_the_text_around_the_first_byte_that_is_not_utf8_is_shown(tmp_path, name):
+    before, after = "x" * 300 + "é" * 40, "z" * 40
+    first = b'{"p": "a"}\n' if name == "d.jsonl" else b"p\n"
+    content = first + before.encode() + b"\xfc" + after.encode() + b"\xfc\n"
+    with pytest.raises(UserError) as problem:
+        read(tmp_path, content, name=name)
+    shown = "..." + "é" * 40 + "\\xfc" + "z" * 36 + "..."
+    assert str(problem.value).endswith(f"is not UTF-8 text (save the file as UTF-8): {shown!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("d.csv", "p;q\n1,5;2\n3;4\n", "fields are separated by commas; this file seems to use ';'; convert it"),
+        ("d.csv", "p;q\n1;2\n", "this file seems to use ';'"),
+        ("d.csv", '"p";"q"\n"1, 2";"3"\n', "this file seems to use ';'"),
+        ("d.csv", '\np|q|r\n"1\n2"|3|4\n', "this file seems to use '|'; convert it"),
+        ("d.csv", "p\tq\na\tb, c\n", "this file seems to use tabs; rename it to NAME.tsv"),
+        ("d.tsv", "p,q\na,b\n", "fields are separated by tabs; this file seems to use commas; rename it to NAME.csv"),
+    ],
+)
+@pytest.mark.parametrize("bad_rows", ["error", "skip"])
+def test_another_separator_is_named(tmp_path, name, text, words, bad_rows):
+    with pytest.raises(UserError) as problem:
+        read(tmp_path, text, bad_rows, name)
+    assert str(problem.value).startswith(f"--data_path {tmp_path / name}: fields are separated by ")
+    assert words in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [("p;q\n1\n2;3;4\n", "p;q"), ('"p;q"\n"1;2"\n', "p;q"), ("p\na;b\n", "p"), ("p;q,r\n1;2,3\n", "p;q")],
+)
+def test_other_separators_inside_fields_are_text(tmp_path, text, column):
+    assert read(tmp_path, text).train.column_names[0] == column
 
 
 def test_a_long_field_is_read(tmp_path):

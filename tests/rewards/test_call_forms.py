@@ -139,6 +139,37 @@ def test_verl_data_without_a_truth_is_reported(name, column, capsys):
 
 
 @pytest.mark.parametrize(
+    ("lacking", "other", "remedy"),
+    [
+        ("ground_truth", "answer", "; --answer_column answer passes the column 'answer' under both names\n"),
+        ("ground_truth", "solution", "\n"),
+        (
+            "answer",
+            "ground_truth",
+            "; --answer_column ground_truth passes the column 'ground_truth' under both names\n",
+        ),
+    ],
+)
+def test_a_truth_under_its_other_name_is_pointed_out(tmp_path, lacking, other, remedy, capsys):
+    (tmp_path / "f.py").write_text(f"def f(response, {lacking}): return 1.0")
+    ask(str(tmp_path / "f.py"), "f", RewardRequest(["", ""], ["a", "b"], [{other: "4"}, {other: None}]))
+    assert f"no row has a column '{lacking}': its argument is None{remedy}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "hinted"),
+    [("c[0]['content']", True), ("c[0].get('content')", True), ("[m for [m] in completions]", True), ("1 / 0", False)],
+)
+def test_a_function_that_reads_texts_as_messages_gets_a_hint(tmp_path, body, hinted, capsys):
+    (tmp_path / "f.py").write_text(f"def f(completions): return [len({body}) for c in completions]")
+    hint = " (prompts are text, so completions are text; --apply_chat_template True passes messages)"
+    for row, is_text in (({}, True), (CHATS.rows[0], False)):
+        _, _, counts = ask(str(tmp_path / "f.py"), "f", RewardRequest(["p"], ["four"], [row]))
+        assert (hint in (counts.cause or "")) is (hinted and is_text)
+        assert (f"{hint}; its score is -9" in capsys.readouterr().out) is (hinted and is_text)
+
+
+@pytest.mark.parametrize(
     ("names", "form"),
     [
         (["prompts", "responses"], "responses"), (["answer"], "responses"), ([], "responses"),
