@@ -10,14 +10,15 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.deepspeed_chat_sets import SETS, set_named
 from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
 from dschat_ppo.data.form_answer_lists import group_by_prompt
-from dschat_ppo.data.form_choice import Candidate, choose, glued_row, shown, try_kind
+from dschat_ppo.data.form_choice import Candidate, choose, try_kind
 from dschat_ppo.data.form_kinds import KINDS, NEEDED, Kind, kind_named
+from dschat_ppo.data.form_rendering import rendering_of
 from dschat_ppo.data.form_rows import Reading, Rendering, read_row
 from dschat_ppo.errors import UserError
 
@@ -143,7 +144,7 @@ def _form(
 ) -> Form:
     kind = chosen.kind
     is_named = kind.name in SETS
-    rendering, wrap, about, warning = _rendering(name, chosen, has_template, flags)
+    rendering, wrap, about, warning = rendering_of(name, chosen, has_template, flags)
     template = flags.input_template if not kind.inside and not chosen.is_chat else None
     unnamed = next((column for column in SYSTEM_COLUMNS if column in columns), None)
     system = by_flag.get("system", unnamed if flags.system_column is None else None)
@@ -273,57 +274,6 @@ def _check_forced(
         names = ", ".join("/".join(names) for names in kind.roles.values())
         hint = f"; --data_format FORM reads it in another way than DeepSpeed-Chat reads {kind.name}" if by_name else ""
         raise UserError(f"{name}: has the columns {_listed(columns)}; the form {kind.name} needs some of {names}{hint}")
-
-
-class _Rendered(NamedTuple):
-    """Rendering, whether text prompts become user messages, words for the log, and a warning or ""."""
-
-    rendering: Rendering
-    wrap: bool
-    about: str
-    warning: str = ""
-
-
-def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlags) -> _Rendered:
-    kind, wanted = chosen.kind, flags.apply_chat_template
-    if wanted and (kind.name in SETS or kind.name == "text"):
-        reason = "has the text prompts of DeepSpeed-Chat" if kind.name in SETS else "is plain text without prompts"
-        raise UserError(f"{name}: {reason}, so --apply_chat_template True does not apply; --data_format chooses a form")
-    is_content = kind.rendering == "content" and wanted is None and flags.input_template is None and has_template
-    if chosen.is_chat or wanted or is_content:
-        if not has_template:
-            raise UserError(
-                f"{name}: its prompts become chat messages, but the model's tokenizer has no chat template; "
-                "--chat_template chatml (or llama-3, zephyr, human-assistant, a file) gives it one"
-            )
-        if chosen.is_chat:
-            return _Rendered("chat", False, "prompts are chat messages, rendered by the chat template")
-        if kind.name == "hh":
-            return _Rendered("chat", True, "the turns of the transcripts become messages of the chat template")
-        return _Rendered("chat", True, "prompts are text and become user messages of the chat template")
-    if kind.inside:
-        return _Rendered("text", False, "text is used as it is")
-    if flags.input_template is not None:
-        return _Rendered("text", False, f"prompts are text, put into --input_template {flags.input_template!r}")
-    if kind.name == "alpaca":
-        return _Rendered("text", False, "prompts are put into Alpaca's text template")
-    about = "prompts are text, used as they are"
-    glued = glued_row(chosen)
-    if glued is None or wanted is False:
-        return _Rendered(
-            "text", False, about + ("" if wanted is False or not has_template else ", without the chat template")
-        )
-    text = f"...{glued.prompt[-40:]}{str(glued.answers[0])[:40]}..."
-    if not has_template or kind.rendering == "content":
-        return _Rendered(
-            "text", False, about,
-            f"nothing separates prompt and answer: {text!r}; --input_template puts text around a prompt",
-        )  # fmt: skip
-    raise UserError(
-        f"{name}: its rows can be read in two ways: as text, {text!r} (--apply_chat_template False), or as chat, "
-        f"{shown(glued, as_chat=True)} (--apply_chat_template True); choose one of them, or give the text around a "
-        "prompt, such as --input_template 'Question: {} Answer: '"
-    )
 
 
 def _truth(
