@@ -163,11 +163,11 @@ def test_lines_are_listed_for_the_files_that_are_used(preview, tmp_path):
     with_broken_lines(folder / "train_sft-00000-of-00001.jsonl", 30, (2,))
     with_broken_lines(folder / "train_gen-00000-of-00001.jsonl", 30, (4,))
     held_out = with_broken_lines(tmp_path / "held_out.jsonl", 30, (6,))
-    words = ("--step", 1, "--data_path", f"{folder}[train_gen]", "--eval_data_path", held_out, "--bad_rows", "skip")
+    words = ("--step", 1, "--data_path", f"{folder}[train_sft]", "--eval_data_path", held_out, "--bad_rows", "skip")
     code, shown, error = preview(*words, "--data_split", "1,0,0", "--json")
     assert code == 0, error
     wheres = [[problem["where"] for problem in found["problems"]] for found in json.loads(shown)["sets"]]
-    assert wheres == [[f"{folder / 'train_gen-00000-of-00001.jsonl'}, line 4"], [f"{held_out}, line 6"]]
+    assert wheres == [[f"{folder / 'train_sft-00000-of-00001.jsonl'}, line 2"], [f"{held_out}, line 6"]]
 
 
 def test_the_share_of_the_step_is_named(preview, assets):
@@ -188,10 +188,8 @@ def test_one_is_singular(preview, tmp_path):
     _, shown, _ = preview(*words)
     assert "1 row, 1 example, 1 kept whole" in shown
     assert "an epoch has 1 row; 1 row is for evaluation" in shown
-    assert (
-        "2 rows, 2 examples"
-        in preview("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0)[1]
-    )
+    words = ("--step", 1, "--data_path", path, "--eval_fraction", 0, "--data_split", "1,0,0")
+    assert "2 rows, 2 examples" in preview(*words)[1]
 
 
 def test_only_columns_of_the_data_are_shown(preview, tmp_path):
