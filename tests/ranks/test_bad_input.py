@@ -17,7 +17,7 @@ CASES = {
         ["sft.jsonl", "prompt/chosen/rejected"],
     ),
     "empty data set": ("sft", "--data_path {b}/empty.jsonl", ["empty.jsonl", "empty"]),
-    "unreadable ending": ("sft", "--data_path {b}/notes.txt", ["notes.txt", ".jsonl"]),
+    "unreadable ending": ("sft", "--data_path {b}/notes.pdf", ["notes.pdf", ".jsonl"]),
     "row that is not text": (
         "sft",
         "--data_path {b}/number.jsonl --data_split 1,0,0",
@@ -86,7 +86,7 @@ CASES = {
     "flag that comes later": ("ppo", "--only_optimize_lora", ["--only_optimize_lora", "not available yet", "1e-5"]),
     "negative batch": ("sft", "--per_device_train_batch_size -1", ["--per_device_train_batch_size", "-1"]),
     "offload at stage 0": ("sft", "--offload", ["--offload", "--zero_stage"]),
-    "rows too long": ("sft", "--max_seq_len 2 --truncation drop", ["limit of 2 tokens"]),
+    "rows too long": ("sft", "--max_seq_len 2 --truncation drop", ["--max_seq_len 2; raise it"]),
     "number format": ("sft", "--dtype fp64", ["--dtype", "fp64"]),
     "output that cannot be made": ("sft", "--output_dir {b}/notes.txt/out", ["--output_dir", "cannot be written"]),
     "finished output": ("sft", "--output_dir {b}/finished", ["finished", "--overwrite_output_dir"]),
@@ -108,7 +108,7 @@ CASES = {
     ),
     "output on top of a model": ("sft", "--output_dir {a}/lm --overwrite_output_dir", ["--output_dir", "over a model"]),
     "output on top of something": ("sft", "--output_dir {b}/small", ["--output_dir", "earlier outputs"]),
-    "limit that cuts every answer": ("sft", "--max_seq_len 2", ["every answer is cut", "2 tokens"]),
+    "limit that cuts every answer": ("sft", "--max_seq_len 2", ["every answer is cut", "--max_seq_len 2"]),
     "answers beyond all positions": ("ppo", "--max_answer_seq_len 1000000", ["--max_answer_seq_len", "128 positions"]),
     "critic that is an encoder": (
         "ppo",
@@ -221,6 +221,7 @@ def bad(assets, tmp_path_factory):
     good = json.dumps({"prompt": "a:", "response": "b"})
     (folder / "empty.jsonl").write_text("")
     (folder / "notes.txt").write_text("hello")
+    (folder / "notes.pdf").write_text("hello")
     (folder / "number.jsonl").write_text(f'{good}\n{{"prompt": "a", "response": 7}}\n')
     (folder / "null.jsonl").write_text(f'{good}\n{{"prompt": "a", "response": null}}\n')
     (folder / "broken.jsonl").write_text(f"{good}\n{{prompt\n")
