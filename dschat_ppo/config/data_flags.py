@@ -111,9 +111,9 @@ class DataFlags:
         "JSON of variables for the chat template, such as '{\"enable_thinking\": false}'", None
     )
     truncation: Literal["left", "right", "middle", "drop", "error"] = flag(
-        "rows over the length limit: 'left' cuts the start of the prompt, 'right' its end, 'middle' its middle (each"
-        " also cuts the end of a response that is too long by itself), 'drop' drops the row, 'error' stops; the number"
-        " of rows affected is logged",
+        "rows over the length limit: 'left' cuts the start of the prompt, 'right' its end, 'middle' its middle (BOS and"
+        " the opening of the assistant's turn stay; the end of a response is cut only if it is too long by itself),"
+        " 'drop' drops the row, 'error' stops; the number of rows affected is logged",
         "left",
     )
     bad_rows: Literal["error", "skip"] = flag(
