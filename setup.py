@@ -42,6 +42,7 @@ setup(
         "tqdm>=4.66.3",
     ],
     extras_require={
+        "lora": ["peft==0.21.2"],
         "math": ["math-verify==0.9.0"],
         "plot": ["matplotlib==3.11.2"],
         "sentencepiece": ["sentencepiece==0.2.3"],
@@ -53,6 +54,7 @@ setup(
             "types-PyYAML==6.0.12.20261113",
             "hypothesis==6.170.15",
             "math-verify==0.9.0",
+            "peft==0.21.2",
         ],
     },
 )

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 SETTLED = {"torch", "deepspeed", "transformers", "accelerate", "datasets", "tensorboard"}  # all others are extras
 NAMES = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "math_verify": "math-verify"}  # import -> package
-OPTIONAL = {"math_verify"}  # imported inside a function, after a check that the extra is installed
+OPTIONAL = {"math_verify", "peft"}  # imported inside a function, after a check that the extra is installed
 
 
 def name_of(requirement: str) -> str:

@@ -58,8 +58,6 @@ def _correct(parser: HfArgumentParser, step: Step) -> None:
             action.help, action.default = f"turn --{action.dest} off", argparse.SUPPRESS
         if action.required:
             action.help, action.default = f"{action.help} (required)", argparse.SUPPRESS
-        if action.dest in step.not_yet:
-            action.help = f"{action.help} (not available yet)"
 
 
 def _yaml_arguments(path: str, known: set[str]) -> list[str]:
@@ -104,7 +102,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         The frozen configuration of the step: `SFTConfig`, `PreferenceConfig` or `PPOConfig`.
 
     Raises:
-        UserError: a flag is unknown, out of range, without effect, or not available yet.
+        UserError: a flag is unknown, out of range, or without effect.
         SystemExit: after `--help`.
     """
     step = STEPS[step_name]
@@ -124,12 +122,10 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     words = (_yaml_arguments(path, known) if path else []) + list(argv)
     *parts, unknown = parser.parse_args_into_dataclasses(words, look_for_args_file=False, return_remaining_strings=True)
     values = {name: value for part in parts for name, value in vars(part).items()}
-    refused = _unavailable(step, {name: value for name, value in values.items() if value != parser.get_default(name)})
     if unknown:
-        refused.insert(
-            0, f"unknown flag or value: {' '.join(unknown)}{_suggestion(unknown[0], known)} (all flags: --help)"
+        raise UserError(
+            f"unknown flag or value: {' '.join(unknown)}{_suggestion(unknown[0], known)} (all flags: --help)"
         )
-    require(not refused, "; ".join(refused))
     _check_values(values)
     return step.config(**{name: part for (name, _), part in zip(groups, parts, strict=True)})
 
@@ -181,21 +177,6 @@ def _suggestion(unknown: str, known: set[str]) -> str:
 def flatten(config: Any) -> dict[str, Any]:
     """The configuration of a step as flag name -> value."""
     return {name: value for group in dataclasses.asdict(config).values() for name, value in group.items()}
-
-
-def _unavailable(step: Step, given: dict[str, Any]) -> list[str]:
-    """Messages about the `given` flags that are not available yet, one per feature."""
-    refused = []
-    for feature in dict.fromkeys(step.not_yet.values()):
-        flags = [f"--{name} {given[name]}" for name in step.not_yet if step.not_yet[name] == feature and name in given]
-        if flags:
-            refused.append(f"{', '.join(flags)}: {feature} is not available yet; leave these flags out")
-        if flags and feature == "LoRA":
-            rates = " and ".join(f"--{name}" for name in step.rates)
-            refused[-1] += (
-                f", and set {rates} to 1e-5 to 2e-5: without LoRA all weights are trained, and LoRA's 1e-3 ruins them"
-            )
-    return refused
 
 
 def notes(step_name: str, config: Any) -> list[str]:

@@ -77,9 +77,6 @@ class PPOFlags:
     unpin_actor_parameters: bool = flag(
         "gather ZeRO-3 parameters layer by layer while generating, instead of all at once: less memory, slower", False
     )
-    sleep_in_rollout: bool = flag(
-        "move optimizer states and fp32 weights of actor and critic to host memory while generating (ZeRO-3)", False
-    )
 
     old_logprobs: Literal["auto", "recompute", "rollout"] = flag(
         "log-probs of the old policy: 'recompute' by a forward pass of the actor; 'rollout' uses those recorded while "
@@ -127,22 +124,12 @@ class PPOFlags:
     release_inference_cache: bool = flag(
         "no effect (kept for old scripts): the KV cache is always released after a rollout", False
     )
-    inference_tp_size: int = flag("tensor-parallel size of generation", 1)
-    tp_gather_partition_size: int = flag("number of layers gathered at a time for tensor-parallel generation", 8)
     unsupervised_dataset_name: str | None = flag(
         "data set with a column `text` for the PTX loss: language modelling in the same updates as PPO; not given: off",
         None,
     )
     unsupervised_dataset_config_name: str | None = flag("configuration of --unsupervised_dataset_name on the hub", None)
     unsup_coef: float = flag("weight of the PTX loss", 27.8)
-    actor_lora_dim: int = flag("LoRA rank of the actor; 0 = off", 0)
-    actor_lora_module_name: str = flag("modules of the actor that get LoRA", "decoder.layers.")
-    actor_lora_learning_rate: float = flag("learning rate of the actor's LoRA parameters", 5e-4)
-    critic_lora_dim: int = flag("LoRA rank of the critic; 0 = off", 0)
-    critic_lora_module_name: str = flag("modules of the critic that get LoRA", "decoder.layers.")
-    critic_lora_learning_rate: float = flag("learning rate of the critic's LoRA parameters", 5e-4)
-    only_optimize_lora: bool = flag("train only the LoRA parameters", False)
-    enable_mixed_precision_lora: bool = flag("quantise the frozen weights under LoRA", False)
     enable_ema: bool = flag("keep an exponential moving average of the actor's weights, saved in `actor_ema/`", False)
     ema_decay: float = flag("decay of the moving average, applied at each update of the actor", EMA_DECAY)
     align_overflow: bool = flag(

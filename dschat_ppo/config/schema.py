@@ -232,10 +232,6 @@ class SupervisedFlags:
     eval_fraction: float = flag(
         "share of the training rows held out for evaluation if a data set has no eval, test or validation split", 0.05
     )
-    lora_dim: int = flag("LoRA rank; 0 = off", 0)
-    lora_module_name: str = flag("modules that get LoRA", "decoder.layers.")
-    only_optimize_lora: bool = flag("train only the LoRA parameters", False)
-    lora_learning_rate: float = flag("learning rate of the LoRA parameters", 5e-4)
     add_eot_token: bool = flag(
         "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", False
     )

@@ -8,10 +8,14 @@ from typing import Any, ClassVar, Literal
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
+from dschat_ppo.config.export_flags import BestFlags, ExportFlags
+from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags
+from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.schedule_flags import PPOScheduleFlags, ScheduleFlags
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags, flag, flag_list, require
 
 
@@ -43,6 +47,12 @@ class SFTConfig:
     fit: SupervisedFlags
     safety: SafetyFlags
     run: RunFlags
+    lora: LoraFlags = field(default_factory=LoraFlags)
+    adapters: AdapterFlags = field(default_factory=AdapterFlags)
+    memory: MemoryFlags = field(default_factory=MemoryFlags)
+    schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
+    export: ExportFlags = field(default_factory=ExportFlags)
+    best: BestFlags = field(default_factory=BestFlags)
 
     def __post_init__(self) -> None:
         _require_known_lengths(self.fit, self.data)
@@ -57,6 +67,12 @@ class PreferenceConfig:
     fit: SupervisedFlags
     safety: SafetyFlags
     run: RunFlags
+    lora: LoraFlags = field(default_factory=LoraFlags)
+    adapters: AdapterFlags = field(default_factory=AdapterFlags)
+    memory: MemoryFlags = field(default_factory=MemoryFlags)
+    schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
+    export: ExportFlags = field(default_factory=ExportFlags)
+    best: BestFlags = field(default_factory=BestFlags)
 
     def __post_init__(self) -> None:
         require(
@@ -86,6 +102,13 @@ class PPOConfig:
     data: DataFlags
     safety: SafetyFlags
     run: RunFlags
+    lora: PPOLoraFlags = field(default_factory=PPOLoraFlags)
+    adapters: AdapterFlags = field(default_factory=AdapterFlags)
+    memory: MemoryFlags = field(default_factory=MemoryFlags)
+    ppo_memory: PPOMemoryFlags = field(default_factory=PPOMemoryFlags)
+    schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
+    ppo_schedule: PPOScheduleFlags = field(default_factory=PPOScheduleFlags)
+    export: ExportFlags = field(default_factory=ExportFlags)
 
     def __post_init__(self) -> None:
         ppo, algorithm = self.ppo, self.algorithm
@@ -131,7 +154,7 @@ class PPOConfig:
         if algorithm.has_critic:
             stages["--critic_zero_stage"] = ppo.critic_zero_stage
         require(
-            not ppo.sleep_in_rollout or (set(stages.values()) == {3} and not ppo.offload),
+            not self.ppo_memory.sleep_in_rollout or (set(stages.values()) == {3} and not ppo.offload),
             f"--sleep_in_rollout needs {' 3 and '.join(stages)} 3, and no --offload (which keeps the states in host "
             "memory all the time)",
         )
@@ -200,9 +223,7 @@ class Step:
 
     config: type  # the dataclass of flag groups that `parse` returns
     defaults: dict[str, Any] = field(default_factory=dict)  # flag -> default that replaces that of a shared group
-    not_yet: dict[str, str] = field(default_factory=dict)  # flag that is not available yet -> its feature
     notes: dict[str, str] = field(default_factory=dict)  # flag without effect -> the reason
-    rates: tuple[str, ...] = ("learning_rate",)  # flags of the learning rates of all weights
 
 
 _RUN_NOTES = {
@@ -212,12 +233,10 @@ _RUN_NOTES = {
 _EOT_NOTE = "answers end with the chat template's end-of-turn token, or with the tokenizer's EOS after a text prompt"
 _PADDING_NOTE = "the attention mask gives the score position"
 _PRINT_NOTE = "the loss of every step is printed in any case"
-_LORA = dict.fromkeys(("lora_dim", "only_optimize_lora", "lora_module_name", "lora_learning_rate"), "LoRA")
 
 _PAIRS = Step(
     config=PreferenceConfig,
     defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
-    not_yet=_LORA,
     notes={
         **_RUN_NOTES,
         "add_eot_token": _EOT_NOTE,
@@ -231,7 +250,6 @@ STEPS = {
     "sft": Step(
         config=SFTConfig,
         defaults={"tensorboard_path": "step1_tensorboard"},
-        not_yet=_LORA,
         notes={
             **_RUN_NOTES,
             "add_eot_token": _EOT_NOTE,
@@ -244,13 +262,6 @@ STEPS = {
     "ppo": Step(
         config=PPOConfig,
         defaults={"tensorboard_path": "step3_tensorboard", "truncation": "drop"},
-        not_yet={
-            **{f"{role}_{name}": "LoRA" for role in ("actor", "critic") for name in _LORA if name.startswith("lora")},
-            "only_optimize_lora": "LoRA",
-            "enable_mixed_precision_lora": "mixed-precision LoRA",
-            "inference_tp_size": "tensor-parallel generation",
-            "tp_gather_partition_size": "tensor-parallel generation",
-        },
         notes={
             **_RUN_NOTES,
             "add_eot_token": _EOT_NOTE,
@@ -258,6 +269,5 @@ STEPS = {
             "enable_hybrid_engine": "the hybrid engine is always used",
             "release_inference_cache": "the KV cache is always released after a rollout",
         },
-        rates=("actor_learning_rate", "critic_learning_rate"),
     ),
 }

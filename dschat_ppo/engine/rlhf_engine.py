@@ -85,7 +85,7 @@ class RLHFEngine:
             self.critic = train_engine(critic, ds_config, optimizer)
             select_kernels(self.critic)
 
-        sleeping = list(self.trained.values()) if ppo.sleep_in_rollout else []
+        sleeping = list(self.trained.values()) if config.ppo_memory.sleep_in_rollout else []
         self.hybrid = HybridEngine(self.actor, pinned=not ppo.unpin_actor_parameters, sleeping=sleeping)
 
         self.reward: Engine | None = None
