@@ -12,7 +12,7 @@ from transformers import get_scheduler
 
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.models.adapters import is_adapter_parameter
+from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.types import Engine
 
@@ -43,6 +43,7 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
         num_warmup_steps=settings.warmup_steps,
         num_training_steps=settings.total_steps,
     )
+    _gather_dora_layers_whole(model)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     engine.train()  # transformers loads models in eval mode
@@ -52,10 +53,20 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
 def eval_engine(model: nn.Module, config: Config) -> Engine:
     """A DeepSpeed engine in eval mode that only runs forward."""
     model.requires_grad_(False)
+    _gather_dora_layers_whole(model)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine
+
+
+def _gather_dora_layers_whole(model: nn.Module) -> None:
+    """Make ZeRO-3 gather all weights of a DoRA layer for the whole call: its adapter reads the weight of its base."""
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+
+    for layer in adapter_layers(model).values():
+        if len(layer.lora_magnitude_vector) > 0:
+            set_z3_leaf_module(layer, True)
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) -> torch.optim.Optimizer:
