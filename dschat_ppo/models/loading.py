@@ -23,10 +23,9 @@ from dschat_ppo.common.dist import local_rank
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.adapted_base import adapted, check_adapter, quantised_base
 from dschat_ppo.models.adapter_weights import LM_HEADS
-from dschat_ppo.models.adapters import (
-    AdapterSettings,
-)
+from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.architectures import SCORE, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
