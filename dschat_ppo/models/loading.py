@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,11 +21,13 @@ from transformers import (
 
 from dschat_ppo.common.atomic_files import read_blocks
 from dschat_ppo.common.dist import local_rank, main_rank_of_node_first
+from dschat_ppo.common.heap import freed_memory_returned
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.architectures import SCORE, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
+from dschat_ppo.models.download import download
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import grow_vocabulary
@@ -40,7 +41,6 @@ _DROPOUTS = (
     "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
     "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
 )  # fmt: skip
-_WEIGHTS = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
 
 
 def model_folder(name: str, flag: str) -> str:
@@ -58,7 +58,7 @@ def model_folder(name: str, flag: str) -> str:
         raise UserError(f"{flag} {name}: no such folder")
     refused = f"{flag} {name}: neither a local folder nor a model that can be downloaded from the hub"
     with main_rank_of_node_first(), reading(refused):
-        return str(snapshot_download(name, allow_patterns=list(_WEIGHTS)))
+        return download(name)
 
 
 def load_config(folder: str, flag: str) -> PretrainedConfig:
@@ -132,14 +132,15 @@ def _loading(folder: str, ds_config: dict[str, Any] | None) -> Iterator[None]:
     if local_rank() == 0:
         _read_through(folder)
     if ds_config is None or ds_config["zero_optimization"]["stage"] != 3:
-        with watchdog_paused():
+        with watchdog_paused(), freed_memory_returned():
             yield
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     keep_alive = HfDeepSpeedConfig(ds_config)  # transformers holds it weakly
     try:
-        yield
+        with freed_memory_returned():
+            yield
     finally:
         del keep_alive
         unset_hf_deepspeed_config()
