@@ -35,8 +35,12 @@ def wanted_files(files: list[str]) -> list[str]:
     return settings
 
 
-def download(name: str) -> str:
-    """The local folder of the model `name`, downloaded from the hub, or as an earlier download left it.
+def download(name: str, revision: str | None = None) -> str:
+    """The local folder of the model or adapter `name`, downloaded from the hub, or as an earlier download left it.
+
+    Args:
+        name: on the hub.
+        revision: a branch, tag or commit; None for the main branch.
 
     Raises:
         FileNotFoundError: the hub cannot be reached, and there is no earlier download.
@@ -44,21 +48,21 @@ def download(name: str) -> str:
     """
     try:
         with reading("no answer"):  # the errors of its HTTP library are not part of its interface
-            found = huggingface_hub.HfApi().model_info(name, timeout=ANSWER_SECONDS)
+            found = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=ANSWER_SECONDS)
     except UserError as problem:
         if isinstance(problem.__cause__, (HfHubHTTPError, ValueError)):  # the hub answered, or the name is malformed
             raise problem.__cause__ from None
-        return _earlier_download(name, problem)
+        return _earlier_download(name, revision, problem)
     files = [entry.rfilename for entry in found.siblings or []]
-    return str(huggingface_hub.snapshot_download(name, allow_patterns=wanted_files(files)))
+    return str(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted_files(files)))
 
 
-def _earlier_download(name: str, problem: UserError) -> str:
+def _earlier_download(name: str, revision: str | None, problem: UserError) -> str:
     """The folder of an earlier download, which holds the weights of one format only."""
     for patterns in WEIGHTS:
         with suppress(LocalEntryNotFoundError):  # not downloaded, or a file of this format is missing
             folder = huggingface_hub.snapshot_download(
-                name, local_files_only=True, allow_patterns=[*SETTINGS, *patterns]
+                name, revision=revision, local_files_only=True, allow_patterns=[*SETTINGS, *patterns]
             )
             if any(next(Path(folder).glob(pattern), None) for pattern in patterns):
                 return str(folder)

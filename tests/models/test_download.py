@@ -11,7 +11,7 @@ import pytest
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.download import wanted_files
-from dschat_ppo.models.loading import model_folder
+from dschat_ppo.models.model_folders import model_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER_FORMATS = ("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "onnx/model.onnx",
@@ -88,7 +88,7 @@ def hub():
 def download(address: str, home, name: str = "some/model") -> str:
     """The folder, or the message, of `model_folder` in a process with this hub."""
     code = (
-        "import sys\nfrom dschat_ppo.models.loading import model_folder\nfrom dschat_ppo.errors import UserError\n"
+        "import sys\nfrom dschat_ppo.models.model_folders import model_folder\nfrom dschat_ppo.errors import UserError\n"
         "try: print(model_folder(sys.argv[1], '--model_name_or_path'))\n"
         "except UserError as problem: print(problem)\n"
     )
