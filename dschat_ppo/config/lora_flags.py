@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import flag, require, require_fraction, require_not_negative, require_positive
 
 _TARGETS = (
@@ -74,3 +75,38 @@ class PPOLoraFlags:
     def __post_init__(self) -> None:
         require_not_negative(self, "actor_lora_dim critic_lora_dim")
         require_positive(self, "actor_lora_learning_rate critic_lora_learning_rate")
+
+
+def require_shareable_base(
+    lora: PPOLoraFlags, adapters: AdapterFlags, ppo: PPOFlags, has_critic: bool, has_reward_model: bool
+) -> None:
+    """Check that the flags allow one base for all models, if `--share_base` asks for it.
+
+    Raises:
+        UserError: they do not.
+    """
+    if not lora.share_base:
+        return
+    require(
+        adapters.only_optimize_lora,
+        "--share_base needs --only_optimize_lora: weights that train cannot be those of several models",
+    )
+    require(lora.actor_lora_dim > 0, "--share_base needs --actor_lora_dim above 0")
+    require(
+        has_critic or has_reward_model,
+        "--share_base: there is neither a critic nor a reward model that could use the actor's base; leave it out",
+    )
+    if not has_critic:
+        return
+    require(lora.critic_lora_dim > 0, "--share_base needs --critic_lora_dim above 0")
+    stages = (ppo.actor_zero_stage, ppo.critic_zero_stage)
+    require(
+        (stages[0] == 3) == (stages[1] == 3),
+        f"--share_base: ZeRO-3 partitions the base for both models or for none; set --actor_zero_stage {stages[0]} and "
+        f"--critic_zero_stage {stages[1]} both to 3 or both below",
+    )
+    require(
+        (ppo.actor_dropout or 0.0) == (ppo.critic_dropout or 0.0),
+        "--share_base: the layers of the base have one dropout; set --actor_dropout and --critic_dropout to the same "
+        "value",
+    )

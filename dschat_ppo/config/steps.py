@@ -9,7 +9,7 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.export_flags import BestFlags, ExportFlags
-from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags
+from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags, require_shareable_base
 from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
@@ -162,6 +162,7 @@ class PPOConfig:
             not ppo.offload or min(stages.values()) > 0,
             f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps everything on the device",
         )
+        require_shareable_base(self.lora, self.adapters, ppo, algorithm.has_critic, learned)
 
     @property
     def reward_folder(self) -> str | None:
@@ -199,15 +200,25 @@ class PPOConfig:
         return not self.rewards.use_reward_model
 
     @property
+    def actor_base_is_frozen(self) -> bool:
+        """Whether of the actor only an adapter trains, so that other models can use its weights."""
+        return self.lora.actor_lora_dim > 0 and self.adapters.only_optimize_lora
+
+    @property
     def aligns_overflow(self) -> bool:
         """Whether an fp16 overflow of actor or critic skips the update of both."""
         return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
 
     def idle(self) -> dict[str, str]:
         """Given flags of old scripts that have no effect with the other flags -> the reason."""
-        if not self.ppo.align_overflow or self.aligns_overflow:
-            return {}
-        return {"align_overflow": "overflows are aligned only between two models trained in fp16"}
+        ppo, reasons = self.ppo, {}
+        if ppo.align_overflow and not self.aligns_overflow:
+            reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"
+        if ppo.offload_reference_model and self.actor_base_is_frozen:
+            reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
+        if ppo.offload_reward_model and self.lora.share_base:
+            reasons["offload_reward_model"] = "the reward model uses the actor's frozen weights"
+        return reasons
 
     @property
     def recompute_old_logprobs(self) -> bool:

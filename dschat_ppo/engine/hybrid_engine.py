@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import deepspeed
@@ -17,7 +17,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.types import Engine
 
-Merge = Callable[[PreTrainedModel], AbstractContextManager[Any]]
+Merge = Callable[[PreTrainedModel, Collection[nn.Parameter]], AbstractContextManager[Any]]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -35,20 +35,20 @@ class HybridEngine:
         pinned: gather ZeRO-3 weights once for the whole context. If False, they stay partitioned, and DeepSpeed's
             hooks gather each layer when it runs. This saves memory and costs one collective per layer; all ranks must
             then run the same number of forward passes (see `max_over_ranks`).
-        merge: context manager that merges adapters into the whole weights and removes them on exit. Requires
-            `pinned`.
+        merge: context manager that merges adapters into the whole weights and restores these on exit. It gets the
+            model, and those weights that are dropped after the exit and need not be restored. Requires `pinned`.
         sleeping: ZeRO-3 training engines whose optimizer states and fp32 weights move to host memory during the
             context.
     """
 
     def __init__(
-        self, engine: Engine, pinned: bool = True, merge: Merge = nullcontext, sleeping: Sequence[Engine] = ()
+        self, engine: Engine, pinned: bool = True, merge: Merge | None = None, sleeping: Sequence[Engine] = ()
     ):
         self.engine = engine
         self._merge = merge
         self._sleeping = sleeping
         self._collective = not pinned and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
-        if self._collective and merge is not nullcontext:
+        if self._collective and merge is not None:
             raise ValueError("adapters cannot be merged into weights that are gathered layer by layer")
 
     @property
@@ -72,6 +72,7 @@ class HybridEngine:
         with ExitStack() as stack:
             for engine in self._sleeping:
                 stack.enter_context(_optimizer_states_in_host_memory(engine))
+            missing: list[Any] = []
             if not self._collective:
                 # small, persistent tensors are whole already
                 weights: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
@@ -79,7 +80,8 @@ class HybridEngine:
                 stack.enter_context(deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)))
                 stack.enter_context(_without_hooks(self.engine.module))
             stack.enter_context(_without_checkpointing(model))
-            stack.enter_context(self._merge(model))
+            if self._merge is not None:
+                stack.enter_context(self._merge(model, missing))
             stack.enter_context(torch.no_grad())
             model.eval()
             try:

@@ -45,7 +45,8 @@ def test_adapters_are_merged_while_generating_and_removed_again():
     before = model[0].weight.detach().clone()
 
     @contextmanager
-    def merge(lent):
+    def merge(lent, disposable):
+        assert not disposable, "nothing was gathered"
         lent[0].weight.data += 1
         yield
         lent[0].weight.data -= 1
@@ -59,7 +60,7 @@ def test_adapters_cannot_be_merged_into_weights_that_are_never_whole():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model[0].weight.ds_id = 0
     with pytest.raises(ValueError, match="merged"):
-        HybridEngine(SimpleNamespace(module=model), pinned=False, merge=lambda _: None)
+        HybridEngine(SimpleNamespace(module=model), pinned=False, merge=lambda *_: None)
 
 
 @pytest.mark.parametrize(("partitioned", "pinned", "collective"), [
