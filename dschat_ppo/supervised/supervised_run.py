@@ -22,7 +22,8 @@ from dschat_ppo.data.forms import Use
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, model_folder
+from dschat_ppo.models.loading import check_length, check_vocabulary, load_config
+from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
