@@ -30,6 +30,7 @@ class RLHFEngine:
         critic: trains; None if the run does not use it.
         hybrid: switches the actor between training and generation.
         reward: only runs forward; None if the run does not use it.
+        saves_merged: save models with their adapters merged; else adapter folders.
     """
 
     def __init__(self, config: PPOConfig, plan: PPOPlan, folders: ModelFolders):
@@ -45,6 +46,8 @@ class RLHFEngine:
                 learning_rate, weight_decay, schedule, ppo.num_warmup_steps, updates, betas, run.adam_epsilon, of_lora
             )
 
+        # if other weights train beside an adapter, the adapter alone would not be the model
+        self.saves_merged = config.adapters.lora_merge or not config.adapters.only_optimize_lora
         ds_config = training(ppo.actor_zero_stage)
         models = RoleModels(config, folders, ds_config)
         actor = models.actor

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.models.adapter_folders import is_adapter_folder
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.model_folders import is_adapter_folder
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.shared_base import classifier_over_base, model_over_base

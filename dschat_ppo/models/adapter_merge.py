@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from dschat_ppo.models.adapters import adapter_layers, adapter_matrices, merged_weight
-
-MERGEABLE = (nn.Linear, Conv1D)  # quantised layers have no weight that a product can be added to
 
 
 @contextmanager
@@ -35,7 +32,7 @@ def merged(
             costs two transfers of the adapted weights.
     """
     dropped = set(disposable)
-    layers = {layer for layer in adapter_layers(model).values() if type(layer.get_base_layer()) in MERGEABLE}
+    layers = {layer for layer in adapter_layers(model).values() if layer.get_base_layer().weight.is_floating_point()}
     places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
     with ExitStack() as stack:
         for parent, name, child in places:

@@ -14,11 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapter_folders import is_adapter_folder, read_adapter_config
-from dschat_ppo.models.adapters import AdapterSettings, add_adapter, adapter_layers, is_adapter_parameter
+from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter, is_adapter_parameter
 from dschat_ppo.models.architectures import SCORE
 from dschat_ppo.models.backbone import backbone_of
 from dschat_ppo.models.classifiers import classifier_class, config_for
+from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
 
 
 def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> PreTrainedModel:
@@ -39,9 +39,7 @@ def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> Pre
     return tree
 
 
-def classifier_over_base(
-    base: PreTrainedModel, folder: str, adapter: AdapterSettings | None = None
-) -> PreTrainedModel:
+def classifier_over_base(base: PreTrainedModel, folder: str, adapter: AdapterSettings | None = None) -> PreTrainedModel:
     """A one-label classifier whose backbone has the parameters of a causal language model.
 
     Args:
@@ -65,10 +63,11 @@ def classifier_over_base(
             f"--share_base: {kind.__name__} has another backbone than {type(base).__name__}; leave the flag out"
         )
     setattr(classifier, name, backbone)
-    head = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, dtype=base.dtype)
+    text = config.get_text_config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())  # the same head on every rank, whatever was drawn before
-        nn.init.normal_(head.weight, std=getattr(config.get_text_config(), "initializer_range", 0.02))
+        head = nn.Linear(text.hidden_size, 1, bias=False, dtype=base.dtype)
+        nn.init.normal_(head.weight, std=getattr(text, "initializer_range", 0.02))
     setattr(classifier, SCORE, head)
     add_adapter(classifier, adapter or settings_of(folder), folder=folder if is_adapter_folder(folder) else None)
     return classifier
