@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from dschat_ppo.common.logging import logger
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.adapter_weights import MATRICES, load_adapter_weights, merged_weight
 from dschat_ppo.models.architectures import SCORE
-from dschat_ppo.models.model_folders import adapter_weights, base_name, read_adapter_config
+from dschat_ppo.models.model_folders import base_folder, base_name, read_adapter_config
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # linear layers that choose experts
 # Classes of `x W + b` by name, with those of bitsandbytes; other subclasses of nn.Linear do more, such as routing.
@@ -28,7 +30,6 @@ NOT_CALLED = {
     "mamba": ("out_proj", "dt_proj"), "falcon_mamba": ("out_proj", "dt_proj"), "mamba2": ("out_proj",),
     "falcon_h1": ("out_proj",), "nemotron_h": ("out_proj",), "jamba": ("dt_proj",),
 }  # fmt: skip
-LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not have them
 _MAX_NAMES = 8  # of layers, in a message
 
 
@@ -174,15 +175,13 @@ def add_adapter(
             or does not fit the model.
     """
     config = _new_config(model, settings) if folder is None else _config_to_continue(folder, settings)
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    trained = {weight: weight.requires_grad for weight in model.parameters()}
     _inject(model, config, name)
-    for weight in trained:
-        weight.requires_grad_(not settings.freeze_base)
-    for parameter_name, weight in model.named_parameters():
-        if parameter_name.startswith(f"{SCORE}.") or is_adapter_parameter(parameter_name):
-            weight.requires_grad_(True)
+    for parameter, weight in model.named_parameters():
+        may_train = not settings.freeze_base or parameter.startswith(f"{SCORE}.") or is_adapter_parameter(parameter)
+        weight.requires_grad_(may_train and trained.get(weight, True))
     if folder is not None:
-        _load_weights(model, folder, name)
+        load_adapter_weights(model, folder, name)
 
 
 def is_adapter_parameter(name: str) -> bool:
@@ -199,12 +198,33 @@ def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
     from peft import inject_adapter_in_model
 
     seed = torch.initial_seed() ^ crc32(name.encode())
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    earlier, layers = dict(getattr(model, "peft_config", {})), adapter_layers(model)
+    active = next((layer.active_adapters for layer in layers.values()), [name])
+    injected = replace(config, modules_to_save=None)  # peft would wrap the score head
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _gathered_by_peft(model):
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself, and that there are several adapters
         torch.manual_seed(seed)
-        earlier = dict(getattr(model, "peft_config", {}))
-        inject_adapter_in_model(config, model, adapter_name=name)
-        model.peft_config = {**earlier, name: config}
+        inject_adapter_in_model(injected, model, adapter_name=name)
+    injected.modules_to_save = config.modules_to_save  # for adapter_config.json
+    model.peft_config = {**earlier, name: injected}
+    for layer in adapter_layers(model).values():
+        layer.set_adapter(active)
+
+
+@contextmanager
+def _gathered_by_peft(model: nn.Module) -> Iterator[None]:
+    """Make peft gather the weights that it reads (DoRA) if ZeRO-3 partitions them; it asks transformers about that."""
+    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        yield
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    keep_alive = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # transformers holds it weakly
+    try:
+        yield
+    finally:
+        del keep_alive
+        unset_hf_deepspeed_config()
 
 
 def _new_config(model: PreTrainedModel, settings: AdapterSettings) -> Any:
@@ -248,73 +268,12 @@ def _config_to_continue(folder: str, settings: AdapterSettings) -> Any:
             f"{flag} {settings.rank}: the adapter in {folder} also holds whole layers ({', '.join(others)}), which "
             "would not be trained; merge it first"
         )
-    own = (found["lora_alpha"], bool(found.get("use_rslora")), bool(found.get("use_dora")))
-    if own != (settings.alpha, settings.rslora, settings.dora):
-        logger().info(
-            f"model: the adapter in {folder} keeps its alpha {own[0]}, use_rslora {own[1]}, use_dora {own[2]}"
-        )
     config = LoraConfig.from_pretrained(folder)
-    return replace(config, lora_dropout=settings.dropout, inference_mode=False, modules_to_save=None)
-
-
-def _load_weights(model: PreTrainedModel, folder: str, name: str) -> None:
-    """Copy the weights in an adapter folder into the adapter `name` of `model`, and its whole layers into the model.
-
-    Raises:
-        UserError: names or shapes differ from those of the model.
-    """
-    import deepspeed
-
-    weights = adapter_weights(folder, name)
-    parameters: dict[str, Any] = dict(model.named_parameters())
-    wanted = {key for key in parameters if is_adapter_parameter(key) and f".{name}." in key}
-    weights = {key: weight for key, weight in weights.items() if not key.startswith(LM_HEADS) or key in parameters}
-    faults = {
-        "missing": wanted - weights.keys(),
-        "unexpected": weights.keys() - parameters.keys(),
-        "wrong shape": {key for key in weights if key in parameters and _shape(parameters[key]) != weights[key].shape},
-    }
-    found = [f"{fault}: {', '.join(sorted(keys)[:3])}" for fault, keys in faults.items() if keys]
-    if found:
-        raise UserError(f"{folder}: the adapter does not fit {type(model).__name__}: {'; '.join(found)}")
-    for key, weight in weights.items():
-        target = parameters[key]
-        partitioned = hasattr(target, "ds_id")
-        with deepspeed.zero.GatheredParameters([target], modifier_rank=0, enabled=partitioned), torch.no_grad():
-            target.copy_(weight)
-
-
-def _shape(parameter: Any) -> torch.Size:
-    """The shape of a parameter that may be partitioned."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
-
-
-def merged_weight(layer: Any, name: str, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
-    """The weight of a layer with its adapter merged, in fp32 and in the layout of `weight`.
-
-    LoRA: `W + s B A`. DoRA: each row of this divided by its norm and multiplied by its magnitude.
-
-    Args:
-        layer: peft's layer, for its scale s and its layout.
-        name: of the adapter.
-        weight: of the base layer, (out, in), or (in, out) for GPT-2's `Conv1D`.
-        a: (rank, in).
-        b: (out, rank).
-        magnitude: (out,) for DoRA; None for LoRA.
-    """
-    transposed = bool(layer.fan_in_fan_out)
-    whole = weight.float().T if transposed else weight.float()
-    whole = whole + layer.scaling[name] * (b.float() @ a.float())
-    if magnitude is not None:
-        whole = whole * (magnitude.float() / whole.norm(dim=1)).unsqueeze(1)
-    return whole.T if transposed else whole
-
-
-def adapter_matrices(layer: Any, name: str) -> tuple[Any, Any, Any]:
-    """A, B and (for DoRA, else None) the magnitude of the adapter `name` in peft's layer, as parameters."""
-    vector = layer.lora_magnitude_vector
-    return layer.lora_A[name].weight, layer.lora_B[name].weight, vector[name].weight if name in vector else None
+    base, revision = base_name(base_folder(folder, "model"))
+    return replace(
+        config, lora_dropout=settings.dropout, inference_mode=False, init_lora_weights=True,
+        base_model_name_or_path=base, revision=revision,
+    )  # fmt: skip
 
 
 def load_merged(model: PreTrainedModel, folder: str) -> None:
@@ -333,20 +292,24 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
     require_peft(f"the adapter folder {folder}")
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     read_adapter_config(folder, "model")
-    config = replace(LoraConfig.from_pretrained(folder), init_lora_weights=False, modules_to_save=None)
+    config = replace(LoraConfig.from_pretrained(folder), init_lora_weights=False)
     name = "merged"
-    _inject(model, config, name)
-    _load_weights(model, folder, name)
+    try:
+        _inject(model, config, name)
+    except ValueError as problem:
+        raise UserError(f"{folder}: the adapter does not fit {type(model).__name__}: {problem}") from None
+    weights = load_adapter_weights(model, folder, name)
     for path, layer in adapter_layers(model).items():
         base = layer.get_base_layer()
         if not _is_linear(base):
             raise UserError(f"{folder}: its adapter of {path} is not of a linear layer; merge it with peft")
         partitioned = hasattr(base.weight, "ds_id")
         with deepspeed.zero.GatheredParameters([base.weight], modifier_rank=0, enabled=partitioned), torch.no_grad():
-            base.weight.copy_(merged_weight(layer, name, base.weight, *adapter_matrices(layer, name)))
+            a, b = (weights[f"{path}.{matrix}.{name}.weight"] for matrix in MATRICES[:2])
+            magnitude = weights.get(f"{path}.{MATRICES[2]}.{name}.weight")
+            base.weight.copy_(merged_weight(layer, name, base.weight, a, b, magnitude))
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, base)
     del model.peft_config
     for weight in trained:
         weight.requires_grad_(True)
-    logger().info(f"model: the adapter in {folder} is merged into its base model")

@@ -23,7 +23,8 @@ from dschat_ppo.common.dist import local_rank
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.adapters import LM_HEADS, AdapterSettings, add_adapter, load_merged
+from dschat_ppo.models.adapter_weights import LM_HEADS
+from dschat_ppo.models.adapters import AdapterSettings, add_adapter, load_merged
 from dschat_ppo.models.architectures import SCORE, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
@@ -138,16 +139,22 @@ def _read_through(folder: str) -> None:
             pass
 
 
-def check_causal_lm(folder: str) -> None:
+def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None:
     """Compare the checkpoint with the causal language model of its config, without reading the weights.
 
+    Args:
+        folder: model folder or adapter folder.
+        adapter: that will be added, see `load_causal_lm`.
+
     Raises:
-        UserError: the model is not a causal language model, or its weights in the checkpoint are missing, unexpected
-            or of another shape (the message lists them).
+        UserError: the model is not a causal language model; or its weights in the checkpoint, or those of an adapter,
+            are missing, unexpected or of another shape (the message lists them); or the adapter cannot be added.
     """
     config = load_config(folder, "model")
     check_architecture(config, folder, needs_lm=True)
     _check_weights(AutoModelForCausalLM, base_folder(folder, "model"), config)
+    with torch.device("meta"):
+        _adapt(AutoModelForCausalLM.from_config(config), folder, adapter)
 
 
 def load_causal_lm(
@@ -173,12 +180,13 @@ def load_causal_lm(
     return _prepared(model, folder, resize, adapter)
 
 
-def check_sequence_classifier(folder: str, new_head: bool) -> bool:
+def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSettings | None = None) -> bool:
     """Compare the checkpoint with a one-label sequence classifier, without reading the weights.
 
     Args:
         folder: model folder.
         new_head: a base or causal model without a head is allowed (training a reward model).
+        adapter: see `check_causal_lm`.
 
     Returns:
         True if the checkpoint has no head, so that it will be new.
@@ -193,13 +201,13 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
         kind = classifier_class(config)
         config = config_for(kind, config)
         unused = lm_head_names(config)
-    allowed = {SCORE_WEIGHT} if new_head else set()
     base = base_folder(folder, "model")
-    is_adapter = base != folder
-    if is_adapter and saves_head(folder):
-        allowed = {SCORE_WEIGHT}
+    has_head = base != folder and saves_head(folder)
+    allowed = {SCORE_WEIGHT} if new_head or has_head else set()
     is_new = bool(_check_weights(kind, base, config, _deepspeed_chat_mapping(base, kind), allowed, unused))
-    return is_new and not (is_adapter and saves_head(folder))
+    with torch.device("meta"):
+        _adapt(kind(config), folder, adapter)
+    return is_new and not has_head
 
 
 def load_sequence_classifier(
@@ -230,17 +238,23 @@ def load_sequence_classifier(
     return _prepared(model, folder, resize, adapter)
 
 
-def _prepared(
-    model: PreTrainedModel, folder: str, resize: bool, adapter: AdapterSettings | None
-) -> PreTrainedModel:  # fmt: skip
+def _prepared(model: PreTrainedModel, folder: str, resize: bool, adapter: AdapterSettings | None) -> PreTrainedModel:
     """`model`, loaded from the base of `folder`, with missing rows of its embedding and with its adapter."""
     model = _resized(model, folder) if resize else model
+    _adapt(model, folder, adapter)
+    if is_adapter_folder(folder):
+        done = "is merged into its base model" if adapter is None else "is trained further; it keeps its scale"
+        logger().info(f"model: the adapter in {folder} {done}")
+    return model
+
+
+def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
+    """Add an adapter to the model, new or from `folder`, or merge that of `folder` into it."""
     is_adapter = is_adapter_folder(folder)
     if adapter is not None:
         add_adapter(model, adapter, folder=folder if is_adapter else None)
     elif is_adapter:
         load_merged(model, folder)
-    return model
 
 
 def _resized(model: PreTrainedModel, folder: str) -> PreTrainedModel:
