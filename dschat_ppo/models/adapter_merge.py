@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dschat_ppo.models.adapters import adapter_layers, adapter_matrices, merged_weight
+from dschat_ppo.models.adapter_weights import MATRICES, merged_weight
+from dschat_ppo.models.adapters import adapter_layers
 
 
 @contextmanager
@@ -51,7 +52,9 @@ def _with_adapters(layer: Any, weight: nn.Parameter) -> Tensor:
     whole = weight.detach()
     for name in layer.active_adapters:
         if name in layer.lora_A:
-            whole = merged_weight(layer, name, whole, *adapter_matrices(layer, name))
+            parts = [getattr(layer, matrix) for matrix in MATRICES]
+            matrices: list[Any] = [part[name].weight if name in part else None for part in parts]
+            whole = merged_weight(layer, name, whole, *matrices)
     return whole.to(weight.dtype).contiguous()
 
 

@@ -246,10 +246,11 @@ def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output:
     """
     for role, engine in engines.trained.items():
         require_finite_weights(role, engine)
-    ends = answer_ends(tokenizer)
-    save_model(engines.actor, tokenizer, output / "actor", ends=ends)
+    ends, merge = answer_ends(tokenizer), engines.saves_merged
+    save_model(engines.actor, tokenizer, output / "actor", ends=ends, merge=merge)
     if engines.actor_average is not None:
-        save_model(engines.actor, tokenizer, output / "actor_ema", weights=engines.actor_average.gathered(), ends=ends)
+        average = engines.actor_average.gathered()
+        save_model(engines.actor, tokenizer, output / "actor_ema", weights=average, ends=ends, merge=merge)
     if engines.critic is not None:
         # A critic that started from a reward model does not keep the statistics of that model's scores.
-        save_model(engines.critic, tokenizer, output / "critic", dict.fromkeys(STATISTICS), ends=ends)
+        save_model(engines.critic, tokenizer, output / "critic", dict.fromkeys(STATISTICS), ends=ends, merge=merge)
