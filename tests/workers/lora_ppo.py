@@ -1,6 +1,6 @@
 """Step 3 with LoRA on every ZeRO stage: trajectories, and switches to generation.
 
-lora_ppo.py ASSETS OUT_FILE     ASSETS has `lm_adapter` and `reward_adapter` too, and `rollout.pt`
+lora_ppo.py ASSETS OUT_FILE     ASSETS has `reward_adapter`, `reward_dora` and `rollout.pt` too
 """
 
 import json
@@ -109,16 +109,16 @@ def main() -> None:
     device = init_process_group()
     torch.set_num_threads(1)
     found: dict = {"trajectories": {}, "switches": {}}
-    over_base = ("lm", "reward_adapter")
-    for stage in (0, 2, 3) if dist.world_size() == 2 else (0, 3):
+    several = dist.world_size() > 1
+    for stage in (0, 2, 3) if several else (0,):
         more = CHECKPOINTING if stage == 3 else []
         for label, words in (("own bases", []), ("one base", ["--share_base"])):
-            ppo = ppo_with(assets, *over_base, stage, device, "--dtype", "fp32", *FULL_KL, *more, *words)
+            ppo = ppo_with(assets, "lm", "reward_adapter", stage, device, "--dtype", "fp32", *FULL_KL, *more, *words)
             found["trajectories"][f"stage {stage} {label}"] = trajectory(ppo, assets)
-    for stage in (0, 1, 2, 3):
+    for stage in (0, 1, 2, 3) if several else (3,):  # on one rank ZeRO-3 does not copy what it gathers
+        critic, kind = ("reward_dora", ["--use_dora"]) if stage % 2 else ("reward_adapter", [])
         for dtype in ("fp32", "bf16"):
-            words = ["--dtype", dtype, *(["--use_dora"] if stage % 2 else [])]
-            ppo = ppo_with(assets, *over_base, stage, device, "--share_base", *words)
+            ppo = ppo_with(assets, "lm", critic, stage, device, "--dtype", dtype, "--share_base", *kind)
             trajectory(ppo, assets)
             found["switches"][f"stage {stage} {dtype}"] = switch_often(ppo, assets)
     if dist.is_main():
