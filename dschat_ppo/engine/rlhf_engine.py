@@ -46,8 +46,12 @@ class RLHFEngine:
         ppo, run, ranks = config.ppo, config.run, world_size()
         overlay = read_overlay(run.deepspeed_config)
 
-        def training(stage: int) -> Config:
-            return train_config(stage, run.dtype, ppo.offload, ranks, ppo.max_grad_norm, overlay)
+        memory, eight_bits = config.memory, config.memory.zero_quantized_weights
+
+        def training(stage: int, quantised_frozen: bool = False) -> Config:
+            return train_config(
+                stage, run.dtype, ppo.offload, ranks, ppo.max_grad_norm, overlay, memory, quantised_frozen
+            )
 
         def adamw(learning_rate: float, weight_decay: float, updates: int) -> OptimizerSettings:
             schedule, betas = ppo.lr_scheduler_type, (run.adam_beta1, run.adam_beta2)
@@ -55,7 +59,7 @@ class RLHFEngine:
                 learning_rate, weight_decay, schedule, ppo.num_warmup_steps, updates, betas, run.adam_epsilon
             )
 
-        ds_config = training(ppo.actor_zero_stage)
+        ds_config = training(ppo.actor_zero_stage, config.ppo_memory.enable_mixed_precision_lora)
         dropout = ppo.actor_dropout or 0.0
         actor = PolicyModel(load_causal_lm(folders.actor, run.dtype, ds_config, dropout, run.resize_vocabulary))
         if ppo.actor_gradient_checkpointing:
@@ -67,7 +71,7 @@ class RLHFEngine:
 
         self.reference: Engine | None = None
         if config.algorithm.has_reference:
-            ds_config = eval_config(ppo.actor_zero_stage, run.dtype, ppo.offload_reference_model, ranks)
+            ds_config = eval_config(ppo.actor_zero_stage, run.dtype, ppo.offload_reference_model, ranks, eight_bits)
             lm = load_causal_lm(folders.actor, run.dtype, ds_config, resize=run.resize_vocabulary)
             # the actor's kernels, so that both models give the same bits before the first update
             self.reference = eval_engine(PolicyModel(lm, actor.fused, actor.packed), ds_config)
@@ -85,12 +89,9 @@ class RLHFEngine:
             self.critic = train_engine(critic, ds_config, optimizer)
             select_kernels(self.critic)
 
-        sleeping = list(self.trained.values()) if config.ppo_memory.sleep_in_rollout else []
-        self.hybrid = HybridEngine(self.actor, pinned=not ppo.unpin_actor_parameters, sleeping=sleeping)
-
         self.reward: Engine | None = None
         if folders.reward:
-            ds_config = eval_config(ppo.critic_zero_stage, run.dtype, ppo.offload_reward_model, ranks)
+            ds_config = eval_config(ppo.critic_zero_stage, run.dtype, ppo.offload_reward_model, ranks, eight_bits)
             reward = ScalarModel(
                 load_sequence_classifier(
                     folders.reward, run.dtype, ds_config, new_head=False, resize=run.resize_vocabulary
@@ -101,6 +102,10 @@ class RLHFEngine:
                 reward.packed = critic.packed  # the same model, already tested
             else:
                 select_kernels(self.reward)
+
+        engines = [self.actor, self.reference, self.critic, self.reward]
+        sleeping = [engine for engine in engines if engine is not None] if config.ppo_memory.sleep_in_rollout else []
+        self.hybrid = HybridEngine(self.actor, pinned=not ppo.unpin_actor_parameters, sleeping=sleeping)
 
     @property
     def trained(self) -> dict[str, Engine]:
