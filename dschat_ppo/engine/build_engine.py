@@ -45,6 +45,8 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
     )
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
+        engine.optimizer.quantize_nontrainable_params()  # no weight was frozen when the model was partitioned
     engine.train()  # transformers loads models in eval mode
     return engine
 

@@ -37,8 +37,12 @@ class RLHFEngine:
         ppo, run, lora, ranks = config.ppo, config.run, config.lora, world_size()
         overlay = read_overlay(run.deepspeed_config)
 
-        def training(stage: int) -> Config:
-            return train_config(stage, run.dtype, ppo.offload, ranks, ppo.max_grad_norm, overlay)
+        memory, eight_bits = config.memory, config.memory.zero_quantized_weights
+
+        def training(stage: int, quantised_frozen: bool = False) -> Config:
+            return train_config(
+                stage, run.dtype, ppo.offload, ranks, ppo.max_grad_norm, overlay, memory, quantised_frozen
+            )
 
         def adamw(learning_rate: float, weight_decay: float, updates: int, of_lora: float) -> OptimizerSettings:
             schedule, betas = ppo.lr_scheduler_type, (run.adam_beta1, run.adam_beta2)
@@ -48,7 +52,7 @@ class RLHFEngine:
 
         # if other weights train beside an adapter, the adapter alone would not be the model
         self.saves_merged = config.adapters.lora_merge or not config.adapters.only_optimize_lora
-        ds_config = training(ppo.actor_zero_stage)
+        ds_config = training(ppo.actor_zero_stage, config.ppo_memory.enable_mixed_precision_lora)
         models = RoleModels(config, folders, ds_config)
         actor = models.actor
         if ppo.actor_gradient_checkpointing:
@@ -62,7 +66,7 @@ class RLHFEngine:
 
         self.reference: Engine | None = None
         if config.algorithm.has_reference:
-            ds_config = eval_config(ppo.actor_zero_stage, run.dtype, ppo.offload_reference_model, ranks)
+            ds_config = eval_config(ppo.actor_zero_stage, run.dtype, ppo.offload_reference_model, ranks, eight_bits)
             reference = models.reference(ds_config)
             share_gathering(reference, self.actor)
             self.reference = eval_engine(reference, ds_config)
@@ -80,13 +84,10 @@ class RLHFEngine:
             self.critic = train_engine(critic, ds_config, optimizer)
             select_kernels(self.critic)
 
-        sleeping = list(self.trained.values()) if config.ppo_memory.sleep_in_rollout else []
-        self.hybrid = HybridEngine(self.actor, not ppo.unpin_actor_parameters, self._merge(config), sleeping)
-
         self.reward: Engine | None = None
         if folders.reward:
             stage = ppo.actor_zero_stage if lora.share_base else ppo.critic_zero_stage
-            ds_config = eval_config(stage, run.dtype, ppo.offload_reward_model, ranks)
+            ds_config = eval_config(stage, run.dtype, ppo.offload_reward_model, ranks, eight_bits)
             reward = models.reward(folders.reward, ds_config)
             share_gathering(reward, self.actor)
             self.reward = eval_engine(reward, ds_config)
@@ -95,11 +96,9 @@ class RLHFEngine:
             else:
                 select_kernels(self.reward)
 
-    def _merge(self, config: PPOConfig) -> Merge | None:
-        """How adapters are merged for generation; None without adapters, or if the weights are never whole."""
-        if config.lora.actor_lora_dim == 0 or (config.ppo.unpin_actor_parameters and config.ppo.actor_zero_stage == 3):
-            return None
-        return partial(merged, originals_on_host=config.ppo_memory.sleep_in_rollout)
+        engines = [self.actor, self.reference, self.critic, self.reward]
+        sleeping = [engine for engine in engines if engine is not None] if config.ppo_memory.sleep_in_rollout else []
+        self.hybrid = HybridEngine(self.actor, not ppo.unpin_actor_parameters, _merge(config), sleeping)
 
     @property
     def trained(self) -> dict[str, Engine]:
@@ -116,3 +115,10 @@ class RLHFEngine:
         """Put actor and critic into eval mode: no dropout."""
         for engine in self.trained.values():
             engine.eval()
+
+
+def _merge(config: PPOConfig) -> Merge | None:
+    """How adapters are merged for generation; None without adapters, or if the weights are never whole."""
+    if config.lora.actor_lora_dim == 0 or (config.ppo.unpin_actor_parameters and config.ppo.actor_zero_stage == 3):
+        return None
+    return partial(merged, originals_on_host=config.ppo_memory.sleep_in_rollout)

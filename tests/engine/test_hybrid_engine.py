@@ -73,15 +73,3 @@ def test_forward_passes_are_collective_only_if_layers_are_gathered_one_by_one(pa
     max_over_ranks = HybridEngine(SimpleNamespace(module=model), pinned=pinned).max_over_ranks
     assert (max_over_ranks is not None) is collective
     assert max_over_ranks is None or max_over_ranks(7) == 7, "of one rank"
-
-
-def test_optimizer_states_sleep_in_host_memory_and_come_back():
-    model, state = torch.nn.Linear(2, 2), torch.ones(3)
-    zero = SimpleNamespace(
-        fp32_partitioned_groups_flat=[torch.zeros(2)],
-        optimizer=SimpleNamespace(state={"weight": {"exp_avg": state, "step": 4}}),
-    )
-    asleep = SimpleNamespace(optimizer=zero)
-    with HybridEngine(SimpleNamespace(module=model), sleeping=[asleep]).generating():
-        assert state.device.type == "cpu"
-    assert torch.equal(state, torch.ones(3)) and zero.fp32_partitioned_groups_flat[0].device.type == "cpu"
