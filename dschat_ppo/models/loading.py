@@ -25,7 +25,7 @@ from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapter_weights import LM_HEADS
-from dschat_ppo.models.adapters import AdapterSettings, add_adapter, load_merged
+from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter, load_merged
 from dschat_ppo.models.architectures import SCORE, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
@@ -249,6 +249,11 @@ def _prepared(model: PreTrainedModel, folder: str, resize: bool, adapter: Adapte
     if is_adapter_folder(folder):
         done = "is merged into its base model" if adapter is None else "is trained further; it keeps its scale"
         logger().info(f"model: the adapter in {folder} {done}")
+    if adapter is not None:
+        sizes = [(weight.requires_grad, getattr(weight, "ds_numel", weight.numel())) for weight in model.parameters()]
+        trained, total = sum(size for trains, size in sizes if trains), sum(size for _, size in sizes)
+        layers = len(adapter_layers(model))
+        logger().info(f"LoRA: rank {adapter.rank} in {layers} layers; {trained:,} of {total:,} parameters are trained")
     return model
 
 

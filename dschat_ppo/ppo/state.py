@@ -17,7 +17,7 @@ from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.optimizer_step import learning_rate
+from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
@@ -175,7 +175,8 @@ class PPOComponents:
             names = self.collection.reward_scorer.mixture.names
             metrics |= experience_metrics(experience, kl_coef, names, self.data_sources)
             metrics["coef/kl"] = kl_coef
-            metrics |= {f"lr/{role}": learning_rate(engine) for role, engine in self.engines.trained.items()}
+            for role, engine in self.engines.trained.items():
+                metrics |= {f"{name}/{role}": rate for name, rate in learning_rates(engine).items()}
             metrics["coef/entropy"] = self.entropy_coef.value
             experience = to_device(experience, self.experience_device)
         self.state.begin_updates(experience, metrics)
