@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.rlhf_engine import ModelFolders
+from dschat_ppo.engine.role_models import ModelFolders, actor_adapter, critic_adapter
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -51,14 +51,14 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
     actor_config = load_config(folders.actor, ACTOR)
     check_vocabulary(tokenizer, actor_config, ACTOR, folders.actor, resize=resize)
     with naming(ACTOR):
-        check_causal_lm(folders.actor)
+        check_causal_lm(folders.actor, actor_adapter(config))
     check_length(folders.actor, longest, LIMITS)
     if config.algorithm.router_loss_coef > 0 and "output_router_logits" not in actor_config.to_dict():
         raise UserError(f"--router_loss_coef: {folders.actor} is not a mixture of experts with a router loss")
     if folders.critic is not None:
         flag = config.critic_flag
         with naming(flag):
-            check_sequence_classifier(folders.critic, new_head=config.critic_may_have_new_head)
+            check_sequence_classifier(folders.critic, config.critic_may_have_new_head, critic_adapter(config))
         if folders.critic != folders.actor:
             check_vocabulary(tokenizer, load_config(folders.critic, flag), flag, folders.critic, True, resize)
             check_length(folders.critic, longest, LIMITS)
