@@ -88,7 +88,8 @@ def hub():
 def download(address: str, home, name: str = "some/model") -> str:
     """The folder, or the message, of `model_folder` in a process with this hub."""
     code = (
-        "import sys\nfrom dschat_ppo.models.model_folders import model_folder\nfrom dschat_ppo.errors import UserError\n"
+        "import sys\nfrom dschat_ppo.errors import UserError\n"
+        "from dschat_ppo.models.model_folders import model_folder\n"
         "try: print(model_folder(sys.argv[1], '--model_name_or_path'))\n"
         "except UserError as problem: print(problem)\n"
     )
