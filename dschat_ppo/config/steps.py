@@ -10,7 +10,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.export_flags import BestFlags, ExportFlags
 from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags
-from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags
+from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags, check_divided_losses
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
@@ -150,6 +150,7 @@ class PPOConfig:
             learned or not ppo.offload_reward_model,
             "--offload_reward_model: there is no reward model, because --use_reward_model is False",
         )
+        check_divided_losses(self.memory, algorithm)
         stages = {"--actor_zero_stage": ppo.actor_zero_stage}
         if algorithm.has_critic:
             stages["--critic_zero_stage"] = ppo.critic_zero_stage

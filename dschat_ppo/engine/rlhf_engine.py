@@ -13,6 +13,7 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.moving_average import MovingAverage
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.long_sequences import save_activation_memory
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Engine
@@ -60,6 +61,7 @@ class RLHFEngine:
         actor = PolicyModel(load_causal_lm(folders.actor, run.dtype, ds_config, dropout, run.resize_vocabulary))
         if ppo.actor_gradient_checkpointing:
             actor.gradient_checkpointing_enable()
+        save_activation_memory(actor, config.memory)
         optimizer = adamw(ppo.actor_learning_rate, ppo.actor_weight_decay, plan.actor_updates)
         self.actor = train_engine(actor, ds_config, optimizer)
         select_kernels(self.actor)
@@ -70,7 +72,10 @@ class RLHFEngine:
             ds_config = eval_config(ppo.actor_zero_stage, run.dtype, ppo.offload_reference_model, ranks)
             lm = load_causal_lm(folders.actor, run.dtype, ds_config, resize=run.resize_vocabulary)
             # the actor's kernels, so that both models give the same bits before the first update
-            self.reference = eval_engine(PolicyModel(lm, actor.fused, actor.packed), ds_config)
+            reference = PolicyModel(lm, actor.fused, actor.packed)
+            reference.divided = actor.divided
+            save_activation_memory(reference, config.memory)
+            self.reference = eval_engine(reference, ds_config)
 
         self.critic: Engine | None = None
         if folders.critic:
@@ -81,6 +86,7 @@ class RLHFEngine:
             )
             if ppo.critic_gradient_checkpointing:
                 critic.gradient_checkpointing_enable()
+            save_activation_memory(critic, config.memory)
             optimizer = adamw(ppo.critic_learning_rate, ppo.critic_weight_decay, plan.total_updates)
             self.critic = train_engine(critic, ds_config, optimizer)
             select_kernels(self.critic)
@@ -96,9 +102,10 @@ class RLHFEngine:
                     folders.reward, run.dtype, ds_config, new_head=False, resize=run.resize_vocabulary
                 )
             )
+            save_activation_memory(reward, config.memory)
             self.reward = eval_engine(reward, ds_config)
             if self.critic is not None and folders.reward == folders.critic:
-                reward.packed = critic.packed  # the same model, already tested
+                reward.packed, reward.divided = critic.packed, critic.divided  # the same model, already tested
             else:
                 select_kernels(self.reward)
 

@@ -17,6 +17,7 @@ from dschat_ppo.models.loading import (
     load_causal_lm,
     load_sequence_classifier,
 )
+from dschat_ppo.models.long_sequences import save_activation_memory
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
@@ -37,6 +38,7 @@ def load_trained_model(folder: str, config: PreferenceConfig, ds_config: Config)
         model = PolicyModel(load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0, resize))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    save_activation_memory(model, config.memory)
     return model
 
 
@@ -47,7 +49,9 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     if name == "reward":
         aim = "trains a reward model (for DPO: training/step2_dpo/main.py, or --objective dpo)"
     check = partial(check_sequence_classifier, new_head=True) if name == "reward" else check_causal_lm
-    run = begin_supervised_run("reward", config, f"step 2: --objective {name} {aim}", "preference", check)
+    run = begin_supervised_run(
+        "reward", config, f"step 2: --objective {name} {aim}", "preference", check, scalar=name == "reward"
+    )
     if name != "reward" and isinstance(run.rows.train, Dataset) and any(run.rows.train["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config)
