@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
 EXPERTS = ("experts", "router")  # modules of a mixture of experts
+HOST = "cpu"
 SMALLEST_ON_HOST = 2**16  # bytes; smaller tensors cost more time to move than they save memory
 
 
@@ -75,13 +76,16 @@ def activations_on_host(enabled: bool) -> AbstractContextManager[Any]:
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """(where to use the tensor, the tensor on the host), or where it is if it is better left there."""
+    """(device of the tensor, its copy on the host), or the tensor itself if it is better left where it is."""
     is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)  # ZeRO-3 gathers these
-    if is_parameter or tensor.device.type == "cpu" or tensor.nbytes < SMALLEST_ON_HOST:
+    if is_parameter or tensor.device.type == HOST or tensor.nbytes < SMALLEST_ON_HOST:
         return tensor.device, tensor
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    host.copy_(tensor, non_blocking=True)  # before any later use of its memory, which is on the same stream
-    return tensor.device, host
+    return tensor.device, _host_copy(tensor)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    host = torch.empty_like(tensor, device=HOST, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)  # before any later use of its memory, which is on the same stream
 
 
 def _from_host(saved: tuple[torch.device, Tensor]) -> Tensor:
