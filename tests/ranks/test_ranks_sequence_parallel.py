@@ -33,6 +33,12 @@ def test_trajectory_is_that_of_one_rank(found, task):
                 np.testing.assert_allclose(row, expected, rtol=2e-5, atol=2e-6, err_msg=label)
 
 
+def test_models_whose_numbers_would_change_are_refused_by_name(found):
+    shift, window = found["shared"]["refusals"]
+    assert "LlamaModel cannot be divided, because divided rows do not give the numbers of whole rows" in shift
+    assert "LlamaModel cannot be divided, because its sliding window is in its mask" in window
+
+
 def test_each_architecture_gives_the_numbers_and_gradients_of_whole_rows(found):
     families = found["shared"]["families"]
     assert len(families) == 22

@@ -18,6 +18,8 @@ from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.long_sequences import save_activation_memory
 from dschat_ppo.models.policy_model import PolicyModel
@@ -132,6 +134,23 @@ def against_whole_rows(kind: str, packed: bool, scalar: bool = False, **changes)
     return [float((found - whole).abs().max()), float((gradients - expected).abs().max() / expected.abs().max())]
 
 
+def refusals() -> list[str]:
+    """Why models are not divided whose tokens meet outside attention, or whose window is in their mask alone."""
+    found = []
+    for change in ("shift", "window"):
+        lm = new_model("llama")
+        if change == "shift":
+            mlp = lm.model.layers[0].mlp
+            mlp.forward = lambda states, inner=mlp.forward: inner(states) + states.roll(1, dims=1)
+        else:
+            lm.config.sliding_window = 9
+        try:
+            select_kernels(PolicyModel(lm))
+        except UserError as problem:
+            found.append(str(problem))
+    return found
+
+
 def main() -> None:
     be_quick()
     assets, ranks, out = Path(sys.argv[-3]), int(sys.argv[-2]), Path(sys.argv[-1])
@@ -141,6 +160,7 @@ def main() -> None:
     dist.share_rows(ranks)
     found = {"families": {}, "trajectories": {}}
     if ranks > 1:
+        found["refusals"] = refusals()
         for kind in FAMILIES:
             for packed in (False, True):
                 label = f"{kind}{' packed' * packed}"
