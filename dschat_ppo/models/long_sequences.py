@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-ROPE_OF_WHOLE_ROWS = {"dynamic", "longrope"}  # frequencies depend on the largest position that a pass contains
 
 
 def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool) -> None:
@@ -76,9 +74,6 @@ def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
     if others:
         return f"it has layers of the type {', '.join(others)}"
-    of_whole_rows = sorted(set(_rope_types(getattr(config, "rope_parameters", None))) & ROPE_OF_WHOLE_ROWS)
-    if of_whole_rows:
-        return f"its rotary positions ({', '.join(of_whole_rows)}) depend on the length of the whole row"
     if not isinstance(config.num_attention_heads, int):
         return "its layers differ in their numbers of attention heads"
     return None
@@ -98,12 +93,3 @@ def _backbone_without_weights(folder: str, flag: str, scalar: bool) -> PreTraine
             return backbone_of(AutoModelForCausalLM.from_config(config))
         kind: Any = classifier_class(config)
         return kind(config_for(kind, config)).base_model
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """The types of rotary positions in `rope_parameters`, which may have an entry for each type of layer."""
-    if isinstance(parameters, dict):
-        if "rope_type" in parameters:
-            yield parameters["rope_type"]
-        for value in parameters.values():
-            yield from _rope_types(value)

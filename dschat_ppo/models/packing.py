@@ -27,6 +27,7 @@ from dschat_ppo.models.sequence_parallel import (
     exchanged_heads,
     heads_to_columns,
     of_own_heads,
+    rotary_of_whole_rows,
 )
 
 NAME = "dschat_packed"
@@ -284,7 +285,8 @@ class DividedRows:
     def run(self, model: Any, input_ids: Tensor, **arguments: Any) -> Any:
         """The model's output for this rank's columns; a collective of the ranks that share the rows."""
         slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        with segments(model.config, self.lengths, divided=True):
+        whole = position_arguments(model, self.columns.padded(self.laid_out(slots)))["position_ids"]
+        with segments(model.config, self.lengths, divided=True), rotary_of_whole_rows(model, whole):
             return model(
                 input_ids=self.own(input_ids), attention_mask=None, use_cache=False,
                 **position_arguments(model, self.own(slots)), **arguments,

@@ -12,13 +12,15 @@ DeepSpeed's `UlyssesSPAttentionHF` fixes the number of rows, knows neither packe
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dschat_ppo.common.dist import sequence_group, sequence_rank, sequence_ranks
 
@@ -36,10 +38,13 @@ class Columns:
         """Columns that are added at the end."""
         return -self.width % sequence_ranks()
 
+    def padded(self, rows: Tensor) -> Tensor:
+        """(b, width) -> (b, ranks x n): with the added columns, which hold 0 or False."""
+        return torch.nn.functional.pad(rows, (0, self.padding))
+
     def own(self, rows: Tensor) -> Tensor:
-        """(b, width) -> (b, n): the columns of this rank; 0 or False in added ones."""
-        padded = torch.nn.functional.pad(rows, (0, self.padding))
-        return padded.chunk(sequence_ranks(), dim=1)[sequence_rank()]
+        """(b, width) -> (b, n): the columns of this rank."""
+        return _own_columns(self.padded(rows))
 
     def gather(self, part: Tensor) -> Tensor:
         """(b, n, ...) -> (b, width, ...): the columns of all ranks. The backward pass keeps those of this rank.
@@ -48,6 +53,10 @@ class Columns:
         """
         whole: Tensor = _GatherColumns.apply(part)
         return whole[:, : self.width]
+
+
+def _own_columns(rows: Tensor) -> Tensor:
+    return rows.chunk(sequence_ranks(), dim=1)[sequence_rank()]
 
 
 class _GatherColumns(torch.autograd.Function):
@@ -61,7 +70,7 @@ class _GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.chunk(sequence_ranks(), dim=1)[sequence_rank()].contiguous()
+        return _own_columns(grad).contiguous()
 
 
 class _Exchange(torch.autograd.Function):
@@ -82,6 +91,31 @@ def _exchanged(value: Tensor, divided: int, joined: int) -> Tensor:
     received = torch.empty_like(sent)
     torch_dist.all_to_all_single(received, sent, group=sequence_group())
     return torch.cat(received.unbind(), dim=joined)
+
+
+@contextmanager
+def rotary_of_whole_rows(model: nn.Module, positions: Tensor) -> Iterator[None]:
+    """Give rotary embeddings the `positions` (b, ranks x n) of whole rows, and keep this rank's part of their outputs.
+
+    Some of them (longrope, dynamic) choose their frequencies by the largest position.
+    """
+
+    def see_all(_module: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if "position_ids" in named:
+            return arguments, {**named, "position_ids": positions}
+        return (arguments[0], positions, *arguments[2:]), named
+
+    def keep_own(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        return torch.utils._pytree.tree_map(_own_columns, output)
+
+    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
+    hooks = [module.register_forward_pre_hook(see_all, with_kwargs=True) for module in rotary]
+    hooks += [module.register_forward_hook(keep_own) for module in rotary]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def columns_to_heads(value: Tensor) -> Tensor:

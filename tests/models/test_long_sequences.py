@@ -11,14 +11,13 @@ from dschat_ppo.models.long_sequences import check_long_sequences, reason_not_to
 from dschat_ppo.models.policy_model import PolicyModel
 
 DIVIDED = ("llama", "qwen2", "qwen2-window", "qwen3", "mistral-window", "opt", "gpt2", "gpt-neox", "gemma2", "gemma3",
-           "phi", "phi3", "mixtral", "gpt-oss")  # fmt: skip
+           "phi", "phi3", "phi3-longrope", "mixtral", "gpt-oss")  # fmt: skip
 WHOLE = {
     "gptj": "transformers does not let its attention be replaced",
     "bloom": "transformers does not let its attention be replaced",
     "falcon": "transformers does not let its attention be replaced",
     "gpt-neo": "transformers does not let its attention be replaced",
     "mamba": "transformers does not let its attention be replaced",
-    "phi3-longrope": "its rotary positions (longrope) depend on the length of the whole row",
 }
 
 
@@ -60,8 +59,6 @@ def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind):
     [
         ({"layer_types": ["chunked_attention", "full_attention"]}, "layers of the type chunked_attention"),
         ({"attention_chunk_size": 8}, "its attention needs a mask"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "(dynamic)"),
-        ({"rope_parameters": {"full": {"rope_type": "longrope"}}}, "(longrope)"),
         ({"num_attention_heads": [4, 2]}, "differ in their numbers of attention heads"),
     ],
 )

@@ -38,7 +38,7 @@ from workers.ppo_setup import experience_of, ppo_of, update_once
 from workers.quick import be_quick
 
 STEPS, BATCH = 3, 8
-FAMILIES = ("llama", "mistral-window", "gemma2", "gemma3", "gpt-oss", "opt", "gpt2", "gpt-neox", "phi3")
+FAMILIES = ("llama", "mistral-window", "gemma2", "gemma3", "gpt-oss", "opt", "gpt2", "gpt-neox", "phi3-longrope")
 
 
 def supervised(task: str, assets: Path, stage: int, packed: bool, device, *more: str) -> list[list[float]]:
@@ -106,9 +106,9 @@ def ppo(assets: Path, stage: int, packed: bool, device, *more: str) -> list[list
 def against_whole_rows(kind: str, packed: bool, scalar: bool = False, **changes) -> list[float]:
     """Largest differences between divided and whole rows: of the outputs, and of the gradients relative to them."""
     lm = new_model(kind, **changes)
-    lengths = torch.tensor([21, 9, 14])  # 21 columns and 44 tokens: neither is a multiple of the ranks
-    ids = torch.randint(2, VOCABULARY, (3, 21), generator=torch.Generator().manual_seed(3))
-    slots = torch.arange(21)
+    lengths = torch.tensor([41, 9, 15])  # 41 columns and 65 tokens: neither is a multiple of the ranks
+    ids = torch.randint(2, VOCABULARY, (3, 41), generator=torch.Generator().manual_seed(3))
+    slots = torch.arange(41)
     wanted = (slots >= torch.tensor([[4], [2], [12]])) & (slots < lengths.unsqueeze(1))
     factors = torch.randn(2, int(wanted.sum()), generator=torch.Generator().manual_seed(4))
     if scalar:
