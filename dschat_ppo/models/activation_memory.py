@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,21 +49,30 @@ def tile_mlps(backbone: PreTrainedModel) -> None:
     """
     size = backbone.config.get_text_config().hidden_size
     for mlp in mlps_of(backbone)[0]:
-        if not isinstance(mlp.__dict__.get("forward"), partial):
-            mlp.forward = partial(_in_pieces, mlp.forward, size)
+        if not hasattr(mlp, "tile_size"):
+            kind: Any = type(mlp)
+            mlp.__class__ = _tiled(kind)
+            mlp.tile_size = size
 
 
-def _in_pieces(forward: Callable[..., Tensor], size: int, *values: Tensor) -> Tensor:
-    """`forward` of tensors (..., H) over at most `size` tokens at a time."""
-    shape = values[0].shape
-    if shape[:-1].numel() <= size:
-        return forward(*values)
-    pieces = zip(*(value.reshape(1, -1, value.shape[-1]).split(size, dim=1) for value in values), strict=True)
-    if torch.is_grad_enabled():
-        outputs = [checkpoint(forward, *piece, use_reentrant=False) for piece in pieces]
-    else:
-        outputs = [forward(*piece) for piece in pieces]
-    return torch.cat(outputs, dim=1).view(*shape[:-1], -1)
+@cache
+def _tiled(kind: Any) -> Any:
+    """The class of an MLP that runs in pieces. (A function in the module itself would be that of another module in a
+    copy of it.)"""
+
+    def forward(self: Any, *values: Tensor) -> Tensor:
+        whole = partial(kind.forward, self)
+        shape = values[0].shape
+        if shape[:-1].numel() <= self.tile_size:
+            return whole(*values)
+        pieces = zip(*(x.reshape(1, -1, x.shape[-1]).split(self.tile_size, dim=1) for x in values), strict=True)
+        if torch.is_grad_enabled():
+            outputs = [checkpoint(whole, *piece, use_reentrant=False) for piece in pieces]
+        else:
+            outputs = [whole(*piece) for piece in pieces]
+        return torch.cat(outputs, dim=1).view(*shape[:-1], -1)
+
+    return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def activations_on_host(enabled: bool) -> AbstractContextManager[Any]:

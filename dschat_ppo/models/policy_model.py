@@ -28,14 +28,15 @@ class PolicyModel(nn.Module):
         lm: causal language model.
         fused: whether to use the fused head.
         packed: run rows end to end as one row, without padding; needs `fused`.
+        divided: ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns.
     """
 
-    def __init__(self, lm: PreTrainedModel, fused: bool = True, packed: bool = False):
+    def __init__(self, lm: PreTrainedModel, fused: bool = True, packed: bool = False, divided: bool = False):
         super().__init__()
         self.lm: Any = lm
         self.packed = packed
-        self.divided = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its columns
-        self.offload_activations = False
+        self.divided = divided
+        self.offload_activations = False  # keep what the backward pass needs in host memory
         self.fused = fused and type(lm.get_output_embeddings()).forward is nn.Linear.forward
         text = lm.config.get_text_config()
         scale = getattr(text, "logit_scale", None) or 1.0

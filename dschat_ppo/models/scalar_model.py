@@ -27,8 +27,8 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.classifier: Any = classifier
         self.packed = packed
-        self.divided = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its columns
-        self.offload_activations = False
+        self.divided = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
+        self.offload_activations = False  # keep what the backward pass needs in host memory
 
     @property
     def config(self) -> PretrainedConfig:

@@ -1,5 +1,7 @@
 """MLPs in pieces of the sequence, and activations in host memory."""
 
+import copy
+
 import pytest
 import torch
 from tiny_models import VOCABULARY, new_model
@@ -72,9 +74,21 @@ def test_the_inside_of_a_tiled_mlp_is_as_small_as_a_piece():
 def test_a_model_is_tiled_once():
     model = new_model("llama")
     tile_mlps(model.model)
-    forward = model.model.layers[0].mlp.forward
+    kind = type(model.model.layers[0].mlp)
     tile_mlps(model.model)
-    assert model.model.layers[0].mlp.forward is forward
+    assert type(model.model.layers[0].mlp) is kind
+
+
+def test_a_copy_of_a_tiled_mlp_runs_its_own_layers():
+    mlp = new_model("llama").model
+    tile_mlps(mlp)
+    mlp = mlp.layers[0].mlp
+    other = copy.copy(mlp)
+    other._modules = {name: copy.deepcopy(module) for name, module in mlp.named_children()}
+    torch.nn.init.zeros_(other.down_proj.weight)
+    states = torch.randn(1, 80, 32)
+    assert mlp(states).abs().max() > 0
+    assert not other(states).any()
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,15 @@ def test_trajectory_is_that_of_one_rank(found, task):
                 np.testing.assert_allclose(row, expected, rtol=2e-5, atol=2e-6, err_msg=label)
 
 
+@pytest.mark.parametrize("task", ["sft lora", "ppo lora"])
+def test_trajectory_of_an_adapter_is_that_of_one_rank(found, task):
+    whole, shared = (launch["trajectories"][task] for launch in (found["one"], found["shared"]))
+    losses = [row[0] for row in whole[1:-1]]
+    assert np.abs(np.diff(losses)).max() > 1e-3, "nothing was trained"
+    for row, expected in zip(shared, whole, strict=True):
+        np.testing.assert_allclose(row, expected, rtol=2e-5, atol=2e-6)
+
+
 def test_models_whose_numbers_would_change_are_refused_by_name(found):
     shift, window = found["shared"]["refusals"]
     assert "LlamaModel cannot be divided, because divided rows do not give the numbers of whole rows" in shift

@@ -19,6 +19,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.long_sequences import save_activation_memory
@@ -31,6 +32,7 @@ from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.supervised.dpo_objective import dpo_objective
 from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
+from dschat_ppo.supervised.supervised_run import adapter_plan
 from dschat_ppo.supervised.train_preference import load_trained_model
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 from dschat_ppo.types import Rollout, select_rows
@@ -54,7 +56,9 @@ def supervised(task: str, assets: Path, stage: int, packed: bool, device, *more:
     rows = prepare("sft" if task == "sft" else "preference", load_tokenizer(model, "model"), config.data, 64).train
     ds_config = fit_ds_config(config.fit, config.run)
     if task == "sft":
-        trained, objective = PolicyModel(load_causal_lm(model, "fp32", ds_config)), sft_objective(0, False, device)
+        adapter = adapter_settings(config.lora.lora_dim, None, config.adapters)
+        trained = PolicyModel(load_causal_lm(model, "fp32", ds_config, adapter=adapter))
+        objective = sft_objective(0, False, device)
         if config.fit.gradient_checkpointing:
             trained.gradient_checkpointing_enable()
         save_activation_memory(trained, config.memory)
@@ -62,9 +66,9 @@ def supervised(task: str, assets: Path, stage: int, packed: bool, device, *more:
         trained = load_trained_model(model, config, ds_config)
         objective = (reward_objective if task == "reward" else dpo_objective)(0, device, config)
     held_out = rows.select(range(12, 19))
-    fit = SupervisedTrainer(
-        trained, ds_config, TokenRows(rows.select(range(12)), held_out), objective, config.fit, config.run
-    )
+    rows = TokenRows(rows.select(range(12)), held_out)
+    plan = adapter_plan(config)
+    fit = SupervisedTrainer(trained, ds_config, rows, objective, config.fit, config.run, adapter=plan)
     assert trained.divided == (dist.sequence_ranks() > 1)
     assert trained.packed  # chosen on a CPU
     trained.packed = packed
@@ -178,6 +182,13 @@ def main() -> None:
     flags = ("--tiled_mlp", "--offload_activations", "--gradient_checkpointing")
     seed_everything(1)
     found["trajectories"]["sft with all flags"] = supervised("sft", assets, 3, True, device, *flags)
+    lora = ("--only_optimize_lora", "--lora_dim", "4", "--lora_learning_rate", "0.02")
+    seed_everything(1)
+    found["trajectories"]["sft lora"] = supervised("sft", assets, 3, True, device, *flags, *lora)
+    lora = ("--only_optimize_lora", "--actor_lora_dim", "4", "--critic_lora_dim", "4", "--tiled_mlp")
+    lora += ("--actor_lora_learning_rate", "0.02", "--critic_lora_learning_rate", "0.02")
+    seed_everything(1)
+    found["trajectories"]["ppo lora"] = ppo(assets, 3, True, device, *lora)
     if dist.is_main():
         out.write_text(json.dumps(found))
     dist.shutdown()
