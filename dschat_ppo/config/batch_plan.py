@@ -33,11 +33,12 @@ class SupervisedPlan:
     epochs: int  # passes over the rows
     tokens: int | None = None  # of all samples, prompts and answers; None if unknown
     packing: PackedRows | None = None
+    shared: int = 1  # ranks that share their rows (--sequence_parallel_size)
 
     @property
     def global_batch(self) -> int:
         """Rows of one optimizer step over all ranks."""
-        return self.per_device * self.accumulation * self.world_size
+        return self.per_device * self.accumulation * self.world_size // self.shared
 
     @property
     def steps_per_epoch(self) -> int:
@@ -52,7 +53,7 @@ class SupervisedPlan:
     def table(self) -> list[tuple[str, str]]:
         """The plan as (name, arithmetic) lines for the log."""
         lines = [("training rows", f"{self.rows}")]
-        steps = self.steps_per_epoch
+        steps, device = self.steps_per_epoch, "device" if self.shared == 1 else "group"
         if self.packing is not None:
             samples, tokens, room = self.packing.samples, self.tokens or 0, self.rows * self.packing.capacity
             lines = [
@@ -66,11 +67,12 @@ class SupervisedPlan:
         return [
             *lines,
             ("ranks", f"{self.world_size}"),
-            ("micro-batch per device", f"{self.per_device}" + (" packed rows" if self.packing is not None else "")),
+            *_sharing(self.world_size, self.shared),
+            (f"micro-batch per {device}", f"{self.per_device}" + (" packed rows" if self.packing is not None else "")),
             ("micro-batches per optimizer step", f"{self.accumulation}"),
             (
                 "global batch",
-                f"{self.per_device} x {self.accumulation} x {self.world_size} = {self.global_batch}",
+                f"{self.per_device} x {self.accumulation} x {self.world_size // self.shared} = {self.global_batch}",
             ),
             (
                 "optimizer steps per epoch",
@@ -80,9 +82,17 @@ class SupervisedPlan:
         ]
 
 
+def _sharing(world_size: int, shared: int) -> list[tuple[str, str]]:
+    """The line about ranks that share their rows, if there are such."""
+    if shared == 1:
+        return []
+    return [("groups of ranks that share their rows", f"{world_size} / {shared} = {world_size // shared}")]
+
+
 def plan_supervised(
-    flags: SupervisedFlags, rows: int, world_size: int, tokens: int | None = None, packing: PackedRows | None = None
-) -> SupervisedPlan:
+    flags: SupervisedFlags, rows: int, world_size: int, tokens: int | None = None, packing: PackedRows | None = None,
+    shared: int = 1,
+) -> SupervisedPlan:  # fmt: skip
     """The batch plan of steps 1 and 2 for `rows` training rows (see `SupervisedPlan`).
 
     Raises:
@@ -96,11 +106,13 @@ def plan_supervised(
         flags.num_train_epochs,
         tokens,
         packing,
+        shared,
     )
     require(
         plan.global_batch <= MOST_ROWS,
         f"--per_device_train_batch_size {plan.per_device} x --gradient_accumulation_steps {plan.accumulation} x "
-        f"{world_size} ranks = {plan.global_batch} rows per optimizer step; at most {MOST_ROWS} fit in memory",
+        f"{world_size // shared} {'ranks' if shared == 1 else 'groups'} = {plan.global_batch} rows per optimizer step; "
+        f"at most {MOST_ROWS} fit in memory",
     )
     _require_few_updates(plan.total_steps, f"--num_train_epochs {plan.epochs}")
     return plan
@@ -129,6 +141,7 @@ class PPOPlan:
     train_epochs: int  # passes over the prompts
     stop_step: int  # last PPO step in test mode; 0 = test mode is off
     warmup_rollouts: int  # PPO steps at the start that train only the critic
+    shared: int = 1  # ranks that share their rows in updates (--sequence_parallel_size)
 
     @property
     def prompts_per_rank(self) -> int:
@@ -153,7 +166,7 @@ class PPOPlan:
     @property
     def global_batch(self) -> int:
         """Rows of one optimizer step over all ranks."""
-        return self.micro_batch * self.accumulation * self.world_size
+        return self.micro_batch * self.accumulation * self.world_size // self.shared
 
     @property
     def updates_per_rollout(self) -> int:
@@ -178,22 +191,24 @@ class PPOPlan:
 
     def table(self) -> list[tuple[str, str]]:
         """The plan as (name, arithmetic) lines for the log."""
+        device = "device" if self.shared == 1 else "group"
         return [
             ("prompts", f"{self.prompts}"),
             ("ranks", f"{self.world_size}"),
+            *_sharing(self.world_size, self.shared),
             (
                 "answers per rank",
                 f"{self.generation_batch} x {self.generation_batches} prompts x {self.samples} = {self.rows_per_rank}",
             ),
             ("rows per PPO step", f"{self.rows_per_rank} x {self.world_size} = {self.rollout_rows}"),
-            ("micro-batch per device", f"up to {self.micro_batch_tokens} tokens, padding included"),
+            (f"micro-batch per {device}", f"up to {self.micro_batch_tokens} tokens, padding included"),
             (
-                "rows per optimizer step and device",
+                f"rows per optimizer step and {device}",
                 f"{self.micro_batch} x {self.accumulation} = {self.micro_batch * self.accumulation}",
             ),
             (
                 "global batch",
-                f"{self.micro_batch} x {self.accumulation} x {self.world_size} = {self.global_batch}",
+                f"{self.micro_batch} x {self.accumulation} x {self.world_size // self.shared} = {self.global_batch}",
             ),
             (
                 "updates per PPO step",
@@ -207,7 +222,7 @@ class PPOPlan:
         ]
 
 
-def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: int = 0) -> PPOPlan:
+def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: int = 0, shared: int = 1) -> PPOPlan:
     """The batch plan of step 3.
 
     Args:
@@ -215,6 +230,7 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         prompts: number of prompts in the data.
         world_size: number of ranks.
         warmup_rollouts: PPO steps that train only the critic.
+        shared: ranks that share their rows in updates; each generates answers to its own prompts.
 
     Raises:
         UserError: the rows of a PPO step are not a whole number of optimizer steps, the actor is never trained, a PPO
@@ -234,6 +250,7 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         train_epochs=flags.num_train_epochs,
         stop_step=flags.test_stop_step,
         warmup_rollouts=warmup_rollouts,
+        shared=shared,
     )
     require(
         warmup_rollouts < plan.ppo_steps,
@@ -246,14 +263,15 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         f"x --n_samples_per_prompt {plan.samples} x {world_size} ranks = {plan.rollout_rows} rows per PPO step; "
         f"every rank holds all of them, and at most {MOST_ROWS} fit in memory",
     )
-    rows, rows_per_update = plan.rows_per_rank, plan.micro_batch * plan.accumulation  # per device
+    rows, rows_per_update = plan.rows_per_rank * shared, plan.micro_batch * plan.accumulation  # per device or group
     # --generation_batches must be a multiple of this for a whole number of updates
     multiple = rows_per_update // gcd(rows // plan.generation_batches, rows_per_update)
     require(
         rows % rows_per_update == 0,
         "the rows of a PPO step are not a whole number of optimizer steps: "
         f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
-        f"x --n_samples_per_prompt {plan.samples} = {rows} rows per device, but an optimizer step takes "
+        f"x --n_samples_per_prompt {plan.samples} {f'x {shared} ranks that share rows ' if shared > 1 else ''}= {rows} "
+        f"rows per {'device' if shared == 1 else 'group'}, but an optimizer step takes "
         f"--per_device_training_batch_size {plan.micro_batch} x --gradient_accumulation_steps {plan.accumulation} "
         f"= {rows_per_update}; {rows} / {rows_per_update} leaves {rows % rows_per_update}. "
         f"Set --generation_batches {-(-plan.generation_batches // multiple) * multiple}",

@@ -18,7 +18,13 @@ from dschat_ppo.config.lora_flags import (
     require_shareable_base,
     require_usable_lora,
 )
-from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags, check_memory, check_ppo_memory
+from dschat_ppo.config.memory_flags import (
+    MemoryFlags,
+    PPOMemoryFlags,
+    check_divided_losses,
+    check_memory,
+    check_ppo_memory,
+)
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
@@ -174,6 +180,7 @@ class PPOConfig:
             learned or not ppo.offload_reward_model,
             "--offload_reward_model: there is no reward model, because --use_reward_model is False",
         )
+        check_divided_losses(self.memory, algorithm)
         stages = {"--actor_zero_stage": ppo.actor_zero_stage}
         if algorithm.has_critic:
             stages["--critic_zero_stage"] = ppo.critic_zero_stage

@@ -14,6 +14,7 @@ from dschat_ppo.engine.moving_average import MovingAverage
 from dschat_ppo.engine.role_models import ModelFolders, RoleModels
 from dschat_ppo.models.adapter_merge import merged
 from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.long_sequences import save_activation_memory
 from dschat_ppo.types import Engine
 
 
@@ -57,6 +58,7 @@ class RLHFEngine:
         actor = models.actor
         if ppo.actor_gradient_checkpointing:
             actor.gradient_checkpointing_enable()
+        save_activation_memory(actor, memory)
         optimizer = adamw(
             ppo.actor_learning_rate, ppo.actor_weight_decay, plan.actor_updates, lora.actor_lora_learning_rate
         )
@@ -68,6 +70,7 @@ class RLHFEngine:
         if config.algorithm.has_reference:
             ds_config = eval_config(ppo.actor_zero_stage, run.dtype, ppo.offload_reference_model, ranks, eight_bits)
             reference = models.reference(ds_config)
+            save_activation_memory(reference, memory)
             share_gathering(reference, self.actor)
             self.reference = eval_engine(reference, ds_config)
 
@@ -77,6 +80,7 @@ class RLHFEngine:
             critic = models.critic(folders.critic, ds_config)
             if ppo.critic_gradient_checkpointing:
                 critic.gradient_checkpointing_enable()
+            save_activation_memory(critic, memory)
             optimizer = adamw(
                 ppo.critic_learning_rate, ppo.critic_weight_decay, plan.total_updates, lora.critic_lora_learning_rate
             )
@@ -89,10 +93,11 @@ class RLHFEngine:
             stage = ppo.actor_zero_stage if lora.share_base else ppo.critic_zero_stage
             ds_config = eval_config(stage, run.dtype, ppo.offload_reward_model, ranks, eight_bits)
             reward = models.reward(folders.reward, ds_config)
+            save_activation_memory(reward, memory)
             share_gathering(reward, self.actor)
             self.reward = eval_engine(reward, ds_config)
             if self.critic is not None and folders.reward == folders.critic:
-                reward.packed = critic.packed  # the same model, already tested
+                reward.packed, reward.divided = critic.packed, critic.divided  # the same model, already tested
             else:
                 select_kernels(self.reward)
 

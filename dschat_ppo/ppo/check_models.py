@@ -17,6 +17,7 @@ from dschat_ppo.models.loading import (
     check_vocabulary,
     load_config,
 )
+from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.rewards.learned_reward import saved_statistics
@@ -53,6 +54,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
     with naming(ACTOR):
         check_causal_lm(folders.actor, actor_adapter(config))
     check_length(folders.actor, longest, LIMITS)
+    check_long_sequences(config.memory, ACTOR, folders.actor, scalar=False)
     if config.algorithm.router_loss_coef > 0 and "output_router_logits" not in actor_config.to_dict():
         raise UserError(f"--router_loss_coef: {folders.actor} is not a mixture of experts with a router loss")
     if folders.critic is not None:
@@ -62,6 +64,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         if folders.critic != folders.actor:
             check_vocabulary(tokenizer, load_config(folders.critic, flag), flag, folders.critic, True, resize)
             check_length(folders.critic, longest, LIMITS)
+        check_long_sequences(config.memory, flag, folders.critic, scalar=True)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
     if config.lora.share_base:
@@ -95,6 +98,7 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
     flag = config.reward_flag
     with naming(flag):
         check_sequence_classifier(folder, new_head=False)
+    check_long_sequences(config.memory, flag, folder, scalar=True)
     model_config = load_config(folder, flag)
     if config.algorithm.normalize_rewards == "model":
         saved_statistics(model_config, folder)

@@ -84,7 +84,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
     known = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
     check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))
-    plan = plan_ppo(ppo, len(rows.train), dist.world_size(), config.algorithm.critic_warmup_rollouts)
+    warmup, shared = config.algorithm.critic_warmup_rollouts, dist.sequence_ranks()
+    plan = plan_ppo(ppo, len(rows.train), dist.world_size(), warmup, shared)
     texts = plain_texts(config, plan, tokenizer, device)
     show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)
     if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":

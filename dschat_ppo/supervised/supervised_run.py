@@ -24,6 +24,7 @@ from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config
+from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
@@ -59,6 +60,7 @@ def begin_supervised_run(
     check: Callable[[str, AdapterSettings | None], object],
     whole_paths: list[str] | None = None,
     all_turns: bool = False,
+    scalar: bool = False,
 ) -> SupervisedRun:
     """Do everything that comes before the model is loaded. Collective.
 
@@ -71,6 +73,7 @@ def begin_supervised_run(
             if they do not fit.
         whole_paths: see `prepare`.
         all_turns: see `prepare`.
+        scalar: whether the model has a scalar head.
 
     Raises:
         UserError: the flags, the data or the model's folder cannot be used.
@@ -92,12 +95,14 @@ def begin_supervised_run(
     with naming(MODEL):
         check(folder, adapter)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
+    check_long_sequences(config.memory, MODEL, folder, scalar)
     ds_config = fit_ds_config(fit, config.run, config.memory)
     announce("prepare data")
     evaluation = (fit.eval_data_path, fit.eval_fraction)
     rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns)
     log_samples(tokenizer, rows.train, rows.sources)
-    batch_sizes = {"rows_per_update": plan_supervised(fit, len(rows.train), dist.world_size()).global_batch}
+    ranks, shared = dist.world_size(), dist.sequence_ranks()
+    batch_sizes = {"rows_per_update": plan_supervised(fit, len(rows.train), ranks, shared=shared).global_batch}
     session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), batch_sizes)
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))

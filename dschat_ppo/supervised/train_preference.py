@@ -17,6 +17,7 @@ from dschat_ppo.models.loading import (
     load_causal_lm,
     load_sequence_classifier,
 )
+from dschat_ppo.models.long_sequences import save_activation_memory
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
@@ -39,6 +40,7 @@ def load_trained_model(
         model = PolicyModel(load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0, resize, adapter))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    save_activation_memory(model, config.memory)
     return model
 
 
@@ -55,7 +57,8 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
         else:
             check_causal_lm(folder, adapter)
 
-    run = begin_supervised_run("reward", config, f"step 2: --objective {name} {aim}", "preference", check)
+    title = f"step 2: --objective {name} {aim}"
+    run = begin_supervised_run("reward", config, title, "preference", check, scalar=name == "reward")
     if name != "reward" and isinstance(run.rows.train, Dataset) and any(run.rows.train["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config, run.adapter)

@@ -140,12 +140,12 @@ class SupervisedTrainer(Generic[Batch]):
 
     def _plan(self, fit: SupervisedFlags, rows: Dataset) -> SupervisedPlan:
         """The batch plan, with --packing over packed rows."""
-        packing, ranks = self.packing, dist.world_size()
+        packing, ranks, shared = self.packing, dist.world_size(), dist.sequence_ranks()
         if packing is None:
             tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
-            return plan_supervised(fit, len(rows), ranks, tokens)
+            return plan_supervised(fit, len(rows), ranks, tokens, shared=shared)
         held = PackedRows(len(rows), packing.capacity)
-        return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held)
+        return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared)
 
     def run(self, writer: MetricsWriter, checkpointer: Checkpointer, title: str) -> None:
         """Train from the current state to the end.
@@ -192,7 +192,9 @@ class SupervisedTrainer(Generic[Batch]):
             else:
                 packed = self.packing.epoch(seed, number)
                 order = range(len(packed))
-            steps = optimizer_steps(order, self.plan.per_device, self.plan.accumulation, dist.world_size(), dist.rank())
+            steps = optimizer_steps(
+                order, self.plan.per_device, self.plan.accumulation, dist.data_ranks(), dist.data_rank()
+            )
             for micro_batches in islice(steps, done, None):
                 yield [samples_of(packed, part) for part in micro_batches] if packed else micro_batches
             done = 0
@@ -206,7 +208,8 @@ class SupervisedTrainer(Generic[Batch]):
         objective = self.objective
         batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
         counts = [torch.cat([objective.count(batch).view(1), objective.size(batch)]) for batch in batches]
-        total, samples, tokens = dist.all_reduce(torch.stack(counts).sum(dim=0)).unbind()
+        counted = dist.all_reduce(torch.stack(counts).sum(dim=0)) // dist.sequence_ranks()  # each row once
+        total, samples, tokens = counted.unbind()
         total = total.clamp_min(1)
         sums = MetricSums(self.rows.sources)
         result = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
@@ -238,7 +241,7 @@ class SupervisedTrainer(Generic[Batch]):
             self.engine.eval()
             rows, size = self.rows.eval, self.fit.per_device_eval_batch_size
             sums = MetricSums(self.rows.eval_sources)
-            batches = optimizer_steps(range(len(rows)), size, 1, dist.world_size(), dist.rank())
+            batches = optimizer_steps(range(len(rows)), size, 1, dist.data_ranks(), dist.data_rank())
             for number, [indices] in enumerate(batches, start=1):
                 batch = self.objective.collate(rows, indices)
                 self.objective.loss(self.engine, batch, self.objective.count(batch).clamp_min(1), sums)
@@ -330,11 +333,11 @@ def score_rows(
         (len(rows), k) on the CPU, in the order of the rows; the same on every rank.
     """
     model.eval()
-    batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.world_size(), dist.rank()))
+    batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.data_ranks(), dist.data_rank()))
     parts = []
     with progress_bar(title, len(batches)) as bar:
         for [indices] in batches:
-            parts.append(dist.gather_cat(score(rows, indices)).cpu())
+            parts.append(dist.gather_data_cat(score(rows, indices)).cpu())
             heartbeat()
             bar.update()
     model.train()

@@ -83,6 +83,43 @@ def test_ppo_plan_by_hand():
     assert table["optimizer steps in all"] == "5 x 6 = 30"
 
 
+def test_ranks_that_share_rows_count_as_one():
+    # 4 ranks in 2 groups: an optimizer step takes 4 x 3 x 2 = 24 rows
+    plan = plan_supervised(supervised_flags(4, 3, 2), 100, 4, shared=2)
+    assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == (24, 5, 10)
+    table = dict(plan.table())
+    assert table["ranks"] == "4"
+    assert table["groups of ranks that share their rows"] == "4 / 2 = 2"
+    assert table["micro-batch per group"] == "4"
+    assert table["global batch"] == "4 x 3 x 2 = 24"
+
+
+def test_ranks_that_share_rows_generate_their_own():
+    # 4 ranks x 4 prompts x 3 batches = 48 rows in a PPO step; an update takes 6 x 2 x 2 groups = 24: 2 updates
+    flags = ppo_flags(
+        per_device_generation_batch_size=4, generation_batches=3, per_device_training_batch_size=6,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    plan = plan_ppo(flags, prompts=96, world_size=4, shared=2)
+    assert (plan.rows_per_rank, plan.rollout_rows, plan.global_batch) == (12, 48, 24)
+    assert (plan.updates_per_rollout, plan.ppo_steps, plan.total_updates) == (2, 2, 4)
+    table = dict(plan.table())
+    assert table["groups of ranks that share their rows"] == "4 / 2 = 2"
+    assert table["rows per optimizer step and group"] == "6 x 2 = 12"
+    assert table["updates per PPO step"] == "48 / 24 x 1 = 2"
+
+
+def test_rows_of_a_group_must_be_a_whole_number_of_updates():
+    # 3 rows on each of 2 ranks that share them are 6 of a group, and an update takes 4
+    flags = ppo_flags(per_device_generation_batch_size=3, per_device_training_batch_size=4)
+    with pytest.raises(UserError) as problem:
+        plan_ppo(flags, prompts=100, world_size=4, shared=2)
+    for part in ("x 2 ranks that share rows = 6 rows per group", "6 / 4 leaves 2", "Set --generation_batches 2"):
+        assert part in str(problem.value)
+    plan_ppo(ppo_flags(per_device_generation_batch_size=3, generation_batches=2, per_device_training_batch_size=4),
+             prompts=100, world_size=4, shared=2)  # fmt: skip
+
+
 def test_samples_per_prompt_multiply_rows_and_not_prompts():
     # 4 prompts x 3 answers = 12 rows a rank, 24 on two. 20 prompts: ceil(20 / 8) = 3 PPO steps, 24 / 12 = 2 updates.
     flags = ppo_flags(

@@ -45,6 +45,15 @@ def test_a_later_step_in_the_same_process_keeps_the_lock(events, tmp_path):
     assert "lock" not in events and "check of the lock" not in events
 
 
+def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)]
+    config = parse("sft", [*words, "--sequence_parallel_size", "3"])
+    with pytest.raises(UserError, match="--sequence_parallel_size 3 does not divide the 4 ranks"):
+        begin_run.begin_run("sft", config, config.run, [])
+    assert "init_process_group" not in events
+
+
 def test_errors_of_a_block_name_its_flag():
     with pytest.raises(UserError, match="^--model m: no such folder$"), naming("--model"):
         raise UserError("m: no such folder")
