@@ -126,8 +126,10 @@ def _write(
     try:
         partial = empty_folder(folder / PARTIAL)
         with torch.no_grad(), watchdog_paused():
-            # Use the names that transformers loads, not those of a DeepSpeed-Chat checkpoint.
-            model.save_pretrained(partial, state_dict=state, save_original_format=False)
+            # Save under the names of the architecture's checkpoints on the hub, which other programs read too (of each
+            # expert, not of all of a layer), and not under those of the checkpoint loaded, such as DeepSpeed-Chat's.
+            model._weight_conversions = None  # type: ignore[assignment]
+            model.save_pretrained(partial, state_dict=state)
             tokenizer.save_pretrained(partial)
         move_files_up(partial)
     except (OSError, SafetensorError) as problem:
