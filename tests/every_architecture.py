@@ -60,7 +60,10 @@ ARCHITECTURES = {
         "FalconConfig", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.2},
     ),
     "SmolLM3": ("SmolLM3Config", {**_TIED, "no_rope_layers": [1, 0], "no_rope_layer_interval": 2}),
-    "GPT-OSS": ("GptOssConfig", {**_GROUPED, **_LAYERS, "head_dim": 8, "num_local_experts": 4}),
+    "GPT-OSS": (
+        "GptOssConfig",
+        {**_GROUPED, **_LAYERS, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "Mixtral": ("MixtralConfig", {**_GROUPED, "num_local_experts": 4}),
     "Qwen2-MoE": (
         "Qwen2MoeConfig", {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24},
@@ -83,7 +86,12 @@ def config_of(name: str, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig
 
 
 def save_model_of(name: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A random fp32 model with its tokenizer, under the names of weights that checkpoints on the hub have."""
+    """A random fp32 model, its biases too, and its tokenizer; weights have the names of checkpoints on the hub."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config_of(name, tokenizer), dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config_of(name, tokenizer), dtype=torch.float32)
+    with torch.no_grad():
+        for weight in [*model.parameters(), *(b for name, b in model.named_buffers() if "correction_bias" in name)]:
+            if weight.dim() == 1:  # biases, which begin at 0, and weights of norms, which begin at 1
+                weight += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

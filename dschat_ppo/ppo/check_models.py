@@ -16,6 +16,7 @@ from dschat_ppo.models.loading import (
     load_config,
     model_folder,
 )
+from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.rewards.learned_reward import saved_statistics
 from dschat_ppo.session.begin_run import naming
@@ -51,8 +52,8 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
     with naming(ACTOR):
         check_causal_lm(folders.actor)
     check_length(folders.actor, longest, LIMITS)
-    if config.algorithm.router_loss_coef > 0 and "output_router_logits" not in actor_config.to_dict():
-        raise UserError(f"--router_loss_coef: {folders.actor} is not a mixture of experts with a router loss")
+    if config.algorithm.router_loss_coef > 0:
+        router_top_k(actor_config, f"{ACTOR} {folders.actor}")
     if folders.critic is not None:
         flag = config.critic_flag
         with naming(flag):

@@ -23,6 +23,7 @@ from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, model_folder
+from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
@@ -86,6 +87,8 @@ def begin_supervised_run(
     check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
     with naming(MODEL):
         check(folder)
+    if fit.router_loss_coef > 0:
+        router_top_k(model_config, f"{MODEL} {folder}")
     check_length(folder, fit.max_seq_len, "--max_seq_len")
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")

@@ -14,6 +14,7 @@ from every_architecture import ARCHITECTURES, save_model_of
 from launch import deepspeed, metrics_of, succeed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from workers.architectures import IDS, LENGTHS
 
 from dschat_ppo.models.loading import load_sequence_classifier
@@ -23,7 +24,9 @@ from dschat_ppo.tools import toy
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 BLANK = {"Llama 4 (text)"}  # transformers has no classifier, so plain transformers cannot load the reward model
-MIXTURES = ("Llama 4 (text)", "GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE", "DeepSeek-V3")
+ROUTED = ("GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE")  # with a router loss
+MIXTURES = (*ROUTED, "Llama 4 (text)", "DeepSeek-V3")
+COEF = 0.5
 WORDS = ("red", "blue", "a lamp", "here", "yes", "no thanks", "in the hall", "red here")
 FIT = "--dtype fp32 --zero_stage 3 --per_device_train_batch_size 2 --learning_rate 0.003 --max_seq_len 48"
 PPO = (
@@ -76,10 +79,10 @@ def out(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     runs, experts = {}, {}
     for name in ARCHITECTURES:
-        home = folder / stem(name)
+        home, router = folder / stem(name), f"--router_loss_coef {COEF}" if name in ROUTED else ""
         save_model_of(name, tokenizer, home / "base")
         runs |= {
-            f"{name}: {step}": (step, [*words.split(), "--output_dir", f"{home}/{step}"])
+            f"{name}: {step}": (step, [*words.split(), *router.split(), "--output_dir", f"{home}/{step}"])
             for step, words in {
                 "sft": f"--data_path {folder}/sft.jsonl --data_split 1,0,0 --model_name_or_path {home}/base {FIT}",
                 "reward": f"--data_path {folder}/pairs.jsonl --data_split 0,1,0 --model_name_or_path {home}/sft {FIT}",
@@ -88,7 +91,7 @@ def out(tmp_path_factory):
             }.items()
         }
         if name in MIXTURES:
-            experts[stem(name)] = [str(home / "base"), rows_of_other_experts(home / "base")]
+            experts[stem(name)] = [str(home / "base"), rows_of_other_experts(home / "base"), COEF if router else 0]
     (folder / "cases.json").write_text(json.dumps({"runs": runs, "experts": experts}))
     succeed(deepspeed(2, "tests/workers/architectures.py", folder, timeout=900))
     return folder
@@ -112,6 +115,15 @@ def test_all_losses_are_finite_and_the_weights_move(out, name):
 def test_generation_and_scoring_agree(out, name):
     lines = [line for line in metrics_of(out / stem(name) / "ppo") if "rollout/logprob_diff_max" in line]
     assert lines and all(line["rollout/logprob_diff_max"] < 1e-4 for line in lines)
+
+
+@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
+def test_the_router_loss_is_among_the_metrics(out, name, step):
+    """It is 2 for a balanced load of 2 out of 4 experts, and at most 4."""
+    metric = "policy/router_loss" if step == "ppo" else "router_loss"
+    found = [line[metric] for line in metrics_of(out / stem(name) / step) if line["step"] > 0]
+    assert found and all(1.5 < loss < 4 for loss in found)
 
 
 @torch.no_grad()
@@ -153,10 +165,15 @@ def test_weights_are_saved_under_the_names_that_the_base_has(out, name):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_ranks_whose_tokens_use_other_experts_make_the_update_of_one_process(out, name):
-    base, rows = json.loads((out / "cases.json").read_text())["experts"][stem(name)]
-    model = AutoModelForCausalLM.from_pretrained(base)
-    logits = model(input_ids=torch.tensor(rows)).logits[:, :-1]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(rows)[:, 1:].flatten()).backward()
+    base, rows, coef = json.loads((out / "cases.json").read_text())["experts"][stem(name)]
+    model, ids = AutoModelForCausalLM.from_pretrained(base), torch.tensor(rows)
+    output = model(input_ids=ids, output_router_logits=True)
+    loss = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    if coef:
+        read = torch.ones_like(ids).index_fill(1, torch.tensor(ids.shape[1] - 1), 0)  # nothing reads the last states
+        experts = model.num_experts, model.num_experts_per_tok
+        loss = loss + coef * load_balancing_loss_func(output.router_logits, *experts, read)
+    loss.backward()
     torch.optim.AdamW(model.parameters(), 1.0, (0.9, 0.95), 1.0, 0.0).step()
     found = load_file(out / f"{stem(name)}.experts")
     for key, weight in model.named_parameters():

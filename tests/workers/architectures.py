@@ -1,8 +1,10 @@
 """Runs the three steps of many architectures in the same ranks, and one update of experts that differ by rank.
 
-architectures.py FOLDER     reads `cases.json`: {"runs": name -> [step, words], "experts": name -> [model folder, ids of
-                            each rank]}; writes `found.json`: name -> log, and for each saved model and each case of
-                            experts what it computes and holds
+architectures.py FOLDER
+
+    FOLDER/cases.json: {"runs": name -> [step, words], "experts": name -> [model folder, ids of each rank, weight of the
+        router loss]}
+    writes found.json: name -> log; beside each saved model outputs.pt; for experts NAME.experts, the weights
 """
 
 import contextlib
@@ -16,10 +18,11 @@ from safetensors.torch import save_file
 
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.collators import SFTBatch
+from dschat_ppo.data.collators import SFTBatch, real_rows
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import optimizer_step
+from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import gather_state, save_model
@@ -44,14 +47,17 @@ def save_with_outputs(engine, tokenizer, folder, *arguments, **options) -> None:
         torch.save(found, Path(folder) / "outputs.pt")
 
 
-def train_experts(folder: str, ids: list[int], out: str) -> None:
+def train_experts(folder: str, ids: list[int], coef: float, out: str) -> None:
     """One update on this rank's row, by almost the gradient (epsilon 1); rank 0 writes the weights after it."""
     config = train_config(3, "fp32", False, dist.world_size(), 0.0)
     model = PolicyModel(load_causal_lm(folder, "fp32", config))
     engine = train_engine(model, config, OptimizerSettings(1.0, 0.0, "constant", 0, 1, (0.9, 0.95), 1.0))
     batch = SFTBatch(torch.tensor([ids]), torch.tensor([[False] + [True] * (len(ids) - 1)]))
-    total = torch.tensor(dist.world_size() * (len(ids) - 1))
-    optimizer_step(engine, [batch], lambda rows: sft.sft_loss(engine, rows, total, MetricSums()))
+    total, sums, settings = torch.tensor(dist.world_size() * (len(ids) - 1)), MetricSums(), router_settings(coef, model)
+    loss_of, _ = with_router_term(
+        settings, "router_loss", [batch], lambda rows, sums: sft.sft_loss(engine, rows, total, sums), real_rows, sums
+    )
+    optimizer_step(engine, [batch], loss_of)
     weights = gather_state(engine.module.lm)
     if dist.is_main():
         save_file(weights, out)
@@ -70,9 +76,9 @@ def main() -> None:
         finally:
             print(f"--- {name}\n{said.getvalue()}", flush=True)
         found[name] = said.getvalue()
-    for name, (model, ids) in cases["experts"].items():
+    for name, (model, ids, coef) in cases["experts"].items():
         print(f"--- {name}: experts", flush=True)
-        train_experts(model, ids[dist.rank()], f"{folder}/{name}.experts")
+        train_experts(model, ids[dist.rank()], coef, f"{folder}/{name}.experts")
     if dist.is_main():
         (folder / "found.json").write_text(json.dumps(found))
     dist.shutdown()
