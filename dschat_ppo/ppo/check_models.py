@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
@@ -14,8 +16,8 @@ from dschat_ppo.models.loading import (
     check_sequence_classifier,
     check_vocabulary,
     load_config,
-    model_folder,
 )
+from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.rewards.learned_reward import saved_statistics
@@ -63,6 +65,31 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
             check_length(folders.critic, longest, LIMITS)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
+    if config.lora.share_base:
+        check_shared_base(config, folders)
+
+
+def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
+    """Check that all models can be adapters over the actor's base (`--share_base`).
+
+    Raises:
+        UserError: a folder has another base, or the reward model is no adapter.
+    """
+    actor_base = Path(base_folder(folders.actor, ACTOR)).resolve()
+    for flag, folder in ((config.reward_flag, folders.reward), (config.critic_flag, folders.critic)):
+        if folder is None:
+            continue
+        base = Path(base_folder(folder, flag)).resolve()
+        if base != actor_base:
+            raise UserError(
+                f"--share_base: the base of {flag} {folder} is {base}, but that of {ACTOR} {folders.actor} is "
+                f"{actor_base}; train both as adapters over one base, or leave --share_base out"
+            )
+    if folders.reward is not None and not is_adapter_folder(folders.reward):
+        raise UserError(
+            f"--share_base: {config.reward_flag} {folders.reward} is a whole model; train it as an adapter over the "
+            "actor's base (step 2 with --lora_dim and --only_optimize_lora), or leave --share_base out"
+        )
 
 
 def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:

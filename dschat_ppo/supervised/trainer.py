@@ -21,6 +21,7 @@ from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
+from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags
 from dschat_ppo.data.packing_plan import plan_packing, sample_tokens, samples_of
@@ -28,8 +29,8 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import optimizer_steps, order_of
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
-from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
-from dschat_ppo.engine.optimizer_step import learning_rate, optimizer_step
+from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, read_overlay, train_config
+from dschat_ppo.engine.optimizer_step import learning_rates, optimizer_step
 from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
@@ -72,6 +73,19 @@ class Objective(Generic[Batch]):
     describe: Callable[[Model, TokenRows], dict[str, float]] | None = None
 
 
+@dataclass(frozen=True)
+class AdapterPlan:
+    """How a model with a LoRA adapter is trained and saved.
+
+    Attributes:
+        learning_rate: of the LoRA parameters.
+        merge: save the whole model with its adapter merged, instead of an adapter folder.
+    """
+
+    learning_rate: float
+    merge: bool
+
+
 class SupervisedTrainer(Generic[Batch]):
     """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps.
 
@@ -83,6 +97,7 @@ class SupervisedTrainer(Generic[Batch]):
         fit: flags of the training.
         run: flags of the run.
         nonfinite: what to do about NaN and infinity; None stops the run without a repro bundle.
+        adapter: of a model with LoRA; else None.
 
     Raises:
         UserError: `--packing`, and the model cannot run packed rows.
@@ -91,6 +106,7 @@ class SupervisedTrainer(Generic[Batch]):
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
         fit: SupervisedFlags, run: RunFlags, nonfinite: NonFinitePolicy | None = None,
+        adapter: AdapterPlan | None = None,
     ):  # fmt: skip
         self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
@@ -98,6 +114,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.objective = objective
         self.fit = fit
         self.run_flags = run
+        self.adapter = adapter
         self.clock = PhaseClock()
         self.steps = 0  # optimizer steps done
         self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
@@ -111,6 +128,7 @@ class SupervisedTrainer(Generic[Batch]):
             self.plan.total_steps,
             (run.adam_beta1, run.adam_beta2),
             run.adam_epsilon,
+            None if adapter is None else adapter.learning_rate,
         )
         self.router = router_settings(fit.router_loss_coef, model)
         self.engine: Engine = train_engine(model, ds_config, settings)
@@ -146,20 +164,21 @@ class SupervisedTrainer(Generic[Batch]):
             for micro_batches in self.steps_left():
                 step = self.steps + 1
                 announce_step(step)
-                rate = learning_rate(self.engine)  # before the update, which advances the schedule
+                rates = learning_rates(self.engine)  # before the update, which advances the schedule
                 with self.clock.phase("train"):
                     metrics = self.train_step(micro_batches)
                 self.steps = step
                 shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
                 size = f"{metrics['samples']:.0f} samples, {metrics['tokens']:.0f} tokens"
-                logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}, {size}")
+                used = ", ".join(f"{name} {rate:.2e}" for name, rate in rates.items())
+                logger().info(f"step {step}/{self.plan.total_steps}: {shown}, {used}, {size}")
                 if self._evaluation_is_due():
                     self.after = self.evaluate()
                     metrics |= self.after
                     loss = self.after.get("eval_loss", math.inf)
                     if loss < (math.inf if self.best is None else self.best[0]):
                         self.best = (loss, step)
-                metrics |= {"lr": rate, "epoch": step / self.plan.steps_per_epoch}
+                metrics |= {**rates, "epoch": step / self.plan.steps_per_epoch}
                 seconds, _, peak = self.clock.take()
                 metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
                 metrics |= {f"peak_memory_gib/{name}": value for name, value in peak.items()}
@@ -251,7 +270,8 @@ class SupervisedTrainer(Generic[Batch]):
             with self.clock.phase("describe"):
                 described = self.objective.describe(self.engine, self.rows)
         with self.clock.phase("save"):
-            save_model(self.engine, tokenizer, folder, described, ends=answer_ends(tokenizer))
+            merge = self.adapter is None or self.adapter.merge
+            save_model(self.engine, tokenizer, folder, described, ends=answer_ends(tokenizer), merge=merge)
         before = self.before or {}
         result: dict[str, Any] = {f"{name}_before": value for name, value in before.items()} | described
         result |= {f"{name}_after": value for name, value in (self.after or before).items()}
@@ -293,10 +313,12 @@ class SupervisedTrainer(Generic[Batch]):
         self.nonfinite.load_state_dict(shared["guard"])
 
 
-def fit_ds_config(fit: SupervisedFlags, run: RunFlags) -> Config:
+def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | None = None) -> Config:
     """The DeepSpeed configuration of steps 1 and 2."""
+    memory = memory or MemoryFlags()
+    check_zero_plus_plus(memory, False, dist.world_size(), dist.device().type)
     overlay = read_overlay(run.deepspeed_config)
-    return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay)
+    return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay, memory)
 
 
 @torch.no_grad()
