@@ -224,6 +224,11 @@ class SupervisedFlags:
     offload: bool = flag("keep optimizer states (and parameters at stage 3) in host memory", False)
     gradient_checkpointing: bool = flag("recompute activations in the backward pass", False)
     dropout: float | None = flag("overrides every dropout of the model config", None)
+    router_loss_coef: float = flag(
+        "weight of the load-balancing loss of a mixture of experts, over the tokens of an optimizer step (0.001 to 0.01"
+        " is usual). Each step then needs a second forward pass without gradients; 0 = off",
+        0.0,
+    )
     eval_interval: int = flag(
         "evaluate every N optimizer steps, in addition to the start and each epoch; 0 = only then", 0
     )
@@ -246,7 +251,9 @@ class SupervisedFlags:
             "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate "
             "num_train_epochs",
         )
-        require_not_negative(self, "weight_decay num_warmup_steps max_grad_norm eval_interval eval_iters")
+        require_not_negative(
+            self, "weight_decay num_warmup_steps max_grad_norm router_loss_coef eval_interval eval_iters"
+        )
         require(
             not self.offload or self.zero_stage > 0,
             "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device",

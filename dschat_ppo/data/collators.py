@@ -63,6 +63,11 @@ class PreferenceBatch:
     data_sources: Tensor | None = None
 
 
+def real_rows(batch: SFTBatch | PairBatch | AnswerBatch | PreferenceBatch) -> Tensor:
+    """(rows,) bool, False on the rows that only fill a batch."""
+    return batch.loss_mask.any(dim=1) if isinstance(batch, SFTBatch) else batch.pair_mask.repeat(2)
+
+
 REFERENCE_COLUMNS = ("chosen_ref_logprob", "rejected_ref_logprob")
 
 

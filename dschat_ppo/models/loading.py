@@ -209,11 +209,13 @@ def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSetti
         unused = lm_head_names(config)
     base = base_folder(folder, "model")
     has_head = base != folder and saves_head(folder)
-    allowed = {SCORE_WEIGHT} if new_head or has_head else set()
-    is_new = bool(_check_weights(kind, base, config, _deepspeed_chat_mapping(base, kind), allowed, unused))
+    mapping = _deepspeed_chat_mapping(base, kind)
+    is_new = bool(_check_weights(kind, base, config, mapping, {SCORE_WEIGHT}, unused)) and not has_head
+    if is_new and not new_head:
+        raise UserError(f"{folder}: has no trained scalar head ({SCORE_WEIGHT}); train a reward model first (step 2)")
     with torch.device("meta"):
         _adapt(kind(config), folder, adapter)
-    return is_new and not has_head
+    return is_new
 
 
 def load_sequence_classifier(
@@ -314,8 +316,6 @@ def _check_weights(
     if unexpected:
         unexpected -= {name for name, shape in checkpoint_shapes(folder).items() if is_old_buffer(name, shape)}
     wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
-    if SCORE_WEIGHT in missing - allowed_missing and missing <= {SCORE_WEIGHT}:
-        raise UserError(f"{folder}: has no trained scalar head ({SCORE_WEIGHT}); train a reward model first (step 2)")
     faults = []
     for fault, names in (
         ("missing", missing - allowed_missing), ("unexpected", unexpected), ("wrong shape", wrong_shape)

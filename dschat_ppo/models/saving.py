@@ -178,8 +178,10 @@ def _write(
     """Write a whole model; returns why that is impossible, or None."""
 
     def write(unfinished: Path) -> None:
-        # Use the names that transformers loads, not those of a DeepSpeed-Chat checkpoint.
-        model.save_pretrained(unfinished, state_dict=state, save_original_format=False)
+        # Save under the names of the architecture's checkpoints on the hub, which other programs read too (of each
+        # expert, not of all of a layer), and not under those of the checkpoint loaded, such as DeepSpeed-Chat's.
+        model._weight_conversions = None  # type: ignore[assignment]
+        model.save_pretrained(unfinished, state_dict=state)
         tokenizer.save_pretrained(unfinished)
 
     return _write_files(write, folder)

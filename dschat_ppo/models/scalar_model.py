@@ -70,7 +70,8 @@ class ScalarModel(nn.Module):
                 states, _ = token_states(self.backbone, input_ids, lengths)
                 last = states[lengths.cumsum(0) - 1]  # (B, H)
             else:
-                last = backbone_states(self.backbone, input_ids)[torch.arange(len(ends), device=ends.device), ends]
+                states = backbone_states(self.backbone, input_ids, lengths)
+                last = states[torch.arange(len(ends), device=ends.device), ends]
             return head(last.to(head.weight.dtype)).squeeze(-1).float()
         states = last_states(self.backbone, input_ids, lengths, self.packed)
         return head(states.to(head.weight.dtype)).squeeze(-1).float()  # Mamba's states are in fp32

@@ -19,6 +19,7 @@ from dschat_ppo.models.loading import (
 )
 from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder
+from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.rewards.learned_reward import saved_statistics
 from dschat_ppo.session.begin_run import naming
@@ -55,8 +56,8 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         check_causal_lm(folders.actor, actor_adapter(config))
     check_length(folders.actor, longest, LIMITS)
     check_long_sequences(config.memory, ACTOR, folders.actor, scalar=False)
-    if config.algorithm.router_loss_coef > 0 and "output_router_logits" not in actor_config.to_dict():
-        raise UserError(f"--router_loss_coef: {folders.actor} is not a mixture of experts with a router loss")
+    if config.algorithm.router_loss_coef > 0:
+        router_top_k(actor_config, f"{ACTOR} {folders.actor}")
     if folders.critic is not None:
         flag = config.critic_flag
         with naming(flag):

@@ -18,7 +18,7 @@ from dschat_ppo.algorithms.preference_loss import PAIR_LOSSES, chosen_nll_loss, 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
-from dschat_ppo.data.collators import PreferenceBatch, collate_answers, collate_preferences, with_reference
+from dschat_ppo.data.collators import PreferenceBatch, collate_answers, collate_preferences, real_rows, with_reference
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -83,6 +83,7 @@ def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
         return replace(rows, train=train, eval=held_out)
 
     return Objective(
-        collate, lambda batch: batch.pair_mask.sum(), pair_size, partial(dpo_loss, flags=config.reward), dict,
+        collate, lambda batch: batch.pair_mask.sum(), pair_size, partial(dpo_loss, flags=config.reward),
+        real_rows, dict,
         ("loss", "accuracy", "margin"), prepare=prepare,
     )  # fmt: skip

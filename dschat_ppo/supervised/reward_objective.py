@@ -16,7 +16,7 @@ from dschat_ppo.algorithms.preference_loss import (
 )
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
-from dschat_ppo.data.collators import PairBatch, PreferenceBatch, collate_pairs
+from dschat_ppo.data.collators import PairBatch, PreferenceBatch, collate_pairs, real_rows
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.models.forward import last_token_scores
@@ -77,6 +77,7 @@ def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig
 
     return Objective(
         collate, lambda batch: batch.pair_mask.sum(), pair_size,
-        partial(reward_loss, flags=config.reward, packing=config.fit.packing), dict,
+        partial(reward_loss, flags=config.reward, packing=config.fit.packing),
+        real_rows, dict,
         ("loss", "accuracy", "margin"), describe=describe,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config
 from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, model_folder
+from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
@@ -94,6 +95,8 @@ def begin_supervised_run(
     check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
     with naming(MODEL):
         check(folder, adapter)
+    if fit.router_loss_coef > 0:
+        router_top_k(model_config, f"{MODEL} {folder}")
     check_length(folder, fit.max_seq_len, "--max_seq_len")
     check_long_sequences(config.memory, MODEL, folder, scalar)
     ds_config = fit_ds_config(fit, config.run, config.memory)

@@ -31,6 +31,7 @@ from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, read_overlay, train_config
 from dschat_ppo.engine.optimizer_step import learning_rates, optimizer_step
+from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import require_finite_weights, save_model
@@ -53,6 +54,7 @@ class Objective(Generic[Batch]):
         size: a batch's number of samples, and of their tokens (prompt and answers), without padding: (2,) int64.
         loss: `(model, batch, total, sums)` -> the batch's part of the loss: its sum over units divided by `total`, the
             units of the whole optimizer step. Adds the batch's metrics to `sums`.
+        real_rows: (rows,) bool, False on the rows that only fill a batch.
         summary: adds derived numbers to the reduced metrics.
         headline: names of the metrics in the log line of each step.
         prepare: `(model, rows)` -> rows with columns computed by the untrained model, or None. Collective.
@@ -64,6 +66,7 @@ class Objective(Generic[Batch]):
     count: Callable[[Batch], Tensor]
     size: Callable[[Batch], Tensor]
     loss: Callable[[Model, Batch, Tensor, MetricSums], Tensor]
+    real_rows: Callable[[Batch], Tensor]
     summary: Callable[[dict[str, float]], dict[str, float]]
     headline: tuple[str, ...]
     prepare: Callable[[Model, TokenRows], TokenRows] | None = None
@@ -127,6 +130,7 @@ class SupervisedTrainer(Generic[Batch]):
             run.adam_epsilon,
             None if adapter is None else adapter.learning_rate,
         )
+        self.router = router_settings(fit.router_loss_coef, model)
         self.engine: Engine = train_engine(model, ds_config, settings)
         reason = select_kernels(self.engine, pack_on_gpu=fit.packing)
         if fit.packing and reason is not None:
@@ -212,11 +216,15 @@ class SupervisedTrainer(Generic[Batch]):
         total, samples, tokens = counted.unbind()
         total = total.clamp_min(1)
         sums = MetricSums(self.rows.sources)
-        result = optimizer_step(self.engine, batches, lambda batch: objective.loss(self.engine, batch, total, sums))
+        loss_of, router = with_router_term(
+            self.router, "router_loss", batches,
+            lambda batch, sums: objective.loss(self.engine, batch, total, sums), objective.real_rows, sums,
+        )  # fmt: skip
+        result = optimizer_step(self.engine, batches, loss_of)
 
         def context() -> FailureContext:
             state = result.fault.random_state if result.fault else []
-            constants = {"total": float(total), "rows": micro_batches}
+            constants = {"total": float(total), "rows": micro_batches, **router}
             return FailureContext(batches, constants, self.engine, random_state=state)
 
         self.nonfinite.handle("model", self.steps + 1, result, context)

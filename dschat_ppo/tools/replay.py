@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.collators import SFTBatch
+from dschat_ppo.data.collators import SFTBatch, real_rows
+from dschat_ppo.engine.router_term import replayed_term
 from dschat_ppo.engine.skip_update import set_random_state
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import response_scores, response_values
@@ -47,7 +49,7 @@ from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.supervised.dpo_objective import dpo_loss
 from dschat_ppo.supervised.reward_objective import reward_loss
 from dschat_ppo.supervised.sft import sft_loss
-from dschat_ppo.types import ScoredRollout, select_rows, to_device
+from dschat_ppo.types import Experience, ScoredRollout, select_rows, to_device
 
 SHOWN = 20  # at most, of rows and of parameter names
 Loss = Callable[[Any], Tensor]
@@ -96,6 +98,8 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     assert model is not None
     scale = what["world_size"] * what["loss_scale"] if dtype == what["dtype"] else what["world_size"]
     loss_of = loss_function(what, config, model.train(), dtype, device)
+    if "router" in what["constants"]:
+        loss_of = with_replayed_router(what["step_name"], loss_of, what["constants"]["router"], device)
     if states:
         set_random_state(states)
     bad = replay_step(model, records, lambda record: loss_of(record) * scale)
@@ -157,6 +161,19 @@ def loss_function(
         return actor_loss(rows, update, constants["entropy_coef"], sums)
 
     return loss_of
+
+
+def with_replayed_router(step_name: str, loss_of: Loss, constants: dict[str, Any], device: torch.device) -> Loss:
+    """A loss with the load-balancing loss of `--router_loss_coef`, as in the run."""
+    term, sums = replayed_term(constants, device), MetricSums()
+
+    def loss(record: Any) -> Tensor:
+        if step_name == "ppo" and isinstance(record, SFTBatch):
+            return loss_of(record)  # the term is over the experience, not over plain text
+        rows = record.response_mask.any(dim=1) if isinstance(record, Experience) else real_rows(record)
+        return term.add_to(partial(loss_of, record), rows, sums, "router_loss")
+
+    return loss
 
 
 def replay_step(model: PolicyModel | ScalarModel, records: Sequence[Any], loss_of: Loss) -> bool:
