@@ -124,12 +124,12 @@ def check_length(folder: str, longest: int, flags: str) -> None:
 
 
 @contextmanager
-def _loading(folder: str, ds_config: dict[str, Any] | None) -> Iterator[None]:
+def _loading(folder: str, ds_config: dict[str, Any] | None, device: str | None) -> Iterator[None]:
     """Make `from_pretrained` build each layer already partitioned over the ranks if the config is ZeRO-3.
 
     Ranks then wait for each other inside, so the watchdog is paused only for the other configs.
     """
-    if local_rank() == 0:
+    if local_rank() == 0 and device != "meta":
         _read_through(folder)
     if ds_config is None or ds_config["zero_optimization"]["stage"] != 3:
         with watchdog_paused():
@@ -169,8 +169,9 @@ def check_causal_lm(folder: str) -> None:
 
 
 def load_causal_lm(
-    folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None, resize: bool = False
-) -> PreTrainedModel:
+    folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None, resize: bool = False,
+    device: str | None = None,
+) -> PreTrainedModel:  # fmt: skip
     """A checked causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
 
     Args:
@@ -179,11 +180,12 @@ def load_causal_lm(
         ds_config: the DeepSpeed config of the model's engine, or None.
         dropout: overrides every dropout of the config.
         resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
+        device: "meta" builds the model without its weights; None loads them.
     """
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
-    with _loading(folder, ds_config):
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype])
+    with _loading(folder, ds_config, device):
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype], device_map=device)
     return _resized(model, folder) if resize else model
 
 
@@ -213,7 +215,7 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
 
 def load_sequence_classifier(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None,
-    resize: bool = False,
+    resize: bool = False, device: str | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """A checked model with a scalar head: a decoder's one-label sequence classifier, or DeepSpeed-Chat's layout.
 
@@ -224,16 +226,18 @@ def load_sequence_classifier(
         new_head: True for training a reward model; False if a trained head is needed.
         dropout: overrides every dropout of the config.
         resize: see `load_causal_lm`.
+        device: see `load_causal_lm`.
     """
     if check_sequence_classifier(folder, new_head):
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
     config = _with_dropout(load_config(folder, "model"), dropout)
     kind = classifier_class(config)
     config = config_for(kind, config)
-    with _loading(folder, ds_config):
+    with _loading(folder, ds_config, device):
         model = kind.from_pretrained(
-            folder, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(folder, kind) or None
-        )
+            folder, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(folder, kind) or None,
+            device_map=device,
+        )  # fmt: skip
     return _resized(model, folder) if resize else model
 
 

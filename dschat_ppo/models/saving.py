@@ -96,27 +96,45 @@ def save_model(
     Raises:
         StorageError: the folder cannot be written; on every rank.
     """
-    module = engine.module
-    model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm
-    state = gather_state(model) | dict(weights or {})
-    problem = None
-    if dist.is_main():
-        model.config.dtype = next(iter(state.values())).dtype
-        for name, value in (described or {}).items():
-            if value is not None:
-                setattr(model.config, name, value)
-            elif hasattr(model.config, name):
-                delattr(model.config, name)
-        if not isinstance(module, ScalarModel):
-            model.generation_config = _generation_config(model, tokenizer, ends)
-        elif first_position(model.config) == 0:  # RoBERTa-like models count positions from PAD, so they keep it
-            # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows.
-            pad = tokenizer.pad_token_id
-            model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
-        problem = _write(model, state, tokenizer, Path(folder))
+    state = gather_state(pretrained(engine.module)) | dict(weights or {})
+    problem = write_model(engine.module, state, tokenizer, folder, described, ends) if dist.is_main() else None
     problem = dist.broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
+
+
+def pretrained(module: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a `PolicyModel` or a `ScalarModel`."""
+    model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm  # type: ignore[assignment]
+    return model
+
+
+def write_model(
+    module: nn.Module,
+    state: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    described: Mapping[str, float | None] | None = None,
+    ends: Sequence[int] = (),
+) -> str | None:
+    """Write a model whose weights are `state`; those of `module`, a `PolicyModel` or a `ScalarModel`, are not read.
+
+    The other arguments are those of `save_model`. Returns why the folder cannot be written, or None.
+    """
+    model = pretrained(module)
+    model.config.dtype = next(iter(state.values())).dtype
+    for name, value in (described or {}).items():
+        if value is not None:
+            setattr(model.config, name, value)
+        elif hasattr(model.config, name):
+            delattr(model.config, name)
+    if not isinstance(module, ScalarModel):
+        model.generation_config = _generation_config(model, tokenizer, ends)
+    elif first_position(model.config) == 0:  # RoBERTa-like models count positions from PAD, so they keep it
+        # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows.
+        pad = tokenizer.pad_token_id
+        model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
+    return _write(model, state, tokenizer, Path(folder))
 
 
 def _write(
