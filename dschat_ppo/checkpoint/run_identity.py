@@ -29,8 +29,8 @@ _SHORT = 16  # hex digits, enough to detect an accidental change
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # read of each large file of weights
 _WEIGHTS = ("*.safetensors", "*.bin")
 _READ_WHOLE = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model",
-    "*.jinja",
+    "config.json", "adapter_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*",
+    "merges.txt", "*.model", "*.jinja",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from dschat_ppo.config.schema import read_settings, require
-from dschat_ppo.config.steps import STEPS, PPOConfig, Step
+from dschat_ppo.config.steps import STEPS, Step
 from dschat_ppo.errors import UserError, reading
 
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
@@ -187,6 +187,5 @@ def notes(step_name: str, config: Any) -> list[str]:
     } | step.defaults
     values = flatten(config)
     reasons = {name: reason for name, reason in step.notes.items() if values[name] != defaults[name]}
-    if isinstance(config, PPOConfig):
-        reasons |= config.idle()
+    reasons |= config.idle()
     return [f"--{name} has no effect: {reason}" for name, reason in reasons.items()]

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
-from dschat_ppo.config.schema import flag, require, require_fraction, require_not_negative, require_positive
+from dschat_ppo.config.schema import (
+    RunFlags,
+    flag,
+    require,
+    require_at_most,
+    require_fraction,
+    require_not_negative,
+    require_positive,
+)
 
 _TARGETS = (
-    "modules that get LoRA: parts of their names, separated by commas, such as 'layers.' or 'q_proj,v_proj'; not "
-    "given: all linear layers of the decoder blocks"
+    "layers that get LoRA: parts of their names, separated by commas, such as 'layers.' or 'q_proj,v_proj'; not given: "
+    "all linear layers of the decoder blocks, without routers"
 )
+_BOUND = "an update of AdamW moves each weight by about that"
 
 
 @dataclass(frozen=True)
@@ -19,18 +29,26 @@ class AdapterFlags:
 
     _argument_group_name: ClassVar[str] = "adapters"
 
-    lora_alpha: float = flag("LoRA scale: updates are multiplied by alpha / rank (--use_rslora: by its root)", 32.0)
+    lora_alpha: float = flag(
+        "LoRA scale: updates of weights are multiplied by alpha / rank, with --use_rslora by alpha / sqrt(rank)", 32.0
+    )
     lora_dropout: float = flag("dropout of the input of LoRA matrices", 0.0)
     use_rslora: bool = flag("rank-stabilised LoRA: scale alpha / sqrt(rank)", False)
-    use_dora: bool = flag("DoRA: also train the magnitude of each column of the adapted weights", False)
+    use_dora: bool = flag("DoRA: also train the magnitude of each row of the adapted weights", False)
     only_optimize_lora: bool = flag(
-        "train only the LoRA parameters, and a score head; else LoRA is trained beside all other weights", False
+        "train only the LoRA parameters and a score head; else all other weights train too, at their own rate, and the "
+        "adapter is merged into the saved model",
+        False,
     )
-    lora_merge: bool = flag("save the model with its adapter merged, instead of an adapter folder", False)
+    lora_merge: bool = flag(
+        "save a model with its adapter merged, for plain transformers, instead of an adapter folder, for peft", False
+    )
     load_in_4bit: bool = flag(
-        "quantise the frozen weights to 4 bits (QLoRA; needs a GPU and --only_optimize_lora)", False
+        "QLoRA: quantise the frozen weights to 4 bits (NF4); needs a GPU, the extra `qlora`, --only_optimize_lora and "
+        "ZeRO stage 0, 1 or 2",
+        False,
     )
-    load_in_8bit: bool = flag("quantise the frozen weights to 8 bits (needs a GPU and --only_optimize_lora)", False)
+    load_in_8bit: bool = flag("quantise the frozen weights to 8 bits; needs what --load_in_4bit needs", False)
 
     def __post_init__(self) -> None:
         require_positive(self, "lora_alpha")
@@ -44,13 +62,14 @@ class LoraFlags:
 
     _argument_group_name: ClassVar[str] = "LoRA"
 
-    lora_dim: int = flag("LoRA rank; 0 = off", 0)
+    lora_dim: int = flag("LoRA rank; 0 = off. An adapter folder as the model is then trained further", 0)
     lora_module_name: str | None = flag(_TARGETS, None)
     lora_learning_rate: float = flag("learning rate of the LoRA parameters", 5e-4)
 
     def __post_init__(self) -> None:
         require_not_negative(self, "lora_dim")
         require_positive(self, "lora_learning_rate")
+        require_at_most(self, "lora_learning_rate", 1, _BOUND)
 
 
 @dataclass(frozen=True)
@@ -73,4 +92,92 @@ class PPOLoraFlags:
 
     def __post_init__(self) -> None:
         require_not_negative(self, "actor_lora_dim critic_lora_dim")
-        require_positive(self, "actor_lora_learning_rate critic_lora_learning_rate")
+        rates = "actor_lora_learning_rate critic_lora_learning_rate"
+        require_positive(self, rates)
+        require_at_most(self, rates, 1, _BOUND)
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """What decides about the LoRA of one model.
+
+    Attributes:
+        prefix: of its LoRA flags: "", "actor_" or "critic_".
+        weight_decay: of its training.
+        zero_stage: of its engine.
+    """
+
+    prefix: str
+    weight_decay: float
+    zero_stage: int
+
+
+def require_usable_lora(
+    models: Sequence[AdaptedModel], lora: LoraFlags | PPOLoraFlags, adapters: AdapterFlags, run: RunFlags
+) -> None:
+    """Require the LoRA flags of a step to fit each other, and the ZeRO stages.
+
+    Raises:
+        UserError: a flag has no effect without LoRA, or cannot be combined with another.
+    """
+    adapted = [model for model in models if _rank(lora, model) > 0]
+    ranks = " or ".join(f"--{model.prefix}lora_dim" for model in models)
+    for name in ("only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"):
+        require(
+            bool(adapted) or not getattr(adapters, name),
+            f"--{name} needs LoRA: set {ranks}, or leave it out; all weights are then trained, and 1e-5 to 2e-5 is a "
+            "usual learning rate for that",
+        )
+    require(
+        not (adapted and adapters.only_optimize_lora and run.resize_vocabulary),
+        "--resize_vocabulary adds rows to the embedding and the head, which --only_optimize_lora would leave as they "
+        "are: leave one of the two out",
+    )
+    bits = "--load_in_4bit" if adapters.load_in_4bit else "--load_in_8bit" if adapters.load_in_8bit else None
+    for model in adapted:
+        rate = vars(lora)[f"{model.prefix}lora_learning_rate"]
+        require(
+            rate * model.weight_decay < 1,
+            f"--{model.prefix}lora_learning_rate x --{model.prefix}weight_decay must be below 1, got "
+            f"{rate * model.weight_decay:g}",
+        )
+        stage = f"--{model.prefix}zero_stage"
+        require(
+            bits is None or model.zero_stage < 3,
+            f"{bits} needs {stage} 0, 1 or 2: ZeRO-3 cannot partition quantised weights",
+        )
+    require(
+        bits is None or adapters.only_optimize_lora,
+        f"{bits} freezes the weights that it quantises: add --only_optimize_lora",
+    )
+    require(
+        bits is None or not adapters.lora_merge,
+        f"{bits} with --lora_merge would save the rounding errors of quantised weights: leave --lora_merge out; an "
+        "adapter folder is merged into unquantised weights wherever it is loaded",
+    )
+
+
+def idle_lora_flags(
+    models: Sequence[AdaptedModel], lora: LoraFlags | PPOLoraFlags, adapters: AdapterFlags
+) -> dict[str, str]:
+    """Given LoRA flags that have no effect with the other flags -> the reason."""
+    idle: dict[str, str] = {}
+    for model in models:
+        if _rank(lora, model) == 0:
+            names = [f"{model.prefix}lora_module_name", f"{model.prefix}lora_learning_rate"]
+            idle |= dict.fromkeys(_given(lora, names), f"--{model.prefix}lora_dim is 0, so there is no LoRA")
+    if not any(_rank(lora, model) for model in models):
+        names = ["lora_alpha", "lora_dropout", "lora_merge"]
+        idle |= dict.fromkeys(_given(adapters, names), "no model has LoRA (rank 0)")
+    elif adapters.lora_merge and not adapters.only_optimize_lora:
+        idle["lora_merge"] = "all weights are trained (no --only_optimize_lora), so the adapter is merged in any case"
+    return idle
+
+
+def _rank(lora: LoraFlags | PPOLoraFlags, model: AdaptedModel) -> int:
+    return int(vars(lora)[f"{model.prefix}lora_dim"])
+
+
+def _given(flags: Any, names: Sequence[str]) -> list[str]:
+    """Those flags that differ from their defaults."""
+    return [field.name for field in fields(flags) if field.name in names and vars(flags)[field.name] != field.default]

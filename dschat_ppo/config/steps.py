@@ -9,7 +9,14 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.export_flags import BestFlags, ExportFlags
-from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags
+from dschat_ppo.config.lora_flags import (
+    AdaptedModel,
+    AdapterFlags,
+    LoraFlags,
+    PPOLoraFlags,
+    idle_lora_flags,
+    require_usable_lora,
+)
 from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
@@ -56,6 +63,11 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         _require_known_lengths(self.fit, self.data)
+        require_usable_lora(_adapted(self.fit), self.lora, self.adapters, self.run)
+
+    def idle(self) -> dict[str, str]:
+        """Given flags that have no effect with the other flags -> the reason."""
+        return idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,15 @@ class PreferenceConfig:
             "it does not go with --streaming",
         )
         _require_known_lengths(self.fit, self.data)
+        require_usable_lora(_adapted(self.fit), self.lora, self.adapters, self.run)
+
+    def idle(self) -> dict[str, str]:
+        """Given flags that have no effect with the other flags -> the reason."""
+        return idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
+
+
+def _adapted(fit: SupervisedFlags) -> list[AdaptedModel]:
+    return [AdaptedModel("", fit.weight_decay, fit.zero_stage)]
 
 
 def _require_known_lengths(fit: SupervisedFlags, data: DataFlags) -> None:
@@ -162,6 +183,15 @@ class PPOConfig:
             not ppo.offload or min(stages.values()) > 0,
             f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps everything on the device",
         )
+        require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
+
+    @property
+    def _adapted(self) -> list[AdaptedModel]:
+        ppo = self.ppo
+        return [
+            AdaptedModel("actor_", ppo.actor_weight_decay, ppo.actor_zero_stage),
+            AdaptedModel("critic_", ppo.critic_weight_decay, ppo.critic_zero_stage),
+        ]
 
     @property
     def reward_folder(self) -> str | None:
@@ -204,10 +234,11 @@ class PPOConfig:
         return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
 
     def idle(self) -> dict[str, str]:
-        """Given flags of old scripts that have no effect with the other flags -> the reason."""
-        if not self.ppo.align_overflow or self.aligns_overflow:
-            return {}
-        return {"align_overflow": "overflows are aligned only between two models trained in fp16"}
+        """Given flags that have no effect with the other flags -> the reason."""
+        found = idle_lora_flags(self._adapted, self.lora, self.adapters)
+        if self.ppo.align_overflow and not self.aligns_overflow:
+            found["align_overflow"] = "overflows are aligned only between two models trained in fp16"
+        return found
 
     @property
     def recompute_old_logprobs(self) -> bool:

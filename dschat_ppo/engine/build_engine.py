@@ -12,13 +12,17 @@ from transformers import get_scheduler
 
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.engine.ds_config import Config
+from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.types import Engine
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and its learning rate schedule, which counts optimizer steps."""
+    """AdamW and its learning rate schedule, which counts optimizer steps.
+
+    `lora_learning_rate` is that of LoRA parameters, None: `learning_rate`. The schedule scales both alike.
+    """
 
     learning_rate: float
     weight_decay: float
@@ -27,10 +31,11 @@ class OptimizerSettings:
     total_steps: int
     betas: tuple[float, float]
     epsilon: float
+    lora_learning_rate: float | None = None
 
 
 def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) -> Engine:
-    """A DeepSpeed engine in training mode that trains all parameters of `model` with AdamW."""
+    """A DeepSpeed engine in training mode that trains the parameters of `model` that require gradients with AdamW."""
     optimizer = build_optimizer(model, settings, config)
     scheduler = get_scheduler(
         settings.schedule,
@@ -55,7 +60,7 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) -> torch.optim.Optimizer:
     """AdamW: fused, or DeepSpeed's on the CPU if the config offloads the optimizer."""
-    groups = parameter_groups(model, settings.weight_decay)
+    groups = parameter_groups(model, settings)
     offloaded = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
     if offloaded:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -65,12 +70,22 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Confi
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters: matrices with weight decay; biases and norm weights (one dimension) without."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in model.parameters():
+def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
+    """Trainable parameters by learning rate (LoRA or not) and weight decay.
+
+    Matrices have weight decay; biases, norm weights and the magnitudes of DoRA (one dimension) have none. Groups
+    without LoRA come first.
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
+        (is_lora, is_matrix): [] for is_lora in (False, True) for is_matrix in (True, False)
+    }
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             shape = parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape  # ZeRO-3 empties `shape`
-            groups[len(shape) > 1].append(parameter)
-    decays = {True: weight_decay, False: 0.0}
-    return [{"params": groups[kind], "weight_decay": decays[kind]} for kind in (True, False) if groups[kind]]
+            groups[is_adapter_parameter(name), len(shape) > 1].append(parameter)
+    own = settings.learning_rate if settings.lora_learning_rate is None else settings.lora_learning_rate
+    return [
+        {"params": held, "weight_decay": settings.weight_decay if is_matrix else 0.0} | ({"lr": own} if is_lora else {})
+        for (is_lora, is_matrix), held in groups.items()
+        if held
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from functools import cache
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,52 +19,37 @@ from transformers import (
 )
 
 from dschat_ppo.common.atomic_files import read_blocks
-from dschat_ppo.common.dist import local_rank, main_rank_of_node_first
+from dschat_ppo.common.dist import local_rank
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.adapter_weights import LM_HEADS
+from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter, load_merged
 from dschat_ppo.models.architectures import SCORE, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
+from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, saves_head
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import grow_vocabulary
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_WEIGHT = f"{SCORE}.weight"
 MAX_EXTRAPOLATION = 4  # rotary positions beyond this multiple of those trained are assumed to be a mistake
-LM_HEADS = ("lm_head.", "embed_out.")  # a language model's head, which a classifier does not use
 MAX_NAMES = 6  # of weights, in a message
 _DROPOUTS = (
     "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
     "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
 )  # fmt: skip
-_WEIGHTS = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
-
-
-def model_folder(name: str, flag: str) -> str:
-    """The local folder of the model that `flag` names: the folder itself, or the files downloaded from the hub.
-
-    Raises:
-        UserError: there is no such folder, and the hub has no such model or cannot be reached.
-    """
-    name = os.path.expanduser(name)  # a shell does not expand the `~` of `--flag=~/model`
-    if Path(name).is_dir():
-        if not (Path(name) / "config.json").exists():
-            raise UserError(f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face model")
-        return name
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"{flag} {name}: no such folder")
-    refused = f"{flag} {name}: neither a local folder nor a model that can be downloaded from the hub"
-    with main_rank_of_node_first(), reading(refused):
-        return str(snapshot_download(name, allow_patterns=list(_WEIGHTS)))
 
 
 def load_config(folder: str, flag: str) -> PretrainedConfig:
-    """The model's configuration, without its weights.
+    """The model's configuration, without its weights; of an adapter folder without `config.json`, that of its base.
 
     Raises:
         UserError: `config.json` cannot be read or describes no model.
     """
+    if not (Path(folder) / "config.json").exists():
+        folder = base_folder(folder, flag)
     refused = f"{flag} {folder}: config.json cannot be used"
     check_settings(folder, refused)
     with reading(refused):  # without trust_remote_code=False transformers asks at a terminal
@@ -156,21 +139,27 @@ def _read_through(folder: str) -> None:
             pass
 
 
-def check_causal_lm(folder: str) -> None:
+def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None:
     """Compare the checkpoint with the causal language model of its config, without reading the weights.
 
+    Args:
+        folder: model folder or adapter folder.
+        adapter: that will be added, see `load_causal_lm`.
+
     Raises:
-        UserError: the model is not a causal language model, or its weights in the checkpoint are missing, unexpected
-            or of another shape (the message lists them).
+        UserError: the model is not a causal language model; or its weights in the checkpoint, or those of an adapter,
+            are missing, unexpected or of another shape (the message lists them); or the adapter cannot be added.
     """
     config = load_config(folder, "model")
     check_architecture(config, folder, needs_lm=True)
-    _check_weights(AutoModelForCausalLM, folder, config)
+    _check_weights(AutoModelForCausalLM, base_folder(folder, "model"), config)
+    with torch.device("meta"):
+        _adapt(AutoModelForCausalLM.from_config(config), folder, adapter)
 
 
 def load_causal_lm(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None, resize: bool = False,
-    device: str | None = None,
+    adapter: AdapterSettings | None = None, device: str | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """A checked causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
 
@@ -180,21 +169,25 @@ def load_causal_lm(
         ds_config: the DeepSpeed config of the model's engine, or None.
         dropout: overrides every dropout of the config.
         resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
+        adapter: add a LoRA adapter; if `folder` is an adapter folder, continue that one. Without it an adapter folder
+            is merged into the weights of its base.
         device: "meta" builds the model without its weights; None loads them.
     """
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
-    with _loading(folder, ds_config, device):
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype], device_map=device)
-    return _resized(model, folder) if resize else model
+    base = base_folder(folder, "model")
+    with _loading(base, ds_config, device):
+        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=DTYPES[dtype], device_map=device)
+    return _prepared(model, folder, resize, adapter)
 
 
-def check_sequence_classifier(folder: str, new_head: bool) -> bool:
+def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSettings | None = None) -> bool:
     """Compare the checkpoint with a one-label sequence classifier, without reading the weights.
 
     Args:
         folder: model folder.
         new_head: a base or causal model without a head is allowed (training a reward model).
+        adapter: see `check_causal_lm`.
 
     Returns:
         True if the checkpoint has no head, so that it will be new.
@@ -209,13 +202,18 @@ def check_sequence_classifier(folder: str, new_head: bool) -> bool:
         kind = classifier_class(config)
         config = config_for(kind, config)
         unused = lm_head_names(config)
-    allowed = {SCORE_WEIGHT} if new_head else set()
-    return bool(_check_weights(kind, folder, config, _deepspeed_chat_mapping(folder, kind), allowed, unused))
+    base = base_folder(folder, "model")
+    has_head = base != folder and saves_head(folder)
+    allowed = {SCORE_WEIGHT} if new_head or has_head else set()
+    is_new = bool(_check_weights(kind, base, config, _deepspeed_chat_mapping(base, kind), allowed, unused))
+    with torch.device("meta"):
+        _adapt(kind(config), folder, adapter)
+    return is_new and not has_head
 
 
 def load_sequence_classifier(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None,
-    resize: bool = False, device: str | None = None,
+    resize: bool = False, adapter: AdapterSettings | None = None, device: str | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """A checked model with a scalar head: a decoder's one-label sequence classifier, or DeepSpeed-Chat's layout.
 
@@ -226,6 +224,7 @@ def load_sequence_classifier(
         new_head: True for training a reward model; False if a trained head is needed.
         dropout: overrides every dropout of the config.
         resize: see `load_causal_lm`.
+        adapter: see `load_causal_lm`; the scalar head trains beside it.
         device: see `load_causal_lm`.
     """
     if check_sequence_classifier(folder, new_head):
@@ -233,12 +232,37 @@ def load_sequence_classifier(
     config = _with_dropout(load_config(folder, "model"), dropout)
     kind = classifier_class(config)
     config = config_for(kind, config)
-    with _loading(folder, ds_config, device):
+    base = base_folder(folder, "model")
+    with _loading(base, ds_config, device):
         model = kind.from_pretrained(
-            folder, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(folder, kind) or None,
+            base, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(base, kind) or None,
             device_map=device,
         )  # fmt: skip
-    return _resized(model, folder) if resize else model
+    return _prepared(model, folder, resize, adapter)
+
+
+def _prepared(model: PreTrainedModel, folder: str, resize: bool, adapter: AdapterSettings | None) -> PreTrainedModel:
+    """`model`, loaded from the base of `folder`, with missing rows of its embedding and with its adapter."""
+    model = _resized(model, folder) if resize else model
+    _adapt(model, folder, adapter)
+    if is_adapter_folder(folder):
+        done = "is merged into its base model" if adapter is None else "is trained further; it keeps its scale"
+        logger().info(f"model: the adapter in {folder} {done}")
+    if adapter is not None:
+        sizes = [(weight.requires_grad, getattr(weight, "ds_numel", weight.numel())) for weight in model.parameters()]
+        trained, total = sum(size for trains, size in sizes if trains), sum(size for _, size in sizes)
+        layers = len(adapter_layers(model))
+        logger().info(f"LoRA: rank {adapter.rank} in {layers} layers; {trained:,} of {total:,} parameters are trained")
+    return model
+
+
+def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
+    """Add an adapter to the model, new or from `folder`, or merge that of `folder` into it."""
+    is_adapter = is_adapter_folder(folder)
+    if adapter is not None:
+        add_adapter(model, adapter, folder=folder if is_adapter else None)
+    elif is_adapter:
+        load_merged(model, folder)
 
 
 def _resized(model: PreTrainedModel, folder: str) -> PreTrainedModel:

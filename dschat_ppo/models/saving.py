@@ -1,12 +1,16 @@
-"""Write a trained model as an ordinary Hugging Face folder, after a check that all its weights are finite."""
+"""Write a trained model as an ordinary Hugging Face or peft folder, after a check that all its weights are finite."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,7 +18,10 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import NonFiniteError, StorageError
-from dschat_ppo.models.architectures import first_position
+from dschat_ppo.models.adapter_weights import MATRICES, merged_weight
+from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
+from dschat_ppo.models.architectures import SCORE, first_position
+from dschat_ppo.models.model_folders import ADAPTER_WEIGHTS, saved_name
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Engine
 
@@ -54,20 +61,26 @@ def require_finite_weights(role: str, engine: Engine) -> None:
         )
 
 
-def gather_state(model: nn.Module) -> dict[str, Tensor]:
+def gather_state(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
     """All weights of `model` in host memory on rank 0, {} elsewhere. Under ZeRO-3 one tensor is gathered at a time.
 
     Collective: every rank calls it.
+
+    Args:
+        model: whole, or partitioned by ZeRO-3.
+        wanted: name of a parameter -> whether to take it; None: all parameters, and the buffers.
     """
     import deepspeed
 
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
+        if wanted is not None and not wanted(name):
+            continue
         heartbeat()
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             if dist.is_main():
                 state[name] = parameter.detach().cpu().clone()
-    if dist.is_main():
+    if dist.is_main() and wanted is None:
         persistent = model.state_dict()
         state |= {name: b.detach().cpu().clone() for name, b in model.named_buffers() if name in persistent}
     return state
@@ -80,8 +93,13 @@ def save_model(
     described: Mapping[str, float | None] | None = None,
     weights: Mapping[str, Tensor] | None = None,
     ends: Sequence[int] = (),
+    merge: bool = True,
+    adapter: str = "default",
 ) -> None:
     """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
+
+    A model with a LoRA adapter is written as the model with the adapter merged, or as an adapter folder, which peft
+    loads: the adapter, a score head, and the name of the base model.
 
     Collective: every rank calls it; rank 0 writes. Existing files are replaced only by complete ones.
 
@@ -92,12 +110,18 @@ def save_model(
         described: numbers to store in the model's config under these names; None removes an entry.
         weights: whole tensors, on rank 0, that replace the engine's weights of these names.
         ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain transformers stops at them.
+        merge: write a model with an adapter merged, in its whole, instead of an adapter folder.
+        adapter: the name of the adapter to save or to merge.
 
     Raises:
         StorageError: the folder cannot be written; on every rank.
     """
-    state = gather_state(pretrained(engine.module)) | dict(weights or {})
-    problem = write_model(engine.module, state, tokenizer, folder, described, ends) if dist.is_main() else None
+    model = pretrained(engine.module)
+    wanted = None if merge or not adapter_layers(model) else partial(is_saved_with, adapter)
+    state = gather_state(model, wanted) | dict(weights or {})
+    problem = None
+    if dist.is_main():
+        problem = write_model(engine.module, state, tokenizer, folder, described, ends, merge, adapter)
     problem = dist.broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
@@ -116,10 +140,13 @@ def write_model(
     folder: str | Path,
     described: Mapping[str, float | None] | None = None,
     ends: Sequence[int] = (),
+    merge: bool = True,
+    adapter: str = "default",
 ) -> str | None:
     """Write a model whose weights are `state`; those of `module`, a `PolicyModel` or a `ScalarModel`, are not read.
 
-    The other arguments are those of `save_model`. Returns why the folder cannot be written, or None.
+    `state` has the names of the transformers model in `module`; for an adapter folder only the weights of the adapter
+    and of a score head. The other arguments are those of `save_model`. Returns why it cannot be written, or None.
     """
     model = pretrained(module)
     model.config.dtype = next(iter(state.values())).dtype
@@ -134,20 +161,79 @@ def write_model(
         # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows.
         pad = tokenizer.pad_token_id
         model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
-    return _write(model, state, tokenizer, Path(folder))
+    if not merge and adapter_layers(model):
+        return _write_adapter(model, state, tokenizer, Path(folder), adapter)
+    return _write(model, merged_state(model, state, adapter), tokenizer, Path(folder))
+
+
+def is_saved_with(adapter: str, name: str) -> bool:
+    """Whether a parameter of this name is part of an adapter folder: of the adapter, or of a score head."""
+    return name.startswith(f"{SCORE}.") or (is_adapter_parameter(name) and f".{adapter}." in name)
+
+
+def merged_state(model: nn.Module, state: Mapping[str, Tensor], adapter: str = "default") -> dict[str, Tensor]:
+    """The weights of `model` under the names that they have without adapters, with one adapter merged.
+
+    The product is computed in fp32 and rounded to the number format of the weight. On ranks without weights: {}.
+
+    Args:
+        model: gives names and scales of its layers; its weights are not read.
+        state: all weights of the model, whole, by name.
+        adapter: the name of the adapter to merge; others are left out.
+    """
+    merged = {name: weight for name, weight in state.items() if not is_adapter_parameter(name)}
+    for path, layer in adapter_layers(model).items() if state else ():
+        for name in [name for name in merged if name.startswith(f"{path}.base_layer.")]:
+            merged[name.replace(".base_layer.", ".")] = merged.pop(name)
+        if adapter not in layer.lora_A:
+            continue
+        a, b, magnitude = (state.get(f"{path}.{matrix}.{adapter}.weight") for matrix in MATRICES)
+        assert a is not None and b is not None
+        weight = merged[f"{path}.weight"]
+        merged[f"{path}.weight"] = merged_weight(layer, adapter, weight, a, b, magnitude).to(weight.dtype).contiguous()
+    return merged
 
 
 def _write(
     model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> str | None:
-    """Write to a folder inside `folder`, then move the files up; returns why that is impossible, or None."""
+    """Write a whole model; returns why that is impossible, or None."""
+
+    def write(unfinished: Path) -> None:
+        # Use the names that transformers loads, not those of a DeepSpeed-Chat checkpoint.
+        model.save_pretrained(unfinished, state_dict=state, save_original_format=False)
+        tokenizer.save_pretrained(unfinished)
+
+    return _write_files(write, folder)
+
+
+def _write_adapter(
+    model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, adapter: str
+) -> str | None:
+    """Write an adapter folder; returns why that is impossible, or None.
+
+    A scalar model's `config.json` is added: it has the number of labels, PAD and statistics of the scores.
+    """
+
+    def write(unfinished: Path) -> None:
+        named = {saved_name(name, adapter): weight.contiguous() for name, weight in state.items()}
+        save_file(named, unfinished / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        config: Any = model.peft_config[adapter]
+        replace(config, inference_mode=True).save_pretrained(str(unfinished))
+        if hasattr(model, SCORE):
+            model.config.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+
+    return _write_files(write, folder)
+
+
+def _write_files(write: Callable[[Path], None], folder: Path) -> str | None:
+    """Let `write` fill a folder inside `folder`, then move the files up; returns why that is impossible, or None."""
     try:
-        partial = empty_folder(folder / PARTIAL)
+        unfinished = empty_folder(folder / PARTIAL)
         with torch.no_grad(), watchdog_paused():
-            # Use the names that transformers loads, not those of a DeepSpeed-Chat checkpoint.
-            model.save_pretrained(partial, state_dict=state, save_original_format=False)
-            tokenizer.save_pretrained(partial)
-        move_files_up(partial)
+            write(unfinished)
+        move_files_up(unfinished)
     except (OSError, SafetensorError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else problem
         return f"{folder}: the model cannot be written ({reason}); free space, then run the same command again"

@@ -9,14 +9,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.model_files import check_settings
+from dschat_ppo.models.model_folders import base_folder, is_adapter_folder
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; it must have an EOS token.
+    """The tokenizer of a model folder; it must have an EOS token. An adapter folder without one has that of its base.
 
     Raises:
         UserError: there is no usable tokenizer, or it has no words or no EOS.
     """
+    if is_adapter_folder(folder) and not any(Path(folder).glob("tokenizer*")):
+        folder = base_folder(folder, flag)
     if _needs_sentencepiece(folder):
         raise UserError(
             f"{flag} {folder}: its only tokenizer is a SentencePiece tokenizer.model; pip install "

@@ -14,8 +14,8 @@ from dschat_ppo.models.loading import (
     check_sequence_classifier,
     check_vocabulary,
     load_config,
-    model_folder,
 )
+from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.rewards.learned_reward import saved_statistics
 from dschat_ppo.session.begin_run import naming

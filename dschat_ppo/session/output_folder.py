@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,23 @@ from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.safety_flags import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
 from dschat_ppo.monitor.writers import METRICS, RESULT, is_finished
 from dschat_ppo.session.kept_models import BEST, HF, clear_partials
 
 
 def refuse_model_folders(folder: Path, models: list[str]) -> None:
-    """Refuse an output folder to which the run would write over a model that it reads.
+    """Refuse an output folder to which the run would write over a model that it reads, or over an adapter's base.
 
     Raises:
         UserError: a model lies where the run writes.
     """
+    local = [os.path.expanduser(model) for model in models]
+    adapters = [model for model in local if is_adapter_folder(model)]
+    bases = [read_adapter_config(folder, "model").get("base_model_name_or_path") for folder in adapters]
     written = [(folder / part).resolve() for part in (".", "actor", "actor_ema", "critic")]
     replaced = [(folder / part).resolve() for part in (BEST, HF)]  # with everything in them
-    read = [Path(model).expanduser().resolve() for model in models]
+    read = [Path(model).resolve() for model in [*local, *filter(None, bases)]]
     if any(model in written or any(model.is_relative_to(place) for place in replaced) for model in read):
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
 
@@ -65,7 +70,7 @@ def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
     Raises:
         OSError: a file cannot be written or renamed.
     """
-    outputs = [name for name in (RESULT, METRICS, "config.json") if (folder / name).exists()]
+    outputs = [name for name in (RESULT, METRICS, "config.json", "adapter_config.json") if (folder / name).exists()]
     outputs += [path.name for path in folder.glob("*.safetensors")] + CheckpointFolder(folder).names()
     if run.overwrite_output_dir or not outputs:
         return None, None

@@ -16,7 +16,7 @@ from dschat_ppo.models.loading import check_causal_lm, load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
+from dschat_ppo.supervised.supervised_run import adapter_plan, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer
 from dschat_ppo.types import Model, to_device
 
@@ -58,11 +58,20 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     fit, flags, paths = config.fit, config.run, config.sft.sft_only_data_path
     title, all_turns = "step 1: supervised fine-tuning", config.sft.train_on == "all"
     run = begin_supervised_run("sft", config, title, "sft", check_causal_lm, paths, all_turns)
-    model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, flags.resize_vocabulary))
+    resize = flags.resize_vocabulary
+    model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
     trainer = SupervisedTrainer(
-        model, run.ds_config, run.rows, objective, fit, flags, run.nonfinite, config.best.best_metric
+        model,
+        run.ds_config,
+        run.rows,
+        objective,
+        fit,
+        flags,
+        run.nonfinite,
+        adapter_plan(config),
+        config.best.best_metric,
     )
     return train_and_save(trainer, run, "SFT")

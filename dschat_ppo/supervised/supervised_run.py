@@ -24,7 +24,9 @@ from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.loading import check_length, check_vocabulary, load_config, model_folder
+from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
+from dschat_ppo.models.loading import check_length, check_vocabulary, load_config
+from dschat_ppo.models.model_folders import base_folder, model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
@@ -32,10 +34,10 @@ from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.begin_run import begin_run, naming, show_plan
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import Session, open_session
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import AdapterPlan, SupervisedTrainer, fit_ds_config
 
 MODEL = "--model_name_or_path"
-HIGH_LEARNING_RATE = 1e-4  # above it: for LoRA, or for training from scratch
+HIGH_LEARNING_RATE = 1e-4  # above it: for training from scratch
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class SupervisedRun:
     session: Session
     ds_config: Config
     nonfinite: NonFinitePolicy
+    adapter: AdapterSettings | None
     save_hf_steps: int
     keeps_best: bool  # the best model, in `best/`
 
@@ -58,7 +61,7 @@ def begin_supervised_run(
     config: SFTConfig | PreferenceConfig,
     title: str,
     use: Use,
-    check: Callable[[str], object],
+    check: Callable[[str, AdapterSettings | None], object],
     whole_paths: list[str] | None = None,
     all_turns: bool = False,
 ) -> SupervisedRun:
@@ -69,7 +72,8 @@ def begin_supervised_run(
         config: the resolved flags of the step.
         title: the first line of the log.
         use: of the data, see `prepare`.
-        check: compares a model folder with the model to train; raises `UserError` if they do not fit.
+        check: compares a model folder, and the adapter that will be added, with the model to train; raises `UserError`
+            if they do not fit.
         whole_paths: see `prepare`.
         all_turns: see `prepare`.
 
@@ -80,7 +84,8 @@ def begin_supervised_run(
     fit = config.fit
     device, output = begin_run(kind, config, config.run, [fit.model_name_or_path])
     logger().info(title)
-    if fit.learning_rate > HIGH_LEARNING_RATE:
+    adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
+    if fit.learning_rate > HIGH_LEARNING_RATE and (adapter is None or not adapter.freeze_base):
         logger().warning(
             f"--learning_rate {fit.learning_rate:g} trains all weights: that ruins most pretrained models, for which "
             "1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
@@ -90,7 +95,7 @@ def begin_supervised_run(
     tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
     check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
     with naming(MODEL):
-        check(folder)
+        check(folder, adapter)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")
@@ -107,14 +112,22 @@ def begin_supervised_run(
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
     kept = (config.export.save_hf_steps, config.best.metric_for_best is not None)
-    return SupervisedRun(device, folder, tokenizer, rows, session, ds_config, nonfinite, *kept)
+    return SupervisedRun(device, folder, tokenizer, rows, session, ds_config, nonfinite, adapter, *kept)
+
+
+def adapter_plan(config: SFTConfig | PreferenceConfig) -> AdapterPlan | None:
+    """How the run trains and saves LoRA; None without LoRA."""
+    if config.lora.lora_dim == 0:
+        return None
+    merge = config.adapters.lora_merge or not config.adapters.only_optimize_lora
+    return AdapterPlan(config.lora.lora_learning_rate, merge)
 
 
 def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
     """The inputs of steps 1 and 2 that identify a run; `folder` holds the model that training starts from."""
-    return RunInputs(
-        rows.train, {EVAL_ROWS: rows.eval}, [(MODEL, folder)], [("--deepspeed_config", run.deepspeed_config)]
-    )
+    base = base_folder(folder, MODEL)
+    models = [(MODEL, folder), (f"the base model of {MODEL}", None if base == folder else base)]
+    return RunInputs(rows.train, {EVAL_ROWS: rows.eval}, models, [("--deepspeed_config", run.deepspeed_config)])
 
 
 def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str) -> dict[str, Any]:

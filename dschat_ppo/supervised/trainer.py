@@ -29,7 +29,7 @@ from dschat_ppo.data.sampler import optimizer_steps, order_of
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
-from dschat_ppo.engine.optimizer_step import learning_rate, optimizer_step
+from dschat_ppo.engine.optimizer_step import learning_rates, optimizer_step
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import require_finite_weights, save_model
@@ -71,6 +71,19 @@ class Objective(Generic[Batch]):
     describe: Callable[[Model, TokenRows], dict[str, float]] | None = None
 
 
+@dataclass(frozen=True)
+class AdapterPlan:
+    """How a model with a LoRA adapter is trained and saved.
+
+    Attributes:
+        learning_rate: of the LoRA parameters.
+        merge: save the whole model with its adapter merged, instead of an adapter folder.
+    """
+
+    learning_rate: float
+    merge: bool
+
+
 class SupervisedTrainer(Generic[Batch]):
     """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps.
 
@@ -82,6 +95,7 @@ class SupervisedTrainer(Generic[Batch]):
         fit: flags of the training.
         run: flags of the run.
         nonfinite: what to do about NaN and infinity; None stops the run without a repro bundle.
+        adapter: of a model with LoRA; else None.
         best_metric: of the evaluation; decides which model is the best.
 
     Raises:
@@ -91,7 +105,7 @@ class SupervisedTrainer(Generic[Batch]):
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
         fit: SupervisedFlags, run: RunFlags, nonfinite: NonFinitePolicy | None = None,
-        best_metric: BestMetric = LOWEST_LOSS,
+        adapter: AdapterPlan | None = None, best_metric: BestMetric = LOWEST_LOSS,
     ):  # fmt: skip
         self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
@@ -99,6 +113,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.objective = objective
         self.fit = fit
         self.run_flags = run
+        self.adapter = adapter
         self.clock = PhaseClock()
         self.steps = 0  # optimizer steps done
         self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
@@ -113,6 +128,7 @@ class SupervisedTrainer(Generic[Batch]):
             self.plan.total_steps,
             (run.adam_beta1, run.adam_beta2),
             run.adam_epsilon,
+            None if adapter is None else adapter.learning_rate,
         )
         self.engine: Engine = train_engine(model, ds_config, settings)
         reason = select_kernels(self.engine, pack_on_gpu=fit.packing)
@@ -151,19 +167,20 @@ class SupervisedTrainer(Generic[Batch]):
             for micro_batches in self.steps_left():
                 step = self.steps + 1
                 announce_step(step)
-                rate = learning_rate(self.engine)  # before the update, which advances the schedule
+                rates = learning_rates(self.engine)  # before the update, which advances the schedule
                 with self.clock.phase("train"):
                     metrics = self.train_step(micro_batches)
                 self.steps = step
                 shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
                 size = f"{metrics['samples']:.0f} samples, {metrics['tokens']:.0f} tokens"
-                logger().info(f"step {step}/{self.plan.total_steps}: {shown}, lr {rate:.2e}, {size}")
+                used = ", ".join(f"{name} {rate:.2e}" for name, rate in rates.items())
+                logger().info(f"step {step}/{self.plan.total_steps}: {shown}, {used}, {size}")
                 if self._evaluation_is_due():
                     self.after = self.evaluate()
                     metrics |= self.after
                     self.best.consider(self.after, step)
                 self._keep(kept)
-                metrics |= {"lr": rate, "epoch": step / self.plan.steps_per_epoch}
+                metrics |= {**rates, "epoch": step / self.plan.steps_per_epoch}
                 seconds, _, peak = self.clock.take()
                 metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
                 metrics |= {f"peak_memory_gib/{name}": value for name, value in peak.items()}
@@ -269,7 +286,8 @@ class SupervisedTrainer(Generic[Batch]):
         require_finite_weights("model", self.engine)
         described = self.describe()
         with self.clock.phase("save"):
-            save_model(self.engine, tokenizer, folder, described, ends=answer_ends(tokenizer))
+            merge = self.adapter is None or self.adapter.merge
+            save_model(self.engine, tokenizer, folder, described, ends=answer_ends(tokenizer), merge=merge)
         before = self.before or {}
         result: dict[str, Any] = {f"{name}_before": value for name, value in before.items()} | described
         result |= {f"{name}_after": value for name, value in (self.after or before).items()} | self.best.result()
@@ -317,31 +335,3 @@ def fit_ds_config(fit: SupervisedFlags, run: RunFlags) -> Config:
     """The DeepSpeed configuration of steps 1 and 2."""
     overlay = read_overlay(run.deepspeed_config)
     return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay)
-
-
-@torch.no_grad()
-def score_rows(
-    model: Model, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int, title: str
-) -> Tensor:
-    """Apply `score` to every row, with the rows divided among the ranks and without dropout. Collective.
-
-    Args:
-        model: put into eval mode, and back into training mode at the end.
-        rows: at least one.
-        score: `(rows, indices)` -> (len(indices), k); the lines of filler rows are ignored.
-        batch_size: rows per batch and device.
-        title: of the progress bar.
-
-    Returns:
-        (len(rows), k) on the CPU, in the order of the rows; the same on every rank.
-    """
-    model.eval()
-    batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.world_size(), dist.rank()))
-    parts = []
-    with progress_bar(title, len(batches)) as bar:
-        for [indices] in batches:
-            parts.append(dist.gather_cat(score(rows, indices)).cpu())
-            heartbeat()
-            bar.update()
-    model.train()
-    return torch.cat(parts)[: len(rows)]  # filler rows are at the end

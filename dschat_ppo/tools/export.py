@@ -3,7 +3,8 @@
 CHECKPOINT is a checkpoint of any step, such as OUTPUT/checkpoints/step_000012, or the output folder of a run, whose
 newest intact checkpoint is taken. The command runs in one process, on the CPU, whatever the ZeRO stage and the number
 of ranks of the run. OUT then holds what the run itself would save at that step: in steps 1 and 2 the model; in step 3
-`actor`, `critic` and, with --enable_ema, `actor_ema`. Configuration and tokenizer come from the model folder from which
+`actor`, `critic` and, with --enable_ema, `actor_ema`. A model with LoRA becomes an adapter folder, or is merged if the
+run merges it. Configuration and tokenizer come from the model folder from which
 the run started.
 
 Exit code 0: OUT is complete; 2: the checkpoint or a folder cannot be used; 4: OUT cannot be written.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.moving_average import whole_averages
 from dschat_ppo.errors import StorageError, UserError
-from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier, model_folder
+from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
+from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_files import weight_files
+from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.saving import pretrained, write_model
+from dschat_ppo.models.saving import is_saved_with, pretrained, write_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.check_models import ACTOR
@@ -181,9 +184,10 @@ def export_role(
     trained = role.removesuffix("_ema")  # the average is one of the actor's weights
     states, number_format = run.folder / trained, DTYPES[dtype]
     common = model_states(states)
-    frozen = common.get(FROZEN) or []  # weights that the checkpoint does not hold
-    base = base_folder(run, trained, given, needs_weights=bool(frozen))
-    module = build_module(run, trained, base, None if frozen else "meta")
+    frozen, merge = common.get(FROZEN) or [], saves_merged(run, trained)  # weights that the checkpoint does not hold
+    needs_base = bool(frozen) and merge
+    base = base_folder(run, trained, given, needs_base)
+    module = build_module(run, trained, base, None if needs_base else "meta")
     # The run rounds its fp32 weights in the same way after each update.
     state = {name: weight.to(number_format) for name, weight in whole_weights(states, common)}
     require_same_parameters(f"{states}", state, module, frozen, base)
@@ -192,7 +196,9 @@ def export_role(
         shapes = {name.removeprefix(inside): weight.shape for name, weight in state.items()}
         averages = whole_averages(run.averages(), shapes)
         state |= {f"{inside}{name}": average.to(number_format) for name, average in averages.items()}
-    state |= {name: weight.detach().to(number_format) for name, weight in module.named_parameters() if name in frozen}
+    if needs_base:
+        weights = {name: weight.detach() for name, weight in module.named_parameters() if name in frozen}
+        state |= {name: weight.to(number_format) for name, weight in weights.items()}
     buffers = {name: common["module"][name] for name in common["buffer_names"]}
     if dtype != run.config.run.dtype:
         bad = [name for name, weight in state.items() if not weight.isfinite().all()]
@@ -201,7 +207,10 @@ def export_role(
         buffers = {n: value.to(number_format) if value.is_floating_point() else value for n, value in buffers.items()}
     state = {name.removeprefix(inside): value for name, value in {**state, **buffers}.items()}
     described = statistics_of(run, role)
-    problem = write_model(module.to(number_format), state, tokenizer, place, described, answer_ends(tokenizer))
+    if not merge:
+        state = {name: weight for name, weight in state.items() if is_saved_with("default", name)}
+    module, ends = module.to(number_format), answer_ends(tokenizer)
+    problem = write_model(module, state, tokenizer, place, described, ends, merge)
     if problem is not None:
         raise StorageError(problem)
 
@@ -228,11 +237,25 @@ def build_module(run: SavedRun, role: str, folder: str, device: str | None) -> P
     """The model as the run builds it from `folder`; `device` "meta": without weights."""
     config, dtype, resize = run.config, run.config.run.dtype, run.config.run.resize_vocabulary
     dropout = config.fit.dropout if role == "model" else getattr(config.ppo, f"{role}_dropout") or 0.0
+    adapter = adapter_of(run, role)
     if role == "critic" or (run.manifest.kind == "reward" and config.reward.objective == "reward"):
-        return ScalarModel(load_sequence_classifier(folder, dtype, None, True, dropout, resize, device))
+        return ScalarModel(load_sequence_classifier(folder, dtype, None, True, dropout, resize, adapter, device))
     if run.manifest.kind == "reward":
         dropout = dropout or 0.0
-    return PolicyModel(load_causal_lm(folder, dtype, None, dropout, resize, device))
+    return PolicyModel(load_causal_lm(folder, dtype, None, dropout, resize, adapter, device))
+
+
+def adapter_of(run: SavedRun, role: str) -> AdapterSettings | None:
+    """The LoRA adapter of a role, over weights that are not quantised; None without LoRA."""
+    flags = replace(run.config.adapters, load_in_4bit=False, load_in_8bit=False)
+    prefix, lora = "" if role == "model" else f"{role}_", vars(run.config.lora)
+    return adapter_settings(lora[f"{prefix}lora_dim"], lora[f"{prefix}lora_module_name"], flags)
+
+
+def saves_merged(run: SavedRun, role: str) -> bool:
+    """Whether the run saves a whole model, and not an adapter folder."""
+    adapters = run.config.adapters
+    return adapter_of(run, role) is None or adapters.lora_merge or not adapters.only_optimize_lora
 
 
 def started_from(run: SavedRun, role: str) -> tuple[str, str]:
@@ -245,7 +268,7 @@ def started_from(run: SavedRun, role: str) -> tuple[str, str]:
 
 
 def base_folder(run: SavedRun, role: str, given: str | None, needs_weights: bool) -> str:
-    """The folder with the configuration and tokenizer of a role.
+    """The model or adapter folder from which a role started, for its configuration and tokenizer.
 
     Args:
         run: the checkpoint.

@@ -25,7 +25,8 @@ from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.engine.skip_update import set_random_state
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import response_scores, response_values
-from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, model_folder
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer

@@ -33,7 +33,8 @@ from dschat_ppo.common.logging import print_line, quiet_libraries
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.templates import encode_finished
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.loading import DTYPES, check_vocabulary, load_config, load_sequence_classifier, model_folder
+from dschat_ppo.models.loading import DTYPES, check_vocabulary, load_config, load_sequence_classifier
+from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.rewards.learned_reward import scores_in_batches

@@ -1,8 +1,12 @@
 """Engines from models: parameter groups, optimizer, schedule, modes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import transformers
 from one_rank import one_rank  # noqa: F401
+from tiny_models import new_model
 from torch import nn
 
 from dschat_ppo.common import dist
@@ -15,13 +19,14 @@ from dschat_ppo.engine.build_engine import (
 )
 from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.optimizer_step import learning_rate
+from dschat_ppo.models.adapters import AdapterSettings, add_adapter
 
 SETTINGS = OptimizerSettings(0.5, 0.1, "linear", 2, 6, (0.8, 0.9), 1e-6)
 
 
 def test_biases_and_norms_do_not_decay():
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Embedding(5, 2))
-    groups = parameter_groups(model, 0.1)
+    groups = parameter_groups(model, SETTINGS)
     decayed = {id(p) for p in groups[0]["params"]}
     assert groups[0]["weight_decay"] == 0.1
     assert groups[1]["weight_decay"] == 0.0
@@ -32,7 +37,7 @@ def test_biases_and_norms_do_not_decay():
 def test_frozen_parameters_are_in_no_group():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    assert {id(p) for group in parameter_groups(model, 0.1) for p in group["params"]} == {
+    assert {id(p) for group in parameter_groups(model, SETTINGS) for p in group["params"]} == {
         id(p) for p in model[1].parameters()
     }
 
@@ -40,7 +45,32 @@ def test_frozen_parameters_are_in_no_group():
 def test_partitioned_parameters_are_grouped_by_their_whole_shape():
     model = nn.Linear(3, 2)
     model.weight.data, model.weight.ds_shape = torch.empty(0), (2, 3)  # as ZeRO-3 leaves it
-    assert [len(group["params"]) for group in parameter_groups(model, 0.1)] == [1, 1]
+    assert [len(group["params"]) for group in parameter_groups(model, SETTINGS)] == [1, 1]
+
+
+def test_lora_has_its_own_rate_and_the_schedule_scales_all_groups():
+    model = new_model("llama")
+    add_adapter(model, AdapterSettings(2, 4, 0.0, "q_proj", False, True, False))
+    settings = replace(SETTINGS, lora_learning_rate=2.0)
+    groups = parameter_groups(model, settings)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert [(group.get("lr"), group["weight_decay"]) for group in groups] == [
+        (None, 0.1), (None, 0.0), (2.0, 0.1), (2.0, 0.0)
+    ]  # fmt: skip
+    assert ["lora" in names[id(group["params"][0])] for group in groups] == [False, False, True, True]
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    optimizer = build_optimizer(model, settings, train_config(2, "fp32", False, 1, 1.0))
+    scheduler = transformers.get_scheduler("linear", optimizer, 0, 4)
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.375, 0.375, 1.5, 1.5]
+
+
+def test_without_a_rate_lora_has_that_of_the_other_parameters():
+    model = new_model("llama")
+    add_adapter(model, AdapterSettings(2, 4, 0.0, "q_proj", False, False, True))
+    [group] = parameter_groups(model, SETTINGS)
+    assert group["lr"] == 0.5
+    assert len(group["params"]) == 4
 
 
 def test_the_optimizer_is_adamw_with_the_settings():

@@ -35,8 +35,8 @@ from dschat_ppo.models.loading import (
     load_causal_lm,
     load_config,
     load_sequence_classifier,
-    model_folder,
 )
+from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.tools import addition

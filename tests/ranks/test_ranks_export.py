@@ -30,8 +30,8 @@ def cases_of(assets, folder, ranks: int) -> dict[str, tuple[str, list[object]]]:
     for stage in range(4):
         for dtype in ("fp32", "bf16"):
             cases[f"sft-{stage}-{dtype}"] = (
-                "sft", f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl {FIT} {batch} --zero_stage {stage} "
-                f"--dtype {dtype}",
+                "sft", f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl {FIT} {batch} "
+                f"--zero_stage {stage} --dtype {dtype}",
             )  # fmt: skip
     pairs = f"{FIT} {batch}".replace("1,0,0", "0,1,0")
     cases["reward"] = (

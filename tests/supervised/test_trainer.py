@@ -23,8 +23,9 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles, read_bundle
+from dschat_ppo.supervised.score_rows import score_rows
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config, score_rows
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

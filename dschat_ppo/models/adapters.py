@@ -1,0 +1,314 @@
+"""LoRA adapters: which layers get one, how it is added to a model, and how it is merged into its weights."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, Literal
+from zlib import crc32
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from dschat_ppo.config.lora_flags import AdapterFlags
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.adapter_weights import MATRICES, load_adapter_weights, merged_weight
+from dschat_ppo.models.architectures import SCORE
+from dschat_ppo.models.model_folders import base_folder, base_name, read_adapter_config
+
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # linear layers that choose experts
+# Classes of `x W + b` by name, with those of bitsandbytes; other subclasses of nn.Linear do more, such as routing.
+LINEAR = frozenset({"Linear", "Conv1D", "FalconLinear", "Linear4bit", "Linear8bitLt"})
+# Layers whose weight is read without a call of the layer, so that its LoRA would do nothing. Key: model type.
+NOT_CALLED = {
+    "mamba": ("out_proj", "dt_proj"), "falcon_mamba": ("out_proj", "dt_proj"), "mamba2": ("out_proj",),
+    "falcon_h1": ("out_proj",), "nemotron_h": ("out_proj",), "jamba": ("dt_proj",),
+}  # fmt: skip
+_MAX_NAMES = 8  # of layers, in a message
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """A LoRA adapter and how it is trained.
+
+    Attributes:
+        rank: of the two matrices.
+        alpha: scale of the update: alpha / rank, or alpha / sqrt(rank) with `rslora`.
+        dropout: of the adapter's input.
+        targets: parts of names of the adapted layers, separated by commas; None: all linear layers of the blocks.
+        rslora: rank-stabilised scale (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732).
+        dora: also train the magnitudes of the weights (Liu 2024, https://arxiv.org/abs/2402.09353).
+        freeze_base: train the adapter and a score head only.
+        quantise: bits of the frozen weights (QLoRA); None: not quantised.
+        flag: that gives `targets`, for messages.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: str | None
+    rslora: bool
+    dora: bool
+    freeze_base: bool
+    quantise: Literal[None, 4, 8] = None
+    flag: str = "--lora_module_name"
+
+
+def adapter_settings(
+    dim: int, module_name: str | None, flags: AdapterFlags, flag: str = "--lora_module_name"
+) -> AdapterSettings | None:
+    """The adapter that the flags ask for; None without LoRA (rank 0).
+
+    Args:
+        dim: the rank.
+        module_name: parts of names of the adapted layers.
+        flags: what all adapters of a run share.
+        flag: that gives `module_name`, for messages.
+
+    Raises:
+        UserError: a package that the flags need is missing, or there is no GPU for quantised weights.
+    """
+    if dim == 0:
+        return None
+    require_peft("LoRA")
+    bits: Literal[None, 4, 8] = 4 if flags.load_in_4bit else 8 if flags.load_in_8bit else None
+    return AdapterSettings(
+        dim, flags.lora_alpha, flags.lora_dropout, module_name, flags.use_rslora, flags.use_dora,
+        flags.only_optimize_lora, bits, flag,
+    )  # fmt: skip
+
+
+def require_peft(what: str) -> None:
+    """Check that the package peft is there.
+
+    Raises:
+        UserError: it is not; the message names `what` needs it.
+    """
+    if find_spec("peft") is None:
+        raise UserError(f"{what} needs the package peft: pip install 'dschat_ppo[lora]'")
+
+
+def lora_targets(model: PreTrainedModel, names: str | None, flag: str = "--lora_module_name") -> list[str]:
+    """Full names of the layers of `model` that get LoRA, in the order of the model.
+
+    Layers are linear (`nn.Linear`, GPT-2's `Conv1D`). Not among them: routers and experts that are one 3-D tensor, the
+    score head, an output head that is tied to the embedding, and layers that the model does not call.
+
+    Args:
+        model: before or after adapters are added; a layer with an adapter counts under its own name.
+        names: parts of names, separated by commas, as in DeepSpeed-Chat: a layer is taken if one of them occurs in its
+            name. None: all linear layers of the decoder blocks.
+        flag: that gives `names`, for the message.
+
+    Raises:
+        UserError: there is no such layer.
+    """
+    usable = _linear_layers(model)
+    if names is None:
+        found = [name for name in usable if re.search(r"\.\d+\.", name)]  # inside a list of blocks
+    else:
+        parts = [part.strip() for part in names.split(",") if part.strip()]
+        found = [name for name in usable if any(part in name for part in parts)]
+    if found:
+        return found
+    if names is None:
+        raise UserError(f"{flag}: {type(model).__name__} has no linear layer in a list of blocks; name its layers")
+    last = sorted({name.rpartition(".")[2] for name in usable})
+    more = f" and {len(last) - _MAX_NAMES} more" if len(last) > _MAX_NAMES else ""
+    example = next((name for name in usable if re.search(r"\.\d+\.", name)), usable[0] if usable else "")
+    raise UserError(
+        f"{flag} {names}: no linear layer of {type(model).__name__} has this in its name; leave the flag out to adapt "
+        f"all layers of the blocks, or give parts of names such as {example} ({', '.join(last[:_MAX_NAMES])}{more})"
+    )
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Names of the layers that can get LoRA."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    tied = head is not None and getattr(config, "tie_word_embeddings", False)
+    has_experts = any("experts" in name for name in config.to_dict())
+    not_called = NOT_CALLED.get(config.model_type, ())
+    inside = [f"{name}." for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    names = []
+    for name, module in model.named_modules():
+        if name.startswith(tuple(inside)):  # the parts of a layer that has an adapter
+            continue
+        layer = getattr(module, "base_layer", module)
+        is_head = name == SCORE or (tied and module is head)
+        is_router = has_experts and not ROUTERS.isdisjoint(name.split("."))
+        if _is_linear(layer) and not is_head and not is_router and name.rpartition(".")[2] not in not_called:
+            names.append(name)
+    return names
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return type(layer).__name__ in LINEAR
+
+
+def add_adapter(
+    model: PreTrainedModel, settings: AdapterSettings, name: str = "default", folder: str | None = None
+) -> None:
+    """Add a LoRA adapter to `model`, in place, before it gets an engine. The class of the model stays.
+
+    Matrix B is zero, so that the model computes the same as before. Matrix A is drawn from the seed that torch was
+    given last, equally on every rank and at every ZeRO stage. Under ZeRO-3 the new parameters are whole on every rank;
+    `deepspeed.initialize` partitions them.
+
+    With `settings.freeze_base` only the adapter and a score head train, and adapters that were added before; else all
+    that trained before trains too.
+
+    Args:
+        model: whole, or partitioned by ZeRO-3 while it was built.
+        settings: of the adapter.
+        name: of the adapter; a model may have several, of which the first is active.
+        folder: adapter folder to start from; it keeps its own layers and scale.
+
+    Raises:
+        UserError: no layer has a name that the settings ask for; or the adapter of `folder` has another rank or kind,
+            or does not fit the model.
+    """
+    config = _new_config(model, settings) if folder is None else _config_to_continue(folder, settings)
+    trained = {weight: weight.requires_grad for weight in model.parameters()}
+    _inject(model, config, name)
+    for parameter, weight in model.named_parameters():
+        may_train = not settings.freeze_base or parameter.startswith(f"{SCORE}.") or is_adapter_parameter(parameter)
+        weight.requires_grad_(may_train and trained.get(weight, True))
+    if folder is not None:
+        load_adapter_weights(model, folder, name)
+
+
+def is_adapter_parameter(name: str) -> bool:
+    """Whether a parameter of this name belongs to a LoRA adapter (peft's names)."""
+    return ".lora_" in name
+
+
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
+    """peft's layers of `model` that hold adapters, by their names; {} without adapters."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
+    from peft import inject_adapter_in_model
+
+    seed = torch.initial_seed() ^ crc32(name.encode())
+    earlier, layers = dict(getattr(model, "peft_config", {})), adapter_layers(model)
+    active = next((layer.active_adapters for layer in layers.values()), [name])
+    injected = replace(config, modules_to_save=None)  # peft would wrap the score head
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _gathered_by_peft(model):
+        warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself, and that there are several adapters
+        torch.manual_seed(seed)
+        inject_adapter_in_model(injected, model, adapter_name=name)
+    injected.modules_to_save = config.modules_to_save  # for adapter_config.json
+    model.peft_config = {**earlier, name: injected}
+    for layer in adapter_layers(model).values():
+        layer.set_adapter(active)
+
+
+@contextmanager
+def _gathered_by_peft(model: nn.Module) -> Iterator[None]:
+    """Make peft gather the weights that it reads (DoRA) if ZeRO-3 partitions them; it asks transformers about that."""
+    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        yield
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    keep_alive = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # transformers holds it weakly
+    try:
+        yield
+    finally:
+        del keep_alive
+        unset_hf_deepspeed_config()
+
+
+def _new_config(model: PreTrainedModel, settings: AdapterSettings) -> Any:
+    """peft's configuration of a new adapter of `model`."""
+    from peft import LoraConfig
+
+    base, revision = base_name(model.config._name_or_path)
+    targets = lora_targets(model, settings.targets, settings.flag)
+    modules = dict(model.named_modules())
+    is_scalar = hasattr(model, SCORE)
+    alpha: Any = int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha
+    return LoraConfig(
+        r=settings.rank, lora_alpha=alpha, lora_dropout=settings.dropout, target_modules=targets,
+        fan_in_fan_out=all(isinstance(modules[name], Conv1D) for name in targets), use_rslora=settings.rslora,
+        use_dora=settings.dora, bias="none", task_type="SEQ_CLS" if is_scalar else "CAUSAL_LM",
+        modules_to_save=[SCORE] if is_scalar else None, base_model_name_or_path=base, revision=revision,
+    )  # fmt: skip
+
+
+def _config_to_continue(folder: str, settings: AdapterSettings) -> Any:
+    """peft's configuration of the adapter in `folder`, to train it further.
+
+    Raises:
+        UserError: its rank or kind is not that of the settings.
+    """
+    from peft import LoraConfig
+
+    flag = settings.flag.replace("module_name", "dim")
+    found = read_adapter_config(folder, "model")
+    if found["r"] != settings.rank:
+        raise UserError(
+            f"{flag} {settings.rank}: the adapter in {folder} has rank {found['r']}; give that rank to train it "
+            f"further, or merge it first (--lora_merge) to start a new one of rank {settings.rank}"
+        )
+    if settings.dora and not found.get("use_dora"):
+        raise UserError(f"--use_dora: the adapter in {folder} is not DoRA; leave the flag out, or merge it first")
+    others = [name for name in found.get("modules_to_save") or [] if name != SCORE]
+    if others:
+        raise UserError(
+            f"{flag} {settings.rank}: the adapter in {folder} also holds whole layers ({', '.join(others)}), which "
+            "would not be trained; merge it first"
+        )
+    config = LoraConfig.from_pretrained(folder)
+    base, revision = base_name(base_folder(folder, "model"))
+    return replace(
+        config, lora_dropout=settings.dropout, inference_mode=False, init_lora_weights=True,
+        base_model_name_or_path=base, revision=revision,
+    )  # fmt: skip
+
+
+def load_merged(model: PreTrainedModel, folder: str) -> None:
+    """Merge the adapter in `folder` into the weights of `model`: the product in fp32, then rounded. In place.
+
+    Args:
+        model: the adapter's base, whole or partitioned by ZeRO-3 (then collective), before it gets an engine.
+        folder: adapter folder.
+
+    Raises:
+        UserError: the adapter does not fit the model.
+    """
+    import deepspeed
+    from peft import LoraConfig
+
+    require_peft(f"the adapter folder {folder}")
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    read_adapter_config(folder, "model")
+    config = replace(LoraConfig.from_pretrained(folder), init_lora_weights=False)
+    name = "merged"
+    try:
+        _inject(model, config, name)
+    except ValueError as problem:
+        raise UserError(f"{folder}: the adapter does not fit {type(model).__name__}: {problem}") from None
+    weights = load_adapter_weights(model, folder, name)
+    for path, layer in adapter_layers(model).items():
+        base = layer.get_base_layer()
+        if not _is_linear(base):
+            raise UserError(f"{folder}: its adapter of {path} is not of a linear layer; merge it with peft")
+        partitioned = hasattr(base.weight, "ds_id")
+        with deepspeed.zero.GatheredParameters([base.weight], modifier_rank=0, enabled=partitioned), torch.no_grad():
+            a, b = (weights[f"{path}.{matrix}.{name}.weight"] for matrix in MATRICES[:2])
+            magnitude = weights.get(f"{path}.{MATRICES[2]}.{name}.weight")
+            base.weight.copy_(merged_weight(layer, name, base.weight, a, b, magnitude))
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, base)
+    del model.peft_config
+    for weight in trained:
+        weight.requires_grad_(True)

@@ -1,0 +1,149 @@
+"""Local folders of models and of adapters, which hold LoRA matrices and the name of their base model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dschat_ppo.common.dist import main_rank_of_node_first
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.architectures import SCORE
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
+_OLD_WEIGHTS = "adapter_model.bin"
+_PREFIX = "base_model.model."  # of peft's names of weights: a model inside two wrappers
+_MAGNITUDE = "lora_magnitude_vector"  # of DoRA: a module with one weight, which the file leaves out
+
+
+def model_folder(name: str, flag: str, revision: str | None = None) -> str:
+    """The local folder of the model or adapter that `flag` names: the folder itself, or the files downloaded from the
+    hub, of that revision.
+
+    Raises:
+        UserError: there is no such folder, and the hub has no such model or cannot be reached.
+    """
+    name = os.path.expanduser(name)  # a shell does not expand the `~` of `--flag=~/model`
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").exists() and not is_adapter_folder(name):
+            raise UserError(f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face model")
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"{flag} {name}: no such folder")
+    refused = f"{flag} {name}: neither a local folder nor a model that can be downloaded from the hub"
+    with main_rank_of_node_first(), reading(refused):
+        return str(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+
+
+def base_name(folder: str) -> tuple[str, str | None]:
+    """The name under which other programs find the model of a local folder, and its revision on the hub.
+
+    A folder of the hub's cache, `models--org--name/snapshots/revision`, is `org/name`; other folders are absolute
+    paths.
+    """
+    found = re.search(r"models--([^/]+)/snapshots/([0-9a-f]+)/?$", folder)
+    if found is not None:
+        return found[1].replace("--", "/"), found[2]
+    return str(Path(folder).resolve()), None
+
+
+def is_adapter_folder(folder: str) -> bool:
+    """Whether a local folder holds an adapter; transformers decides by the same file."""
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def base_folder(folder: str, flag: str) -> str:
+    """The local folder of the model that an adapter folder was trained on; `folder` itself if it is no adapter folder.
+
+    Args:
+        folder: a local folder.
+        flag: that names it, for messages.
+
+    Raises:
+        UserError: the adapter folder does not name its base, or the base is not there, or is an adapter too.
+    """
+    if not is_adapter_folder(folder):
+        return folder
+    config = read_adapter_config(folder, flag)
+    named = config.get("base_model_name_or_path")
+    way_out = f"correct base_model_name_or_path in {Path(folder) / ADAPTER_CONFIG}"
+    if not isinstance(named, str) or not named:
+        raise UserError(f"{flag} {folder}: the adapter does not name its base model; {way_out}")
+    try:
+        base = model_folder(named, flag, config.get("revision"))
+    except UserError as problem:
+        reason = str(problem).removeprefix(f"{flag} {named}: ")
+        raise UserError(f"{flag} {folder}: base model of the adapter, {named}: {reason}; {way_out}") from None
+    if is_adapter_folder(base):
+        raise UserError(f"{flag} {folder}: its base model {named} is an adapter too; merge that one first; {way_out}")
+    return base
+
+
+def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
+    """The contents of `adapter_config.json`.
+
+    Raises:
+        UserError: it cannot be read, or describes something else than LoRA matrices of linear layers.
+    """
+    file = Path(folder) / ADAPTER_CONFIG
+    with reading(f"{flag} {file}: cannot be used"):
+        config = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise UserError(f"{flag} {file}: must be a JSON object")
+    kind = config.get("peft_type")
+    start = config.get("init_lora_weights", True)
+    unusable = {
+        f"an adapter of type {kind}": kind != "LORA",
+        "LoRA with trained biases": config.get("bias", "none") != "none" or bool(config.get("lora_bias")),
+        "LoRA of expert tensors (target_parameters)": bool(config.get("target_parameters")),
+        "LoRA of single tokens (trainable_token_indices)": bool(config.get("trainable_token_indices")),
+        f"LoRA that changed the weights of its base (init_lora_weights {start})": (
+            isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal")
+        ),
+    }
+    for what, holds in unusable.items():
+        if holds:
+            raise UserError(
+                f"{flag} {folder}: holds {what}; merge it into its base with peft (merge_and_unload) and save that"
+            )
+    return config
+
+
+def saves_head(folder: str) -> bool:
+    """Whether an adapter folder holds the score head of a reward model or critic."""
+    return SCORE in (read_adapter_config(folder, "model").get("modules_to_save") or [])
+
+
+def adapter_weights(folder: str, name: str) -> dict[str, Tensor]:
+    """The weights in an adapter folder, on the CPU, under the names of a model with the adapter `name`.
+
+    Raises:
+        UserError: the file is missing or cannot be read.
+    """
+    file = Path(folder) / ADAPTER_WEIGHTS
+    with reading(f"{folder}: its adapter cannot be read, copy it again"):
+        if file.is_file():
+            saved = load_file(file)
+        else:
+            saved = torch.load(Path(folder) / _OLD_WEIGHTS, map_location="cpu", weights_only=True)
+    return {_with_name(key.removeprefix(_PREFIX), name): weight for key, weight in saved.items()}
+
+
+def saved_name(parameter: str, name: str) -> str:
+    """The name in the file of a parameter of the adapter `name`, or of another weight: inverse of loading."""
+    plain = parameter.replace(f".{name}.weight", ".weight").replace(f"{_MAGNITUDE}.weight", _MAGNITUDE)
+    return _PREFIX + plain
+
+
+def _with_name(saved: str, name: str) -> str:
+    if saved.endswith(_MAGNITUDE):
+        return f"{saved}.{name}.weight"
+    return re.sub(r"\.(lora_(?:A|B))\.weight$", rf".\1.{name}.weight", saved)
