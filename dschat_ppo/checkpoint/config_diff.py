@@ -27,11 +27,11 @@ WHERE_AND_WHEN = frozenset({
 # (`--per_device_eval_batch_size` also decides where an evaluation bounded by `--eval_iters` ends, but no training.)
 HOW_IT_IS_COMPUTED = frozenset({
     "zero_stage", "actor_zero_stage", "critic_zero_stage",
-    "offload", "offload_reference_model", "offload_reward_model",
+    "offload", "offload_reference_model", "offload_reward_model", "offload_optimizer", "zero_hpz_partition_size",
     "gradient_checkpointing", "actor_gradient_checkpointing", "critic_gradient_checkpointing",
     "micro_batch_tokens", "per_device_eval_batch_size", "eval_batch_size",
     "rollout_rows", "rollout_engine", "rollout_graphs", "prepack_weights", "unpin_actor_parameters",
-    "sleep_in_rollout", "deterministic",
+    "sleep_in_rollout", "experience_on_host", "inference_tp_size", "tp_gather_partition_size", "deterministic",
     "resize_vocabulary",  # a model that needs it is refused without it; for others it has no effect
 })  # fmt: skip
 

@@ -15,9 +15,10 @@ from dschat_ppo.config.lora_flags import (
     LoraFlags,
     PPOLoraFlags,
     idle_lora_flags,
+    require_shareable_base,
     require_usable_lora,
 )
-from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags
+from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags, check_memory, check_ppo_memory
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
@@ -62,6 +63,7 @@ class SFTConfig:
     best: BestFlags = field(default_factory=BestFlags)
 
     def __post_init__(self) -> None:
+        check_memory(self.memory, {"--zero_stage": self.fit.zero_stage}, self.run.dtype)
         _require_known_lengths(self.fit, self.data)
         require_usable_lora(_adapted(self.fit), self.lora, self.adapters, self.run)
 
@@ -92,6 +94,7 @@ class PreferenceConfig:
             f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
             "it does not go with --streaming",
         )
+        check_memory(self.memory, {"--zero_stage": self.fit.zero_stage}, self.run.dtype)
         _require_known_lengths(self.fit, self.data)
         require_usable_lora(_adapted(self.fit), self.lora, self.adapters, self.run)
 
@@ -174,16 +177,17 @@ class PPOConfig:
         stages = {"--actor_zero_stage": ppo.actor_zero_stage}
         if algorithm.has_critic:
             stages["--critic_zero_stage"] = ppo.critic_zero_stage
-        require(
-            not self.ppo_memory.sleep_in_rollout or (set(stages.values()) == {3} and not ppo.offload),
-            f"--sleep_in_rollout needs {' 3 and '.join(stages)} 3, and no --offload (which keeps the states in host "
-            "memory all the time)",
-        )
+        check_memory(self.memory, stages, self.run.dtype)
+        check_ppo_memory(
+            self.ppo_memory, ppo.actor_zero_stage, ppo.unpin_actor_parameters, self.run.dtype,
+            self.lora.actor_lora_dim, self.adapters.only_optimize_lora,
+        )  # fmt: skip
         require(
             not ppo.offload or min(stages.values()) > 0,
             f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps everything on the device",
         )
         require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
+        require_shareable_base(self.lora, self.adapters, ppo, algorithm.has_critic, learned)
 
     @property
     def _adapted(self) -> list[AdaptedModel]:
@@ -229,16 +233,29 @@ class PPOConfig:
         return not self.rewards.use_reward_model
 
     @property
+    def actor_base_is_frozen(self) -> bool:
+        """Whether of the actor only an adapter trains, so that other models can use its weights."""
+        return self.lora.actor_lora_dim > 0 and self.adapters.only_optimize_lora
+
+    @property
     def aligns_overflow(self) -> bool:
         """Whether an fp16 overflow of actor or critic skips the update of both."""
         return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        found = idle_lora_flags(self._adapted, self.lora, self.adapters)
-        if self.ppo.align_overflow and not self.aligns_overflow:
-            found["align_overflow"] = "overflows are aligned only between two models trained in fp16"
-        return found
+        ppo, memory = self.ppo, self.ppo_memory
+        reasons = idle_lora_flags(self._adapted, self.lora, self.adapters)
+        if ppo.align_overflow and not self.aligns_overflow:
+            reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"
+        if ppo.offload_reference_model and self.actor_base_is_frozen:
+            reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
+        if ppo.offload_reward_model and self.lora.share_base:
+            reasons["offload_reward_model"] = "the reward model uses the actor's frozen weights"
+        given = memory.tp_gather_partition_size != PPOMemoryFlags().tp_gather_partition_size
+        if given and memory.inference_tp_size == 1:
+            reasons["tp_gather_partition_size"] = "no layers are divided: --inference_tp_size is 1"
+        return reasons
 
     @property
     def recompute_old_logprobs(self) -> bool:

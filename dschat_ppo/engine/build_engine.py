@@ -45,6 +45,8 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
     )
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
+        engine.optimizer.quantize_nontrainable_params()  # no weight was frozen when the model was partitioned
     engine.train()  # transformers loads models in eval mode
     return engine
 
@@ -56,6 +58,19 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
         engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine
+
+
+def share_gathering(model: nn.Module, engine: Engine) -> None:
+    """Make the engine that `model` gets know which parameters `engine` gathers at the moment. Call it before.
+
+    Under ZeRO-3 an engine gathers parameters before they are needed, and records them in its module. Engines over the
+    same parameters must share that record: an engine does not gather a parameter that is under way, and would not know
+    what to wait for. Without shared parameters this changes nothing.
+    """
+    record = getattr(engine.module, "ds_inflight_param_registry", None)
+    held = {id(parameter) for parameter in engine.module.parameters()}
+    if record is not None and any(id(parameter) in held for parameter in model.parameters()):
+        model.ds_inflight_param_registry = record
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) -> torch.optim.Optimizer:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -14,10 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.engine.sleep import asleep, training_states, weights_of
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.types import Engine
 
-Merge = Callable[[PreTrainedModel], AbstractContextManager[Any]]
+Merge = Callable[[PreTrainedModel, Collection[nn.Parameter]], AbstractContextManager[Any]]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -35,20 +38,21 @@ class HybridEngine:
         pinned: gather ZeRO-3 weights once for the whole context. If False, they stay partitioned, and DeepSpeed's
             hooks gather each layer when it runs. This saves memory and costs one collective per layer; all ranks must
             then run the same number of forward passes (see `max_over_ranks`).
-        merge: context manager that merges adapters into the whole weights and removes them on exit. Requires
-            `pinned`.
-        sleeping: ZeRO-3 training engines whose optimizer states and fp32 weights move to host memory during the
-            context.
+        merge: context manager that merges adapters into the whole weights and restores these on exit. It gets the
+            model, and those weights that are dropped after the exit and need not be restored. Requires `pinned`.
+        sleeping: engines whose training states move to host memory during the context, and whose weights too, but for
+            those that the actor uses.
     """
 
     def __init__(
-        self, engine: Engine, pinned: bool = True, merge: Merge = nullcontext, sleeping: Sequence[Engine] = ()
+        self, engine: Engine, pinned: bool = True, merge: Merge | None = None, sleeping: Sequence[Engine] = ()
     ):
         self.engine = engine
         self._merge = merge
-        self._sleeping = sleeping
+        self.sleeping = sleeping
+        self._has_slept = False
         self._collective = not pinned and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
-        if self._collective and merge is not nullcontext:
+        if self._collective and merge is not None:
             raise ValueError("adapters cannot be merged into weights that are gathered layer by layer")
 
     @property
@@ -65,13 +69,24 @@ class HybridEngine:
         return lambda number: int(dist.all_reduce(torch.tensor([number], device=dist.device()), "max"))
 
     @contextmanager
+    def _asleep(self) -> Iterator[None]:
+        """The engines of `sleeping` in host memory. The first time, the log says how much that moves."""
+        tensors = [tensor for engine in self.sleeping for tensor in chain(training_states(engine), weights_of(engine))]
+        with asleep(tensors, awake=weights_of(self.engine)) as moved:
+            if not self._has_slept:
+                logger().info(f"--sleep_in_rollout: {moved / 2**30:.2f} GiB of this rank leave the device in rollouts")
+                self._has_slept = True
+            yield
+
+    @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
         """The model, ready for inference. Entry and exit are collective, and so is each forward pass if not pinned."""
         model = self.model
         was_training = model.training
         with ExitStack() as stack:
-            for engine in self._sleeping:
-                stack.enter_context(_optimizer_states_in_host_memory(engine))
+            if self.sleeping:
+                stack.enter_context(self._asleep())
+            missing: list[Any] = []
             if not self._collective:
                 # small, persistent tensors are whole already
                 weights: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
@@ -79,32 +94,14 @@ class HybridEngine:
                 stack.enter_context(deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)))
                 stack.enter_context(_without_hooks(self.engine.module))
             stack.enter_context(_without_checkpointing(model))
-            stack.enter_context(self._merge(model))
+            if self._merge is not None:
+                stack.enter_context(self._merge(model, missing))
             stack.enter_context(torch.no_grad())
             model.eval()
             try:
                 yield model
             finally:
                 model.train(was_training)
-
-
-@contextmanager
-def _optimizer_states_in_host_memory(engine: Engine) -> Iterator[None]:
-    """Move the fp32 weights and optimizer states of this rank's partition to host memory and back.
-
-    DeepSpeed's own `offload_states` supports only its CUDA Adam.
-    """
-    zero = engine.optimizer
-    states = [value for state in zero.optimizer.state.values() for value in state.values()]
-    held = [*zero.fp32_partitioned_groups_flat, *(value for value in states if isinstance(value, torch.Tensor))]
-    homes = [tensor.device for tensor in held]
-    for tensor in held:
-        tensor.data = tensor.data.to("cpu")
-    try:
-        yield
-    finally:
-        for tensor, home in zip(held, homes, strict=True):
-            tensor.data = tensor.data.to(home)
 
 
 @contextmanager

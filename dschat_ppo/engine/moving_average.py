@@ -1,4 +1,4 @@
-"""An exponential moving average of an engine's weights, held once over all ranks."""
+"""An exponential moving average of the weights that an engine trains, held once over all ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class MovingAverage:
     other ranks hold nothing. Frozen parameters are their own average, so none is held for them.
 
     Args:
-        model: its current parameters that train are the initial average.
+        model: its parameters that train are averaged; their current values are the initial average. The average of
+            an adapter is that of its matrices.
         decay: at least 0, below 1.
     """
 
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
-        self._parameters: dict[str, Any] = {n: weight for n, weight in model.named_parameters() if weight.requires_grad}
+        self._parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._parts = dict[str, Tensor]()
         self.begin()
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from transformers import (
@@ -120,6 +121,9 @@ def _loading(folder: str, ds_config: dict[str, Any] | None, device: str | None) 
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+        # DeepSpeed asserts that the ranks are not yet divided, which they are after the first model.
+        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     keep_alive = HfDeepSpeedConfig(ds_config)  # transformers holds it weakly
     try:
         yield

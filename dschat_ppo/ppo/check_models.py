@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.rlhf_engine import ModelFolders
+from dschat_ppo.engine.role_models import ModelFolders, actor_adapter, critic_adapter
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -15,7 +17,7 @@ from dschat_ppo.models.loading import (
     check_vocabulary,
     load_config,
 )
-from dschat_ppo.models.model_folders import model_folder
+from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.rewards.learned_reward import saved_statistics
 from dschat_ppo.session.begin_run import naming
@@ -49,19 +51,44 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
     actor_config = load_config(folders.actor, ACTOR)
     check_vocabulary(tokenizer, actor_config, ACTOR, folders.actor, resize=resize)
     with naming(ACTOR):
-        check_causal_lm(folders.actor)
+        check_causal_lm(folders.actor, actor_adapter(config))
     check_length(folders.actor, longest, LIMITS)
     if config.algorithm.router_loss_coef > 0 and "output_router_logits" not in actor_config.to_dict():
         raise UserError(f"--router_loss_coef: {folders.actor} is not a mixture of experts with a router loss")
     if folders.critic is not None:
         flag = config.critic_flag
         with naming(flag):
-            check_sequence_classifier(folders.critic, new_head=config.critic_may_have_new_head)
+            check_sequence_classifier(folders.critic, config.critic_may_have_new_head, critic_adapter(config))
         if folders.critic != folders.actor:
             check_vocabulary(tokenizer, load_config(folders.critic, flag), flag, folders.critic, True, resize)
             check_length(folders.critic, longest, LIMITS)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
+    if config.lora.share_base:
+        check_shared_base(config, folders)
+
+
+def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
+    """Check that all models can be adapters over the actor's base (`--share_base`).
+
+    Raises:
+        UserError: a folder has another base, or the reward model is no adapter.
+    """
+    actor_base = Path(base_folder(folders.actor, ACTOR)).resolve()
+    for flag, folder in ((config.reward_flag, folders.reward), (config.critic_flag, folders.critic)):
+        if folder is None:
+            continue
+        base = Path(base_folder(folder, flag)).resolve()
+        if base != actor_base:
+            raise UserError(
+                f"--share_base: the base of {flag} {folder} is {base}, but that of {ACTOR} {folders.actor} is "
+                f"{actor_base}; train both as adapters over one base, or leave --share_base out"
+            )
+    if folders.reward is not None and not is_adapter_folder(folders.reward):
+        raise UserError(
+            f"--share_base: {config.reward_flag} {folders.reward} is a whole model; train it as an adapter over the "
+            "actor's base (step 2 with --lora_dim and --only_optimize_lora), or leave --share_base out"
+        )
 
 
 def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:

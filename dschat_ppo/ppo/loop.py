@@ -43,7 +43,7 @@ def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -
         rows = collection.take_rows()
     experience = ppo.advantages(rows, step)  # token rewards, advantages, returns: (N, R)
     ppo.begin_updates(experience)
-    return experience
+    return ppo.state.experience  # with --experience_on_host, in host memory
 
 
 def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:

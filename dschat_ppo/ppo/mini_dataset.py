@@ -12,7 +12,15 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.models.micro_batches import deal, split_by_tokens
-from dschat_ppo.types import Experience, ScoredRollout, pad_rows, row_lengths, select_rows, tensors_of
+from dschat_ppo.types import (
+    Experience,
+    ScoredRollout,
+    pad_rows,
+    row_lengths,
+    select_rows,
+    tensors_of,
+    to_device,
+)
 
 
 @dataclass(frozen=True)
@@ -37,13 +45,18 @@ class MiniDataset:
         micro_batch_tokens: budget of `split_by_tokens`.
         max_length: longest answer in tokens, for the constant denominator.
         seed: of the shuffle.
+        device: of the micro-batches; None: that of the rows, which may be in host memory (`--experience_on_host`).
     """
 
-    def __init__(self, rows_per_update: int, micro_batch_tokens: int, max_length: int, seed: int):
+    def __init__(
+        self, rows_per_update: int, micro_batch_tokens: int, max_length: int, seed: int,
+        device: torch.device | None = None,
+    ):  # fmt: skip
         self._rows_per_update = rows_per_update
         self._micro_batch_tokens = micro_batch_tokens
         self._max_length = max_length
         self._seed = seed
+        self.device = device
 
     def minibatches(self, rows: Experience, ppo_epochs: int, step: int) -> Iterator[MiniBatch]:
         """Mini-batches of `rows` for `ppo_epochs` passes, shuffled again in each pass; this rank's share of each.
@@ -83,6 +96,8 @@ class MiniDataset:
             constant=float(len(counted) * self._max_length),
         )
         value_tokens = max(1.0, float(rows.response_mask.sum()))
+        if self.device is not None:
+            micro_batches = [to_device(part, self.device) for part in micro_batches]
         return MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.world_size()))
 
 

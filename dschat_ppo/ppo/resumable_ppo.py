@@ -73,7 +73,7 @@ class ResumablePPO:
             UserError: rows of a PPO step in flight lack a field that the flags now need.
         """
         ppo = self.ppo
-        ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.device)
+        ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.experience_device)
         self._load_average(ranks)
         ppo.collection.load_state_dict(shared["collector"], ppo.device)
         self._check_rows()

@@ -17,7 +17,7 @@ from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.optimizer_step import learning_rate
+from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
@@ -99,7 +99,7 @@ class PPOState:
         }
 
     def load_state_dict(self, state: dict[str, Any], sums: MetricSums, device: torch.device) -> None:
-        """Restore `state_dict()`, with this rank's part of the sums."""
+        """Restore `state_dict()`, with this rank's part of the sums, and the experience on `device`."""
         self.steps, self.updates = state["steps"], state["updates"]
         self.applied, self.ended = state["applied"], state["ended"]
         self.metrics, self.evaluated = state["metrics"], state["evaluated"]
@@ -154,7 +154,11 @@ class PPOComponents:
             config, plan, engines, generator, RewardScorer(rewards, prompts, tokenizer),
             self.advantage_computation.shaped, self.clock, several_data_sets=len(self.data_sources) > 1,
         )  # fmt: skip
-        self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed)
+        # between updates and in a pool of rows; scoring and the advantage computation are on the device in any case
+        self.experience_device = torch.device("cpu") if config.ppo_memory.experience_on_host else device
+        self.mini_dataset = MiniDataset(
+            plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed, device
+        )
         self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
         if algorithm.entropy_target is not None:
             self.entropy_coef = AdaptiveEntropy(
@@ -171,8 +175,10 @@ class PPOComponents:
             names = self.collection.reward_scorer.mixture.names
             metrics |= experience_metrics(experience, kl_coef, names, self.data_sources)
             metrics["coef/kl"] = kl_coef
-            metrics |= {f"lr/{role}": learning_rate(engine) for role, engine in self.engines.trained.items()}
+            for role, engine in self.engines.trained.items():
+                metrics |= {f"{name}/{role}": rate for name, rate in learning_rates(engine).items()}
             metrics["coef/entropy"] = self.entropy_coef.value
+            experience = to_device(experience, self.experience_device)
         self.state.begin_updates(experience, metrics)
 
     def minibatches_left(self, experience: Experience | None, step: int) -> Iterator[MiniBatch]:

@@ -25,7 +25,7 @@ from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.data.unsupervised import text_blocks
-from dschat_ppo.engine.ds_config import read_overlay
+from dschat_ppo.engine.ds_config import check_zero_plus_plus, read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_config
@@ -65,6 +65,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     models = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder} - {None}
     device, output = begin_run("ppo", config, config.run, [str(name) for name in models])
     read_overlay(config.run.deepspeed_config)
+    check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     check_sources(config.rewards)
     if config.validation.eval_reward_function:
         evaluation_reward(config).close()  # fails here if it cannot be used, before models are loaded
@@ -234,10 +235,11 @@ def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output:
     """
     for role, engine in engines.trained.items():
         require_finite_weights(role, engine)
-    ends = answer_ends(tokenizer)
-    save_model(engines.actor, tokenizer, output / "actor", ends=ends)
+    ends, merge = answer_ends(tokenizer), engines.saves_merged
+    save_model(engines.actor, tokenizer, output / "actor", ends=ends, merge=merge)
     if engines.actor_average is not None:
-        save_model(engines.actor, tokenizer, output / "actor_ema", weights=engines.actor_average.gathered(), ends=ends)
+        average = engines.actor_average.gathered()
+        save_model(engines.actor, tokenizer, output / "actor_ema", weights=average, ends=ends, merge=merge)
     if engines.critic is not None:
         # A critic that started from a reward model does not keep the statistics of that model's scores.
-        save_model(engines.critic, tokenizer, output / "critic", dict.fromkeys(STATISTICS), ends=ends)
+        save_model(engines.critic, tokenizer, output / "critic", dict.fromkeys(STATISTICS), ends=ends, merge=merge)

@@ -97,7 +97,7 @@ def begin_supervised_run(
     with naming(MODEL):
         check(folder, adapter)
     check_length(folder, fit.max_seq_len, "--max_seq_len")
-    ds_config = fit_ds_config(fit, config.run)
+    ds_config = fit_ds_config(fit, config.run, config.memory)
     announce("prepare data")
     evaluation = (fit.eval_data_path, fit.eval_fraction)
     rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns)

@@ -21,6 +21,7 @@ from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
 from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
+from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags
 from dschat_ppo.data.packing_plan import plan_packing, sample_tokens, samples_of
@@ -28,7 +29,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import optimizer_steps, order_of
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
-from dschat_ppo.engine.ds_config import Config, read_overlay, train_config
+from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, read_overlay, train_config
 from dschat_ppo.engine.optimizer_step import learning_rates, optimizer_step
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
@@ -331,7 +332,9 @@ class SupervisedTrainer(Generic[Batch]):
         self.nonfinite.load_state_dict(shared["guard"])
 
 
-def fit_ds_config(fit: SupervisedFlags, run: RunFlags) -> Config:
+def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | None = None) -> Config:
     """The DeepSpeed configuration of steps 1 and 2."""
+    memory = memory or MemoryFlags()
+    check_zero_plus_plus(memory, False, dist.world_size(), dist.device().type)
     overlay = read_overlay(run.deepspeed_config)
-    return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay)
+    return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay, memory)

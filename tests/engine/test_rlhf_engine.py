@@ -68,3 +68,19 @@ def test_checkpointing_and_the_moving_average_follow_their_flags(assets):
     assert engines.actor.module.lm.is_gradient_checkpointing
     assert engines.critic.module.classifier.is_gradient_checkpointing
     assert set(engines.actor_average.state_dict()) == {name for name, _ in engines.actor.module.lm.named_parameters()}
+
+
+def test_memory_flags_reach_the_configuration_of_each_built_engine(assets):
+    engines = engines_of(assets, "--actor_zero_stage", "3", "--critic_zero_stage", "2", "--offload_optimizer")
+    actor, critic = engines.actor, engines.critic
+    assert actor.zero_offload_optimizer().device == critic.zero_offload_optimizer().device == "cpu"
+    assert actor.zero_offload_param().device == "none"
+    assert actor.zero_hpz_partition_size() == 1
+    assert [actor.zero_quantized_weights(), actor.zero_quantized_gradients()] == [False, False]
+    assert not actor.zero_quantized_nontrainable_weights()
+
+
+def test_sleep_covers_all_engines(assets):
+    engines = engines_of(assets, "--sleep_in_rollout")
+    assert engines.hybrid.sleeping == [engines.actor, engines.reference, engines.critic, engines.reward]
+    assert engines_of(assets).hybrid.sleeping == []
