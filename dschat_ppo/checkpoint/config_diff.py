@@ -15,6 +15,7 @@ from dschat_ppo.errors import UserError
 WHERE_AND_WHEN = frozenset({
     "output_dir", "overwrite_output_dir", "local_rank", "config",
     "save_steps", "save_minutes", "save_total_limit", "save_best", "resume", "resume_force",
+    "save_hf_steps", "metric_for_best",
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
     "data_output_path", "preprocessing_num_workers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ class MovingAverage:
     """`average = decay * average + (1 - decay) * weights` after each update, in fp32 in host memory (Polyak averaging).
 
     Under ZeRO-3 each rank averages its partition of each tensor. Otherwise rank 0 averages the whole tensors, and the
-    other ranks hold nothing.
+    other ranks hold nothing. Frozen parameters are their own average, so none is held for them.
 
     Args:
         model: its parameters that train are averaged; their current values are the initial average. The average of
@@ -42,7 +42,7 @@ class MovingAverage:
             part.lerp_(_held(self._parameters[name]).float().cpu(), 1 - self._decay)
 
     def gathered(self) -> dict[str, Tensor]:
-        """The whole averaged tensors in the dtype of the weights, on rank 0; {} on other ranks. Collective."""
+        """The whole averages of the parameters that train, in their dtype, on rank 0; {} on other ranks. Collective."""
         whole = {}
         for name, weight in self._parameters.items():
             part = self._parts.get(name)
@@ -90,6 +90,21 @@ class MovingAverage:
                     mine[begin - first[name] : end - first[name]] = part[begin - seen[name] : end - seen[name]]
                 seen[name] += len(part)
         return found
+
+
+def whole_averages(ranks: Iterable[dict[str, Tensor]], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The whole fp32 averages from the parts of all ranks of a saved run, in rank order, whatever their partitions.
+
+    Args:
+        ranks: see `MovingAverage.load_parts`.
+        shapes: of the parameters that the run averaged; the result has those of which any rank held a part.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    for state in ranks:
+        for name in state.keys() & shapes.keys():
+            parts.setdefault(name, []).append(state[name].flatten())
+    # without the padding of ZeRO-3
+    return {n: torch.cat(held)[: shapes[n].numel()].view(shapes[n]) for n, held in parts.items()}
 
 
 def _shapes(parts: dict[str, Tensor]) -> dict[str, torch.Size]:

@@ -109,12 +109,12 @@ def check_length(folder: str, longest: int, flags: str) -> None:
 
 
 @contextmanager
-def _loading(folder: str, ds_config: dict[str, Any] | None) -> Iterator[None]:
+def _loading(folder: str, ds_config: dict[str, Any] | None, device: str | None) -> Iterator[None]:
     """Make `from_pretrained` build each layer already partitioned over the ranks if the config is ZeRO-3.
 
     Ranks then wait for each other inside, so the watchdog is paused only for the other configs.
     """
-    if local_rank() == 0:
+    if local_rank() == 0 and device != "meta":
         _read_through(folder)
     if ds_config is None or ds_config["zero_optimization"]["stage"] != 3:
         with watchdog_paused(), freed_memory_returned():
@@ -165,7 +165,7 @@ def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None
 
 def load_causal_lm(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None, resize: bool = False,
-    adapter: AdapterSettings | None = None,
+    adapter: AdapterSettings | None = None, device: str | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """A checked causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
 
@@ -177,12 +177,13 @@ def load_causal_lm(
         resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
         adapter: add a LoRA adapter; if `folder` is an adapter folder, continue that one. Without it an adapter folder
             is merged into the weights of its base.
+        device: "meta" builds the model without its weights; None loads them.
     """
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
     base = base_folder(folder, "model")
-    with _loading(base, ds_config):
-        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=DTYPES[dtype])
+    with _loading(base, ds_config, device):
+        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=DTYPES[dtype], device_map=device)
     return _prepared(model, folder, resize, adapter)
 
 
@@ -220,7 +221,7 @@ def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSetti
 
 def load_sequence_classifier(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None,
-    resize: bool = False, adapter: AdapterSettings | None = None,
+    resize: bool = False, adapter: AdapterSettings | None = None, device: str | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """A checked model with a scalar head: a decoder's one-label sequence classifier, or DeepSpeed-Chat's layout.
 
@@ -232,6 +233,7 @@ def load_sequence_classifier(
         dropout: overrides every dropout of the config.
         resize: see `load_causal_lm`.
         adapter: see `load_causal_lm`; the scalar head trains beside it.
+        device: see `load_causal_lm`.
     """
     if check_sequence_classifier(folder, new_head):
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
@@ -239,10 +241,11 @@ def load_sequence_classifier(
     kind = classifier_class(config)
     config = config_for(kind, config)
     base = base_folder(folder, "model")
-    with _loading(base, ds_config):
+    with _loading(base, ds_config, device):
         model = kind.from_pretrained(
-            base, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(base, kind) or None
-        )
+            base, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(base, kind) or None,
+            device_map=device,
+        )  # fmt: skip
     return _prepared(model, folder, resize, adapter)
 
 

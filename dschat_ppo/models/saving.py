@@ -116,32 +116,54 @@ def save_model(
     Raises:
         StorageError: the folder cannot be written; on every rank.
     """
-    module = engine.module
-    model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm
-    as_adapter = not merge and bool(adapter_layers(model))
-    wanted = partial(is_saved_with, adapter) if as_adapter else None
+    model = pretrained(engine.module)
+    wanted = None if merge or not adapter_layers(model) else partial(is_saved_with, adapter)
     state = gather_state(model, wanted) | dict(weights or {})
     problem = None
     if dist.is_main():
-        model.config.dtype = next(iter(state.values())).dtype
-        for name, value in (described or {}).items():
-            if value is not None:
-                setattr(model.config, name, value)
-            elif hasattr(model.config, name):
-                delattr(model.config, name)
-        if not isinstance(module, ScalarModel):
-            model.generation_config = _generation_config(model, tokenizer, ends)
-        elif first_position(model.config) == 0:  # RoBERTa-like models count positions from PAD, so they keep it
-            # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows.
-            pad = tokenizer.pad_token_id
-            model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
-        if as_adapter:
-            problem = _write_adapter(model, state, tokenizer, Path(folder), adapter)
-        else:
-            problem = _write(model, merged_state(model, state, adapter), tokenizer, Path(folder))
+        problem = write_model(engine.module, state, tokenizer, folder, described, ends, merge, adapter)
     problem = dist.broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
+
+
+def pretrained(module: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a `PolicyModel` or a `ScalarModel`."""
+    model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm  # type: ignore[assignment]
+    return model
+
+
+def write_model(
+    module: nn.Module,
+    state: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    described: Mapping[str, float | None] | None = None,
+    ends: Sequence[int] = (),
+    merge: bool = True,
+    adapter: str = "default",
+) -> str | None:
+    """Write a model whose weights are `state`; those of `module`, a `PolicyModel` or a `ScalarModel`, are not read.
+
+    `state` has the names of the transformers model in `module`; for an adapter folder only the weights of the adapter
+    and of a score head. The other arguments are those of `save_model`. Returns why it cannot be written, or None.
+    """
+    model = pretrained(module)
+    model.config.dtype = next(iter(state.values())).dtype
+    for name, value in (described or {}).items():
+        if value is not None:
+            setattr(model.config, name, value)
+        elif hasattr(model.config, name):
+            delattr(model.config, name)
+    if not isinstance(module, ScalarModel):
+        model.generation_config = _generation_config(model, tokenizer, ends)
+    elif first_position(model.config) == 0:  # RoBERTa-like models count positions from PAD, so they keep it
+        # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows.
+        pad = tokenizer.pad_token_id
+        model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
+    if not merge and adapter_layers(model):
+        return _write_adapter(model, state, tokenizer, Path(folder), adapter)
+    return _write(model, merged_state(model, state, adapter), tokenizer, Path(folder))
 
 
 def is_saved_with(adapter: str, name: str) -> bool:

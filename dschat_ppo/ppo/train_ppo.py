@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.checkpoint.resumable import Checkpointer
 from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, TEXT_BLOCKS, RunInputs
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import PARTIAL, replace_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, check_evaluation, plan_ppo
@@ -28,7 +27,7 @@ from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
-from dschat_ppo.errors import StorageError, UserError
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import require_finite_weights, save_model
@@ -56,6 +55,7 @@ from dschat_ppo.rewards.learned_reward import (
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.session.begin_run import begin_run, show_plan
+from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import open_session
 
 
@@ -105,12 +105,16 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
         components = PPOComponents(config, plan, engines, rows.train, tokenizer, rewards, device, texts, rows.sources)
         evaluation, health = None, HealthWatch()
+        kept = KeptModels(
+            output, config.export.save_hf_steps, config.validation.save_best,
+            lambda folder: save_models(engines, tokenizer, folder),
+        )  # fmt: skip
         if rows.eval is not None:
-            held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, output)
+            held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, kept)
             evaluation = at_end.enter_context(closing(held_out))
 
         def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:
-            report = PPOReport(components, evaluation, health, writer)
+            report = PPOReport(components, evaluation, health, writer, kept)
             with report.bar:
                 report.evaluate_before_training()
                 run(components, report, checkpointer)
@@ -208,7 +212,7 @@ def evaluation_reward(config: PPOConfig) -> FunctionReward:
 
 def evaluation_of(
     config: PPOConfig, ppo: PPOComponents, rows: Dataset, data_sources: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase, output: Path,
+    tokenizer: PreTrainedTokenizerBase, kept: KeptModels,
 ) -> Evaluation:  # fmt: skip
     """Evaluation over the held-out prompts, whose column `source` numbers the `data_sources`."""
     flags, engines, collection = config.validation, ppo.engines, ppo.collection
@@ -220,24 +224,8 @@ def evaluation_of(
     if engines.reference is not None:
         scorer = ModelScorer(engines.actor, engines.reference, None, collection.model_scorer.scoring)
 
-    def save_best() -> None:
-        best = output / "best"
-        save_models(engines, tokenizer, output / f"best{PARTIAL}")
-        problem = dist.broadcast_object(_replace_best(best) if dist.is_main() else None)
-        if problem is not None:
-            raise StorageError(problem)
-
     reward_scorer = RewardScorer(mixture, rows, tokenizer)
-    return Evaluation(flags, collection.generator, reward_scorer, scorer, output, save_best, data_sources)
-
-
-def _replace_best(best: Path) -> str | None:
-    """Put the new best models in the place of the old ones; returns why that failed, or None."""
-    try:
-        replace_folder(best, best.with_name(f"{best.name}{PARTIAL}"))
-    except OSError as problem:
-        return f"{best}: cannot be written ({problem.strerror})"
-    return None
+    return Evaluation(flags, collection.generator, reward_scorer, scorer, kept.output, kept.save_best, data_sources)
 
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:

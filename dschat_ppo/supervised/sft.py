@@ -69,6 +69,14 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     save_activation_memory(model, config.memory)
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
     trainer = SupervisedTrainer(
-        model, run.ds_config, run.rows, objective, fit, flags, run.nonfinite, adapter_plan(config)
+        model,
+        run.ds_config,
+        run.rows,
+        objective,
+        fit,
+        flags,
+        run.nonfinite,
+        adapter_plan(config),
+        config.best.best_metric,
     )
     return train_and_save(trainer, run, "SFT")

@@ -65,6 +65,14 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     objective_of: Callable[..., Objective[Any]] = reward_objective if name == "reward" else dpo_objective
     objective = objective_of(filler_id(run.tokenizer), run.device, config)
     trainer = SupervisedTrainer(
-        model, run.ds_config, run.rows, objective, config.fit, config.run, run.nonfinite, adapter_plan(config)
+        model,
+        run.ds_config,
+        run.rows,
+        objective,
+        config.fit,
+        config.run,
+        run.nonfinite,
+        adapter_plan(config),
+        config.best.best_metric,
     )
     return train_and_save(trainer, run, "reward model" if name == "reward" else name)

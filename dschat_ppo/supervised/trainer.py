@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +20,7 @@ from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
+from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags
@@ -39,6 +39,8 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
+from dschat_ppo.session.kept_models import KeptModels
+from dschat_ppo.supervised.best_evaluation import BestEvaluation
 from dschat_ppo.types import Engine, Model
 
 Batch = TypeVar("Batch")
@@ -98,6 +100,7 @@ class SupervisedTrainer(Generic[Batch]):
         run: flags of the run.
         nonfinite: what to do about NaN and infinity; None stops the run without a repro bundle.
         adapter: of a model with LoRA; else None.
+        best_metric: of the evaluation; decides which model is the best.
 
     Raises:
         UserError: `--packing`, and the model cannot run packed rows.
@@ -106,7 +109,7 @@ class SupervisedTrainer(Generic[Batch]):
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
         fit: SupervisedFlags, run: RunFlags, nonfinite: NonFinitePolicy | None = None,
-        adapter: AdapterPlan | None = None,
+        adapter: AdapterPlan | None = None, best_metric: BestMetric = LOWEST_LOSS,
     ):  # fmt: skip
         self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
@@ -119,7 +122,8 @@ class SupervisedTrainer(Generic[Batch]):
         self.steps = 0  # optimizer steps done
         self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
         self.after: dict[str, float] = {}  # the last evaluation
-        self.best: tuple[float, int] | None = None  # lowest `eval_loss` during training, and its step
+        self.best = BestEvaluation(best_metric)
+        self.described: tuple[dict[str, float], int] | None = None  # the last measurements, and their step
         settings = OptimizerSettings(
             fit.learning_rate,
             fit.weight_decay,
@@ -151,15 +155,19 @@ class SupervisedTrainer(Generic[Batch]):
         held = PackedRows(len(rows), packing.capacity)
         return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared)
 
-    def run(self, writer: MetricsWriter, checkpointer: Checkpointer, title: str) -> None:
-        """Train from the current state to the end.
+    def run(
+        self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None
+    ) -> None:
+        """Train from the current state to the end. `kept` also saves the models of some steps, and the best one.
 
         Raises:
             StopRequested: from the checkpointer.
+            UserError: the evaluation does not have the metric that decides which model is the best.
         """
         if self.before is None:
             self.before = self.evaluate()
             writer.write(0, self.before)
+        self.best.require_metric(self.before)
         with progress_bar(title, self.plan.total_steps, self.steps) as bar:
             for micro_batches in self.steps_left():
                 step = self.steps + 1
@@ -175,9 +183,8 @@ class SupervisedTrainer(Generic[Batch]):
                 if self._evaluation_is_due():
                     self.after = self.evaluate()
                     metrics |= self.after
-                    loss = self.after.get("eval_loss", math.inf)
-                    if loss < (math.inf if self.best is None else self.best[0]):
-                        self.best = (loss, step)
+                    self.best.consider(self.after, step)
+                self._keep(kept)
                 metrics |= {**rates, "epoch": step / self.plan.steps_per_epoch}
                 seconds, _, peak = self.clock.take()
                 metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
@@ -261,6 +268,27 @@ class SupervisedTrainer(Generic[Batch]):
         logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         return {f"eval_{name}": value for name, value in found.items()}
 
+    def _keep(self, kept: KeptModels | None) -> None:
+        """Save the model where this step is to be kept, or is the best so far. Collective.
+
+        The measurements of the last step are made here already, so that its checkpoint holds them.
+        """
+        if kept is not None and kept.keeps_best and self.is_best:
+            kept.save_best()
+        if kept is not None and kept.is_due(self.steps):
+            kept.save_step(self.steps)
+        if self.steps == self.plan.total_steps:
+            self.describe()
+
+    def describe(self) -> dict[str, float]:
+        """Measurements of the model as it is now, for its config; made once for each step. Collective."""
+        if self.objective.describe is None:
+            return {}
+        if self.described is None or self.described[1] != self.steps:
+            with self.clock.phase("describe"):
+                self.described = (self.objective.describe(self.engine, self.rows), self.steps)
+        return self.described[0]
+
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Save the model to `folder`; returns the entries of `result.json` about the training. Collective.
 
@@ -268,16 +296,13 @@ class SupervisedTrainer(Generic[Batch]):
             NonFiniteError: a weight is not finite; nothing is saved.
         """
         require_finite_weights("model", self.engine)
-        described: dict[str, float] = {}
-        if self.objective.describe is not None:
-            with self.clock.phase("describe"):
-                described = self.objective.describe(self.engine, self.rows)
+        described = self.describe()
         with self.clock.phase("save"):
             merge = self.adapter is None or self.adapter.merge
             save_model(self.engine, tokenizer, folder, described, ends=answer_ends(tokenizer), merge=merge)
         before = self.before or {}
         result: dict[str, Any] = {f"{name}_before": value for name, value in before.items()} | described
-        result |= {f"{name}_after": value for name, value in (self.after or before).items()}
+        result |= {f"{name}_after": value for name, value in (self.after or before).items()} | self.best.result()
         return result | {"optimizer_steps": self.plan.total_steps, "world_size": dist.world_size()}
 
     @property
@@ -292,8 +317,8 @@ class SupervisedTrainer(Generic[Batch]):
 
     @property
     def is_best(self) -> bool:
-        """Whether the last evaluation, at this step, has the lowest loss so far."""
-        return self.best is not None and self.best[1] == self.steps
+        """Whether the last evaluation, at this step, is the best so far."""
+        return self.best.found is not None and self.best.found[1] == self.steps
 
     def shared_state(self) -> dict[str, Any]:
         """The state that a resumed run needs."""
@@ -301,7 +326,8 @@ class SupervisedTrainer(Generic[Batch]):
             "steps": self.steps,
             "before": self.before,
             "after": self.after,
-            "best": self.best,
+            **self.best.state_dict(),
+            "described": self.described[0] if self.described and self.described[1] == self.steps else None,
             "guard": self.nonfinite.state_dict(),
         }
 
@@ -312,7 +338,8 @@ class SupervisedTrainer(Generic[Batch]):
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
         """Restore `shared_state()`."""
         self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
-        self.best = None if shared["best"] is None else tuple(shared["best"])
+        self.best.load_state_dict(shared)
+        self.described = (shared["described"], self.steps) if shared.get("described") else None
         self.nonfinite.load_state_dict(shared["guard"])
 
 
@@ -322,31 +349,3 @@ def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | Non
     check_zero_plus_plus(memory, False, dist.world_size(), dist.device().type)
     overlay = read_overlay(run.deepspeed_config)
     return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay, memory)
-
-
-@torch.no_grad()
-def score_rows(
-    model: Model, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int, title: str
-) -> Tensor:
-    """Apply `score` to every row, with the rows divided among the ranks and without dropout. Collective.
-
-    Args:
-        model: put into eval mode, and back into training mode at the end.
-        rows: at least one.
-        score: `(rows, indices)` -> (len(indices), k); the lines of filler rows are ignored.
-        batch_size: rows per batch and device.
-        title: of the progress bar.
-
-    Returns:
-        (len(rows), k) on the CPU, in the order of the rows; the same on every rank.
-    """
-    model.eval()
-    batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.data_ranks(), dist.data_rank()))
-    parts = []
-    with progress_bar(title, len(batches)) as bar:
-        for [indices] in batches:
-            parts.append(dist.gather_data_cat(score(rows, indices)).cpu())
-            heartbeat()
-            bar.update()
-    model.train()
-    return torch.cat(parts)[: len(rows)]  # filler rows are at the end
