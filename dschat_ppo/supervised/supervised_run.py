@@ -90,7 +90,11 @@ def begin_supervised_run(
     ds_config = fit_ds_config(fit, config.run)
     announce("prepare data")
     evaluation = (fit.eval_data_path, fit.eval_fraction)
-    rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns)
+    separator = config.reward.separator if isinstance(config, PreferenceConfig) else "\n"
+    rows = prepare(
+        use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns,
+        step_separator=separator,
+    )  # fmt: skip
     log_samples(tokenizer, rows.train, rows.sources)
     batch_sizes = {"rows_per_update": plan_supervised(fit, len(rows.train), dist.world_size()).global_batch}
     session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), batch_sizes)

@@ -43,9 +43,8 @@ from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.rewards.learned_reward import ModelReward
-from dschat_ppo.supervised.dpo_objective import dpo_loss
-from dschat_ppo.supervised.reward_objective import reward_loss
 from dschat_ppo.supervised.sft import sft_loss
+from dschat_ppo.supervised.train_preference import loss_of_objective
 from dschat_ppo.types import ScoredRollout, select_rows, to_device
 
 SHOWN = 20  # at most, of rows and of parameter names
@@ -114,7 +113,7 @@ def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> P
     resize = config.run.resize_vocabulary
     scalar = what["role"] in ("critic", "reward")
     if what["step_name"] == "reward":
-        scalar = config.reward.objective == "reward"
+        scalar = config.reward.trains_classifier
     if scalar:
         return ScalarModel(load_sequence_classifier(path, dtype, None, new_head=False, resize=resize), what["packed"])
     return PolicyModel(load_causal_lm(path, dtype, None, resize=resize), what["fused"], what["packed"])
@@ -136,8 +135,8 @@ def loss_function(
         total = torch.tensor(constants["total"], device=device)
         if what["step_name"] == "sft":
             return lambda batch: sft_loss(model, batch, total, sums)
-        pair_loss = reward_loss if config.reward.objective == "reward" else dpo_loss
-        return lambda batch: pair_loss(model, batch, total, sums, config.reward)
+        step2_loss = loss_of_objective(config.reward)
+        return lambda batch: step2_loss(model, batch, total, sums)
     update = MiniBatch([], Denominators(**constants["over"]), constants["value_tokens"], constants["share"])
     if what["role"] == "critic":
         return lambda rows: critic_loss(model, rows, update, config.algorithm.value_clip_eps, sums)
