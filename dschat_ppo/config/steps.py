@@ -96,7 +96,7 @@ class PreferenceConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.reward.objective == "reward" or not self.data.streaming,
+            not (self.reward.has_reference and self.data.streaming),
             f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
             "it does not go with --streaming",
         )

@@ -90,7 +90,7 @@ def save_model(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
-    described: Mapping[str, float | None] | None = None,
+    described: Mapping[str, float | str | None] | None = None,
     weights: Mapping[str, Tensor] | None = None,
     ends: Sequence[int] = (),
     merge: bool = True,
@@ -107,7 +107,7 @@ def save_model(
         engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`.
         tokenizer: saved with the weights.
         folder: created if needed.
-        described: numbers to store in the model's config under these names; None removes an entry.
+        described: numbers and texts to store in the model's config under these names; None removes an entry.
         weights: whole tensors, on rank 0, that replace the engine's weights of these names.
         ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain transformers stops at them.
         merge: write a model with an adapter merged, in its whole, instead of an adapter folder.
@@ -138,7 +138,7 @@ def write_model(
     state: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
-    described: Mapping[str, float | None] | None = None,
+    described: Mapping[str, float | str | None] | None = None,
     ends: Sequence[int] = (),
     merge: bool = True,
     adapter: str = "default",

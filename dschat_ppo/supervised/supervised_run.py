@@ -107,7 +107,11 @@ def begin_supervised_run(
     ds_config = fit_ds_config(fit, config.run, config.memory)
     announce("prepare data")
     evaluation = (fit.eval_data_path, fit.eval_fraction)
-    rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns)
+    separator = config.reward.separator if isinstance(config, PreferenceConfig) else "\n"
+    rows = prepare(
+        use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns,
+        step_separator=separator,
+    )  # fmt: skip
     log_samples(tokenizer, rows.train, rows.sources)
     if config.best.metric_for_best is not None and rows.eval is None:
         raise UserError(

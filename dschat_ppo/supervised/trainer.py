@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -60,8 +60,10 @@ class Objective(Generic[Batch]):
         summary: adds derived numbers to the reduced metrics.
         headline: names of the metrics in the log line of each step.
         prepare: `(model, rows)` -> rows with columns computed by the untrained model, or None. Collective.
-        describe: `(model, rows)` -> measurements of the trained model for its config and `result.json`, or None.
+        describe: `(model, rows)` -> entries about the trained model for its config and `result.json`, or None.
             Collective.
+        complete: `(model, batches)` -> this rank's batches of an optimizer step (or of a whole evaluation) with values
+            that depend on those of all ranks, without gradient; or None. Collective.
     """
 
     collate: Callable[[Dataset, Sequence[int]], Batch]
@@ -72,7 +74,8 @@ class Objective(Generic[Batch]):
     summary: Callable[[dict[str, float]], dict[str, float]]
     headline: tuple[str, ...]
     prepare: Callable[[Model, TokenRows], TokenRows] | None = None
-    describe: Callable[[Model, TokenRows], dict[str, float]] | None = None
+    describe: Callable[[Model, TokenRows], dict[str, float | str]] | None = None
+    complete: Callable[[Model, list[Batch]], list[Batch]] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
         self.after: dict[str, float] = {}  # the last evaluation
         self.best = BestEvaluation(best_metric)
-        self.described: tuple[dict[str, float], int] | None = None  # the last measurements, and their step
+        self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
         settings = OptimizerSettings(
             fit.learning_rate,
             fit.weight_decay,
@@ -218,6 +221,8 @@ class SupervisedTrainer(Generic[Batch]):
         """
         objective = self.objective
         batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
+        if objective.complete is not None:
+            batches = objective.complete(self.engine, batches)
         counts = [torch.cat([objective.count(batch).view(1), objective.size(batch)]) for batch in batches]
         counted = dist.all_reduce(torch.stack(counts).sum(dim=0)) // dist.sequence_ranks()  # each row once
         total, samples, tokens = counted.unbind()
@@ -256,13 +261,14 @@ class SupervisedTrainer(Generic[Batch]):
             self.engine.eval()
             rows, size = self.rows.eval, self.fit.per_device_eval_batch_size
             sums = MetricSums(self.rows.eval_sources)
-            batches = optimizer_steps(range(len(rows)), size, 1, dist.data_ranks(), dist.data_rank())
-            for number, [indices] in enumerate(batches, start=1):
-                batch = self.objective.collate(rows, indices)
+            steps = optimizer_steps(range(len(rows)), size, 1, dist.data_ranks(), dist.data_rank())
+            numbers = islice(steps, self.fit.eval_iters or None)  # 0: all
+            batches: Iterable[Batch] = (self.objective.collate(rows, indices) for [indices] in numbers)
+            if self.objective.complete is not None:
+                batches = self.objective.complete(self.engine, list(batches))
+            for batch in batches:
                 self.objective.loss(self.engine, batch, self.objective.count(batch).clamp_min(1), sums)
                 heartbeat()
-                if number == self.fit.eval_iters:
-                    break
             self.engine.train()
             found = self.objective.summary(sums.reduce())
         logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
@@ -280,7 +286,7 @@ class SupervisedTrainer(Generic[Batch]):
         if self.steps == self.plan.total_steps:
             self.describe()
 
-    def describe(self) -> dict[str, float]:
+    def describe(self) -> dict[str, float | str]:
         """Measurements of the model as it is now, for its config; made once for each step. Collective."""
         if self.objective.describe is None:
             return {}
