@@ -15,7 +15,15 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.config.schedule_flags import PPOScheduleFlags, ScheduleFlags
+from dschat_ppo.config.schedule_flags import (
+    ModelSchedule,
+    PPOScheduleFlags,
+    ScheduleFlags,
+    fit_schedules,
+    idle_flags,
+    ppo_schedules,
+    require_schedule,
+)
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags, flag, flag_list, require
 
 
@@ -56,6 +64,11 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         _require_known_lengths(self.fit, self.data)
+        require_schedule(self.schedule, fit_schedules(self.fit), self.fit)
+
+    def idle(self) -> dict[str, str]:
+        """Given flags that have no effect with the other flags -> the reason."""
+        return idle_flags(self.schedule, fit_schedules(self.fit), self.fit)
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,11 @@ class PreferenceConfig:
             "it does not go with --streaming",
         )
         _require_known_lengths(self.fit, self.data)
+        require_schedule(self.schedule, fit_schedules(self.fit), self.fit)
+
+    def idle(self) -> dict[str, str]:
+        """Given flags that have no effect with the other flags -> the reason."""
+        return idle_flags(self.schedule, fit_schedules(self.fit), self.fit)
 
 
 def _require_known_lengths(fit: SupervisedFlags, data: DataFlags) -> None:
@@ -162,6 +180,22 @@ class PPOConfig:
             not ppo.offload or min(stages.values()) > 0,
             f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps everything on the device",
         )
+        self.ppo_schedule.require_roles(
+            algorithm.has_critic, algorithm.has_reference, self.lora.actor_lora_dim > 0, self.lora.share_base
+        )
+        require_schedule(self.schedule, self.schedules, ppo)
+
+    @property
+    def schedules(self) -> list[ModelSchedule]:
+        """The learning rate schedules of the actor and, if there is one, of the critic."""
+        return ppo_schedules(self.ppo, self.ppo_schedule if self.algorithm.has_critic else None)
+
+    @property
+    def reference_folder(self) -> str | None:
+        """Folder of the reference before training; None without a reference."""
+        if not self.algorithm.has_reference:
+            return None
+        return self.ppo_schedule.ref_model_name_or_path or self.ppo.actor_model_name_or_path
 
     @property
     def reward_folder(self) -> str | None:
@@ -204,10 +238,11 @@ class PPOConfig:
         return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
 
     def idle(self) -> dict[str, str]:
-        """Given flags of old scripts that have no effect with the other flags -> the reason."""
-        if not self.ppo.align_overflow or self.aligns_overflow:
-            return {}
-        return {"align_overflow": "overflows are aligned only between two models trained in fp16"}
+        """Given flags that have no effect with the other flags -> the reason."""
+        found = idle_flags(self.schedule, self.schedules, self.ppo)
+        if self.ppo.align_overflow and not self.aligns_overflow:
+            found["align_overflow"] = "overflows are aligned only between two models trained in fp16"
+        return found
 
     @property
     def recompute_old_logprobs(self) -> bool:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from dschat_ppo.common.dist import world_size
 from dschat_ppo.config.batch_plan import PPOPlan
+from dschat_ppo.config.schedule_flags import ModelSchedule
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine
 from dschat_ppo.engine.ds_config import Config, eval_config, read_overlay, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.moving_average import MovingAverage
+from dschat_ppo.engine.reference_sync import ReferenceSync
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.policy_model import PolicyModel
@@ -25,18 +27,20 @@ class ModelFolders:
     actor: str
     critic: str | None
     reward: str | None
+    reference: str | None = None  # if it is not the actor's folder
 
 
 class RLHFEngine:
     """Builds and holds the engines of actor, reference, critic and reward model.
 
-    Actor and reference start from the SFT model, critic and reward model from the reward model. Under ZeRO-3 each
-    model is partitioned while its layers are built.
+    Actor and reference start from the SFT model, unless the reference has a folder, and critic and reward model from
+    the reward model. Under ZeRO-3 each model is partitioned while its layers are built.
 
     Attributes:
         actor: trains.
         actor_average: moving average of the actor's weights, or None.
         reference: only runs forward; None if the run does not use it.
+        reference_sync: moves the reference towards the actor, or None.
         critic: trains; None if the run does not use it.
         hybrid: switches the actor between training and generation.
         reward: only runs forward; None if the run does not use it.
@@ -46,21 +50,24 @@ class RLHFEngine:
         ppo, run, ranks = config.ppo, config.run, world_size()
         overlay = read_overlay(run.deepspeed_config)
 
-        def training(stage: int) -> Config:
-            return train_config(stage, run.dtype, ppo.offload, ranks, ppo.max_grad_norm, overlay)
+        def training(stage: int, clip: float) -> Config:
+            return train_config(stage, run.dtype, ppo.offload, ranks, clip, overlay)
 
-        def adamw(learning_rate: float, weight_decay: float, updates: int) -> OptimizerSettings:
-            schedule, betas = ppo.lr_scheduler_type, (run.adam_beta1, run.adam_beta2)
+        def adamw(model: ModelSchedule, weight_decay: float, updates: int) -> OptimizerSettings:
+            warmup, betas = model.warmup, (run.adam_beta1, run.adam_beta2)
+            if warmup is None:
+                warmup = config.schedule.warmup_steps(ppo.num_warmup_steps, updates)
             return OptimizerSettings(
-                learning_rate, weight_decay, schedule, ppo.num_warmup_steps, updates, betas, run.adam_epsilon
-            )
+                model.peak, weight_decay, model.kind, warmup, updates, betas, run.adam_epsilon,
+                min_lr_ratio=config.schedule.min_lr_ratio,
+            )  # fmt: skip
 
-        ds_config = training(ppo.actor_zero_stage)
+        ds_config = training(ppo.actor_zero_stage, ppo.max_grad_norm)
         dropout = ppo.actor_dropout or 0.0
         actor = PolicyModel(load_causal_lm(folders.actor, run.dtype, ds_config, dropout, run.resize_vocabulary))
         if ppo.actor_gradient_checkpointing:
             actor.gradient_checkpointing_enable()
-        optimizer = adamw(ppo.actor_learning_rate, ppo.actor_weight_decay, plan.actor_updates)
+        optimizer = adamw(config.schedules[0], ppo.actor_weight_decay, plan.actor_updates)
         self.actor = train_engine(actor, ds_config, optimizer)
         select_kernels(self.actor)
         self.actor_average = MovingAverage(actor.lm, ppo.ema_decay) if ppo.enable_ema else None
@@ -68,20 +75,29 @@ class RLHFEngine:
         self.reference: Engine | None = None
         if config.algorithm.has_reference:
             ds_config = eval_config(ppo.actor_zero_stage, run.dtype, ppo.offload_reference_model, ranks)
-            lm = load_causal_lm(folders.actor, run.dtype, ds_config, resize=run.resize_vocabulary)
+            folder = folders.reference or folders.actor
+            lm = load_causal_lm(folder, run.dtype, ds_config, resize=run.resize_vocabulary)
             # the actor's kernels, so that both models give the same bits before the first update
-            self.reference = eval_engine(PolicyModel(lm, actor.fused, actor.packed), ds_config)
+            same = (actor.fused, actor.packed) if folder == folders.actor else ()
+            self.reference = eval_engine(PolicyModel(lm, *same), ds_config)
+            if folder != folders.actor:
+                select_kernels(self.reference)
+        own = config.ppo_schedule
+        self.reference_sync: ReferenceSync | None = None
+        if self.reference is not None and own.ref_sync_interval > 0:
+            self.reference_sync = ReferenceSync(self.actor, self.reference, own.ref_sync_mixup)
 
         self.critic: Engine | None = None
         if folders.critic:
-            ds_config = training(ppo.critic_zero_stage)
+            clip = ppo.max_grad_norm if own.critic_max_grad_norm is None else own.critic_max_grad_norm
+            ds_config = training(ppo.critic_zero_stage, clip)
             new_head, dropout = config.critic_may_have_new_head, ppo.critic_dropout or 0.0
             critic = ScalarModel(
                 load_sequence_classifier(folders.critic, run.dtype, ds_config, new_head, dropout, run.resize_vocabulary)
             )
             if ppo.critic_gradient_checkpointing:
                 critic.gradient_checkpointing_enable()
-            optimizer = adamw(ppo.critic_learning_rate, ppo.critic_weight_decay, plan.total_updates)
+            optimizer = adamw(config.schedules[1], ppo.critic_weight_decay, plan.total_updates)
             self.critic = train_engine(critic, ds_config, optimizer)
             select_kernels(self.critic)
 

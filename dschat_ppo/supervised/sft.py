@@ -62,5 +62,5 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
-    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, fit, flags, run.nonfinite)
+    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, fit, flags, run.nonfinite, config.schedule)
     return train_and_save(trainer, run, "SFT")

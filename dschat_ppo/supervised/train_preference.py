@@ -53,5 +53,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     model = load_trained_model(run.folder, config, run.ds_config)
     objective_of: Callable[..., Objective[Any]] = reward_objective if name == "reward" else dpo_objective
     objective = objective_of(filler_id(run.tokenizer), run.device, config)
-    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config.fit, config.run, run.nonfinite)
+    trainer = SupervisedTrainer(
+        model, run.ds_config, run.rows, objective, config.fit, config.run, run.nonfinite, config.schedule
+    )
     return train_and_save(trainer, run, "reward model" if name == "reward" else name)
