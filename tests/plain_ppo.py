@@ -87,6 +87,7 @@ class PlainEngines:
         self.actor = PlainEngine(language_model(), ppo.actor_learning_rate)
         self.actor_average = MovingAverage(self.actor.module.lm, ppo.ema_decay) if ppo.enable_ema else None
         self.reference = language_model().eval() if algorithm.has_reference else None
+        self.reference_sync = None
         self.critic = None
         if algorithm.has_critic:
             critic = ScalarModel(LlamaForSequenceClassification.from_pretrained(assets / "reward"))

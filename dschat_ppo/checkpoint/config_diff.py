@@ -54,6 +54,10 @@ PRODUCTS = {
     "generation_batches": "rows_per_step",
 }
 
+# How long a run is. With rates that do not depend on it, the steps so far are those of the longer run.
+LENGTH = frozenset({"num_train_epochs", "max_steps", "enable_test_mode", "test_stop_step"})
+_CONSTANT = ("constant", "constant_with_warmup", None)  # None: the critic's, which is then that of the actor
+
 
 def _defaults() -> dict[str, list[Any]]:
     """Every flag -> its defaults in the steps that have it."""
@@ -110,10 +114,17 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
         if before != after:
             product = PRODUCTS.get(name)
             matters = name not in HARMLESS and not (product in saved and product in now)
+            matters = matters and not (name in LENGTH and _rates_ignore_length(saved) and _rates_ignore_length(now))
             if before is _ABSENT and after in DEFAULTS.get(name, []):  # the checkpoint is older than the flag
                 matters = False
             changes.append(ConfigChange(name, _as_text(before), _as_text(after), matters))
     return sorted(changes, key=lambda change: not change.matters)
+
+
+def _rates_ignore_length(config: dict[str, Any]) -> bool:
+    """Whether no learning rate depends on the number of steps of the run."""
+    kinds = [config.get(name) for name in ("lr_scheduler_type", "critic_lr_scheduler_type")]
+    return kinds[0] is not None and all(kind in _CONSTANT for kind in kinds) and not config.get("warmup_ratio")
 
 
 def format_diff(changes: Sequence[ConfigChange]) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dschat_ppo.common import dist
+from dschat_ppo.engine.weight_parts import copy_overlaps, is_partitioned
 
 
 class MovingAverage:
@@ -31,7 +32,7 @@ class MovingAverage:
 
     def begin(self) -> None:
         """Reset the average to the current weights."""
-        kept = {name: weight for name, weight in self._parameters.items() if _is_partitioned(weight) or dist.is_main()}
+        kept = {name: weight for name, weight in self._parameters.items() if is_partitioned(weight) or dist.is_main()}
         layout = torch.contiguous_format
         self._parts = {name: _held(weight).float().cpu().clone(memory_format=layout) for name, weight in kept.items()}
 
@@ -46,7 +47,7 @@ class MovingAverage:
         whole = {}
         for name, weight in self._parameters.items():
             part = self._parts.get(name)
-            if _is_partitioned(weight):
+            if is_partitioned(weight):
                 part = dist.gather_cat(self._parts[name].to(dist.device())).cpu()
             if dist.is_main():
                 assert part is not None
@@ -76,20 +77,8 @@ class MovingAverage:
         Returns:
             Whether any rank held a part. If none did, the average does not change.
         """
-        first = {name: dist.rank() * part.numel() for name, part in self._parts.items()}  # whole ones are on rank 0
-        seen = dict.fromkeys(self._parts, 0)
-        found = False
-        for state in ranks:
-            found = found or bool(state)
-            for name in state.keys() & self._parts.keys():
-                part, mine = state[name].flatten(), self._parts[name].view(-1)
-                # both are slices of one flat tensor; copy their overlap
-                begin = max(first[name], seen[name])
-                end = min(first[name] + len(mine), seen[name] + len(part))
-                if begin < end:
-                    mine[begin - first[name] : end - first[name]] = part[begin - seen[name] : end - seen[name]]
-                seen[name] += len(part)
-        return found
+        # whole ones are on rank 0
+        return copy_overlaps({name: (dist.rank() * p.numel(), p.view(-1)) for name, p in self._parts.items()}, ranks)
 
 
 def whole_averages(ranks: Iterable[dict[str, Tensor]], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
@@ -111,10 +100,6 @@ def _shapes(parts: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: part.shape for name, part in parts.items()}
 
 
-def _is_partitioned(weight: Any) -> bool:
-    return hasattr(weight, "ds_id")
-
-
 def _held(weight: Any) -> Tensor:
     """This rank's part of a parameter between two steps."""
-    return weight.ds_tensor.detach() if _is_partitioned(weight) else weight.detach()
+    return weight.ds_tensor.detach() if is_partitioned(weight) else weight.detach()

@@ -34,7 +34,14 @@ from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
-from dschat_ppo.ppo.check_models import ACTOR, check_models, model_folders, reward_length, reward_tokenizer
+from dschat_ppo.ppo.check_models import (
+    ACTOR,
+    REFERENCE,
+    check_models,
+    model_folders,
+    reward_length,
+    reward_tokenizer,
+)
 from dschat_ppo.ppo.evaluate import Evaluation
 from dschat_ppo.ppo.generate import check_stop_ids
 from dschat_ppo.ppo.loop import run
@@ -62,7 +69,9 @@ from dschat_ppo.session.session import open_session
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
     ppo = config.ppo
-    models = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder} - {None}
+    models = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder} - {
+        None
+    }
     device, output = begin_run("ppo", config, config.run, [str(name) for name in models])
     read_overlay(config.run.deepspeed_config)
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
@@ -84,10 +93,15 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
     known = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
     check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))
-    warmup, shared = config.algorithm.critic_warmup_rollouts, dist.sequence_ranks()
-    plan = plan_ppo(ppo, len(rows.train), dist.world_size(), warmup, shared)
+    schedule, warmup_rollouts = config.schedule, config.algorithm.critic_warmup_rollouts
+    ranks, shared = dist.world_size(), dist.sequence_ranks()
+    plan = plan_ppo(ppo, len(rows.train), ranks, warmup_rollouts, shared, schedule.max_steps)
     texts = plain_texts(config, plan, tokenizer, device)
-    show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)
+    lines = [*plan.table(), *schedule.warmup_shown(plan.actor_updates)]
+    warmups = [(schedule.warmup_steps(ppo.num_warmup_steps, plan.actor_updates), plan.actor_updates)]
+    if config.ppo_schedule.critic_num_warmup_steps is not None:
+        warmups.append((config.ppo_schedule.critic_num_warmup_steps, plan.total_updates))
+    show_plan("PPO: batches", lines, *warmups)
     if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":
         logger().info(
             f"note: in {config.run.dtype} log-probs recorded while sampling differ by about 0.01 from those of the "
@@ -95,8 +109,9 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         )
     started = time.perf_counter()
     session = open_session(
-        "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan)
-    )
+        "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
+        plan.ppo_steps,
+    )  # fmt: skip
 
     announce("load models")
     engines = RLHFEngine(config, plan, folders)
@@ -147,12 +162,17 @@ def derived_batch_sizes(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
 
 
 def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: TextBatches | None) -> RunInputs:
-    """The inputs of step 3. The reference is loaded from the actor's folder."""
+    """The inputs of step 3. Without a folder of its own, the reference is loaded from the actor's."""
     evaluated_by = config.validation.eval_reward_function
     return RunInputs(
         rows.train,
         {EVAL_ROWS: rows.eval, TEXT_BLOCKS: None if texts is None else texts.rows},
-        [(ACTOR, folders.actor), (config.critic_flag, folders.critic), (config.reward_flag, folders.reward)],
+        [
+            (ACTOR, folders.actor),
+            (config.critic_flag, folders.critic),
+            (config.reward_flag, folders.reward),
+            (REFERENCE, folders.reference),
+        ],
         [
             ("--deepspeed_config", config.run.deepspeed_config),
             *function_files("--reward_function", config.rewards.reward_function),

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.checkpoint.config_diff import compare_configs, format_diff
+from dschat_ppo.checkpoint.config_diff import LENGTH, compare_configs, format_diff
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.run_files import CONFIG, keep_old_metrics, read_config, restore_metrics, write_config
 from dschat_ppo.common import dist
@@ -92,13 +92,19 @@ def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
     saved = read_config(folder)
     if saved is None:
         return f"{refusal}; {ways_out}", None
-    changes = [change for change in compare_configs(saved, flatten(config)) if change.matters]
+    compared = compare_configs(saved, flatten(config))
+    changes = [change for change in compared if change.matters]
     if changes:
         if CheckpointFolder(folder).names():  # of a finished run: unfinished ones are left to `find_checkpoint`
             ways_out = f"add --resume_force to train on from its last checkpoint, or to start over {ways_out}"
         return f"{refusal} of a run with other settings:\n{format_diff(changes)}\n{ways_out}", None
+    if is_done and CheckpointFolder(folder).names() and any(change.name in LENGTH for change in compared):
+        return None, None  # the run is longer now, with the same learning rates so far
     if is_done:
-        more = "raise --num_train_epochs and add --resume_force to train on; --overwrite_output_dir starts over"
+        more = (
+            "to train on, raise --num_train_epochs or --max_steps, and add --resume_force if the learning rate depends "
+            "on the length; --overwrite_output_dir starts over"
+        )
         return None, f"{folder / RESULT} is there: this run is done ({more})"
     if (folder / METRICS).exists():
         kept = keep_old_metrics(folder / METRICS)

@@ -78,5 +78,6 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         run.nonfinite,
         adapter_plan(config),
         config.best.best_metric,
+        config.schedule,
     )
     return train_and_save(trainer, run, "SFT")

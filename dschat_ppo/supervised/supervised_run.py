@@ -20,6 +20,7 @@ from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.forms import Use
+from dschat_ppo.data.packing_plan import plan_packing
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.engine.ds_config import Config
@@ -118,9 +119,13 @@ def begin_supervised_run(
             f"--metric_for_best {config.best.metric_for_best}: there are no evaluation rows; give --eval_data_path, or "
             "an --eval_fraction above 0"
         )
+    count = plan_packing(rows.train, fit.max_seq_len).rows if fit.packing else len(rows.train)
     ranks, shared = dist.world_size(), dist.sequence_ranks()
-    batch_sizes = {"rows_per_update": plan_supervised(fit, len(rows.train), ranks, shared=shared).global_batch}
-    session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), batch_sizes)
+    plan = plan_supervised(fit, count, ranks, shared=shared, max_steps=config.schedule.max_steps)
+    session = open_session(
+        kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
+        plan.total_steps,
+    )  # fmt: skip
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
     kept = (config.export.save_hf_steps, config.best.metric_for_best is not None)
@@ -149,7 +154,9 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: s
         The contents of `result.json`.
     """
     output = run.session.output
-    show_plan(f"{title}: batches", trainer.plan.table(), trainer.fit.num_warmup_steps, trainer.plan.total_steps)
+    total, schedule = trainer.plan.total_steps, trainer.schedule
+    lines = [*trainer.plan.table(), *schedule.warmup_shown(total)]
+    show_plan(f"{title}: batches", lines, (schedule.warmup_steps(trainer.fit.num_warmup_steps, total), total))
     started = time.perf_counter()
     announce("train")
 

@@ -103,5 +103,6 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
         run.nonfinite,
         adapter_plan(config),
         config.best.best_metric,
+        config.schedule,
     )
     return train_and_save(trainer, run, "reward model" if name == "reward" else name)

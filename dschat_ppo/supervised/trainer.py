@@ -23,6 +23,7 @@ from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_superv
 from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.schedule_flags import ScheduleFlags
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags
 from dschat_ppo.data.packing_plan import plan_packing, sample_tokens, samples_of
 from dschat_ppo.data.prepare import TokenRows
@@ -104,6 +105,7 @@ class SupervisedTrainer(Generic[Batch]):
         nonfinite: what to do about NaN and infinity; None stops the run without a repro bundle.
         adapter: of a model with LoRA; else None.
         best_metric: of the evaluation; decides which model is the best.
+        schedule: flags of the schedule and the length.
 
     Raises:
         UserError: `--packing`, and the model cannot run packed rows.
@@ -113,7 +115,9 @@ class SupervisedTrainer(Generic[Batch]):
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
         fit: SupervisedFlags, run: RunFlags, nonfinite: NonFinitePolicy | None = None,
         adapter: AdapterPlan | None = None, best_metric: BestMetric = LOWEST_LOSS,
+        schedule: ScheduleFlags | None = None,
     ):  # fmt: skip
+        self.schedule = schedule or ScheduleFlags()
         self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
         self.plan = self._plan(fit, rows.train)
@@ -131,11 +135,12 @@ class SupervisedTrainer(Generic[Batch]):
             fit.learning_rate,
             fit.weight_decay,
             fit.lr_scheduler_type,
-            fit.num_warmup_steps,
+            self.schedule.warmup_steps(fit.num_warmup_steps, self.plan.total_steps),
             self.plan.total_steps,
             (run.adam_beta1, run.adam_beta2),
             run.adam_epsilon,
             None if adapter is None else adapter.learning_rate,
+            self.schedule.min_lr_ratio,
         )
         self.router = router_settings(fit.router_loss_coef, model)
         self.engine: Engine = train_engine(model, ds_config, settings)
@@ -152,11 +157,12 @@ class SupervisedTrainer(Generic[Batch]):
     def _plan(self, fit: SupervisedFlags, rows: Dataset) -> SupervisedPlan:
         """The batch plan, with --packing over packed rows."""
         packing, ranks, shared = self.packing, dist.world_size(), dist.sequence_ranks()
+        most = self.schedule.max_steps
         if packing is None:
             tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
-            return plan_supervised(fit, len(rows), ranks, tokens, shared=shared)
+            return plan_supervised(fit, len(rows), ranks, tokens, shared=shared, max_steps=most)
         held = PackedRows(len(rows), packing.capacity)
-        return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared)
+        return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, most)
 
     def run(
         self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None
@@ -198,8 +204,9 @@ class SupervisedTrainer(Generic[Batch]):
 
     def steps_left(self) -> Iterator[list[list[int]]]:
         """For each optimizer step that is left: the row numbers of this rank's micro-batches."""
-        epoch, done = divmod(self.steps, self.plan.steps_per_epoch)
-        for number in range(epoch, self.plan.epochs):
+        per_epoch, total = self.plan.steps_per_epoch, self.plan.total_steps
+        epoch, done = divmod(self.steps, per_epoch)
+        for number in range(epoch, -(-total // per_epoch)):
             seed, packed = self.run_flags.seed, []
             if self.packing is None:
                 order = order_of(self.rows.train, seed, number)
@@ -209,7 +216,7 @@ class SupervisedTrainer(Generic[Batch]):
             steps = optimizer_steps(
                 order, self.plan.per_device, self.plan.accumulation, dist.data_ranks(), dist.data_rank()
             )
-            for micro_batches in islice(steps, done, None):
+            for micro_batches in islice(steps, done, total - number * per_epoch):  # the last epoch may be cut
                 yield [samples_of(packed, part) for part in micro_batches] if packed else micro_batches
             done = 0
 
@@ -245,9 +252,9 @@ class SupervisedTrainer(Generic[Batch]):
         return metrics | self.nonfinite.metrics("model")
 
     def _evaluation_is_due(self) -> bool:
-        """At the end of each epoch, and every `--eval_interval` steps."""
-        interval = self.fit.eval_interval
-        return self.steps % self.plan.steps_per_epoch == 0 or bool(interval and self.steps % interval == 0)
+        """At the end of each epoch and of the run, and every `--eval_interval` steps."""
+        interval, ends = self.fit.eval_interval, self.steps == self.plan.total_steps
+        return ends or self.steps % self.plan.steps_per_epoch == 0 or bool(interval and self.steps % interval == 0)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
