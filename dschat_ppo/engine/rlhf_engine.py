@@ -11,6 +11,7 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train
 from dschat_ppo.engine.ds_config import Config, eval_config, read_overlay, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.moving_average import MovingAverage
+from dschat_ppo.engine.tensor_parallel import tensor_parallel
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.policy_model import PolicyModel
@@ -105,7 +106,10 @@ class RLHFEngine:
 
         engines = [self.actor, self.reference, self.critic, self.reward]
         sleeping = [engine for engine in engines if engine is not None] if config.ppo_memory.sleep_in_rollout else []
-        self.hybrid = HybridEngine(self.actor, pinned=not ppo.unpin_actor_parameters, sleeping=sleeping)
+        parallel = tensor_parallel(config.ppo_memory.inference_tp_size, config.ppo_memory.tp_gather_partition_size)
+        self.hybrid = HybridEngine(
+            self.actor, pinned=not ppo.unpin_actor_parameters, sleeping=sleeping, parallel=parallel
+        )
 
     @property
     def trained(self) -> dict[str, Engine]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.rlhf_engine import ModelFolders
+from dschat_ppo.engine.tensor_parallel import check_tensor_parallel
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -51,6 +53,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
     with naming(ACTOR):
         check_causal_lm(folders.actor)
     check_length(folders.actor, longest, LIMITS)
+    check_tensor_parallel(actor_config, config.ppo_memory.inference_tp_size, dist.world_size())
     if config.algorithm.router_loss_coef > 0 and "output_router_logits" not in actor_config.to_dict():
         raise UserError(f"--router_loss_coef: {folders.actor} is not a mixture of experts with a router loss")
     if folders.critic is not None:
