@@ -72,9 +72,8 @@ def check_tensor_parallel(config: PretrainedConfig, size: int, ranks: int) -> No
     plan = plan_of(config)
     require(bool(plan), f"{flag}: transformers has no tensor-parallel plan for {text.model_type} models; {instead}")
     unknown = sorted(set(plan.values()) - {*COLUMNS, *ROWS, *WHOLE})
-    require(
-        not unknown, f"{flag}: layers of {text.model_type} are divided by {', '.join(unknown)}, not here; {instead}"
-    )
+    names = ", ".join(unknown)
+    require(not unknown, f"{flag}: the plan of {text.model_type} has {names}, which is not supported; {instead}")
     heads = text.num_attention_heads
     for name, count in (
         ("attention heads", heads),

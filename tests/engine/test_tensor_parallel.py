@@ -24,7 +24,12 @@ from dschat_ppo.errors import UserError
         ("llama", 4, 4, "must divide the model's 2 key-value heads: lower it, or use --unpin_actor_parameters"),
         ("gpt-neox", 8, 8, "must divide the model's 4 attention heads"),
         ("gpt2", 2, 2, "no tensor-parallel plan for gpt2 models; use --unpin_actor_parameters"),
-        ("mixtral", 2, 2, "the plan of mixtral has moe_tp_experts, packed_colwise, not supported; use --unpin"),
+        (
+            "mixtral",
+            2,
+            2,
+            "the plan of mixtral has moe_tp_experts, packed_colwise, which is not supported; use",
+        ),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused_before_they_are_loaded(name, size, ranks, refused):
