@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.role_models import ModelFolders, actor_adapter, critic_adapter
+from dschat_ppo.engine.tensor_parallel import check_tensor_parallel
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -66,6 +68,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         router_top_k(actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
         _check_reference(config, folders.reference, tokenizer, actor_config, longest)
+    check_tensor_parallel(actor_config, config.ppo_memory.inference_tp_size, dist.world_size())
     if folders.critic is not None:
         flag = config.critic_flag
         with naming(flag):
