@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import (
     RunFlags,
     flag,
@@ -154,6 +155,41 @@ def require_usable_lora(
         bits is None or not adapters.lora_merge,
         f"{bits} with --lora_merge would save the rounding errors of quantised weights: leave --lora_merge out; an "
         "adapter folder is merged into unquantised weights wherever it is loaded",
+    )
+
+
+def require_shareable_base(
+    lora: PPOLoraFlags, adapters: AdapterFlags, ppo: PPOFlags, has_critic: bool, has_reward_model: bool
+) -> None:
+    """Check that the flags allow one base for all models, if `--share_base` asks for it.
+
+    Raises:
+        UserError: they do not.
+    """
+    if not lora.share_base:
+        return
+    require(
+        adapters.only_optimize_lora,
+        "--share_base needs --only_optimize_lora: weights that train cannot be those of several models",
+    )
+    require(lora.actor_lora_dim > 0, "--share_base needs --actor_lora_dim above 0")
+    require(
+        has_critic or has_reward_model,
+        "--share_base: there is neither a critic nor a reward model that could use the actor's base; leave it out",
+    )
+    if not has_critic:
+        return
+    require(lora.critic_lora_dim > 0, "--share_base needs --critic_lora_dim above 0")
+    stages = (ppo.actor_zero_stage, ppo.critic_zero_stage)
+    require(
+        (stages[0] == 3) == (stages[1] == 3),
+        f"--share_base: ZeRO-3 partitions the base for both models or for none; set --actor_zero_stage {stages[0]} and "
+        f"--critic_zero_stage {stages[1]} both to 3 or both below",
+    )
+    require(
+        (ppo.actor_dropout or 0.0) == (ppo.critic_dropout or 0.0),
+        "--share_base: the layers of the base have one dropout; set --actor_dropout and --critic_dropout to the same "
+        "value",
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dschat_ppo.config.schema import flag, require_positive
+from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.config.schema import flag, require, require_positive
 
 
 @dataclass(frozen=True)
@@ -14,24 +16,88 @@ class MemoryFlags:
 
     _argument_group_name: ClassVar[str] = "memory"
 
-    offload_optimizer: bool = flag("keep optimizer states in host memory, but not parameters (see --offload)", False)
-    offload_activations: bool = flag(
-        "keep activations that the backward pass needs in host memory; with gradient checkpointing, the layers' inputs",
+    offload_optimizer: bool = flag(
+        "keep optimizer states and fp32 weights in host memory and update there, but keep the parameters on the device "
+        "(see --offload; ZeRO stage 1, 2 or 3)",
         False,
     )
-    tiled_mlp: bool = flag("run the MLP of each layer over pieces of the sequence, which saves its activations", False)
-    sequence_parallel_size: int = flag(
-        "divide each sequence over this many ranks in scoring and training (Ulysses); they then share their rows", 1
+    offload_activations: bool = flag(
+        "keep activations that the backward pass needs in host memory; with gradient checkpointing, the layers' inputs "
+        "(no effect on a CPU)",
+        False,
     )
-    zero_hpz_partition_size: int = flag(
-        "ZeRO++: ranks that hold a secondary copy of the weights together, usually those of one node; 1 = off (ZeRO-3)",
+    tiled_mlp: bool = flag(
+        "run the MLP of each layer over pieces of the sequence and compute each piece again in the backward pass; "
+        "mixtures of experts run whole",
+        False,
+    )
+    sequence_parallel_size: int = flag(
+        "divide each sequence over this many neighbouring ranks in scoring and training (Ulysses). They share their "
+        "rows, so a batch size per device is one per such group of ranks. It divides the number of ranks and the "
+        "model's number of attention heads; 1 = off",
         1,
     )
-    zero_quantized_weights: bool = flag("ZeRO++: gather weights in 8 bits (ZeRO-3, GPU)", False)
-    zero_quantized_gradients: bool = flag("ZeRO++: reduce gradients in 4 bits (ZeRO-3, GPU)", False)
+    zero_hpz_partition_size: int = flag(
+        "ZeRO++: ranks that hold a secondary copy of the weights together, from which the backward pass gathers, "
+        "usually those of one node; 1 = off (needs ZeRO stage 3)",
+        1,
+    )
+    zero_quantized_weights: bool = flag(
+        "ZeRO++: gather the weights for scoring and training in 8 bits (needs ZeRO stage 3, a GPU, and bf16 or fp16)",
+        False,
+    )
+    zero_quantized_gradients: bool = flag(
+        "ZeRO++: reduce gradients between nodes in 4 bits (needs ZeRO stage 3 and a GPU; on one node DeepSpeed reduces "
+        "them as without it)",
+        False,
+    )
 
     def __post_init__(self) -> None:
         require_positive(self, "sequence_parallel_size zero_hpz_partition_size")
+
+    @property
+    def quantises(self) -> list[str]:
+        """The given flags that need DeepSpeed's quantisation kernels."""
+        return [f"--{name}" for name in ("zero_quantized_weights", "zero_quantized_gradients") if getattr(self, name)]
+
+
+def possible_sizes(ranks: int, heads: int | None = None) -> str:
+    """The values of `--sequence_parallel_size` that divide both numbers, as text; `heads` None: not known yet."""
+    sizes = [str(size) for size in range(1, ranks + 1) if ranks % size == 0 and (heads is None or heads % size == 0)]
+    return " or ".join(filter(None, [", ".join(sizes[:-1]), sizes[-1]]))
+
+
+def check_sequence_parallel_size(flags: MemoryFlags, ranks: int) -> None:
+    """Check that groups of `--sequence_parallel_size` ranks make up all `ranks`.
+
+    Raises:
+        UserError: they do not.
+    """
+    size = flags.sequence_parallel_size
+    require(
+        ranks % size == 0,
+        f"--sequence_parallel_size {size} does not divide the {ranks} ranks of this run; use {possible_sizes(ranks)}",
+    )
+
+
+def check_divided_losses(flags: MemoryFlags, algorithm: AlgorithmFlags) -> None:
+    """Check that the losses of step 3 can be computed from divided rows.
+
+    Raises:
+        UserError: one needs whole distributions, or all tokens of a layer at once.
+    """
+    size = flags.sequence_parallel_size
+    require(
+        size == 1 or algorithm.router_loss_coef == 0,
+        f"--sequence_parallel_size {size}: the router loss is a product of means over all tokens, which a part of the "
+        "columns does not have; set --router_loss_coef 0",
+    )
+    full = [flag for flag in ("kl_estimator", "kl_loss_estimator") if getattr(algorithm, flag) == "full"]
+    require(
+        size == 1 or not full,
+        f"--sequence_parallel_size {size}: --{' and --'.join(full)} full would gather the distributions of all tokens "
+        "on every rank; use k3",
+    )
 
 
 @dataclass(frozen=True)
@@ -40,15 +106,88 @@ class PPOMemoryFlags:
 
     _argument_group_name: ClassVar[str] = "memory of PPO"
 
-    experience_on_host: bool = flag("keep the experience of a PPO step in host memory between its updates", False)
-    sleep_in_rollout: bool = flag(
-        "move optimizer states and fp32 weights of actor and critic to host memory while generating", False
+    experience_on_host: bool = flag(
+        "keep the experience of a PPO step in host memory, and move each mini-batch to the device for its update",
+        False,
     )
-    inference_tp_size: int = flag("tensor-parallel size of generation", 1)
-    tp_gather_partition_size: int = flag("number of layers gathered at a time for tensor-parallel generation", 8)
+    sleep_in_rollout: bool = flag(
+        "while generating, move to host memory what generation does not need: optimizer states, fp32 weights and "
+        "gradient buffers of actor and critic, and the weights of critic, reference and reward model",
+        False,
+    )
+    inference_tp_size: int = flag(
+        "ranks that generate together, each with a part of every layer (tensor parallelism), for an actor that does "
+        "not fit on one device",
+        1,
+    )
+    tp_gather_partition_size: int = flag("layers that are gathered at a time to divide them for --inference_tp_size", 8)
     enable_mixed_precision_lora: bool = flag(
-        "quantise the frozen weights under LoRA to 8 bits when they are gathered (ZeRO++; ZeRO-3, GPU)", False
+        "hold the frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --only_optimize_lora, "
+        "--dtype fp16 and a GPU)",
+        False,
     )
 
     def __post_init__(self) -> None:
         require_positive(self, "inference_tp_size tp_gather_partition_size")
+
+
+def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> None:
+    """Check the memory flags of a step against its ZeRO stages.
+
+    Args:
+        flags: of the step.
+        stages: flag that sets a ZeRO stage -> the stage, of each model that trains.
+        dtype: `--dtype`.
+
+    Raises:
+        UserError: no engine could use a flag.
+    """
+    names, some = " and ".join(stages), " or ".join(stages)
+    require(
+        not flags.offload_optimizer or min(stages.values()) > 0,
+        f"--offload_optimizer needs {names} 1, 2 or 3: stage 0 keeps everything on the device",
+    )
+    zero_plus_plus = [*flags.quantises, *(["--zero_hpz_partition_size"] if flags.zero_hpz_partition_size > 1 else [])]
+    require(
+        not zero_plus_plus or 3 in stages.values(),
+        f"{', '.join(zero_plus_plus)} (ZeRO++) needs {some} 3: only ZeRO-3 gathers weights",
+    )
+    require(
+        not flags.zero_quantized_weights or dtype != "fp32",
+        "--zero_quantized_weights needs --dtype bf16 or fp16: DeepSpeed's kernel reads and writes half precision",
+    )
+
+
+def check_ppo_memory(
+    flags: PPOMemoryFlags, actor_stage: int, unpinned: bool, dtype: str, lora_dim: int, lora_alone: bool
+) -> None:
+    """Check the memory flags of step 3 against others.
+
+    Args:
+        flags: of step 3.
+        actor_stage: `--actor_zero_stage`.
+        unpinned: `--unpin_actor_parameters`.
+        dtype: `--dtype`.
+        lora_dim: `--actor_lora_dim`.
+        lora_alone: `--only_optimize_lora`.
+
+    Raises:
+        UserError: flags contradict each other.
+    """
+    size = flags.inference_tp_size
+    require(
+        size == 1 or not unpinned,
+        f"--inference_tp_size {size} divides the layers, and --unpin_actor_parameters gathers each layer whole; use "
+        "one of the two",
+    )
+    require(
+        size == 1 or lora_dim == 0,
+        f"--inference_tp_size {size} does not divide LoRA layers; use --unpin_actor_parameters, which gathers one "
+        "layer at a time, or no --actor_lora_dim",
+    )
+    needed = actor_stage == 3 and lora_dim > 0 and lora_alone and dtype == "fp16"
+    require(
+        not flags.enable_mixed_precision_lora or needed,
+        "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim above 0, --only_optimize_lora and "
+        "--dtype fp16: DeepSpeed quantises only frozen fp16 weights of ZeRO-3",
+    )

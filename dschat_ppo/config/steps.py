@@ -15,14 +15,29 @@ from dschat_ppo.config.lora_flags import (
     LoraFlags,
     PPOLoraFlags,
     idle_lora_flags,
+    require_shareable_base,
     require_usable_lora,
 )
-from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags
+from dschat_ppo.config.memory_flags import (
+    MemoryFlags,
+    PPOMemoryFlags,
+    check_divided_losses,
+    check_memory,
+    check_ppo_memory,
+)
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.config.schedule_flags import PPOScheduleFlags, ScheduleFlags
+from dschat_ppo.config.schedule_flags import (
+    ModelSchedule,
+    PPOScheduleFlags,
+    ScheduleFlags,
+    fit_schedules,
+    idle_flags,
+    ppo_schedules,
+    require_schedule,
+)
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags, flag, flag_list, require
 
 
@@ -62,12 +77,15 @@ class SFTConfig:
     best: BestFlags = field(default_factory=BestFlags)
 
     def __post_init__(self) -> None:
+        check_memory(self.memory, {"--zero_stage": self.fit.zero_stage}, self.run.dtype)
         _require_known_lengths(self.fit, self.data)
         require_usable_lora(_adapted(self.fit), self.lora, self.adapters, self.run)
+        require_schedule(self.schedule, fit_schedules(self.fit), self.fit)
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        return idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
+        idle_lora = idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
+        return idle_lora | idle_flags(self.schedule, fit_schedules(self.fit), self.fit)
 
 
 @dataclass(frozen=True)
@@ -88,16 +106,19 @@ class PreferenceConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.reward.objective == "reward" or not self.data.streaming,
+            not (self.reward.has_reference and self.data.streaming),
             f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
             "it does not go with --streaming",
         )
+        check_memory(self.memory, {"--zero_stage": self.fit.zero_stage}, self.run.dtype)
         _require_known_lengths(self.fit, self.data)
         require_usable_lora(_adapted(self.fit), self.lora, self.adapters, self.run)
+        require_schedule(self.schedule, fit_schedules(self.fit), self.fit)
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        return idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
+        idle_lora = idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
+        return idle_lora | idle_flags(self.schedule, fit_schedules(self.fit), self.fit)
 
 
 def _adapted(fit: SupervisedFlags) -> list[AdaptedModel]:
@@ -171,19 +192,25 @@ class PPOConfig:
             learned or not ppo.offload_reward_model,
             "--offload_reward_model: there is no reward model, because --use_reward_model is False",
         )
+        check_divided_losses(self.memory, algorithm)
         stages = {"--actor_zero_stage": ppo.actor_zero_stage}
         if algorithm.has_critic:
             stages["--critic_zero_stage"] = ppo.critic_zero_stage
-        require(
-            not self.ppo_memory.sleep_in_rollout or (set(stages.values()) == {3} and not ppo.offload),
-            f"--sleep_in_rollout needs {' 3 and '.join(stages)} 3, and no --offload (which keeps the states in host "
-            "memory all the time)",
-        )
+        check_memory(self.memory, stages, self.run.dtype)
+        check_ppo_memory(
+            self.ppo_memory, ppo.actor_zero_stage, ppo.unpin_actor_parameters, self.run.dtype,
+            self.lora.actor_lora_dim, self.adapters.only_optimize_lora,
+        )  # fmt: skip
         require(
             not ppo.offload or min(stages.values()) > 0,
             f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps everything on the device",
         )
         require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
+        require_shareable_base(self.lora, self.adapters, ppo, algorithm.has_critic, learned)
+        self.ppo_schedule.require_roles(
+            algorithm.has_critic, algorithm.has_reference, self.lora.actor_lora_dim > 0, self.lora.share_base
+        )
+        require_schedule(self.schedule, self.schedules, ppo)
 
     @property
     def _adapted(self) -> list[AdaptedModel]:
@@ -192,6 +219,18 @@ class PPOConfig:
             AdaptedModel("actor_", ppo.actor_weight_decay, ppo.actor_zero_stage),
             AdaptedModel("critic_", ppo.critic_weight_decay, ppo.critic_zero_stage),
         ]
+
+    @property
+    def schedules(self) -> list[ModelSchedule]:
+        """The learning rate schedules of the actor and, if there is one, of the critic."""
+        return ppo_schedules(self.ppo, self.ppo_schedule if self.algorithm.has_critic else None)
+
+    @property
+    def reference_folder(self) -> str | None:
+        """Folder of the reference before training; None without a reference."""
+        if not self.algorithm.has_reference:
+            return None
+        return self.ppo_schedule.ref_model_name_or_path or self.ppo.actor_model_name_or_path
 
     @property
     def reward_folder(self) -> str | None:
@@ -229,16 +268,30 @@ class PPOConfig:
         return not self.rewards.use_reward_model
 
     @property
+    def actor_base_is_frozen(self) -> bool:
+        """Whether of the actor only an adapter trains, so that other models can use its weights."""
+        return self.lora.actor_lora_dim > 0 and self.adapters.only_optimize_lora
+
+    @property
     def aligns_overflow(self) -> bool:
         """Whether an fp16 overflow of actor or critic skips the update of both."""
         return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        found = idle_lora_flags(self._adapted, self.lora, self.adapters)
-        if self.ppo.align_overflow and not self.aligns_overflow:
-            found["align_overflow"] = "overflows are aligned only between two models trained in fp16"
-        return found
+        ppo, memory, own = self.ppo, self.ppo_memory, self.ppo_schedule.ref_model_name_or_path
+        reasons = idle_lora_flags(self._adapted, self.lora, self.adapters)
+        reasons |= idle_flags(self.schedule, self.schedules, self.ppo)
+        if ppo.align_overflow and not self.aligns_overflow:
+            reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"
+        if ppo.offload_reference_model and self.actor_base_is_frozen and own is None:
+            reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
+        if ppo.offload_reward_model and self.lora.share_base:
+            reasons["offload_reward_model"] = "the reward model uses the actor's frozen weights"
+        given = memory.tp_gather_partition_size != PPOMemoryFlags().tp_gather_partition_size
+        if given and memory.inference_tp_size == 1:
+            reasons["tp_gather_partition_size"] = "no layers are divided: --inference_tp_size is 1"
+        return reasons
 
     @property
     def recompute_old_logprobs(self) -> bool:

@@ -6,7 +6,8 @@ import copy
 import json
 from typing import Any
 
-from dschat_ppo.config.schema import read_settings
+from dschat_ppo.config.memory_flags import MemoryFlags
+from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.errors import UserError, reading
 
 Config = dict[str, Any]
@@ -28,6 +29,8 @@ def train_config(
     world_size: int,
     max_grad_norm: float,
     overlay: Config | None = None,
+    memory: MemoryFlags | None = None,
+    quantised_frozen: bool = False,
 ) -> Config:
     """Configuration of an engine that trains.
 
@@ -39,27 +42,65 @@ def train_config(
         world_size: number of ranks.
         max_grad_norm: global norm to clip gradients to; 0 for no clipping.
         overlay: the user's settings (`--deepspeed_config`), which take precedence.
+        memory: offload of the optimizer alone, and ZeRO++; None: neither.
+        quantised_frozen: hold frozen weights in 8 bits at stage 3 (`--enable_mixed_precision_lora`).
     """
-    device = "cpu" if offload else "none"
+    memory = memory or MemoryFlags()
     stage = 1 if stage == 0 and dtype != "fp32" else stage
     zero: Config = {"stage": stage, "overlap_comm": False}
     if stage > 0:
-        zero["offload_optimizer"] = {"device": device}
+        zero["offload_optimizer"] = {"device": "cpu" if offload or memory.offload_optimizer else "none"}
     if stage == 3:
-        zero |= {"offload_param": {"device": device}, "stage3_param_persistence_threshold": 10_000}
+        zero |= {
+            "offload_param": {"device": "cpu" if offload else "none"},
+            "stage3_param_persistence_threshold": 10_000,
+            "zero_hpz_partition_size": memory.zero_hpz_partition_size,
+            "zero_quantized_weights": memory.zero_quantized_weights,
+            "zero_quantized_gradients": memory.zero_quantized_gradients,
+            "zero_quantized_nontrainable_weights": quantised_frozen,
+        }
     config = {**_common(dtype, world_size), "zero_optimization": zero, "gradient_clipping": max_grad_norm}
     if dtype == "bf16":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return merge(config, overlay or {})
 
 
-def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Config:
-    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank."""
+def eval_config(stage: int, dtype: str, offload: bool, world_size: int, quantised: bool = False) -> Config:
+    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank.
+
+    `quantised` gathers its weights in 8 bits. hpZ would not save it a gather: only a backward pass gathers again.
+    """
     zero: Config = {"stage": 3 if stage == 3 else 0}
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if offload else "none"}
         zero["stage3_param_persistence_threshold"] = 10_000
+        zero["zero_quantized_weights"] = quantised
     return {**_common(dtype, world_size), "zero_optimization": zero}
+
+
+def check_zero_plus_plus(memory: MemoryFlags, quantised_frozen: bool, ranks: int, device: str) -> None:
+    """Check what ZeRO++ needs of the machine. Call it before a model is loaded.
+
+    Args:
+        memory: the flags.
+        quantised_frozen: `--enable_mixed_precision_lora`.
+        ranks: number of ranks.
+        device: type of the devices, such as "cuda" or "cpu".
+
+    Raises:
+        UserError: the ranks cannot be divided, or a flag needs a GPU.
+    """
+    size = memory.zero_hpz_partition_size
+    require(
+        ranks % size == 0,
+        f"--zero_hpz_partition_size {size} must divide the {ranks} ranks, because each group of ranks holds one copy",
+    )
+    quantises = memory.quantises + (["--enable_mixed_precision_lora"] if quantised_frozen else [])
+    require(
+        not quantises or device == "cuda",
+        f"{', '.join(quantises)}: DeepSpeed quantises with CUDA kernels, and this run is on the {device}; run it on "
+        "GPUs, or without",
+    )
 
 
 def _common(dtype: str, world_size: int) -> Config:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.engine.sleep import asleep, training_states, weights_of
+from dschat_ppo.engine.tensor_parallel import TensorParallel, divided, is_missing
+from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.types import Engine
 
-Merge = Callable[[PreTrainedModel], AbstractContextManager[Any]]
+Merge = Callable[[PreTrainedModel, Collection[nn.Parameter]], AbstractContextManager[Any]]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -35,21 +39,26 @@ class HybridEngine:
         pinned: gather ZeRO-3 weights once for the whole context. If False, they stay partitioned, and DeepSpeed's
             hooks gather each layer when it runs. This saves memory and costs one collective per layer; all ranks must
             then run the same number of forward passes (see `max_over_ranks`).
-        merge: context manager that merges adapters into the whole weights and removes them on exit. Requires
-            `pinned`.
-        sleeping: ZeRO-3 training engines whose optimizer states and fp32 weights move to host memory during the
-            context.
+        merge: context manager that merges adapters into the whole weights and restores these on exit. It gets the
+            model, and those weights that are dropped after the exit and need not be restored. Requires `pinned`.
+        sleeping: engines whose training states move to host memory during the context, and whose weights too, but for
+            those that the actor uses.
+        parallel: divide the layers over the ranks of a group, which then generate together; forward passes are
+            collective over the group. Requires `pinned`.
     """
 
     def __init__(
-        self, engine: Engine, pinned: bool = True, merge: Merge = nullcontext, sleeping: Sequence[Engine] = ()
-    ):
+        self, engine: Engine, pinned: bool = True, merge: Merge | None = None, sleeping: Sequence[Engine] = (),
+        parallel: TensorParallel | None = None,
+    ):  # fmt: skip
         self.engine = engine
         self._merge = merge
-        self._sleeping = sleeping
+        self.sleeping = sleeping
+        self._has_slept = False
+        self.parallel = parallel
         self._collective = not pinned and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
-        if self._collective and merge is not nullcontext:
-            raise ValueError("adapters cannot be merged into weights that are gathered layer by layer")
+        if (self._collective or parallel) and merge is not None:
+            raise ValueError("adapters cannot be merged into weights that are divided or gathered layer by layer")
 
     @property
     def model(self) -> PreTrainedModel:
@@ -59,10 +68,21 @@ class HybridEngine:
 
     @property
     def max_over_ranks(self) -> Callable[[int], int] | None:
-        """If forward passes are collective, a collective that returns the maximum of a number over ranks; else None."""
-        if not self._collective:
+        """If forward passes are collective, a collective over the same ranks that returns the maximum of a number."""
+        group = self.parallel.group if self.parallel else None
+        if not self._collective and group is None:
             return None
-        return lambda number: int(dist.all_reduce(torch.tensor([number], device=dist.device()), "max"))
+        return lambda number: int(dist.all_reduce(torch.tensor([number], device=dist.device()), "max", group))
+
+    @contextmanager
+    def _asleep(self) -> Iterator[None]:
+        """The engines of `sleeping` in host memory. The first time, the log says how much that moves."""
+        tensors = [tensor for engine in self.sleeping for tensor in chain(training_states(engine), weights_of(engine))]
+        with asleep(tensors, awake=weights_of(self.engine)) as moved:
+            if not self._has_slept:
+                logger().info(f"--sleep_in_rollout: {moved / 2**30:.2f} GiB of this rank leave the device in rollouts")
+                self._has_slept = True
+            yield
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
@@ -70,16 +90,18 @@ class HybridEngine:
         model = self.model
         was_training = model.training
         with ExitStack() as stack:
-            for engine in self._sleeping:
-                stack.enter_context(_optimizer_states_in_host_memory(engine))
+            if self.sleeping:
+                stack.enter_context(self._asleep())
+            missing: list[Any] = []
+            if self.parallel:
+                stack.enter_context(divided(model, self.parallel))
             if not self._collective:
-                # small, persistent tensors are whole already
-                weights: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
-                missing = [weight for weight in weights if weight.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+                missing = [weight for weight in model.parameters() if is_missing(weight) and not weight.numel()]
                 stack.enter_context(deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)))
                 stack.enter_context(_without_hooks(self.engine.module))
             stack.enter_context(_without_checkpointing(model))
-            stack.enter_context(self._merge(model))
+            if self._merge is not None:
+                stack.enter_context(self._merge(model, missing))
             stack.enter_context(torch.no_grad())
             model.eval()
             try:
@@ -87,24 +109,32 @@ class HybridEngine:
             finally:
                 model.train(was_training)
 
+    def check_division(self) -> None:
+        """Compare the divided layers with the training engine, whose layers are whole. Collective; once, at the start.
 
-@contextmanager
-def _optimizer_states_in_host_memory(engine: Engine) -> Iterator[None]:
-    """Move the fp32 weights and optimizer states of this rank's partition to host memory and back.
-
-    DeepSpeed's own `offload_states` supports only its CUDA Adam.
-    """
-    zero = engine.optimizer
-    states = [value for state in zero.optimizer.state.values() for value in state.values()]
-    held = [*zero.fp32_partitioned_groups_flat, *(value for value in states if isinstance(value, torch.Tensor))]
-    homes = [tensor.device for tensor in held]
-    for tensor in held:
-        tensor.data = tensor.data.to("cpu")
-    try:
-        yield
-    finally:
-        for tensor, home in zip(held, homes, strict=True):
-            tensor.data = tensor.data.to(home)
+        Raises:
+            RuntimeError: their log-probs differ by more than rounding.
+        """
+        if self.parallel is None:
+            return
+        model = self.model
+        ids = torch.randint(0, vocabulary_size(model), (2, 12), generator=torch.Generator().manual_seed(0))
+        ids, was_training = ids.to(dist.device()), model.training
+        self.engine.eval()
+        with torch.no_grad():
+            whole = model(ids, use_cache=False).logits.float().log_softmax(dim=-1)
+        self.engine.train(was_training)
+        with self.generating() as lent:
+            parts = lent(ids, use_cache=False).logits.float().log_softmax(dim=-1)
+        difference = float(dist.all_reduce((parts - whole).abs().max(), "max"))
+        tolerance = 1e-3 if model.dtype == torch.float32 else 0.3
+        name, size = type(model).__name__, self.parallel.size
+        if not difference <= tolerance:
+            raise RuntimeError(
+                f"--inference_tp_size {size}: the divided layers of {name} differ from the whole ones by "
+                f"{difference:.2g} in log-probs; use --unpin_actor_parameters"
+            )
+        logger().info(f"rollout: {name} divided over {size} ranks agrees with the whole layers ({difference:.1e})")
 
 
 @contextmanager

@@ -265,7 +265,8 @@ def _config_to_continue(folder: str, settings: AdapterSettings) -> Any:
         )
     if settings.dora and not found.get("use_dora"):
         raise UserError(f"--use_dora: the adapter in {folder} is not DoRA; leave the flag out, or merge it first")
-    others = [name for name in found.get("modules_to_save") or [] if name != SCORE]
+    heads = (SCORE, "classifier")  # peft lists both names for every classifier
+    others = [name for name in found.get("modules_to_save") or [] if name not in heads]
     if others:
         raise UserError(
             f"{flag} {settings.rank}: the adapter in {folder} also holds whole layers ({', '.join(others)}), which "

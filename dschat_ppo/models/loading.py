@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
 
 from dschat_ppo.common.atomic_files import read_blocks
 from dschat_ppo.common.dist import local_rank
+from dschat_ppo.common.heap import freed_memory_returned
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
@@ -108,22 +110,26 @@ def check_length(folder: str, longest: int, flags: str) -> None:
 
 
 @contextmanager
-def _loading(folder: str, ds_config: dict[str, Any] | None) -> Iterator[None]:
+def _loading(folder: str, ds_config: dict[str, Any] | None, device: str | None) -> Iterator[None]:
     """Make `from_pretrained` build each layer already partitioned over the ranks if the config is ZeRO-3.
 
     Ranks then wait for each other inside, so the watchdog is paused only for the other configs.
     """
-    if local_rank() == 0:
+    if local_rank() == 0 and device != "meta":
         _read_through(folder)
     if ds_config is None or ds_config["zero_optimization"]["stage"] != 3:
-        with watchdog_paused():
+        with watchdog_paused(), freed_memory_returned():
             yield
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+        # DeepSpeed asserts that the ranks are not yet divided, which they are after the first model.
+        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     keep_alive = HfDeepSpeedConfig(ds_config)  # transformers holds it weakly
     try:
-        yield
+        with freed_memory_returned():
+            yield
     finally:
         del keep_alive
         unset_hf_deepspeed_config()
@@ -159,7 +165,7 @@ def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None
 
 def load_causal_lm(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, dropout: float | None = None, resize: bool = False,
-    adapter: AdapterSettings | None = None,
+    adapter: AdapterSettings | None = None, device: str | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """A checked causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
 
@@ -171,13 +177,15 @@ def load_causal_lm(
         resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
         adapter: add a LoRA adapter; if `folder` is an adapter folder, continue that one. Without it an adapter folder
             is merged into the weights of its base.
+        device: "meta" builds the model without its weights; None loads them.
     """
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
     base = base_folder(folder, "model")
-    quantised = quantised_base(partial(AutoModelForCausalLM.from_config, config), adapter, DTYPES[dtype], ds_config)
-    with _loading(base, ds_config):
-        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=DTYPES[dtype], **quantised)
+    build = partial(AutoModelForCausalLM.from_config, config)
+    placed = {"device_map": device} if device else quantised_base(build, adapter, DTYPES[dtype], ds_config)
+    with _loading(base, ds_config, device):
+        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=DTYPES[dtype], **placed)
     return adapted(_resized(model, folder) if resize else model, folder, adapter)
 
 
@@ -204,15 +212,17 @@ def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSetti
         unused = lm_head_names(config)
     base = base_folder(folder, "model")
     has_head = base != folder and saves_head(folder)
-    allowed = {SCORE_WEIGHT} if new_head or has_head else set()
-    is_new = bool(_check_weights(kind, base, config, _deepspeed_chat_mapping(base, kind), allowed, unused))
+    mapping = _deepspeed_chat_mapping(base, kind)
+    is_new = bool(_check_weights(kind, base, config, mapping, {SCORE_WEIGHT}, unused)) and not has_head
+    if is_new and not new_head:
+        raise UserError(f"{folder}: has no trained scalar head ({SCORE_WEIGHT}); train a reward model first (step 2)")
     check_adapter(partial(kind, config), folder, adapter)
-    return is_new and not has_head
+    return is_new
 
 
 def load_sequence_classifier(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None,
-    resize: bool = False, adapter: AdapterSettings | None = None,
+    resize: bool = False, adapter: AdapterSettings | None = None, device: str | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """A checked model with a scalar head: a decoder's one-label sequence classifier, or DeepSpeed-Chat's layout.
 
@@ -224,6 +234,7 @@ def load_sequence_classifier(
         dropout: overrides every dropout of the config.
         resize: see `load_causal_lm`.
         adapter: see `load_causal_lm`; the scalar head trains beside it.
+        device: see `load_causal_lm`.
     """
     if check_sequence_classifier(folder, new_head):
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
@@ -231,10 +242,10 @@ def load_sequence_classifier(
     kind = classifier_class(config)
     config = config_for(kind, config)
     base = base_folder(folder, "model")
-    quantised = quantised_base(partial(kind, config), adapter, DTYPES[dtype], ds_config)
-    names = _deepspeed_chat_mapping(base, kind) or None
-    with _loading(base, ds_config):
-        model = kind.from_pretrained(base, config=config, dtype=DTYPES[dtype], key_mapping=names, **quantised)
+    build, names = partial(kind, config), _deepspeed_chat_mapping(base, kind) or None
+    placed = {"device_map": device} if device else quantised_base(build, adapter, DTYPES[dtype], ds_config)
+    with _loading(base, ds_config, device):
+        model = kind.from_pretrained(base, config=config, dtype=DTYPES[dtype], key_mapping=names, **placed)
     return adapted(_resized(model, folder) if resize else model, folder, adapter)
 
 
@@ -284,8 +295,6 @@ def _check_weights(
     if unexpected:
         unexpected -= {name for name, shape in checkpoint_shapes(folder).items() if is_old_buffer(name, shape)}
     wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
-    if SCORE_WEIGHT in missing - allowed_missing and missing <= {SCORE_WEIGHT}:
-        raise UserError(f"{folder}: has no trained scalar head ({SCORE_WEIGHT}); train a reward model first (step 2)")
     faults = []
     for fault, names in (
         ("missing", missing - allowed_missing), ("unexpected", unexpected), ("wrong shape", wrong_shape)

@@ -25,7 +25,7 @@ from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, ScoringSettings, texts_of
 from dschat_ppo.rewards.number_means import NumberMeans
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
-from dschat_ppo.types import Rollout, ScoredRollout
+from dschat_ppo.types import Rollout, ScoredRollout, to_device
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class ExperienceCollection:
         self.several_data_sets = several_data_sets
         self.greedy_baseline = algorithm.advantage_estimator == "remax"
         self.max_rounds = algorithm.dynamic_sampling_rounds
-        self.pool = GroupPool(plan.rollout_rows, shaped) if algorithm.dynamic_sampling else None
+        on_host = config.ppo_memory.experience_on_host
+        self.pool = GroupPool(plan.rollout_rows, shaped, on_host) if algorithm.dynamic_sampling else None
         self.print_interval = ppo.print_answers_interval if ppo.print_answers else 0
         self.stream = IndexStream(len(generator.prompts), config.run.seed, chunk_rows_of(generator.prompts))
         scoring = ScoringSettings(
@@ -178,6 +179,7 @@ class ExperienceCollection:
         self.metrics["dynamic_sampling/rounds"] = float(self._round)
         self.metrics["dynamic_sampling/kept_share"] = self.pool.kept_share
         rows, filled = self.pool.take()
+        rows = to_device(rows, dist.device())  # for the advantage computation
         self.metrics["dynamic_sampling/filled_rows"] = float(filled)
         if filled:
             logger().warning(

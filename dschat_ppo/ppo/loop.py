@@ -23,6 +23,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer) -> No
         for minibatch in ppo.minibatches_left(experience, step):  # shuffled in each of the PPO epochs
             update(ppo, minibatch, step)
             checkpointer.save_if_due()
+        ppo.sync_reference(step)  # every --ref_sync_interval PPO steps
         report.finish(step)  # metrics, evaluation, warnings
         checkpointer.save_if_due()
 
@@ -43,7 +44,7 @@ def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -
         rows = collection.take_rows()
     experience = ppo.advantages(rows, step)  # token rewards, advantages, returns: (N, R)
     ppo.begin_updates(experience)
-    return experience
+    return ppo.state.experience  # with --experience_on_host, in host memory
 
 
 def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:

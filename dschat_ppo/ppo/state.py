@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.optimizer_step import learning_rate
+from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
@@ -64,7 +65,7 @@ class PPOState:
     def count_update(self, outcome: Outcome) -> None:
         """Count an optimizer step and its metrics. Collective in the first one of a PPO step."""
         for sums in outcome.sums:
-            self.sums.merge(sums)
+            self.sums.merge(sums if dist.sequence_rank() == 0 else sums.emptied())  # each row once
         device = dist.device()
         once = torch.tensor([dist.is_main()], device=device)  # every rank knows the norm; only one counts it
         for role, norm in outcome.grad_norms.items():
@@ -77,6 +78,10 @@ class PPOState:
         self.updates += 1
         self.applied += "actor" in outcome.grad_norms
         self.ended = outcome.ends_step
+
+    def add_metric(self, name: str, value: float) -> None:
+        """Add a metric of the PPO step in flight."""
+        self.metrics[name] = value
 
     def finish_step(self, metrics: dict[str, float]) -> None:
         """Count the PPO step in flight as finished."""
@@ -99,7 +104,7 @@ class PPOState:
         }
 
     def load_state_dict(self, state: dict[str, Any], sums: MetricSums, device: torch.device) -> None:
-        """Restore `state_dict()`, with this rank's part of the sums."""
+        """Restore `state_dict()`, with this rank's part of the sums, and the experience on `device`."""
         self.steps, self.updates = state["steps"], state["updates"]
         self.applied, self.ended = state["applied"], state["ended"]
         self.metrics, self.evaluated = state["metrics"], state["evaluated"]
@@ -145,7 +150,8 @@ class PPOComponents:
         self.advantage_computation = AdvantageComputation(algorithm, ppo.max_answer_seq_len, seed)
         models = {
             "actor": engines.actor, "critic": engines.critic,
-            "reference": ppo.actor_model_name_or_path, "reward": config.reward_folder,
+            "reference": engines.reference if engines.reference_sync else config.reference_folder,
+            "reward": config.reward_folder,
         }  # fmt: skip
         self.advantages = FiniteExperience(
             self.advantage_computation, self.nonfinite, models, in_rank_order=not algorithm.dynamic_sampling
@@ -154,7 +160,11 @@ class PPOComponents:
             config, plan, engines, generator, RewardScorer(rewards, prompts, tokenizer),
             self.advantage_computation.shaped, self.clock, several_data_sets=len(self.data_sources) > 1,
         )  # fmt: skip
-        self.mini_dataset = MiniDataset(plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed)
+        # between updates and in a pool of rows; scoring and the advantage computation are on the device in any case
+        self.experience_device = torch.device("cpu") if config.ppo_memory.experience_on_host else device
+        self.mini_dataset = MiniDataset(
+            plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed, device
+        )
         self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
         if algorithm.entropy_target is not None:
             self.entropy_coef = AdaptiveEntropy(
@@ -171,9 +181,29 @@ class PPOComponents:
             names = self.collection.reward_scorer.mixture.names
             metrics |= experience_metrics(experience, kl_coef, names, self.data_sources)
             metrics["coef/kl"] = kl_coef
-            metrics |= {f"lr/{role}": learning_rate(engine) for role, engine in self.engines.trained.items()}
+            for role, engine in self.engines.trained.items():
+                metrics |= {f"{name}/{role}": rate for name, rate in learning_rates(engine).items()}
             metrics["coef/entropy"] = self.entropy_coef.value
+            experience = to_device(experience, self.experience_device)
         self.state.begin_updates(experience, metrics)
+
+    def sync_reference(self, step: int) -> None:
+        """Move the reference towards the actor, if that is due after PPO step `step`. Collective.
+
+        Raises:
+            NonFiniteError: a weight of the actor is not finite.
+        """
+        sync, flags = self.engines.reference_sync, self.config.ppo_schedule
+        if sync is None or step % flags.ref_sync_interval != 0:
+            return
+        with self.clock.phase("sync"):
+            moved = sync.update()
+        self.state.add_metric("reference/moved", moved)
+        share = flags.ref_sync_mixup
+        logger().info(
+            f"PPO step {step}: reference = {share:g} x actor + {1 - share:g} x reference; it moved by {moved:.2e} of "
+            "its norm"
+        )
 
     def minibatches_left(self, experience: Experience | None, step: int) -> Iterator[MiniBatch]:
         """The mini-batches of a PPO step that no update has used yet; none once a limit has ended its updates."""

@@ -61,8 +61,8 @@ def test_values_out_of_range_are_refused(step, name, value):
         (["--offload_reference_model", "--critic_zero_stage", "3"], "--actor_zero_stage 3"),
         (["--offload_reward_model", "--actor_zero_stage", "3"], "--critic_zero_stage 3"),
         (["--enable_test_mode"], "--test_stop_step"),
-        (["--sleep_in_rollout", "--actor_zero_stage", "3"], "--critic_zero_stage 3"),
-        (["--sleep_in_rollout", "--actor_zero_stage", "3", "--critic_zero_stage", "3", "--offload"], "no --offload"),
+        (["--offload_optimizer"], "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
+        (["--offload_optimizer", "--actor_zero_stage", "2"], "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
     ],
 )
 def test_offload_and_test_mode_name_the_flags_that_they_need(words, named):

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from dschat_ppo.engine.ds_config import eval_config, merge, read_overlay, train_config
+from dschat_ppo.config.memory_flags import MemoryFlags
+from dschat_ppo.engine.ds_config import check_zero_plus_plus, eval_config, merge, read_overlay, train_config
 from dschat_ppo.errors import UserError
 
 
@@ -18,6 +19,50 @@ def test_offload_moves_the_optimizer_and_at_stage_3_the_parameters():
         assert {key for key, value in zero.items() if value == {"device": "cpu"}} == keys
         zero = train_config(stage, "bf16", offload=False, world_size=2, max_grad_norm=1.0)["zero_optimization"]
         assert not any(value == {"device": "cpu"} for value in zero.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_optimizer_alone_may_be_offloaded(stage):
+    memory = MemoryFlags(offload_optimizer=True)
+    zero = train_config(stage, "bf16", False, 2, 1.0, memory=memory)["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu"}
+    assert zero.get("offload_param", {"device": "none"}) == {"device": "none"}
+
+
+def test_zero_plus_plus_reaches_stage_3_alone():
+    memory = MemoryFlags(zero_hpz_partition_size=4, zero_quantized_weights=True, zero_quantized_gradients=True)
+    zero = train_config(3, "bf16", False, 8, 1.0, None, memory, quantised_frozen=True)["zero_optimization"]
+    assert {name: value for name, value in zero.items() if name.startswith("zero_")} == {
+        "zero_hpz_partition_size": 4,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+        "zero_quantized_nontrainable_weights": True,
+    }
+    zero = train_config(2, "bf16", False, 8, 1.0, None, memory)["zero_optimization"]
+    assert not any(name.startswith("zero_") for name in zero)
+    assert eval_config(3, "bf16", False, 8, quantised=True)["zero_optimization"]["zero_quantized_weights"] is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "frozen", "ranks", "device", "refused"),
+    [
+        ({"zero_hpz_partition_size": 2}, False, 4, "cpu", None),
+        ({"zero_hpz_partition_size": 3}, False, 4, "cuda", "--zero_hpz_partition_size 3 must divide the 4 ranks"),
+        ({"zero_hpz_partition_size": 8}, False, 4, "cuda", "--zero_hpz_partition_size 8 must divide the 4 ranks"),
+        ({"zero_quantized_weights": True}, False, 2, "cuda", None),
+        ({"zero_quantized_weights": True}, False, 2, "cpu", "--zero_quantized_weights: .* CUDA kernels"),
+        ({"zero_quantized_gradients": True}, False, 2, "cpu", "--zero_quantized_gradients: .* CUDA kernels"),
+        ({}, True, 2, "cpu", "--enable_mixed_precision_lora: .* CUDA kernels"),
+        ({}, True, 2, "cuda", None),
+    ],
+)
+def test_zero_plus_plus_is_refused_where_the_machine_cannot_run_it(flags, frozen, ranks, device, refused):
+    memory = MemoryFlags(**flags)
+    if refused is None:
+        check_zero_plus_plus(memory, frozen, ranks, device)
+        return
+    with pytest.raises(UserError, match=refused):
+        check_zero_plus_plus(memory, frozen, ranks, device)
 
 
 def test_eval_engines_are_partitioned_at_stage_3_only():

@@ -1,5 +1,7 @@
 """The parts of step 3 as the flags ask for them, and the mini-batches that are left of a PPO step."""
 
+import math
+
 import pytest
 import torch
 from plain_ppo import UPDATES, PlainRun
@@ -8,6 +10,7 @@ from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.ppo.loop import make_experience, update
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.update import Outcome
+from dschat_ppo.types import tensors_of
 
 
 class Never:
@@ -33,6 +36,24 @@ def test_an_experience_starts_the_updates_with_its_metrics(run):
     assert metrics["reward/function_faults"] == 0
     ppo.begin_updates(None)
     assert ppo.state.metrics == {"reward/function_faults": 0.0} and ppo.state.experience is None
+
+
+def test_the_experience_of_a_step_is_held_on_the_device_that_the_flags_name(run):
+    """On a CPU all devices of a run are one, so `meta` stands for the host: it shows what was moved there."""
+    ppo = run.ppo
+    assert ppo.experience_device == ppo.device
+    ppo.experience_device = torch.device("meta")
+    experience = make_experience(ppo, 1, Never())
+    assert experience is ppo.state.experience
+    assert {value.device.type for value in tensors_of(experience).values()} == {"meta"}
+    assert math.isfinite(ppo.state.metrics["reward/score_mean"]), "measured before"
+    ppo.experience_device = ppo.device
+
+
+def test_experience_on_host_reaches_the_state_the_mini_batches_and_the_pool(assets, tmp_path):
+    flags = "--n_samples_per_prompt 2 --dynamic_sampling --experience_on_host"
+    ppo = PlainRun(assets, tmp_path / "run", flags).ppo
+    assert ppo.experience_device.type == "cpu" and ppo.mini_dataset.device == ppo.device and ppo.collection.pool.host
 
 
 def test_the_minibatches_left_are_those_that_no_update_has_used(run):
@@ -111,6 +132,16 @@ def test_the_entropy_coefficient_is_fixed_or_adapts(assets, tmp_path, words, val
     ppo.entropy_coef.update(1.0, 1)
     assert (*found, ppo.entropy_coef.value) == values
     assert ppo.updates.entropy_coef is ppo.entropy_coef
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [("--ref_model_name_or_path elsewhere", "elsewhere"), ("--ref_sync_interval 3", None), ("--kl_coef 0", None)],
+)
+def test_a_reference_that_moves_is_saved_for_a_replay_and_another_is_named(assets, tmp_path, words, folder):
+    ppo = PlainRun(assets, tmp_path / "run", words).ppo
+    moves = "--ref_sync_interval" in words
+    assert ppo.advantages.models["reference"] == (ppo.engines.reference if moves else folder)
 
 
 @pytest.mark.parametrize(("words", "in_rank_order"), [("", True), ("--dynamic_sampling", False)])

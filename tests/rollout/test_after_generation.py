@@ -1,10 +1,14 @@
 """Generation leaves the model as it was, also after an error inside."""
 
+import gc
+import weakref
+
 import pytest
 import torch
+import transformers
 from tiny_models import new_model, prompts_of
 
-from dschat_ppo.rollout import attention, continuous_batching, padded_batches, prepack
+from dschat_ppo.rollout import attention, continuous_batching, kv_cache, padded_batches, prepack
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
@@ -95,3 +99,34 @@ def test_an_error_while_packing_leaves_no_layer_packed(monkeypatch):
     with pytest.raises(RuntimeError, match="no memory"):
         run(model)
     state.assert_unchanged()
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_nothing_keeps_the_kv_cache_alive_after_generation(engine, monkeypatch):
+    """Reference counts alone free it: the garbage collector, which may run much later, is off."""
+    seen, kept = [], kv_cache.KVCache._layer
+
+    def noted(cache, layer, keys, values):
+        found = kept(cache, layer, keys, values)
+        seen.extend([weakref.ref(cache), *map(weakref.ref, found)])
+        return found
+
+    update = transformers.Cache.update
+
+    def noted_update(cache, *args, **kwargs):
+        found = update(cache, *args, **kwargs)
+        held = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        seen.extend([weakref.ref(cache), *map(weakref.ref, held)])
+        return found
+
+    monkeypatch.setattr(kv_cache.KVCache, "_layer", noted)
+    monkeypatch.setattr(transformers.Cache, "update", noted_update)
+    model = new_model("llama")
+    gc.collect()
+    gc.disable()
+    try:
+        rollout = run(model, **ENGINES[engine])
+        assert len(seen) > 10 and rollout.response_mask.any()
+        assert [reference for reference in seen if reference() is not None] == []
+    finally:
+        gc.enable()

@@ -47,7 +47,7 @@ def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device, *mor
     config = parse(step, words)
     tokenizer = load_tokenizer(str(assets / model), "model")
     rows = prepare("sft" if step == "sft" else "preference", tokenizer, config.data, 64).train
-    ds_config = fit_ds_config(config.fit, config.run)
+    ds_config = fit_ds_config(config.fit, config.run, config.memory)
     if step == "sft":
         trained = PolicyModel(load_causal_lm(str(assets / model), config.run.dtype, ds_config))
         objective = sft_objective(0, False, device)

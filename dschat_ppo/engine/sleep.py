@@ -1,0 +1,75 @@
+"""Move tensors that generation does not need to host memory, and back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from dschat_ppo.types import Engine
+
+# fp32 weights and gradient buffers of DeepSpeed's optimizers: ZeRO 3, ZeRO 1 and 2, ZeRO 1 in bf16
+_BUFFERS = (
+    "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer",
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition", "fp32_groups_gradients_flat",
+)  # fmt: skip
+_PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # this rank's part of a ZeRO-3 parameter; the second one with hpZ
+
+
+def weights_of(engine: Engine) -> Iterator[Tensor]:
+    """The parameters of an engine, and this rank's partitions of them."""
+    for parameter in engine.module.parameters():
+        yield parameter.data
+        for name in _PARTITIONS:
+            partition = getattr(parameter, name, None)
+            if partition is not None:
+                yield partition
+
+
+def training_states(engine: Engine) -> Iterator[Tensor]:
+    """The optimizer states, fp32 weights and gradient buffers of an engine that trains; empty for one that does not."""
+    if engine.basic_optimizer is None:
+        return
+    for state in engine.basic_optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+    for name in _BUFFERS:
+        held = getattr(engine.optimizer, name, None)
+        yield from [held] if isinstance(held, Tensor) else held or []
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether a tensor is in device memory; never on a CPU."""
+    return tensor.device.type != "cpu"
+
+
+@contextmanager
+def asleep(tensors: Iterable[Tensor], awake: Iterable[Tensor] = ()) -> Iterator[int]:
+    """Move the memory of `tensors` to the host for the duration of the block; yields the number of bytes moved.
+
+    The memory behind the tensors is emptied and filled again, and no tensor is replaced: DeepSpeed holds views of its
+    flat buffers (such as `_hp_mapping`), which would keep the memory in use, and would be stale afterwards.
+
+    Args:
+        tensors: not used in the block; those in host memory stay as they are.
+        awake: tensors that are used in the block; memory that they share with `tensors` is not moved.
+    """
+    used = {tensor.untyped_storage().data_ptr() for tensor in awake}
+    memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if on_device(tensor)}
+    get_accelerator().synchronize()  # a stream other than the current one may still use the memory
+    moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+    try:
+        for place, storage in memory.items():
+            if storage.nbytes() and storage.resizable() and place not in used:
+                host = torch.UntypedStorage(storage.nbytes())
+                host.copy_(storage, non_blocking=False)
+                moved.append((storage, host))
+                storage.resize_(0)
+        yield sum(host.nbytes() for _, host in moved)
+    finally:
+        for storage, host in moved:
+            storage.resize_(host.nbytes())
+            storage.copy_(host, non_blocking=False)

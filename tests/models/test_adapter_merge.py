@@ -1,0 +1,125 @@
+"""Adapters merged into whole weights, against peft's own merge and against the unmerged model."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from tiny_models import new_model
+from torch import nn
+
+from dschat_ppo.models.adapter_merge import merged
+from dschat_ppo.models.adapters import adapter_layers
+
+IDS = torch.tensor([[5, 9, 3, 7, 2, 2, 8]])
+
+
+def adapted(name: str, dtype=torch.float32, **settings) -> nn.Module:
+    """A tiny model with a random adapter on all its linear layers."""
+    model = new_model(name).to(dtype)
+    targets = ["c_attn", "c_proj"] if name == "gpt2" else ["q_proj", "v_proj", "down_proj"]
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=targets, fan_in_fan_out=name == "gpt2", **settings)
+    inject_adapter_in_model(config, model)
+    for path, weight in model.named_parameters():
+        if "lora_B" in path:
+            nn.init.normal_(weight, std=0.1)
+        if "lora_magnitude" in path:
+            weight.data *= 1.5
+    return model.eval()
+
+
+def tensors(model: nn.Module) -> list[tuple[str, int, torch.Tensor]]:
+    return [(name, weight.data_ptr(), weight.detach().clone()) for name, weight in model.named_parameters()]
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_weights_inside_are_those_of_pefts_merge_and_come_back_bit_for_bit(name, settings, dtype, on_host):
+    model = adapted(name, dtype, **settings)
+    by_peft = copy.deepcopy(model).float()
+    for layer in adapter_layers(by_peft).values():
+        layer.merge()
+    before, layers = tensors(model), adapter_layers(model)
+    wanted = {path: layer.get_base_layer().weight for path, layer in adapter_layers(by_peft).items()}
+    for _ in range(3):
+        with merged(model, originals_on_host=on_host):
+            assert not adapter_layers(model)
+            for path, weight in wanted.items():
+                layer = model.get_submodule(path)
+                assert type(layer).__name__ in ("Linear", "Conv1D") and layer.weight.dtype == dtype
+                torch.testing.assert_close(
+                    layer.weight, weight.to(dtype), rtol=2e-2 if dtype != torch.float32 else 1e-6, atol=1e-6
+                )
+    assert adapter_layers(model) == layers
+    after = tensors(model)
+    assert [entry[:2] for entry in after] == [entry[:2] for entry in before], "a weight has moved"
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@torch.no_grad()
+def test_the_merged_model_computes_what_the_unmerged_one_does(settings):
+    model = adapted("llama", **settings)
+    unmerged = model(IDS).logits
+    with merged(model):
+        found = model(IDS).logits
+    torch.testing.assert_close(found, unmerged, rtol=1e-4, atol=1e-4)
+    for layer in adapter_layers(model).values():
+        layer._disable_adapters = True
+    assert (model(IDS).logits - unmerged).abs().max() > 0.1, "the adapter does nothing, so nothing was tested"
+    assert torch.equal(model(IDS).logits, new_model("llama")(IDS).logits)
+
+
+def test_every_active_adapter_counts():
+    model = adapted("llama")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model, adapter_name="second")
+    layer = model.model.layers[0].self_attn.q_proj
+    nn.init.normal_(layer.lora_B["second"].weight)
+    first, second = (layer.scaling[n] * layer.lora_B[n].weight @ layer.lora_A[n].weight for n in ("default", "second"))
+    for active in (["default"], ["second"], ["default", "second"]):
+        layer.set_adapter(active)
+        total = layer.base_layer.weight + sum({"default": first, "second": second}[name] for name in active)
+        with merged(model):
+            torch.testing.assert_close(model.model.layers[0].self_attn.q_proj.weight, total, rtol=1e-5, atol=1e-6)
+
+
+def test_disposable_weights_are_merged_in_place_and_not_restored():
+    model = adapted("llama")
+    layer = model.model.layers[1].mlp.down_proj
+    weight, kept = layer.base_layer.weight, model.model.layers[0].mlp.down_proj.base_layer.weight
+    weight.ds_tensor = torch.zeros(3)  # this rank's partition, another tensor
+    address, before, other = weight.data_ptr(), weight.detach().clone(), kept.detach().clone()
+    with merged(model, disposable=[weight]):
+        inside = weight.detach().clone()
+        assert weight.data_ptr() == address and not torch.equal(inside, before)
+    assert torch.equal(weight, inside), "ZeRO-3 drops it"
+    assert torch.equal(kept, other)
+
+
+def test_a_gathered_weight_that_is_the_partition_itself_is_restored():
+    model = adapted("llama")
+    weight = model.model.layers[1].mlp.down_proj.base_layer.weight
+    weight.ds_tensor = weight.data.view(-1)
+    before = weight.detach().clone()
+    with merged(model, disposable=[weight]):
+        assert not torch.equal(weight, before)
+    assert torch.equal(weight, before) and torch.equal(weight.ds_tensor.view_as(before), before)
+
+
+def test_an_error_inside_restores_the_model():
+    model = adapted("llama")
+    before, layers = tensors(model), adapter_layers(model)
+    with pytest.raises(KeyError), merged(model):
+        raise KeyError
+    assert adapter_layers(model) == layers
+    assert all(torch.equal(a[2], b[2]) and a[1] == b[1] for a, b in zip(tensors(model), before, strict=True))
+
+
+def test_a_quantised_layer_keeps_its_adapter_beside_it():
+    model = adapted("llama")
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.to(torch.int8), requires_grad=False)
+    with merged(model):
+        assert adapter_layers(model) == {"model.layers.0.self_attn.q_proj": layer}
