@@ -117,7 +117,11 @@ class AlgorithmFlags:
         "nats since scoring; not given: off",
         None,
     )
-    router_loss_coef: float = flag("weight of the load-balancing loss of a mixture-of-experts actor", 0.0)
+    router_loss_coef: float = flag(
+        "weight of the load-balancing loss of a mixture-of-experts actor, over the tokens of an optimizer step; each "
+        "update then needs a second forward pass without gradients; 0 = off",
+        0.0,
+    )
 
     reward_clip: float = flag("clip scores to +- this; 0 = off", 5.0)
     normalize_rewards: Literal["none", "model", "running"] = flag(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dschat_ppo.models.architectures import first_position
+from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.types import Model
 
 
@@ -74,7 +75,7 @@ def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
     return {"logits_to_keep": count} if accepts(model, "logits_to_keep") else {}
 
 
-def backbone_states(backbone: Any, input_ids: Tensor) -> Tensor:
+def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
     """Last hidden states of a causal backbone, (B, T, H), in its dtype.
 
     There is no attention mask: rows are right-padded, so under causal attention no real token sees padding, and kernels
@@ -83,7 +84,16 @@ def backbone_states(backbone: Any, input_ids: Tensor) -> Tensor:
     Args:
         backbone: the base model of a Hugging Face decoder.
         input_ids: (B, T) int64, each row from slot 0 on.
+        lengths: (B,) int64, tokens of each row whose states are read.
     """
-    return backbone(
-        input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(backbone, input_ids)
-    ).last_hidden_state
+    output = backbone(
+        input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(backbone, input_ids),
+        **router_arguments(),
+    )  # fmt: skip
+    record_router(output, real_slots(input_ids, lengths), packed=False)
+    return output.last_hidden_state
+
+
+def real_slots(input_ids: Tensor, lengths: Tensor) -> Tensor:
+    """(B, T) bool, True on the first `lengths` (B,) slots of each row."""
+    return torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.unsqueeze(1)

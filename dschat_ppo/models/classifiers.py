@@ -58,7 +58,7 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     known = _transformers_classifier(config)
     if known is not None and _has_score(known, config):
         return known
-    lm = _lm_without_weights(config)
+    lm = lm_without_weights(config)
     lm_class, name = type(lm), _backbone_name(lm)
     base: Any = [c for c in lm_class.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel][-1]
 
@@ -88,7 +88,7 @@ def lm_head_names(config: PretrainedConfig) -> set[str]:
     """Names of the weights of the causal language model outside its backbone."""
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return set()
-    lm = _lm_without_weights(config)
+    lm = lm_without_weights(config)
     backbone = f"{_backbone_name(lm)}."
     return {name for name in lm.state_dict() if not name.startswith(backbone)}
 
@@ -103,7 +103,8 @@ def _has_score(kind: Any, config: PretrainedConfig) -> bool:
         return hasattr(kind(config_for(kind, config)), SCORE)
 
 
-def _lm_without_weights(config: PretrainedConfig) -> Any:
+def lm_without_weights(config: PretrainedConfig) -> Any:
+    """The causal language model of a configuration, on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 

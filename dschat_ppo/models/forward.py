@@ -24,13 +24,12 @@ class ResponseScores:
     """Scores of the response tokens.
 
     `logprobs` and `entropy` are (B, R) fp32, 0 outside `response_mask`. If requested, `distributions` (N, V) fp32 are
-    the log-probs of all tokens at the N response tokens, row after row, and `router_loss` is a scalar.
+    the log-probs of all tokens at the N response tokens, row after row.
     """
 
     logprobs: Tensor
     entropy: Tensor
     distributions: Tensor | None = None
-    router_loss: Tensor | None = None
 
 
 def response_logprobs(engine: Model, rows: Rollout, temperature: float) -> Tensor:
@@ -39,9 +38,8 @@ def response_logprobs(engine: Model, rows: Rollout, temperature: float) -> Tenso
 
 
 def response_scores(
-    engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False,
-    router: bool = False,
-) -> ResponseScores:  # fmt: skip
+    engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False
+) -> ResponseScores:
     """Log-probs of the response tokens under the model, and entropies of the distributions that they are drawn from.
 
     Args:
@@ -50,7 +48,6 @@ def response_scores(
         temperature: of sampling.
         entropy_grad: keep the gradient of the entropies.
         distributions: return the whole distributions.
-        router: return the load-balancing loss of a mixture-of-experts model.
     """
     policy = engine
     if not isinstance(unwrap(engine), PolicyModel):
@@ -59,12 +56,11 @@ def response_scores(
     slots = torch.arange(input_ids.shape[1], device=input_ids.device)
     wanted = (slots >= rows.prompt_mask.sum(dim=1, keepdim=True)) & (slots < lengths.unsqueeze(1))
     empty = torch.zeros(rows.response_mask.shape, device=input_ids.device)
-    logprobs, entropy, *extras = policy(input_ids, wanted, temperature, entropy_grad, distributions, router)
+    logprobs, entropy, *extras = policy(input_ids, wanted, temperature, entropy_grad, distributions)
     return ResponseScores(
         empty.masked_scatter(rows.response_mask, logprobs),
         empty.masked_scatter(rows.response_mask, entropy),
         extras.pop(0) if distributions else None,
-        extras.pop(0) if router else None,
     )
 
 
@@ -102,3 +98,9 @@ def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor, last_on
     if last_only:
         return engine(input_ids, lengths, last_only=True)
     return engine(input_ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+
+
+def scores_at(engine: Model, input_ids: Tensor, lengths: Tensor, wanted: Tensor) -> Tensor:
+    """The scores at the N tokens where `wanted` (B, T) bool is True, row after row, (N,) fp32; packed rows need no
+    memory for padding. Arguments as for `last_token_scores`."""
+    return engine(input_ids, lengths, wanted=wanted)

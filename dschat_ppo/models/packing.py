@@ -20,7 +20,8 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_ppo.models.architectures import MASK_IS_READ
-from dschat_ppo.models.backbone import backbone_states, position_arguments
+from dschat_ppo.models.backbone import backbone_states, position_arguments, real_slots
+from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.sequence_parallel import (
     Columns,
     attention_of_own_heads,
@@ -226,7 +227,7 @@ def last_states(backbone: Any, input_ids: Tensor, lengths: Tensor, packed: bool)
     """Last hidden states (B, T, H): packed if asked for and rows differ in length; meaningless after a row's end."""
     if packed and are_uneven(lengths):
         return packed_states(backbone, input_ids, lengths)
-    return backbone_states(backbone, input_ids)
+    return backbone_states(backbone, input_ids, lengths)
 
 
 def token_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,13 +242,14 @@ def token_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> tuple[Ten
         `(states (N, H), real (B, T) bool)`: row after row, the states of the N tokens where `real` is True.
     """
     slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    real = slots < lengths.unsqueeze(1)
+    real = real_slots(input_ids, lengths)
     with segments(backbone.config, lengths.tolist()):
-        states = backbone(
+        output = backbone(
             input_ids=input_ids[real].unsqueeze(0), attention_mask=None, use_cache=False,
-            **position_arguments(backbone, slots[real].unsqueeze(0)),
-        ).last_hidden_state  # fmt: skip
-    return states[0], real
+            **position_arguments(backbone, slots[real].unsqueeze(0)), **router_arguments(),
+        )  # fmt: skip
+    record_router(output, real, packed=True)
+    return output.last_hidden_state[0], real
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
 from dschat_ppo.models.activation_memory import activations_on_host
-from dschat_ppo.models.backbone import backbone_of, backbone_states, last_logits_argument, slot_arguments
+from dschat_ppo.models.backbone import (
+    backbone_of,
+    backbone_states,
+    last_logits_argument,
+    real_slots,
+    slot_arguments,
+)
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, are_uneven, token_states
+from dschat_ppo.models.router_recorder import record_router, router_arguments
 
 
 class PolicyModel(nn.Module):
@@ -64,7 +71,7 @@ class PolicyModel(nn.Module):
 
     def forward(
         self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False,
-        distributions: bool = False, router: bool = False,
+        distributions: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Log-probs of the wanted tokens, and entropies of the distributions that they are drawn from.
 
@@ -74,54 +81,47 @@ class PolicyModel(nn.Module):
             temperature: of sampling.
             entropy_grad: keep the gradient of the entropies.
             distributions: also return the whole distributions; not fused.
-            router: also return the load-balancing loss of a mixture-of-experts model; not fused.
 
         Returns:
             Two tensors (N) fp32: the N wanted tokens, row after row. Then, if requested, log-probs of every token
-            (N, V) fp32, and the scalar loss of the router.
+            (N, V) fp32.
         """
         with activations_on_host(self.offload_activations):
             if self.divided:
-                if distributions or router:
+                if distributions or router_arguments():
                     raise ValueError("ranks that share rows compute neither whole distributions nor a router's loss")
                 return self._divided_scores(input_ids, wanted, temperature, entropy_grad)
-            if self.fused and not distributions and not router:
+            if self.fused and not distributions:
                 return self._fused_scores(input_ids, wanted, temperature, entropy_grad)
-            return self._plain_scores(input_ids, wanted, temperature, entropy_grad, distributions, router)
+            return self._plain_scores(input_ids, wanted, temperature, entropy_grad, distributions)
 
     def _plain_scores(
-        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, distributions: bool,
-        router: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, distributions: bool
+    ) -> tuple[Tensor, ...]:
         """From whole logits."""
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first  # columns whose logits are computed
-        kept: dict[str, Any] = {**last_logits_argument(self.lm, count)}
-        mask = None
-        if router:
-            kept["output_router_logits"] = True
-            mask = (wanted.flip(1).cumsum(dim=1).flip(1) > 0).long()  # the router's loss is over real tokens
-            mask[:, 0] = 1  # a row without any would give 0/0
         output = self.lm(
-            input_ids=input_ids, attention_mask=mask, use_cache=False, **slot_arguments(self.lm, input_ids), **kept
-        )
+            input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids),
+            **last_logits_argument(self.lm, count), **router_arguments(),
+        )  # fmt: skip
+        record_router(output, real_slots(input_ids, _read_lengths(wanted)), packed=False)
         logits = output.logits[:, -count:-1][places[:, first:]]  # (N, V)
         entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
         extras = [torch.log_softmax(logits.float() / temperature, dim=-1)] if distributions else []
-        extras += [output.aux_loss] if router and output.aux_loss is not None else []
         return token_logprobs(logits, tokens, temperature), entropy, *extras
 
     def _fused_scores(
         self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        tokens, lengths = input_ids[:, 1:][wanted[:, 1:]], self._needed_lengths(wanted)
+        tokens, lengths = input_ids[:, 1:][wanted[:, 1:]], _read_lengths(wanted)
         if self.packed and are_uneven(lengths):
             of_tokens, real = token_states(self.backbone, input_ids, lengths)
             predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
             states = of_tokens[predicts[real]]  # (N, H)
         else:
-            states = backbone_states(self.backbone, input_ids)[:, :-1][wanted[:, 1:]]  # (N, H)
+            states = backbone_states(self.backbone, input_ids, lengths)[:, :-1][wanted[:, 1:]]  # (N, H)
         return self._head_scores(states, tokens, temperature, entropy_grad)
 
     def _divided_scores(
@@ -129,7 +129,7 @@ class PolicyModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The scores of all wanted tokens, from those of this rank's columns."""
         predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
-        rows = DividedRows.of(input_ids, self._needed_lengths(wanted), self.packed)
+        rows = DividedRows.of(input_ids, _read_lengths(wanted), self.packed)
         own = rows.own(predicts)  # (b, n)
         tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[own]  # the token after each of this rank
         if self.fused:
@@ -144,12 +144,6 @@ class PolicyModel(nn.Module):
         logprobs, entropy = rows.columns.gather(spread)[rows.laid_out(predicts)].unbind(dim=-1)
         return logprobs, entropy if entropy_grad else entropy.detach()
 
-    @staticmethod
-    def _needed_lengths(wanted: Tensor) -> Tensor:
-        """(B,) tokens of each row up to the one that predicts the last wanted token."""
-        slots = torch.arange(wanted.shape[1], device=wanted.device)
-        return torch.where(wanted, slots, 0).amax(dim=1).clamp_min(1)
-
     def _head_scores(
         self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
@@ -162,6 +156,12 @@ class PolicyModel(nn.Module):
         # Call the head as a module, so that ZeRO-3 gathers its weight, with another function inside.
         with _forward_replaced(head, scores):
             return head(states.to(head.weight.dtype))  # Mamba's states are in fp32
+
+
+def _read_lengths(wanted: Tensor) -> Tensor:
+    """(B,) int64: the tokens of each row up to the one whose state predicts the last wanted token, at least 1."""
+    slots = torch.arange(wanted.shape[1], device=wanted.device)
+    return torch.where(wanted, slots, 0).amax(dim=1).clamp_min(1)
 
 
 @contextmanager

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.model_files import check_settings
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; it must have an EOS token. An adapter folder without one has that of its base.
+    """The tokenizer of a model folder, with an EOS token: its own, or the one that the model's settings name.
+
+    An adapter folder without a tokenizer has that of its base.
 
     Raises:
-        UserError: there is no usable tokenizer, or it has no words or no EOS.
+        UserError: there is no usable tokenizer, or it has no words, or neither it nor the model has an EOS.
     """
     if is_adapter_folder(folder) and not any(Path(folder).glob("tokenizer*")):
         folder = base_folder(folder, flag)
@@ -35,8 +39,35 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     if not words:  # transformers made an empty one
         raise UserError(f"{flag} {folder}: has no tokenizer; save the model's tokenizer there")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{flag} {folder}: the tokenizer has no EOS token, so answers could not end; add one")
+        token, file = _eos_of_model(folder, flag, tokenizer)
+        tokenizer.eos_token = token
+        logger().info(f"{flag} {folder}: the tokenizer has no EOS token; answers end with {token}, the one of {file}")
     return tokenizer
+
+
+def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The EOS token that a model's settings name, and their file. The first one, if there are several.
+
+    A word of the vocabulary is not taken: settings that were copied from another model name any id.
+
+    Raises:
+        UserError: the settings name no added or special token of the tokenizer.
+    """
+    special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    for file in ("generation_config.json", "config.json"):
+        path = Path(base_folder(folder, flag)) / file
+        if not path.is_file():
+            continue
+        with reading(f"{flag} {path}: cannot be used"):
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            ids = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
+        for number in ids if isinstance(ids, list) else [ids]:
+            if number in special:
+                return str(tokenizer.convert_ids_to_tokens(number)), file
+    raise UserError(
+        f"{flag} {folder}: neither the tokenizer nor the model's eos_token_id names an EOS token, so answers could not "
+        "end; set eos_token in tokenizer_config.json to a special token of the tokenizer"
+    )
 
 
 def _needs_sentencepiece(folder: str) -> bool:

@@ -29,7 +29,7 @@ LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 
 class ActorLoss:
-    """Policy loss, entropy bonus, KL and router losses.
+    """Policy loss, entropy bonus and KL.
 
     Args:
         actor: engine around a `PolicyModel`, in training mode.
@@ -64,9 +64,7 @@ class ActorLoss:
         """
         flags, mask = self.flags, rows.loss_mask
         aggregation, denominators = flags.aggregation, minibatch.denominators
-        scores = response_scores(
-            self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl, flags.router_loss_coef > 0
-        )
+        scores = response_scores(self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl)
         terms = PolicyTerms(scores.logprobs, rows.old_logprobs, rows.advantages, mask, rows.selected)
         policy = POLICY_LOSSES[flags.policy_loss](terms, self.settings)  # losses (b, R)
         weights = rows.loss_weights  # (b, R)
@@ -84,10 +82,6 @@ class ActorLoss:
             kl = aggregate(self._kl(rows, scores), mask, aggregation, denominators)
             sums.add_sum("policy/kl_loss", kl, weight)
             loss = loss + flags.kl_loss_coef * kl
-        if scores.router_loss is not None:
-            router = scores.router_loss * (mask.sum() / denominators.tokens)
-            sums.add_sum("policy/router_loss", router, weight)
-            loss = loss + flags.router_loss_coef * router
         return loss
 
     def _kl(self, rows: Experience, scores: ResponseScores) -> Tensor:

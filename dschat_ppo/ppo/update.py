@@ -16,6 +16,7 @@ from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.engine.optimizer_step import Gradients, accumulate, apply, apply_together
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
+from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.engine.skip_update import StepResult
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
@@ -69,20 +70,32 @@ class PPOUpdate:
         self.entropy_coef = entropy_coef
         self.nonfinite = nonfinite
         self.clock = clock
+        coef = config.algorithm.router_loss_coef
+        self.router = router_settings(coef, engines.actor.module) if coef > 0 else None
         self.actor_loss = ActorLoss(engines.actor, engines.reference, config.algorithm, config.ppo.temperature)
 
     def actor_objective(self, minibatch: MiniBatch) -> Objective:
-        """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step."""
+        """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.
+
+        Collective with `--router_loss_coef`, whose term is over the experience.
+        """
         texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
         actor, ptx_coef, entropy_coef = self.engines.actor, self.config.ppo.unsup_coef, self.entropy_coef.value
         sums = MetricSums()
 
+        with self.clock.phase("train"):
+            policy_loss, router = with_router_term(
+                self.router, "policy/router_loss", minibatch.micro_batches,
+                lambda rows, sums: self.actor_loss(rows, minibatch, entropy_coef, sums),
+                lambda rows: rows.response_mask.any(dim=1), sums,
+            )  # fmt: skip
+
         def loss(rows: Experience | SFTBatch) -> Tensor:
             if isinstance(rows, SFTBatch):
                 return ptx_coef * ptx_loss(actor, rows, text_tokens, sums)
-            return self.actor_loss(rows, minibatch, entropy_coef, sums)
+            return policy_loss(rows)
 
-        constants = {**_constants(minibatch), "entropy_coef": entropy_coef, "text_tokens": float(text_tokens)}
+        constants = {**_constants(minibatch), "entropy_coef": entropy_coef, "text_tokens": float(text_tokens), **router}
         return Objective("actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants)
 
     def critic_objective(self, minibatch: MiniBatch) -> Objective:

@@ -94,11 +94,12 @@ def tensorboard_folder(run: RunFlags) -> Path | None:
     return run.tensorboard_folder if run.enable_tensorboard else None
 
 
-def show_plan(title: str, rows: list[tuple[str, str]], warmup_steps: int, total_steps: int) -> None:
-    """Log the table of batch sizes; warn if the learning rate would never reach its peak."""
+def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]) -> None:
+    """Log the table of batch sizes; warn of each (warm-up steps, optimizer steps) whose rate would never peak."""
     logger().info(table(title, rows))
-    if warmup_steps >= total_steps:
-        logger().warning(
-            f"--num_warmup_steps {warmup_steps} is not below the {total_steps} optimizer steps in all: the learning "
-            "rate never reaches its peak"
-        )
+    for warmup, total in warmups:
+        if warmup >= total:
+            logger().warning(
+                f"a warm-up of {warmup} steps is not below the {total} optimizer steps in all: the learning rate never "
+                "reaches its peak (--num_warmup_steps, --critic_num_warmup_steps, --warmup_ratio)"
+            )

@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.config.steps import SFTConfig
-from dschat_ppo.data.collators import SFTBatch, collate_sft
+from dschat_ppo.data.collators import SFTBatch, collate_sft, real_rows
 from dschat_ppo.models.loading import check_causal_lm, load_causal_lm
 from dschat_ppo.models.long_sequences import save_activation_memory
 from dschat_ppo.models.policy_model import PolicyModel
@@ -51,7 +51,10 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
     def collate(rows: Dataset, indices: Sequence[int]) -> SFTBatch:
         return to_device(collate_sft(rows, indices, pad_id, train_on_prompt), device)
 
-    return Objective(collate, lambda batch: batch.loss_mask.sum(), sft_size, sft_loss, with_perplexity, ("loss",))
+    return Objective(
+        collate, lambda batch: batch.loss_mask.sum(), sft_size, sft_loss, real_rows,
+        with_perplexity, ("loss",),
+    )  # fmt: skip
 
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:
@@ -66,6 +69,15 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     save_activation_memory(model, config.memory)
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
     trainer = SupervisedTrainer(
-        model, run.ds_config, run.rows, objective, fit, flags, run.nonfinite, adapter_plan(config)
+        model,
+        run.ds_config,
+        run.rows,
+        objective,
+        fit,
+        flags,
+        run.nonfinite,
+        adapter_plan(config),
+        config.best.best_metric,
+        config.schedule,
     )
     return train_and_save(trainer, run, "SFT")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_ppo.config.batch_plan import PackedRows, check_evaluation, plan_ppo, plan_supervised
+from dschat_ppo.config.batch_plan import PackedRows, check_evaluation, plan_ppo, plan_supervised, times
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import SupervisedFlags
@@ -13,7 +13,7 @@ def ppo_flags(**settings) -> PPOFlags:
     return PPOFlags(actor_model_name_or_path="a", critic_model_name_or_path="c", **settings)
 
 
-def supervised_flags(micro_batch: int, accumulation: int, epochs: int) -> SupervisedFlags:
+def supervised_flags(micro_batch: int, accumulation: int, epochs: float) -> SupervisedFlags:
     return SupervisedFlags(
         model_name_or_path="m",
         per_device_train_batch_size=micro_batch,
@@ -42,6 +42,57 @@ def test_the_supervised_table_shows_the_arithmetic():
     assert table["global batch"] == "4 x 3 x 2 = 24"
     assert table["optimizer steps per epoch"] == "ceil(100 / 24) = 5"
     assert table["optimizer steps in all"] == "5 x 2 = 10"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "total", "shown"),
+    [
+        (1, 5, "5 x 1 = 5"), (2.0, 10, "5 x 2 = 10"), (0.5, 3, "ceil(5 x 0.5) = 3"), (1.5, 8, "ceil(5 x 1.5) = 8"),
+        (0.01, 1, "ceil(5 x 0.01) = 1"), (0.6, 3, "ceil(5 x 0.6) = 3"), (1e-5, 1, "ceil(5 x 1e-05) = 1"),
+    ],
+)  # fmt: skip
+def test_fractions_of_an_epoch_are_rounded_up_to_optimizer_steps(epochs, total, shown):
+    plan = plan_supervised(supervised_flags(4, 3, epochs), 100, 2)  # 5 steps an epoch
+    assert (plan.steps_per_epoch, plan.total_steps) == (5, total)
+    assert dict(plan.table())["optimizer steps in all"] == shown
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.07, 7), (0.1, 10), (0.001, 1), (1e-9, 1), (1, 100), (2.5, 250)])
+def test_a_factor_is_the_decimal_number_that_was_typed(factor, expected):
+    assert times(100, factor) == expected
+
+
+@pytest.mark.parametrize(("most", "shown"), [(3, "3 (--max_steps), 0.6 epochs"), (12, "12 (--max_steps), 2.4 epochs")])
+def test_max_steps_replaces_the_epochs(most, shown):
+    plan = plan_supervised(supervised_flags(4, 3, 2), 100, 2, max_steps=most)
+    assert plan.total_steps == most
+    assert dict(plan.table())["optimizer steps in all"] == shown
+
+
+@pytest.mark.parametrize(
+    ("epochs", "most", "stop", "steps"),
+    [
+        (0.5, 0, 0, 2), (1.5, 0, 0, 4), (0.01, 0, 0, 1), (2.0, 0, 0, 5),  # 100 prompts, 40 in a step
+        (1, 7, 0, 7), (5, 1, 0, 1), (1, 7, 2, 2), (1, 1, 2, 1),
+    ],
+)  # fmt: skip
+def test_ppo_steps_by_fractions_and_by_max_steps(epochs, most, stop, steps):
+    flags = ppo_flags(
+        per_device_generation_batch_size=20, per_device_training_batch_size=20, num_train_epochs=epochs,
+        enable_test_mode=stop > 0, test_stop_step=stop,
+    )  # fmt: skip
+    plan = plan_ppo(flags, 100, 2, max_steps=most)
+    assert (plan.ppo_steps, plan.total_updates, plan.actor_updates) == (steps, steps, steps)
+    assert dict(plan.table())["PPO steps"] == (f"{steps} (--max_steps)" if most == steps else f"{steps}")
+
+
+def test_a_run_of_too_many_steps_by_max_steps_is_refused():
+    with pytest.raises(UserError, match="^--max_steps 1000000001: 1000000001 optimizer steps"):
+        plan_supervised(supervised_flags(4, 3, 2), 100, 2, max_steps=10**9 + 1)
+    flags = ppo_flags(per_device_generation_batch_size=20, per_device_training_batch_size=10)
+    with pytest.raises(UserError, match="^--max_steps 500000001 x --ppo_epochs 1: 1000000002 optimizer steps"):
+        plan_ppo(flags, 100, 2, max_steps=5 * 10**8 + 1)
+    plan_ppo(flags, 100, 2, max_steps=5 * 10**8)
 
 
 def test_the_table_of_packed_rows_shows_their_samples_and_tokens():

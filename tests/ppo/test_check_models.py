@@ -6,7 +6,8 @@ from adapter_folders import save_adapter
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
-from dschat_ppo.ppo.check_models import check_shared_base
+from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.ppo.check_models import check_models, check_shared_base, model_folders
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +53,28 @@ def test_a_whole_reward_model_is_refused(folders):
         UserError, match=r"--share_base: --reward_model_name_or_path .*/lm is a whole model.*--lora_dim"
     ):
         check(folders, "shared_a", "shared_r", "lm")
+
+
+@pytest.mark.parametrize("flag", ["--critic_model_name_or_path", "--reward_model_name_or_path"])
+@pytest.mark.parametrize("folder", ["lm", "shared_a"])
+def test_a_model_without_a_trained_head_is_refused_by_its_flag(folders, flag, folder):
+    """A whole language model, and an adapter of one."""
+    others = {"--critic_model_name_or_path": "reward", "--reward_model_name_or_path": "shared_r", flag: folder}
+    words = ["--actor_model_name_or_path", str(folders / "lm"), "--data_path", "d", "--output_dir", "o"]
+    words += ["--max_prompt_seq_len", "32", "--max_answer_seq_len", "8"]
+    for name, value in others.items():
+        words += [name, str(folders / value)]
+    config = parse("ppo", words)
+    tokenizer = load_tokenizer(str(folders / "lm"), "model")
+    message = rf"^{flag} {folders / folder}: has no trained scalar head \(score.weight\).*actor and critic swapped"
+    with pytest.raises(UserError, match=message):
+        check_models(config, model_folders(config), tokenizer)
+
+
+def test_an_actor_with_a_score_head_is_refused_by_its_flag(folders):
+    words = ["--actor_model_name_or_path", str(folders / "reward"), "--data_path", "d", "--output_dir", "o"]
+    words += ["--critic_model_name_or_path", str(folders / "reward")]
+    config = parse("ppo", [*words, "--max_prompt_seq_len", "32", "--max_answer_seq_len", "8"])
+    tokenizer = load_tokenizer(str(folders / "lm"), "model")
+    with pytest.raises(UserError, match=r"^--actor_model_name_or_path .*score.weight.*actor and critic swapped"):
+        check_models(config, model_folders(config), tokenizer)

@@ -46,13 +46,12 @@ def loss_of(monkeypatch):
     """(loss, metrics, what the forward pass was asked for) of flags, with log-probs that have these log-ratios."""
     asked = []
 
-    def response_scores(engine, rows, temperature, entropy_grad=False, distributions=False, router=False):
-        asked.append((engine, temperature, entropy_grad, distributions, router))
+    def response_scores(engine, rows, temperature, entropy_grad=False, distributions=False):
+        asked.append((engine, temperature, entropy_grad, distributions))
         tokens = int(rows.response_mask.sum())
         spread = torch.tensor([0.5, 0.5] if engine == "actor" else [0.25, 0.75]).log().expand(tokens, 2)
-        router_loss = torch.tensor(8.0) if router else None
         logprobs = rows.old_logprobs + LOG_RATIOS
-        return ResponseScores(logprobs, ENTROPIES, spread if distributions else None, router_loss)
+        return ResponseScores(logprobs, ENTROPIES, spread if distributions else None)
 
     def loss_of(rows=None, entropy_coef=0.0, **flags):
         asked.clear()
@@ -66,7 +65,7 @@ def loss_of(monkeypatch):
 
 def test_the_policy_loss_is_a_mean_over_the_counted_tokens_of_the_optimizer_step(loss_of):
     loss, sums, asked = loss_of()
-    assert loss == pytest.approx(POLICY) and asked == [("actor", 0.7, False, False, False)]
+    assert loss == pytest.approx(POLICY) and asked == [("actor", 0.7, False, False)]
     assert loss_of(loss_aggregation="constant")[0] == pytest.approx(sum(TOKEN_LOSSES) / 12)
     assert loss_of(loss_aggregation="seq_mean_token_sum")[0] == pytest.approx(sum(TOKEN_LOSSES) / 4)
     assert loss_of(rows_of(loss_mask=RESPONSE))[0] != pytest.approx(POLICY)
@@ -121,13 +120,7 @@ def test_the_full_kl_loss_takes_whole_distributions_of_actor_and_reference(loss_
     kl = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
     loss, _, asked = loss_of(kl_loss_coef=0.5, kl_loss_estimator="full")
     assert loss == pytest.approx(POLICY + 0.5 * 3 * kl / 6)
-    assert asked == [("actor", 0.7, False, True, False), ("reference", 0.7, False, True, False)]
-
-
-def test_the_router_loss_counts_by_the_share_of_the_tokens(loss_of):
-    loss, sums, asked = loss_of(router_loss_coef=0.5)
-    assert loss == pytest.approx(POLICY + 0.5 * 8 * 3 / 6) and asked[0][4]
-    assert sums.reduce()["policy/router_loss"] == pytest.approx(8 * 3 / 6 / 0.25)
+    assert asked == [("actor", 0.7, False, True), ("reference", 0.7, False, True)]
 
 
 @pytest.mark.parametrize(("delta", "advantage", "kept"), [(0.25, -1.0, 1), (0.35, -1.0, 2), (0.25, 1.0, 2)])

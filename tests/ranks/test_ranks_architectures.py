@@ -1,119 +1,180 @@
-"""A model without a classifier class in transformers, and with fewer rows than its tokenizer has tokens, through all
-three steps on two ZeRO-3 ranks."""
+"""Every common architecture, tiny and random, through SFT, reward model and PPO on two ZeRO-3 ranks.
+
+The runs share one launch. `--update-docs` writes the table of docs/models.md that the other runs compare with.
+"""
 
 import json
+import math
+import re
+from itertools import combinations
 
 import pytest
 import torch
+from every_architecture import ARCHITECTURES, save_model_of
 from launch import deepspeed, metrics_of, succeed
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from workers.architectures import IDS, LENGTHS
 
 from dschat_ppo.models.loading import load_sequence_classifier
-from dschat_ppo.tools.serve_reward import Scorer
+from dschat_ppo.models.model_files import checkpoint_shapes
+from dschat_ppo.tools import toy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-ADDED = ["<tool>", "</tool>", "<note>"]
-FIT = "--dtype fp32 --zero_stage 3 --per_device_train_batch_size 4 --learning_rate 0.01 --max_seq_len 48"
+BLANK = {"Llama 4 (text)"}  # transformers has no classifier, so plain transformers cannot load the reward model
+ROUTED = ("GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE")  # with a router loss
+MIXTURES = (*ROUTED, "Llama 4 (text)", "DeepSeek-V3")
+COEF = 0.5
+WORDS = ("red", "blue", "a lamp", "here", "yes", "no thanks", "in the hall", "red here")
+FIT = "--dtype fp32 --zero_stage 3 --per_device_train_batch_size 2 --learning_rate 0.003 --max_seq_len 48"
 PPO = (
     "--data_split 0,0,1 --dtype fp32 --actor_zero_stage 3 --critic_zero_stage 3 --max_prompt_seq_len 32 "
-    "--max_answer_seq_len 6 --per_device_generation_batch_size 2 --n_samples_per_prompt 2 "
-    "--per_device_training_batch_size 4 --num_warmup_steps 0 --actor_learning_rate 0.003 --enable_test_mode "
-    "--test_stop_step 2"
+    "--max_answer_seq_len 6 --per_device_generation_batch_size 2 --per_device_training_batch_size 2 "
+    "--num_warmup_steps 0 --actor_learning_rate 0.003 --critic_learning_rate 0.003 --enable_test_mode "
+    "--test_stop_step 1 --old_logprobs recompute"
 )
-FUNCTIONS = """
-def lengths(prompts, responses, **columns):
-    return list(map(len, responses))
 
-def later(prompts, responses, **columns):  # so that each evaluation is the best so far
-    with open(__file__ + ".calls", "a") as calls:
-        calls.write("x" * len(responses))
-        return [calls.tell()] * len(responses)
-"""
+
+def stem(name: str) -> str:
+    """Of the folder of an architecture."""
+    return re.sub(r"\W+", "_", name)
+
+
+def experts_of(model, ids) -> list[set[int]]:
+    """The experts whose weights have a gradient, in each tensor of experts."""
+    model.zero_grad()
+    ids = torch.tensor([ids])
+    model(input_ids=ids, labels=ids).loss.backward()
+    tensors = [w.grad for name, w in model.named_parameters() if ".experts." in name and w.dim() == 3]
+    return [set(grad.abs().amax(dim=(1, 2)).nonzero().flatten().tolist()) for grad in tensors]
+
+
+def rows_of_other_experts(folder) -> list[list[int]]:
+    """Two rows of one token each, which use the most different experts."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    used = {token: experts_of(model, [token] * 6) for token in range(50, 60)}
+
+    def difference(pair) -> int:
+        return sum(len(a ^ b) for a, b in zip(*(used[token] for token in pair), strict=True))
+
+    best = max(combinations(used, 2), key=difference)
+    assert difference(best) > 0 or all(len(experts) == 4 for experts in used[best[0]]), f"{folder}: the same experts"
+    return [[token] * 6 for token in best]
 
 
 @pytest.fixture(scope="module")
-def base(assets):
-    """`assets/granite`: a language model with a row for each token but the three that were added last."""
-    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    known = len(tokenizer)
-    tokenizer.add_tokens(ADDED)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "eos_token_id": 1}
-    more["tie_word_embeddings"] = True
-    GraniteForCausalLM(GraniteConfig(**sizes, **more, vocab_size=known)).save_pretrained(assets / "granite")
-    tokenizer.save_pretrained(assets / "granite")
-    (assets / "granite.py").write_text(FUNCTIONS)
-    return assets / "granite", known
-
-
-@pytest.fixture(scope="module")
-def out(assets, base, tmp_path_factory):
-    """Folders `sft` (stopped and resumed), `reward`, `ppo`, `cut` (as `ppo`, but stopped and resumed) and `resized`
-    (step 3 on the base itself)."""
-    folder = tmp_path_factory.mktemp("granite")
-    pairs = f"--data_path {assets}/pairs.jsonl --data_split 0,1,0"
-    prompts = f"--data_path {assets}/prompts.jsonl --eval_data_path {assets}/prompts.jsonl --eval_max_prompts 4"
-    prompts += f" --eval_reward_function {base[0]}.py:later"
-    sft = f"--data_path {assets}/sft.jsonl --data_split 1,0,0 --model_name_or_path {base[0]} --resize_vocabulary {FIT}"
-    models = f"--actor_model_name_or_path {folder}/sft --critic_model_name_or_path {folder}/reward"
-    rule = f"--use_reward_model False --reward_function {base[0]}.py:lengths --actor_model_name_or_path {base[0]}"
-    cases = {
-        "sft": ("sft", sft, [2], True),
-        "reward": ("reward", f"{pairs} --model_name_or_path {folder}/sft {FIT}", [], True),
-        "ppo": ("ppo", f"{PPO} {prompts} {models}", [], True),
-        "cut": ("ppo", f"{PPO} {prompts} {models}", [3], True),
-        "resized": ("ppo", f"{PPO} {prompts} {rule} --resize_vocabulary", [], True),
+def out(tmp_path_factory):
+    """A folder with `base`, `sft`, `reward` and `ppo` for each architecture, and the findings of the worker."""
+    folder = tmp_path_factory.mktemp("architectures")
+    tokenizer = toy.make_tokenizer(["a few words to merge"])
+    both = [(f"Where is it{'?' * n}", f" {word}") for n, word in enumerate(WORDS)]
+    rows = {
+        "sft": [{"prompt": prompt, "response": answer} for prompt, answer in both],
+        "pairs": [{"prompt": prompt, "chosen": answer, "rejected": f" not{answer}"} for prompt, answer in both],
+        "prompts": [{"prompt": prompt} for prompt, _ in both],
     }
-    words = {
-        name: (step, [*flags.split(), "--output_dir", f"{folder}/{name}"], stops, end)
-        for name, (step, flags, stops, end) in cases.items()
-    }
-    (folder / "cases.json").write_text(json.dumps(words))
-    succeed(deepspeed(2, "tests/workers/resumes.py", folder / "cases.json", folder / "found.json", timeout=600))
-    found = json.loads((folder / "found.json").read_text())
-    assert [starts[-1]["ended"] for starts in found.values()] == ["done"] * len(cases)
+    for name, part in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    runs, experts = {}, {}
+    for name in ARCHITECTURES:
+        home, router = folder / stem(name), f"--router_loss_coef {COEF}" if name in ROUTED else ""
+        save_model_of(name, tokenizer, home / "base")
+        runs |= {
+            f"{name}: {step}": (step, [*words.split(), *router.split(), "--output_dir", f"{home}/{step}"])
+            for step, words in {
+                "sft": f"--data_path {folder}/sft.jsonl --data_split 1,0,0 --model_name_or_path {home}/base {FIT}",
+                "reward": f"--data_path {folder}/pairs.jsonl --data_split 0,1,0 --model_name_or_path {home}/sft {FIT}",
+                "ppo": f"--data_path {folder}/prompts.jsonl --actor_model_name_or_path {home}/sft "
+                f"--critic_model_name_or_path {home}/reward {PPO}",
+            }.items()
+        }
+        if name in MIXTURES:
+            experts[stem(name)] = [str(home / "base"), rows_of_other_experts(home / "base"), COEF if router else 0]
+    (folder / "cases.json").write_text(json.dumps({"runs": runs, "experts": experts}))
+    succeed(deepspeed(2, "tests/workers/architectures.py", folder, timeout=900))
     return folder
 
 
-def test_step_1_adds_rows_and_saves_them(out, base):
-    folder, known = base
-    for path in (out / "sft", out / "resized/actor"):
-        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-        assert not info["missing_keys"] and not info["mismatched_keys"]
-        assert model.config.vocab_size == len(model.lm_head.weight) == known + len(ADDED)
-    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == known
+@pytest.fixture(scope="module")
+def logs(out):
+    return json.loads((out / "found.json").read_text())
 
 
-def test_actor_and_reference_get_the_same_rows(out):
-    first = next(line for line in metrics_of(out / "resized") if line["step"] == 1)
-    assert abs(first["kl/ref_k1"]) < 1e-6
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_all_losses_are_finite_and_the_weights_move(out, name):
+    for step in ("sft", "reward", "ppo"):
+        numbers = {key: value for line in metrics_of(out / stem(name) / step) for key, value in line.items()}
+        wrong = [key for key, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]
+        assert any("loss" in key for key in numbers) and not wrong
+        assert any("grad_norm" in key and value > 0 for key, value in numbers.items())
 
 
-def test_the_reward_model_is_saved_with_this_projects_head(out):
-    config = json.loads((out / "reward/config.json").read_text())
-    assert config["architectures"] == ["GraniteWithScalarHead"]
-    weights = load_file(out / "reward/model.safetensors")
-    assert weights["score.weight"].shape == (1, 32)
-    assert not any(name.startswith("lm_head") for name in weights)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_generation_and_scoring_agree(out, name):
+    lines = [line for line in metrics_of(out / stem(name) / "ppo") if "rollout/logprob_diff_max" in line]
+    assert lines and all(line["rollout/logprob_diff_max"] < 1e-4 for line in lines)
 
 
-def test_a_resumed_run_ends_at_the_same_weights(out):
-    for part in ("actor", "critic"):
-        whole, cut = (load_file(out / run / part / "model.safetensors") for run in ("ppo", "cut"))
-        assert set(whole) == set(cut)
-        assert all(torch.equal(whole[name], cut[name]) for name in whole)
+@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
+def test_the_router_loss_is_among_the_metrics(out, name, step):
+    """It is 2 for a balanced load of 2 out of 4 experts, and at most 4."""
+    metric = "policy/router_loss" if step == "ppo" else "router_loss"
+    found = [line[metric] for line in metrics_of(out / stem(name) / step) if line["step"] > 0]
+    assert found and all(1.5 < loss < 4 for loss in found)
 
 
 @torch.no_grad()
-def test_reward_model_and_best_critic_serve_scores(out):
-    for folder in (out / "reward", out / "ppo/best/critic"):
-        scorer = Scorer(str(folder), "fp32", 60)
-        scores = scorer(["a lamp in the hall", "red"])
-        model = load_sequence_classifier(str(folder), "fp32", None, new_head=False).eval()
-        for text, score in zip(["a lamp in the hall", "red"], scores, strict=True):
-            ids = torch.tensor([[*scorer.tokenizer.encode(text), scorer.tokenizer.eos_token_id]])
-            state = model.base_model(ids).last_hidden_state[0, -1]
-            assert score == pytest.approx(float(model.score(state)), abs=1e-4)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("part", ["sft", "ppo/actor"])
+def test_plain_transformers_computes_the_log_probs_that_the_run_ended_with(out, name, part):
+    folder = out / stem(name) / part
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    expected = []
+    for row, length in zip(IDS, LENGTHS.tolist(), strict=True):
+        logits = model.eval()(input_ids=row[None, :length]).logits[0, :-1].double()
+        expected.append(logits.log_softmax(dim=-1).gather(1, row[1:length, None])[:, 0])
+    torch.testing.assert_close(torch.load(folder / "outputs.pt").double(), torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("part", ["reward", "ppo/critic"])
+def test_plain_transformers_computes_the_values_that_the_run_ended_with(out, name, part):
+    folder = out / stem(name) / part
+    if name in BLANK:
+        model = load_sequence_classifier(str(folder), "fp32", None, new_head=False)
+    else:
+        model, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    expected = [
+        model.score(model.eval().base_model(input_ids=row[None, :length]).last_hidden_state[0])[:, 0]
+        for row, length in zip(IDS, LENGTHS.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(torch.load(folder / "outputs.pt"), torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_weights_are_saved_under_the_names_that_the_base_has(out, name):
+    base, saved = (checkpoint_shapes(str(out / stem(name) / part)) for part in ("base", "sft"))
+    assert saved == base
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_ranks_whose_tokens_use_other_experts_make_the_update_of_one_process(out, name):
+    base, rows, coef = json.loads((out / "cases.json").read_text())["experts"][stem(name)]
+    model, ids = AutoModelForCausalLM.from_pretrained(base), torch.tensor(rows)
+    output = model(input_ids=ids, output_router_logits=True)
+    loss = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    if coef:
+        read = torch.ones_like(ids).index_fill(1, torch.tensor(ids.shape[1] - 1), 0)  # nothing reads the last states
+        experts = model.num_experts, model.num_experts_per_tok
+        loss = loss + coef * load_balancing_loss_func(output.router_logits, *experts, read)
+    loss.backward()
+    torch.optim.AdamW(model.parameters(), 1.0, (0.9, 0.95), 1.0, 0.0).step()
+    found = load_file(out / f"{stem(name)}.experts")
+    for key, weight in model.named_parameters():
+        torch.testing.assert_close(found[key], weight.detach(), atol=1e-5, rtol=1e-5)

@@ -63,7 +63,8 @@ def test_errors_of_a_block_name_its_flag():
 
 
 @pytest.mark.parametrize(("warmup", "total", "warns"), [(0, 10, False), (9, 10, False), (10, 10, True)])
-def test_a_warm_up_that_never_ends_is_reported_with_the_plan(capsys, warmup, total, warns):
-    show_plan("batches", [("rows", "8")], warmup, total)
+@pytest.mark.parametrize("others", [[], [(3, 10)]])
+def test_a_warm_up_that_never_ends_is_reported_with_the_plan(capsys, warmup, total, warns, others):
+    show_plan("batches", [("rows", "8")], *others, (warmup, total))
     out = capsys.readouterr().out
     assert "batches\n  rows  8" in out and ("never reaches its peak" in out) is warns

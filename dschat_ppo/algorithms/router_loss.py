@@ -1,0 +1,53 @@
+"""The load-balancing loss of a mixture of experts over all tokens of an optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RouterLoad:
+    """How routers distribute tokens over E experts: sums over tokens and layers, which add up over micro-batches.
+
+    `chosen` (E,) fp32: how often each expert is among a token's top k. `probability` (E,) fp32: the sum of its router
+    probabilities, with gradient. `count` fp32, a scalar: tokens x layers.
+    """
+
+    chosen: Tensor
+    probability: Tensor
+    count: Tensor
+
+
+def router_load(logits: Sequence[Tensor], counted: Tensor, top_k: int) -> RouterLoad:
+    """The load of one forward pass.
+
+    Args:
+        logits: of each layer's router, (N, E) for N tokens.
+        counted: (N,) bool, False on padding.
+        top_k: experts per token.
+    """
+    kept = [torch.softmax(layer[counted].float(), dim=-1) for layer in logits]  # (n, E) each
+    chosen = torch.zeros_like(kept[0][:0].sum(dim=0))  # (E,)
+    for probabilities in kept:
+        experts = probabilities.topk(top_k, dim=-1).indices.flatten()  # (n k,)
+        chosen = chosen.index_add(0, experts, torch.ones_like(experts, dtype=chosen.dtype))
+    probability = torch.stack([layer.sum(dim=0) for layer in kept]).sum(dim=0)
+    return RouterLoad(chosen.detach(), probability, counted.sum().float() * len(kept))
+
+
+def load_balancing_loss(probability: Tensor, chosen: Tensor, count: Tensor) -> Tensor:
+    """A part of `E sum_i f_i P_i` (Fedus et al. 2021, equations 4 to 6, over the tokens of all layers).
+
+    `f_i` is the share of tokens that choose expert i, and `P_i` its mean probability, both over the whole optimizer
+    step; with top-k routing a balanced load gives k. The loss is linear in `P`, so the parts of micro-batches add up.
+
+    Args:
+        probability: (E,), sums of one micro-batch.
+        chosen: (E,), sums of the whole optimizer step.
+        count: scalar, of the whole optimizer step.
+    """
+    return len(chosen) * (chosen / count * (probability / count)).sum()

@@ -1,0 +1,123 @@
+"""The load-balancing loss of a mixture of experts as a term of an optimizer step's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.algorithms.router_loss import load_balancing_loss
+from dschat_ppo.common.dist import all_reduce
+from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.engine.skip_update import random_state, set_random_state
+from dschat_ppo.models.router import router_top_k
+from dschat_ppo.models.router_recorder import recorded_router
+from dschat_ppo.monitor.metric_sums import MetricSums
+
+Batch = TypeVar("Batch")
+Loss = Callable[[Batch, MetricSums], Tensor]
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """Weight of the load-balancing loss, and experts per token of the model."""
+
+    coef: float
+    top_k: int
+
+
+def router_settings(coef: float, model: Any) -> RouterSettings | None:
+    """The settings of a `PolicyModel` or `ScalarModel`; None if `coef` is 0."""
+    return RouterSettings(coef, router_top_k(model.config, "the model")) if coef > 0 else None
+
+
+@dataclass(frozen=True)
+class RouterTerm:
+    """The load-balancing loss over all real tokens of one optimizer step, of all ranks.
+
+    The loss multiplies shares of tokens by mean probabilities, so a mean over micro-batches would depend on how the
+    step is divided, and would ask each micro-batch to use all experts. `chosen` and `count` are those of the whole step
+    (see `RouterLoad`).
+    """
+
+    settings: RouterSettings
+    chosen: Tensor  # (E,) fp32
+    count: Tensor  # scalar, fp32
+
+    def add_to(self, loss_of: Callable[[], Tensor], rows: Tensor, sums: MetricSums, metric: str) -> Tensor:
+        """The loss of a micro-batch plus its part of this term.
+
+        Args:
+            loss_of: runs the model once and returns the loss.
+            rows: (B,) bool, False on the rows that only fill the micro-batch.
+            sums: receives the loss of the routers as `metric`.
+            metric: its name.
+        """
+        with recorded_router(rows, self.settings.top_k) as recorder:
+            loss = loss_of()
+        [load] = recorder.loads
+        router = load_balancing_loss(load.probability, self.chosen, self.count)
+        sums.add_sum(metric, router, load.count / self.count)
+        return loss + self.settings.coef * router
+
+
+@torch.no_grad()
+def router_term(
+    settings: RouterSettings, batches: Sequence[Batch], loss_of: Callable[[Batch], object],
+    rows_of: Callable[[Batch], Tensor],
+) -> RouterTerm:  # fmt: skip
+    """Count the load of an optimizer step's micro-batches, by forward passes without gradients. Collective.
+
+    The passes draw the random numbers (dropout) that the training passes draw again.
+
+    Args:
+        settings: of the loss.
+        batches: this rank's micro-batches.
+        loss_of: runs the model on a micro-batch.
+        rows_of: rows of a micro-batch that count, (B,) bool.
+    """
+    state, loads = random_state(), []
+    for batch in batches:
+        with recorded_router(rows_of(batch), settings.top_k) as recorder:
+            loss_of(batch)
+        loads += recorder.loads
+        heartbeat()
+    set_random_state(state)
+    sums = torch.stack([torch.cat([load.chosen, load.count.view(1)]) for load in loads]).sum(dim=0)
+    sums = all_reduce(sums.double()).float()
+    return RouterTerm(settings, sums[:-1], sums[-1].clamp_min(1))
+
+
+def with_router_term(
+    settings: RouterSettings | None, metric: str, batches: Sequence[Batch], loss_of: Loss[Batch],
+    rows_of: Callable[[Batch], Tensor], sums: MetricSums,
+) -> tuple[Callable[[Batch], Tensor], dict[str, Any]]:  # fmt: skip
+    """`loss_of` for the micro-batches of an optimizer step, with the term if there are settings. Then collective.
+
+    Args:
+        settings: of the loss, or None.
+        metric: name of the load-balancing loss among the metrics.
+        batches: this rank's micro-batches.
+        loss_of: (micro-batch, metrics to add to) -> its loss, by one forward pass.
+        rows_of: rows of a micro-batch that count, (B,) bool.
+        sums: receives the metrics of the training passes.
+
+    Returns:
+        The loss of a micro-batch, and what `replayed_term` needs, {} without the term.
+    """
+    if settings is None:
+        return lambda batch: loss_of(batch, sums), {}
+    unused = MetricSums(sums.sources)
+    term = router_term(settings, batches, lambda batch: loss_of(batch, unused), rows_of)
+    constants = {"router": {**asdict(settings), "chosen": term.chosen.tolist(), "count": float(term.count)}}
+    return lambda batch: term.add_to(partial(loss_of, batch, sums), rows_of(batch), sums, metric), constants
+
+
+def replayed_term(constants: dict[str, Any], device: torch.device) -> RouterTerm:
+    """The term of an optimizer step from the constants that `with_router_term` returned as `router`."""
+    chosen, count = (torch.tensor(constants[name], device=device) for name in ("chosen", "count"))
+    return RouterTerm(RouterSettings(constants["coef"], constants["top_k"]), chosen, count)

@@ -1,0 +1,36 @@
+"""Which architectures have the load-balancing loss of a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.classifiers import lm_without_weights
+
+# Models that balance their experts in another way.
+OTHER_BALANCE = {
+    "deepseek_v3": "it balances its experts by a bias that is not trained",
+    "doge": "its load is over pairs of keys",
+}
+
+
+def router_top_k(config: PretrainedConfig, model: str) -> int:
+    """Experts per token of an architecture with a load-balancing loss in transformers.
+
+    Args:
+        config: of the model; of a reward model, that of its language model.
+        model: flag and folder, for the message.
+
+    Raises:
+        UserError: it has none.
+    """
+    refused = f"--router_loss_coef: {model}: {type(config).__name__}"
+    if config.model_type in OTHER_BALANCE:
+        raise UserError(f"{refused} has no router loss: {OTHER_BALANCE[config.model_type]}; leave the flag out")
+    with reading(f"{refused} cannot be built"):
+        lm: Any = lm_without_weights(config)
+    if not hasattr(lm, "router_aux_loss_coef"):
+        raise UserError(f"{refused} is not a mixture of experts with a router loss in transformers; leave the flag out")
+    return int(lm.num_experts_per_tok)

@@ -1,0 +1,91 @@
+"""The load-balancing loss of an optimizer step, however it is divided into micro-batches."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import new_model
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from dschat_ppo.data.collators import SFTBatch, real_rows
+from dschat_ppo.engine.router_term import RouterSettings, replayed_term, router_settings, with_router_term
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.supervised.sft import sft_loss
+
+LENGTHS = torch.tensor([7, 4, 6, 5])
+
+
+def whole_step(lm):
+    """Rows of an optimizer step, the last one a padding row, and the loss of plain transformers."""
+    ids = torch.randint(2, 48, (4, 7), generator=torch.Generator().manual_seed(5))
+    slots = torch.arange(7)
+    wanted = (slots >= 2) & (slots < LENGTHS.unsqueeze(1)) & (torch.arange(4) < 3).unsqueeze(1)
+    output = lm(input_ids=ids, use_cache=False, output_router_logits=True)
+    logits, losses = output.logits[:, :-1], wanted[:, 1:]
+    nll = torch.nn.functional.cross_entropy(logits[losses], ids[:, 1:][losses])
+    counted = (slots < (LENGTHS - 1).unsqueeze(1)) & (torch.arange(4) < 3).unsqueeze(1)
+    router = load_balancing_loss_func(output.router_logits, 4, 2, counted.long())
+    return ids, wanted, nll, router
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]])
+@pytest.mark.parametrize("packed", [False, True])
+def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, packed):
+    lm = new_model("mixtral")
+    ids, wanted, nll, router = whole_step(lm)
+    (nll + 0.5 * router).backward()
+    expected = {name: p.grad.clone() for name, p in lm.named_parameters()}
+    lm.zero_grad()
+
+    policy, sums, total = PolicyModel(lm, packed=packed), MetricSums(), wanted.sum()
+    batches = [SFTBatch(ids[rows], wanted[rows]) for rows in parts]
+    settings = router_settings(0.5, policy)
+    loss_of, constants = with_router_term(
+        settings, "router_loss", batches, lambda batch, sums: sft_loss(policy, batch, total, sums), real_rows, sums
+    )
+    losses = [loss_of(batch) for batch in batches]
+    sum(losses).backward()
+    assert sum(losses).item() == pytest.approx((nll + 0.5 * router).item(), rel=1e-5)
+    for name, parameter in lm.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+    metrics = sums.reduce()
+    assert metrics["router_loss"] == pytest.approx(router.item(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(nll.item(), rel=1e-5), "the counting passes add no metrics"
+
+    term = replayed_term(json.loads(json.dumps(constants))["router"], ids.device)
+    again = term.add_to(lambda: sft_loss(policy, batches[0], total, sums), real_rows(batches[0]), sums, "router_loss")
+    assert again.item() == pytest.approx(losses[0].item(), rel=1e-6)
+
+
+def test_dropout_is_the_same_in_both_passes():
+    lm = new_model("mixtral", attention_dropout=0.5).train()
+    policy = PolicyModel(lm, fused=False)
+    ids, wanted, *_ = whole_step(lm)
+    batch, seen = SFTBatch(ids, wanted), []
+
+    def loss(batch, sums):
+        logprobs, _ = policy(batch.input_ids, batch.loss_mask)
+        seen.append(logprobs.detach())
+        return -logprobs.sum()
+
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    loss_of, _ = with_router_term(RouterSettings(1.0, 2), "router_loss", [batch], loss, real_rows, MetricSums())
+    assert torch.equal(torch.get_rng_state(), state)
+    loss_of(batch)
+    torch.testing.assert_close(seen[0], seen[1])
+    assert not torch.equal(torch.get_rng_state(), state), "there is dropout"
+
+
+def test_without_settings_the_loss_runs_once_and_unchanged():
+    calls = []
+
+    def loss(batch, sums):
+        calls.append(batch)
+        return torch.tensor(2.0)
+
+    loss_of, constants = with_router_term(None, "router_loss", [1, 2], loss, real_rows, MetricSums())
+    assert (calls, constants) == ([], {})
+    assert float(loss_of(1)) == 2.0 and calls == [1]
+    assert router_settings(0.0, None) is None

@@ -1,0 +1,89 @@
+"""Runs the three steps of many architectures in the same ranks, and one update of experts that differ by rank.
+
+architectures.py FOLDER
+
+    FOLDER/cases.json: {"runs": name -> [step, words], "experts": name -> [model folder, ids of each rank, weight of the
+        router loss]}
+    writes found.json: name -> log; beside each saved model outputs.pt; for experts NAME.experts, the weights
+"""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from dschat_ppo.common import dist
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.collators import SFTBatch, real_rows
+from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
+from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.engine.optimizer_step import optimizer_step
+from dschat_ppo.engine.router_term import router_settings, with_router_term
+from dschat_ppo.models.loading import load_causal_lm
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.saving import gather_state, save_model
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.ppo import train_ppo
+from dschat_ppo.runtime.launch import leave
+from dschat_ppo.supervised import sft, train_preference, trainer
+from workers.quick import be_quick
+
+TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "ppo": train_ppo.train_ppo}
+IDS, LENGTHS = torch.arange(40, 88).view(3, 16), torch.tensor([16, 11, 5])  # of the rows for every saved model
+
+
+@torch.no_grad()
+def save_with_outputs(engine, tokenizer, folder, *arguments, **options) -> None:
+    """`save_model`, and what the model computes for `IDS`: log-probs, or values (0 after a row's end)."""
+    save_model(engine, tokenizer, folder, *arguments, **options)
+    engine.eval()
+    real = torch.arange(IDS.shape[1]) < LENGTHS.unsqueeze(1)
+    found = engine(IDS, real)[0] if isinstance(engine.module, PolicyModel) else engine(IDS, LENGTHS)[real]
+    if dist.is_main():
+        torch.save(found, Path(folder) / "outputs.pt")
+
+
+def train_experts(folder: str, ids: list[int], coef: float, out: str) -> None:
+    """One update on this rank's row, by almost the gradient (epsilon 1); rank 0 writes the weights after it."""
+    config = train_config(3, "fp32", False, dist.world_size(), 0.0)
+    model = PolicyModel(load_causal_lm(folder, "fp32", config))
+    engine = train_engine(model, config, OptimizerSettings(1.0, 0.0, "constant", 0, 1, (0.9, 0.95), 1.0))
+    batch = SFTBatch(torch.tensor([ids]), torch.tensor([[False] + [True] * (len(ids) - 1)]))
+    total, sums, settings = torch.tensor(dist.world_size() * (len(ids) - 1)), MetricSums(), router_settings(coef, model)
+    loss_of, _ = with_router_term(
+        settings, "router_loss", [batch], lambda rows, sums: sft.sft_loss(engine, rows, total, sums), real_rows, sums
+    )
+    optimizer_step(engine, [batch], loss_of)
+    weights = gather_state(engine.module.lm)
+    if dist.is_main():
+        save_file(weights, out)
+
+
+def main() -> None:
+    be_quick()
+    trainer.save_model = train_ppo.save_model = save_with_outputs
+    folder, found = Path(sys.argv[-1]), {}
+    cases = json.loads((folder / "cases.json").read_text())
+    for name, (step, words) in cases["runs"].items():
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                TRAIN[step](parse(step, words))
+        finally:
+            print(f"--- {name}\n{said.getvalue()}", flush=True)
+        found[name] = said.getvalue()
+    for name, (model, ids, coef) in cases["experts"].items():
+        print(f"--- {name}: experts", flush=True)
+        train_experts(model, ids[dist.rank()], coef, f"{folder}/{name}.experts")
+    if dist.is_main():
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.shutdown()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
