@@ -47,8 +47,8 @@ def config_of(output, *more):
     return parse("sft", words)
 
 
-def open_run(output, *more):
-    return open_session("sft", output, config_of(output, *more), RunInputs(ROWS), {"rows_per_update": 8})
+def open_run(output, *more, steps=10**6):
+    return open_session("sft", output, config_of(output, *more), RunInputs(ROWS), {"rows_per_update": 8}, steps)
 
 
 def run(output, last, *more) -> Trainer:

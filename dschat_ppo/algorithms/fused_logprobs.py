@@ -4,6 +4,9 @@ Both passes process the vocabulary in blocks. The forward pass keeps a running m
 (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); the backward pass recomputes the logits of
 each block. A block of the weight's gradient is one matrix product over all rows, so it is as exact as that of a plain
 linear layer in any number format.
+
+With so many rows that a block of the fewest columns would be too large, both passes go through the rows in pieces as
+well. A block of the weight's gradient is then a sum in fp32 of one product for each piece.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ def fused_token_scores(
         temperature: above 0; the sampling temperature.
         head: transform of the product into logits.
         entropy_grad: compute the gradient of the entropy too, which makes the backward pass slower.
-        block_bytes: size of one block of fp32 logits; up to three such tensors exist at a time. None: by device.
+        block_bytes: largest size of one block of fp32 logits; up to three such tensors exist at a time. None: by
+            device.
 
     Returns:
         (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient for hidden, weight and
@@ -62,8 +66,9 @@ def fused_token_scores(
     """
     block_bytes = block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)
     columns = max(SMALLEST_BLOCK, block_bytes // (4 * max(1, hidden.shape[0])))
+    rows = max(1, block_bytes // (4 * columns))
     scores: tuple[Tensor, Tensor] = _FusedTokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, tokens, temperature, head, entropy_grad, columns
+        hidden, weight, bias, tokens, temperature, head, entropy_grad, columns, rows
     )
     return scores
 
@@ -72,29 +77,17 @@ class _FusedTokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, head: Head,
-        entropy_grad: bool, columns: int,
+        entropy_grad: bool, columns: int, rows: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        zeros = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
-        # Each (N,): running maximum z*, sum of exp(z - z*), sum of exp(z - z*) (z - z*), and the token's own logit.
-        largest = torch.full_like(zeros, torch.finfo(dtype).min / 2)
-        total, weighted, chosen = zeros, zeros, zeros.clone()
-        for start in range(0, weight.shape[0], columns):
-            logits, _ = _block_logits(hidden, weight, bias, slice(start, start + columns), temperature, head)
-            column, inside = _in_block(tokens, start, logits.shape[1])
-            chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)  # (N, columns) -> (N, 1) -> (N,)
-            before, largest = largest, torch.maximum(largest, logits.amax(dim=1))
-            shrink = torch.exp(before - largest)
-            weighted = (weighted + (before - largest) * total) * shrink
-            logits.sub_(largest.unsqueeze(1)).clamp_(min=LOWEST)
-            powers = torch.exp(logits)
-            total = total * shrink + powers.sum(dim=1)
-            weighted += torch.linalg.vecdot(powers, logits)
-        log_total = largest + total.log()
-        entropy = total.log() - weighted / total
+        found = [
+            _forward_of_rows(part, weight, bias, chosen, temperature, head, columns)
+            for part, chosen in zip(torch.split(hidden, rows), torch.split(tokens, rows), strict=True)
+        ]
+        chosen, log_total, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
         # Save the weight itself, as nn.Linear does: ZeRO-3 gathers it again before the backward pass.
         ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
-        ctx.temperature, ctx.head, ctx.entropy_grad, ctx.columns = temperature, head, entropy_grad, columns
+        ctx.temperature, ctx.head, ctx.entropy_grad = temperature, head, entropy_grad
+        ctx.columns, ctx.rows = columns, rows
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return chosen - log_total, entropy
@@ -106,16 +99,50 @@ class _FusedTokenScores(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, dtype=grad_logprobs.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        pieces = [slice(start, start + ctx.rows) for start in range(0, max(1, hidden.shape[0]), ctx.rows)]
         for start in range(0, weight.shape[0], ctx.columns):
             block = slice(start, start + ctx.columns)
-            grad = _block_gradient(ctx, grad_logprobs, grad_entropy, block)
+            of_weight: Tensor | None = None  # a sum over pieces; one piece needs none
+            of_bias: Tensor | float = 0.0
+            for piece in pieces:
+                grad = _block_gradient(ctx, grad_logprobs[piece], grad_entropy[piece], block, piece)
+                if grad_bias is not None:
+                    of_bias = of_bias + grad.sum(dim=0)
+                grad = grad.to(hidden.dtype)  # (rows, columns)
+                if grad_weight is not None and len(pieces) == 1:
+                    torch.mm(grad.t(), hidden, out=grad_weight[block])  # (columns, N) @ (N, H)
+                elif grad_weight is not None:
+                    product = (grad.t() @ hidden[piece]).to(grad_logprobs.dtype)
+                    of_weight = product if of_weight is None else of_weight.add_(product)
+                grad_hidden[piece] += grad @ weight[block]  # (rows, columns) @ (columns, H)
+            if grad_weight is not None and of_weight is not None:
+                grad_weight[block] = of_weight
             if grad_bias is not None:
-                grad_bias[block] = grad.sum(dim=0)
-            grad = grad.to(hidden.dtype)  # (N, columns)
-            if grad_weight is not None:
-                torch.mm(grad.t(), hidden, out=grad_weight[block])  # (columns, N) @ (N, H)
-            grad_hidden += grad @ weight[block]  # (N, columns) @ (columns, H)
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
+                grad_bias[block] = of_bias
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 6
+
+
+def _forward_of_rows(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, head: Head, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logit of the token, log of the sum of exponentials, and entropy of each row; each (rows,)."""
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    zeros = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
+    # Each (rows,): running maximum z*, sum of exp(z - z*), sum of exp(z - z*) (z - z*), and the token's own logit.
+    largest = torch.full_like(zeros, torch.finfo(dtype).min / 2)
+    total, weighted, chosen = zeros, zeros, zeros.clone()
+    for start in range(0, weight.shape[0], columns):
+        logits, _ = _block_logits(hidden, weight, bias, slice(start, start + columns), temperature, head)
+        column, inside = _in_block(tokens, start, logits.shape[1])
+        chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)  # (rows, columns) -> (rows, 1) -> (rows,)
+        before, largest = largest, torch.maximum(largest, logits.amax(dim=1))
+        shrink = torch.exp(before - largest)
+        weighted = (weighted + (before - largest) * total) * shrink
+        logits.sub_(largest.unsqueeze(1)).clamp_(min=LOWEST)
+        powers = torch.exp(logits)
+        total = total * shrink + powers.sum(dim=1)
+        weighted += torch.linalg.vecdot(powers, logits)
+    return chosen, largest + total.log(), total.log() - weighted / total
 
 
 def _block_logits(
@@ -130,12 +157,13 @@ def _block_logits(
     return tanh * (head.softcap / temperature), tanh
 
 
-def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block: slice) -> Tensor:
-    """Gradient of a block of the matrix product, (N, columns) fp32.
+def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block: slice, piece: slice) -> Tensor:
+    """Gradient of a block of the matrix product for a piece of the rows, (rows, columns) fp32.
 
     With z = logits / temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy).
     """
     hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
+    hidden, tokens, log_total, entropy = hidden[piece], tokens[piece], log_total[piece], entropy[piece]
     logits, tanh = _block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)
     logprobs = logits.sub_(log_total.unsqueeze(1)).clamp_(min=LOWEST)
     slope = -grad_logprobs.unsqueeze(1)

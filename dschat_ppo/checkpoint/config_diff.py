@@ -15,6 +15,7 @@ from dschat_ppo.errors import UserError
 WHERE_AND_WHEN = frozenset({
     "output_dir", "overwrite_output_dir", "local_rank", "config",
     "save_steps", "save_minutes", "save_total_limit", "save_best", "resume", "resume_force",
+    "save_hf_steps", "metric_for_best",
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
     "data_output_path", "preprocessing_num_workers",
@@ -31,6 +32,7 @@ HOW_IT_IS_COMPUTED = frozenset({
     "micro_batch_tokens", "per_device_eval_batch_size", "eval_batch_size",
     "rollout_rows", "rollout_engine", "rollout_graphs", "prepack_weights", "unpin_actor_parameters",
     "sleep_in_rollout", "experience_on_host", "inference_tp_size", "tp_gather_partition_size", "deterministic",
+    "sequence_parallel_size", "tiled_mlp", "offload_activations",
     "resize_vocabulary",  # a model that needs it is refused without it; for others it has no effect
 })  # fmt: skip
 
@@ -51,6 +53,10 @@ PRODUCTS = {
     "per_device_generation_batch_size": "rows_per_step",
     "generation_batches": "rows_per_step",
 }
+
+# How long a run is. With rates that do not depend on it, the steps so far are those of the longer run.
+LENGTH = frozenset({"num_train_epochs", "max_steps", "enable_test_mode", "test_stop_step"})
+_CONSTANT = ("constant", "constant_with_warmup", None)  # None: the critic's, which is then that of the actor
 
 
 def _defaults() -> dict[str, list[Any]]:
@@ -108,10 +114,17 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
         if before != after:
             product = PRODUCTS.get(name)
             matters = name not in HARMLESS and not (product in saved and product in now)
+            matters = matters and not (name in LENGTH and _rates_ignore_length(saved) and _rates_ignore_length(now))
             if before is _ABSENT and after in DEFAULTS.get(name, []):  # the checkpoint is older than the flag
                 matters = False
             changes.append(ConfigChange(name, _as_text(before), _as_text(after), matters))
     return sorted(changes, key=lambda change: not change.matters)
+
+
+def _rates_ignore_length(config: dict[str, Any]) -> bool:
+    """Whether no learning rate depends on the number of steps of the run."""
+    kinds = [config.get(name) for name in ("lr_scheduler_type", "critic_lr_scheduler_type")]
+    return kinds[0] is not None and all(kind in _CONSTANT for kind in kinds) and not config.get("warmup_ratio")
 
 
 def format_diff(changes: Sequence[ConfigChange]) -> str:

@@ -1,8 +1,9 @@
 """Save the states of a DeepSpeed engine to files in the background, and load them into an engine of the same layout.
 
-The files are DeepSpeed's own (`engine.save_checkpoint`), in `FOLDER/state/`. Three things differ from DeepSpeed's way
+The files are DeepSpeed's own (`engine.save_checkpoint`), in `FOLDER/state/`. Four things differ from DeepSpeed's way
 to write them: tensors are copied to host memory and written while training continues; each file is hashed while it is
-written; and only tensors, plain values and the few classes of `_CLASSES` are ever unpickled.
+written; only tensors, plain values and the few classes of `_CLASSES` are ever unpickled; and frozen parameters are left
+out, because a run that resumes loads them from its model folder.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch import Tensor
+from torch import Tensor, nn
 
 from dschat_ppo.common.dist import world_size
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
@@ -34,6 +35,7 @@ from dschat_ppo.types import Engine
 
 TAG = "state"
 LAYOUT, PARAMETER_NAMES = "dschat_ppo_layout", "dschat_ppo_parameter_names"
+FROZEN = "dschat_ppo_frozen_parameters"  # names of the parameters that the files do not hold
 
 # Every class that DeepSpeed 0.19.8 pickles for ZeRO stages 0 to 3 in fp32, bf16 and fp16, with and without offload.
 _CLASSES = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
@@ -225,38 +227,78 @@ def model_states(folder: Path) -> dict[str, Any]:
     return load_file(found[0])
 
 
+def trained_state(module: nn.Module) -> dict[str, Any]:
+    """The entries of `module.state_dict()` that training changes: parameters that train, under all their names, and
+    buffers. The rest is frozen weights, and what a quantised layer stores beside them."""
+    names = {name for name, weight in module.named_parameters(remove_duplicate=False) if weight.requires_grad}
+    names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {name: value for name, value in module.state_dict().items() if name in names}
+
+
+def trained_shapes(common: Mapping[str, Any]) -> dict[str, torch.Size]:
+    """Name -> shape of each parameter that the states hold, in their order; `common` is `model_states(folder)`."""
+    if common["param_shapes"] is None:  # stage 0
+        return {name: common["module"][name].shape for name in common[PARAMETER_NAMES]}
+    return {name: shape for group in common["param_shapes"] for name, shape in group.items()}
+
+
 def has_layout_of(engine: Engine, folder: Path) -> bool:
     """Whether an engine of this world size, ZeRO stage, dtype and optimizer saved the states in `folder`."""
     return model_states(folder).get(LAYOUT) == layout(engine)
 
 
 def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
-    """Save weights, optimizer, schedule, loss scale and counters below `folder`. Collective.
+    """Save trained weights, optimizer, schedule, loss scale and counters below `folder`. Collective.
 
     Call it between optimizer steps. The files hold the states of this moment; they are complete after `writer.wait()`.
     `wait` raises errors of the disk only on the ranks where they occur: synchronise them.
     """
     names = [] if engine.zero_optimization() else [engine.param_names[weight] for weight in flat_masters(engine)]
-    extra = {LAYOUT: layout(engine), PARAMETER_NAMES: names}
+    frozen = [name for name, weight in engine.module.named_parameters() if not weight.requires_grad]
+    extra = {LAYOUT: layout(engine), PARAMETER_NAMES: names, FROZEN: frozen}
     with _files_of(engine, writer), quiet_prints():
-        engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, client_state=extra)
+        engine.save_checkpoint(
+            str(folder), tag=TAG, save_latest=False, client_state=extra, exclude_frozen_parameters=True
+        )
 
 
 def load_engine(engine: Engine, folder: Path) -> None:
     """Load the states in `folder`, bit for bit, into a freshly built engine of the same layout. Collective.
 
     Raises:
-        UserError: the layout differs (see `reshard.load_engine_resharded`), or a file is missing or not safe.
+        UserError: the layout differs (see `reshard.load_engine_resharded`), other parameters train, or a file is
+            missing or not safe.
     """
-    saved, own = model_states(folder).get(LAYOUT, {}), layout(engine)
+    common = model_states(folder)
+    saved, own = common.get(LAYOUT, {}), layout(engine)
     differing = [f"{name} {saved.get(name)} there and {own[name]} here" for name in own if saved.get(name) != own[name]]
     if differing:
         raise UserError(f"{folder}: saved by an engine of another layout ({', '.join(differing)})")
+    _require_same_names(folder, common, engine)
     with _files_of(engine, BackgroundWriter()), quiet_prints():
-        loaded, _ = engine.load_checkpoint(str(folder), tag=TAG)
+        loaded, _ = engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)  # frozen weights are absent
     if loaded is None:
         raise UserError(f"{folder}: DeepSpeed found no states to load in it")
     replay_bias_correction(engine)
+
+
+def _require_same_names(folder: Path, common: Mapping[str, Any], engine: Any) -> None:
+    """Require the states of exactly the parameters that train here, in the same order, and of all buffers."""
+    if engine.zero_optimization():
+        own = {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+    else:
+        own = {engine.param_names[weight]: weight.shape for weight in flat_masters(engine)}
+    saved, held = trained_shapes(common), common["module"].keys()
+    differing = [name for name in {**own, **saved} if saved.get(name) != own.get(name)]
+    differing += sorted(trained_state(engine.module).keys() - held)
+    differing += sorted(held - engine.module.state_dict().keys())
+    if not differing and list(saved) != list(own):
+        differing = [name for name, here in zip(saved, own, strict=True) if name != here]
+    if differing:
+        raise UserError(
+            f"{folder}: other parameters train here than in the checkpoint (differing: {len(differing)}; the first is "
+            f"{differing[0]}); use the flags and the model of the saved run"
+        )
 
 
 def replay_bias_correction(engine: Engine) -> None:
@@ -282,7 +324,8 @@ def _files_of(engine: Any, files: BackgroundWriter) -> Iterator[None]:
     """Let `files` write and read for the engine, and prevent DeepSpeed from copying its recovery scripts.
 
     On a full disk that copying raises only on rank 0, and the other ranks would wait forever. Copying the weights reads
-    them from a mapped file, so the watchdog is paused for it, as in `load`.
+    them from a mapped file, so the watchdog is paused for it, as in `load`. DeepSpeed's own exclusion of frozen weights
+    keeps those that have a second name, such as a head tied to the embedding, so `trained_state` takes its place.
     """
     original, copy_weights = engine.checkpoint_engine, engine.load_module_state_dict
 
@@ -293,8 +336,9 @@ def _files_of(engine: Any, files: BackgroundWriter) -> Iterator[None]:
     engine.checkpoint_engine = files
     engine._copy_recovery_script = lambda save_path: None
     engine.load_module_state_dict = copy_with_watchdog_paused
+    engine.module_state_dict = lambda **_: trained_state(engine.module)
     try:
         yield
     finally:
         engine.checkpoint_engine = original
-        del engine._copy_recovery_script, engine.load_module_state_dict
+        del engine._copy_recovery_script, engine.load_module_state_dict, engine.module_state_dict

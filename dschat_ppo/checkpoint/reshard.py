@@ -17,7 +17,7 @@ convert the files of stages 1 to 3 for other uses; the tests compare with it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from dschat_ppo.checkpoint.engine_state import (
     load_file,
     model_states,
     replay_bias_correction,
+    trained_shapes,
 )
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
@@ -239,6 +240,29 @@ def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequenc
                     flats[target.flat][key].narrow(0, target.offset + start - target.start, length).copy_(piece)
             heartbeat()  # the states of the other ranks are read from their files here
     return flats
+
+
+def whole_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Name and fp32 master weight, whole and in its shape on the host, of each parameter that the states hold.
+
+    One at a time: the states themselves stay in their mapped files. `common` is `model_states(folder)`.
+
+    Raises:
+        UserError: the states are incomplete, or a file is missing or not safe to open.
+    """
+    pieces = defaultdict(list)
+    for shard in read_shards(folder, common):
+        for fragment in shard.fragments:
+            pieces[fragment.name].append((fragment, shard.flats[fragment.flat][WEIGHTS]))
+    for name, shape in trained_shapes(common).items():
+        whole = torch.empty(shape.numel())
+        found = sum(fragment.length for fragment, _ in pieces[name])
+        if found != shape.numel():
+            raise UserError(f"{folder}: holds {found} of the {shape.numel()} elements of {name}")
+        for fragment, flat in pieces[name]:
+            piece = flat.narrow(0, fragment.offset, fragment.length)
+            whole.narrow(0, fragment.start, fragment.length).copy_(piece)
+        yield name, whole.view(shape)
 
 
 def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:

@@ -95,9 +95,29 @@ def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
         OSError: a file cannot be read.
     """
     found = {name: rows_fingerprint(rows) for name, rows in inputs.rows.items() if rows is not None}
-    found |= {f"contents of {flag}": model_fingerprint(folder) for flag, folder in inputs.models if folder is not None}
-    found |= {f"contents of {flag}": checksum(Path(path)) for flag, path in inputs.files if path is not None}
+    found |= {contents_of(flag): model_fingerprint(folder) for flag, folder in inputs.models if folder is not None}
+    found |= {contents_of(flag): checksum(Path(path)) for flag, path in inputs.files if path is not None}
     return {name: digest[:_SHORT] for name, digest in found.items()}
+
+
+def contents_of(flag: str) -> str:
+    """Name of the fingerprint of the model or file that `flag` names."""
+    return f"contents of {flag}"
+
+
+def is_fingerprinted_model(config: Mapping[str, Any], flag: str, folder: str) -> bool:
+    """Whether `folder` holds the model that `flag` named in a saved run; True if the run recorded no fingerprint.
+
+    Args:
+        config: `Manifest.config` of the run.
+        flag: of the model.
+        folder: wherever the model is now.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    saved = config.get(contents_of(flag))
+    return saved is None or saved == model_fingerprint(folder)[:_SHORT]
 
 
 def rows_fingerprint(rows: Dataset | StreamedRows) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 
-PARTIAL = ".partial"
+PARTIAL, OLD = ".partial", ".old"
 _BLOCK_BYTES = 2**22
 
 
@@ -112,7 +112,7 @@ def move_files_up(partial: Path) -> None:
 def replace_folder(folder: Path, finished: Path) -> None:
     """Replace `folder` by `finished`. Until that is done, the old folder exists as `*.old`."""
     sync_folder(finished)
-    old = folder.with_name(f"{folder.name}.old")
+    old = folder.with_name(f"{folder.name}{OLD}")
     remove_folder(old)
     if folder.exists():
         os.rename(folder, old)

@@ -13,6 +13,11 @@ from torch import Tensor
 
 from dschat_ppo.common.heartbeat import watchdog_paused
 
+Group = Any  # a `torch.distributed.ProcessGroup`, which builds without distributed support do not have
+
+_SHARING = [1]  # ranks that share their rows
+_SEQUENCE_GROUPS: dict[int, Any] = {}  # number of ranks that share rows -> this rank's process group of that size
+
 
 def world_size() -> int:
     """Number of ranks, from the launcher's environment: known before the process group exists."""
@@ -39,6 +44,40 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def share_rows(ranks: int) -> None:
+    """Let each `ranks` neighbouring ranks share their rows, each with a part of the columns. Collective, after
+    `init_process_group`; `ranks` divides the number of ranks. Until the first call no ranks share rows."""
+    if ranks not in _SEQUENCE_GROUPS and ranks > 1:
+        groups = [torch_dist.new_group(range(start, start + ranks)) for start in range(0, world_size(), ranks)]
+        _SEQUENCE_GROUPS[ranks] = groups[rank() // ranks]
+    _SHARING[0] = ranks
+
+
+def sequence_ranks() -> int:
+    """Number of ranks that share their rows (`--sequence_parallel_size`)."""
+    return _SHARING[0]
+
+
+def sequence_rank() -> int:
+    """The number of this process among the ranks with which it shares its rows."""
+    return rank() % sequence_ranks()
+
+
+def sequence_group() -> Any:
+    """The process group of the ranks with which this process shares its rows; only where these are several."""
+    return _SEQUENCE_GROUPS[sequence_ranks()]
+
+
+def data_ranks() -> int:
+    """Number of ranks with rows that differ: of all ranks, or of their groups where ranks share rows."""
+    return world_size() // sequence_ranks()
+
+
+def data_rank() -> int:
+    """The number of this process's rows among those of `data_ranks`."""
+    return rank() // sequence_ranks()
+
+
 def device() -> torch.device:
     """This rank's device, after `init_process_group`."""
     from deepspeed.accelerator import get_accelerator
@@ -48,6 +87,8 @@ def device() -> torch.device:
 
 def shutdown() -> None:
     """Leave the process group, if this process has joined one."""
+    _SHARING[0] = 1
+    _SEQUENCE_GROUPS.clear()
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
 
@@ -58,20 +99,40 @@ def barrier() -> None:
         torch_dist.barrier()
 
 
-def all_reduce(value: Tensor, op: str = "sum") -> Tensor:
-    """`value` reduced over all ranks by "sum" or "max". A new tensor of the same shape and dtype."""
+def group_of(size: int) -> Group:
+    """The group of this rank, if all ranks are divided into groups of `size` consecutive ones. Collective."""
+    groups = [torch_dist.new_group(range(first, first + size)) for first in range(0, world_size(), size)]
+    return groups[rank() // size]
+
+
+def all_reduce(value: Tensor, op: str = "sum", group: Group | None = None) -> Tensor:
+    """`value` reduced over a group, or all ranks, by "sum" or "max". A new tensor of the same shape and dtype."""
     result = value.clone()
     if torch_dist.is_initialized() and world_size() > 1:
-        torch_dist.all_reduce(result, op=getattr(torch_dist.ReduceOp, op.upper()))
+        torch_dist.all_reduce(result, op=getattr(torch_dist.ReduceOp, op.upper()), group=group)
     return result
 
 
-def gather_cat(value: Tensor) -> Tensor:
-    """All ranks' tensors, of one shape and dtype, concatenated along dimension 0 in rank order."""
+def gather_cat(value: Tensor, group: Group | None = None) -> Tensor:
+    """The tensors of a group, or of all ranks, of one shape and dtype, concatenated along dimension 0 in rank order."""
     if not torch_dist.is_initialized() or world_size() == 1:
         return value
-    parts = [torch.empty_like(value) for _ in range(world_size())]
-    torch_dist.all_gather(parts, value.contiguous())
+    parts = [torch.empty_like(value) for _ in range(torch_dist.get_world_size(group))]
+    torch_dist.all_gather(parts, value.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def gather_data_cat(value: Tensor) -> Tensor:
+    """`gather_cat` of one rank of each group that shares rows, so that each row occurs once."""
+    return torch.cat(gather_cat(value).chunk(world_size())[:: sequence_ranks()])
+
+
+def gather_sequence_cat(value: Tensor) -> Tensor:
+    """`gather_cat` of the ranks with which this process shares its rows."""
+    if sequence_ranks() == 1:
+        return value
+    parts = [torch.empty_like(value) for _ in range(sequence_ranks())]
+    torch_dist.all_gather(parts, value.contiguous(), group=sequence_group())
     return torch.cat(parts)
 
 
@@ -84,12 +145,12 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Every rank's picklable `value`, in rank order, on every rank."""
+def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
+    """The picklable `value` of each rank of a group, or of all ranks, in rank order."""
     if not torch_dist.is_initialized() or world_size() == 1:
         return [value]
-    box: list[Any] = [None] * world_size()
-    torch_dist.all_gather_object(box, value)
+    box: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(box, value, group=group)
     return box
 
 

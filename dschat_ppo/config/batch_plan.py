@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from fractions import Fraction
+from math import ceil, gcd
 
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
@@ -12,6 +13,18 @@ from dschat_ppo.config.schema import SupervisedFlags, require
 MOST_UPDATES = 10**9  # optimizer steps of a run: a year at thirty per second
 MOST_ROWS = 10**6  # rows that every rank holds in memory at a time
 MOST_ANSWERS = 10**7  # answers of an evaluation, held as texts and scores
+
+
+def times(count: int, factor: float) -> int:
+    """`count` x `factor`, rounded up.
+
+    `factor` is taken as the decimal number that was typed: 0.07 of 100 is 7, although the binary product is above 7.
+    """
+    return ceil(count * Fraction(str(factor)))
+
+
+def _shown(epochs: float) -> str:
+    return f"{epochs:.15g}"  # 2.0 as 2
 
 
 @dataclass(frozen=True)
@@ -30,14 +43,16 @@ class SupervisedPlan:
     world_size: int  # ranks
     per_device: int  # micro-batch size per device
     accumulation: int  # micro-batches per optimizer step
-    epochs: int  # passes over the rows
+    epochs: float  # passes over the rows; a fraction ends inside a pass
     tokens: int | None = None  # of all samples, prompts and answers; None if unknown
     packing: PackedRows | None = None
+    shared: int = 1  # ranks that share their rows (--sequence_parallel_size)
+    max_steps: int = 0  # optimizer steps of the run, in place of `epochs`; 0: by `epochs`
 
     @property
     def global_batch(self) -> int:
         """Rows of one optimizer step over all ranks."""
-        return self.per_device * self.accumulation * self.world_size
+        return self.per_device * self.accumulation * self.world_size // self.shared
 
     @property
     def steps_per_epoch(self) -> int:
@@ -46,13 +61,13 @@ class SupervisedPlan:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run."""
-        return self.steps_per_epoch * self.epochs
+        """Optimizer steps of the run, rounded up."""
+        return self.max_steps or times(self.steps_per_epoch, self.epochs)
 
     def table(self) -> list[tuple[str, str]]:
         """The plan as (name, arithmetic) lines for the log."""
         lines = [("training rows", f"{self.rows}")]
-        steps = self.steps_per_epoch
+        steps, device = self.steps_per_epoch, "device" if self.shared == 1 else "group"
         if self.packing is not None:
             samples, tokens, room = self.packing.samples, self.tokens or 0, self.rows * self.packing.capacity
             lines = [
@@ -66,23 +81,39 @@ class SupervisedPlan:
         return [
             *lines,
             ("ranks", f"{self.world_size}"),
-            ("micro-batch per device", f"{self.per_device}" + (" packed rows" if self.packing is not None else "")),
+            *_sharing(self.world_size, self.shared),
+            (f"micro-batch per {device}", f"{self.per_device}" + (" packed rows" if self.packing is not None else "")),
             ("micro-batches per optimizer step", f"{self.accumulation}"),
             (
                 "global batch",
-                f"{self.per_device} x {self.accumulation} x {self.world_size} = {self.global_batch}",
+                f"{self.per_device} x {self.accumulation} x {self.world_size // self.shared} = {self.global_batch}",
             ),
             (
                 "optimizer steps per epoch",
                 f"ceil({self.rows} / {self.global_batch}) = {self.steps_per_epoch}",
             ),
-            ("optimizer steps in all", f"{self.steps_per_epoch} x {self.epochs} = {self.total_steps}"),
+            ("optimizer steps in all", self._total_shown()),
         ]
+
+    def _total_shown(self) -> str:
+        if self.max_steps:
+            return f"{self.max_steps} (--max_steps), {self.max_steps / self.steps_per_epoch:.3g} epochs"
+        product = f"{self.steps_per_epoch} x {_shown(self.epochs)}"
+        return f"{product if self.epochs == int(self.epochs) else f'ceil({product})'} = {self.total_steps}"
+
+
+def _sharing(world_size: int, shared: int) -> list[tuple[str, str]]:
+    """The line about ranks that share their rows, if there are such."""
+    if shared == 1:
+        return []
+    return [("groups of ranks that share their rows", f"{world_size} / {shared} = {world_size // shared}")]
 
 
 def plan_supervised(
-    flags: SupervisedFlags, rows: int, world_size: int, tokens: int | None = None, packing: PackedRows | None = None
-) -> SupervisedPlan:
+    flags: SupervisedFlags, rows: int, world_size: int, tokens: int | None = None, packing: PackedRows | None = None,
+    shared: int = 1,
+    max_steps: int = 0,
+) -> SupervisedPlan:  # fmt: skip
     """The batch plan of steps 1 and 2 for `rows` training rows (see `SupervisedPlan`).
 
     Raises:
@@ -96,13 +127,17 @@ def plan_supervised(
         flags.num_train_epochs,
         tokens,
         packing,
+        shared,
+        max_steps,
     )
     require(
         plan.global_batch <= MOST_ROWS,
         f"--per_device_train_batch_size {plan.per_device} x --gradient_accumulation_steps {plan.accumulation} x "
-        f"{world_size} ranks = {plan.global_batch} rows per optimizer step; at most {MOST_ROWS} fit in memory",
+        f"{world_size // shared} {'ranks' if shared == 1 else 'groups'} = {plan.global_batch} rows per optimizer step; "
+        f"at most {MOST_ROWS} fit in memory",
     )
-    _require_few_updates(plan.total_steps, f"--num_train_epochs {plan.epochs}")
+    length = f"--max_steps {max_steps}" if max_steps else f"--num_train_epochs {_shown(plan.epochs)}"
+    _require_few_updates(plan.total_steps, length)
     return plan
 
 
@@ -126,9 +161,11 @@ class PPOPlan:
     micro_batch_tokens: int  # maximum tokens per micro-batch, padding included
     accumulation: int  # micro-batches per optimizer step, at the maximum length
     ppo_epochs: int  # passes over the experience of a PPO step
-    train_epochs: int  # passes over the prompts
+    train_epochs: float  # passes over the prompts; a fraction ends inside a pass
     stop_step: int  # last PPO step in test mode; 0 = test mode is off
     warmup_rollouts: int  # PPO steps at the start that train only the critic
+    shared: int = 1  # ranks that share their rows in updates (--sequence_parallel_size)
+    max_steps: int = 0  # PPO steps of the run, in place of `train_epochs`; 0: by `train_epochs`
 
     @property
     def prompts_per_rank(self) -> int:
@@ -153,7 +190,7 @@ class PPOPlan:
     @property
     def global_batch(self) -> int:
         """Rows of one optimizer step over all ranks."""
-        return self.micro_batch * self.accumulation * self.world_size
+        return self.micro_batch * self.accumulation * self.world_size // self.shared
 
     @property
     def updates_per_rollout(self) -> int:
@@ -163,7 +200,7 @@ class PPOPlan:
     @property
     def ppo_steps(self) -> int:
         """PPO steps of the run, rounded up; at most `stop_step` in test mode."""
-        steps = -(-self.prompts * self.train_epochs // self.rollout_prompts)
+        steps = self.max_steps or -(-times(self.prompts, self.train_epochs) // self.rollout_prompts)
         return min(steps, self.stop_step) if self.stop_step else steps
 
     @property
@@ -178,28 +215,30 @@ class PPOPlan:
 
     def table(self) -> list[tuple[str, str]]:
         """The plan as (name, arithmetic) lines for the log."""
+        device = "device" if self.shared == 1 else "group"
         return [
             ("prompts", f"{self.prompts}"),
             ("ranks", f"{self.world_size}"),
+            *_sharing(self.world_size, self.shared),
             (
                 "answers per rank",
                 f"{self.generation_batch} x {self.generation_batches} prompts x {self.samples} = {self.rows_per_rank}",
             ),
             ("rows per PPO step", f"{self.rows_per_rank} x {self.world_size} = {self.rollout_rows}"),
-            ("micro-batch per device", f"up to {self.micro_batch_tokens} tokens, padding included"),
+            (f"micro-batch per {device}", f"up to {self.micro_batch_tokens} tokens, padding included"),
             (
-                "rows per optimizer step and device",
+                f"rows per optimizer step and {device}",
                 f"{self.micro_batch} x {self.accumulation} = {self.micro_batch * self.accumulation}",
             ),
             (
                 "global batch",
-                f"{self.micro_batch} x {self.accumulation} x {self.world_size} = {self.global_batch}",
+                f"{self.micro_batch} x {self.accumulation} x {self.world_size // self.shared} = {self.global_batch}",
             ),
             (
                 "updates per PPO step",
                 f"{self.rollout_rows} / {self.global_batch} x {self.ppo_epochs} = {self.updates_per_rollout}",
             ),
-            ("PPO steps", f"{self.ppo_steps}"),
+            ("PPO steps", f"{self.ppo_steps}" + (" (--max_steps)" if self.max_steps == self.ppo_steps else "")),
             (
                 "optimizer steps in all",
                 f"{self.ppo_steps} x {self.updates_per_rollout} = {self.total_updates}",
@@ -207,7 +246,9 @@ class PPOPlan:
         ]
 
 
-def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: int = 0) -> PPOPlan:
+def plan_ppo(
+    flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: int = 0, shared: int = 1, max_steps: int = 0
+) -> PPOPlan:
     """The batch plan of step 3.
 
     Args:
@@ -215,6 +256,8 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         prompts: number of prompts in the data.
         world_size: number of ranks.
         warmup_rollouts: PPO steps that train only the critic.
+        shared: ranks that share their rows in updates; each generates answers to its own prompts.
+        max_steps: `--max_steps`.
 
     Raises:
         UserError: the rows of a PPO step are not a whole number of optimizer steps, the actor is never trained, a PPO
@@ -234,6 +277,8 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         train_epochs=flags.num_train_epochs,
         stop_step=flags.test_stop_step,
         warmup_rollouts=warmup_rollouts,
+        shared=shared,
+        max_steps=max_steps,
     )
     require(
         warmup_rollouts < plan.ppo_steps,
@@ -246,19 +291,21 @@ def plan_ppo(flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: in
         f"x --n_samples_per_prompt {plan.samples} x {world_size} ranks = {plan.rollout_rows} rows per PPO step; "
         f"every rank holds all of them, and at most {MOST_ROWS} fit in memory",
     )
-    rows, rows_per_update = plan.rows_per_rank, plan.micro_batch * plan.accumulation  # per device
+    rows, rows_per_update = plan.rows_per_rank * shared, plan.micro_batch * plan.accumulation  # per device or group
     # --generation_batches must be a multiple of this for a whole number of updates
     multiple = rows_per_update // gcd(rows // plan.generation_batches, rows_per_update)
     require(
         rows % rows_per_update == 0,
         "the rows of a PPO step are not a whole number of optimizer steps: "
         f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
-        f"x --n_samples_per_prompt {plan.samples} = {rows} rows per device, but an optimizer step takes "
+        f"x --n_samples_per_prompt {plan.samples} {f'x {shared} ranks that share rows ' if shared > 1 else ''}= {rows} "
+        f"rows per {'device' if shared == 1 else 'group'}, but an optimizer step takes "
         f"--per_device_training_batch_size {plan.micro_batch} x --gradient_accumulation_steps {plan.accumulation} "
         f"= {rows_per_update}; {rows} / {rows_per_update} leaves {rows % rows_per_update}. "
         f"Set --generation_batches {-(-plan.generation_batches // multiple) * multiple}",
     )
-    _require_few_updates(plan.total_updates, f"--num_train_epochs {plan.train_epochs} x --ppo_epochs {plan.ppo_epochs}")
+    length = f"--max_steps {max_steps}" if max_steps else f"--num_train_epochs {_shown(plan.train_epochs)}"
+    _require_few_updates(plan.total_updates, f"{length} x --ppo_epochs {plan.ppo_epochs}")
     return plan
 
 

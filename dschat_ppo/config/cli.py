@@ -22,8 +22,11 @@ from dschat_ppo.errors import UserError, reading
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux allows 4095 bytes; files inside a folder need the rest
 MOST_COUNT = 2**31 - 1  # several libraries store counts as 32-bit integers
-_FEWER = "to try a few steps, use fewer rows: --data_path DATA@ROWS"
-_ADVICE = dict.fromkeys(("max_steps", "max_train_steps", "max_train_samples", "max_samples"), _FEWER)  # other trainers'
+_FEWER = "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS"
+_ADVICE = {  # flags of other trainers
+    "max_train_steps": "did you mean --max_steps?",
+    **dict.fromkeys(("max_train_samples", "max_samples"), _FEWER),
+}
 LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # magnitudes beyond overflow or underflow in fp32 products
 
 
@@ -186,6 +189,5 @@ def notes(step_name: str, config: Any) -> list[str]:
         field.name: field.default for _, kind in _groups(step) for field in dataclasses.fields(kind)
     } | step.defaults
     values = flatten(config)
-    reasons = {name: reason for name, reason in step.notes.items() if values[name] != defaults[name]}
-    reasons |= config.idle()
+    reasons = {name: reason for name, reason in step.notes.items() if values[name] != defaults[name]} | config.idle()
     return [f"--{name} has no effect: {reason}" for name, reason in reasons.items()]

@@ -21,7 +21,7 @@ from dschat_ppo.errors import UserError
 
 DATA_FORMATS = Literal[
     "auto", "prompt_response", "messages", "sharegpt", "alpaca", "preference", "implicit_preference", "hh", "ranked",
-    "kto", "question_answer", "verl", "text",
+    "kto", "question_answer", "verl", "text", "stepwise", "prm800k", "math_shepherd",
     # the data sets of DeepSpeed-Chat
     "Dahoas/rm-static", "Dahoas/full-hh-rlhf", "Dahoas/synthetic-instruct-gptj-pairwise",
     "yitingxie/rlhf-reward-datasets", "openai/webgpt_comparisons", "stanfordnlp/SHP",

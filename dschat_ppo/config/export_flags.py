@@ -5,7 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dschat_ppo.config.schema import flag, require_not_negative
+from dschat_ppo.config.schema import flag, require, require_not_negative
+
+EVAL = "eval_"
+_LOWER, _HIGHER = ("loss", "perplexity", "nll"), ("accuracy", "margin")
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """The metric that decides which model of a run is the best.
+
+    Attributes:
+        name: as in `metrics.jsonl`, such as "eval_loss".
+        higher: whether a higher value is better.
+    """
+
+    name: str
+    higher: bool
+
+    def is_better(self, value: float, best: float) -> bool:
+        """Whether `value` is better than `best`; NaN never is."""
+        return value > best if self.higher else value < best
+
+
+LOWEST_LOSS = BestMetric("eval_loss", higher=False)
 
 
 @dataclass(frozen=True)
@@ -15,7 +38,8 @@ class ExportFlags:
     _argument_group_name: ClassVar[str] = "export"
 
     save_hf_steps: int = flag(
-        "write Hugging Face folders every N optimizer steps (step 3: PPO steps), to `hf/step_N/`; 0 = off",
+        "also save the model as a Hugging Face folder every N optimizer steps, to hf/step_N in --output_dir (step 3: "
+        "every N PPO steps, with actor, critic and actor_ema in it); all of them are kept; 0 = off",
         0,
     )
 
@@ -30,6 +54,29 @@ class BestFlags:
     _argument_group_name: ClassVar[str] = "best model"
 
     metric_for_best: str | None = flag(
-        "metric of the evaluation whose best model is kept in `best/`, such as 'eval_accuracy'; not given: none",
+        "metric of the evaluation, such as eval_loss or eval_accuracy, whose best model is kept in best/ in "
+        "--output_dir; a lower loss or perplexity and a higher accuracy or margin are better, for others write NAME:min"
+        " or NAME:max; not given: no model is kept, and the best checkpoint is that of the lowest eval_loss",
         None,
     )
+
+    def __post_init__(self) -> None:
+        _ = self.best_metric  # checked before anything is loaded
+
+    @property
+    def best_metric(self) -> BestMetric:
+        """The metric of `--metric_for_best`, or the loss."""
+        if self.metric_for_best is None:
+            return LOWEST_LOSS
+        text, _, direction = self.metric_for_best.rpartition(":")
+        if direction not in ("min", "max"):
+            text, direction = self.metric_for_best, ""
+        name = f"{EVAL}{text.removeprefix(EVAL)}"
+        kind = name.split("/")[0].rpartition("_")[2]  # what is measured, without the name of a data set
+        known = kind in (*_LOWER, *_HIGHER)
+        require(
+            bool(direction) or known,
+            f"--metric_for_best {self.metric_for_best}: is a higher or a lower value better? Write {name}:max or "
+            f"{name}:min",
+        )
+        return BestMetric(name, direction == "max" if direction else kind in _HIGHER)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.schema import flag, require, require_positive
 
 
@@ -21,12 +22,20 @@ class MemoryFlags:
         False,
     )
     offload_activations: bool = flag(
-        "keep activations that the backward pass needs in host memory; with gradient checkpointing, the layers' inputs",
+        "keep activations that the backward pass needs in host memory; with gradient checkpointing, the layers' inputs "
+        "(no effect on a CPU)",
         False,
     )
-    tiled_mlp: bool = flag("run the MLP of each layer over pieces of the sequence, which saves its activations", False)
+    tiled_mlp: bool = flag(
+        "run the MLP of each layer over pieces of the sequence and compute each piece again in the backward pass; "
+        "mixtures of experts run whole",
+        False,
+    )
     sequence_parallel_size: int = flag(
-        "divide each sequence over this many ranks in scoring and training (Ulysses); they then share their rows", 1
+        "divide each sequence over this many neighbouring ranks in scoring and training (Ulysses). They share their "
+        "rows, so a batch size per device is one per such group of ranks. It divides the number of ranks and the "
+        "model's number of attention heads; 1 = off",
+        1,
     )
     zero_hpz_partition_size: int = flag(
         "ZeRO++: ranks that hold a secondary copy of the weights together, from which the backward pass gathers, "
@@ -50,6 +59,45 @@ class MemoryFlags:
     def quantises(self) -> list[str]:
         """The given flags that need DeepSpeed's quantisation kernels."""
         return [f"--{name}" for name in ("zero_quantized_weights", "zero_quantized_gradients") if getattr(self, name)]
+
+
+def possible_sizes(ranks: int, heads: int | None = None) -> str:
+    """The values of `--sequence_parallel_size` that divide both numbers, as text; `heads` None: not known yet."""
+    sizes = [str(size) for size in range(1, ranks + 1) if ranks % size == 0 and (heads is None or heads % size == 0)]
+    return " or ".join(filter(None, [", ".join(sizes[:-1]), sizes[-1]]))
+
+
+def check_sequence_parallel_size(flags: MemoryFlags, ranks: int) -> None:
+    """Check that groups of `--sequence_parallel_size` ranks make up all `ranks`.
+
+    Raises:
+        UserError: they do not.
+    """
+    size = flags.sequence_parallel_size
+    require(
+        ranks % size == 0,
+        f"--sequence_parallel_size {size} does not divide the {ranks} ranks of this run; use {possible_sizes(ranks)}",
+    )
+
+
+def check_divided_losses(flags: MemoryFlags, algorithm: AlgorithmFlags) -> None:
+    """Check that the losses of step 3 can be computed from divided rows.
+
+    Raises:
+        UserError: one needs whole distributions, or all tokens of a layer at once.
+    """
+    size = flags.sequence_parallel_size
+    require(
+        size == 1 or algorithm.router_loss_coef == 0,
+        f"--sequence_parallel_size {size}: the router loss is a product of means over all tokens, which a part of the "
+        "columns does not have; set --router_loss_coef 0",
+    )
+    full = [flag for flag in ("kl_estimator", "kl_loss_estimator") if getattr(algorithm, flag) == "full"]
+    require(
+        size == 1 or not full,
+        f"--sequence_parallel_size {size}: --{' and --'.join(full)} full would gather the distributions of all tokens "
+        "on every rank; use k3",
+    )
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dschat_ppo.config.schema import (
+    EPOCHS_HELP,
+    MOST_EPOCHS,
     SCHEDULERS,
     ZERO_STAGES,
     flag,
     flag_list,
     require,
+    require_at_most,
     require_bounded_updates,
     require_fraction,
     require_not_negative,
@@ -49,7 +52,7 @@ class PPOFlags:
     generation_batches: int = flag("generation batches per PPO step (multiplies --per_device_generation_batch_size)", 1)
     ppo_epochs: int = flag("epochs over the experience of a PPO step", 1)
     gradient_accumulation_steps: int = flag("micro-batches per optimizer step, for answers of maximum length", 1)
-    num_train_epochs: int = flag("epochs over the prompts", 1)
+    num_train_epochs: float = flag(EPOCHS_HELP.format("prompts"), 1)
     max_prompt_seq_len: int = flag("maximum tokens of a prompt (see --truncation)", 256)
     max_answer_seq_len: int = flag("maximum new tokens of an answer", 256)
 
@@ -148,6 +151,7 @@ class PPOFlags:
             "micro_batch_tokens top_k min_answer_seq_len rollout_rows unsup_coef actor_weight_decay "
             "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm",
         )
+        require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
         require_fraction(self, "actor_dropout critic_dropout ema_decay")
         for role in ("actor", "critic"):
             require_bounded_updates(self, f"{role}_learning_rate", f"{role}_weight_decay")

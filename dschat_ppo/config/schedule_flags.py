@@ -1,11 +1,25 @@
-"""Flags of learning rate schedules and of the length of a run."""
+"""Flags of learning rate schedules, of the length of a run, and of the reference."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dschat_ppo.config.schema import SCHEDULERS, flag, require_not_negative
+from dschat_ppo.config.batch_plan import times
+from dschat_ppo.config.ppo_flags import PPOFlags
+from dschat_ppo.config.schema import (
+    SCHEDULERS,
+    SupervisedFlags,
+    flag,
+    require,
+    require_clip_norm,
+    require_fraction,
+    require_not_negative,
+)
+
+DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")  # the others are constant after the warm-up
+WITHOUT_WARMUP = "constant"
+POLYNOMIAL_END = 1e-7  # transformers' polynomial schedule ends at this rate, and refuses a peak that is not above it
 
 
 @dataclass(frozen=True)
@@ -14,12 +28,33 @@ class ScheduleFlags:
 
     _argument_group_name: ClassVar[str] = "schedule"
 
-    warmup_ratio: float = flag("warm-up as a share of all optimizer steps, instead of --num_warmup_steps", 0.0)
-    min_lr_ratio: float = flag("lowest learning rate after the warm-up, as a share of the peak", 0.0)
-    max_steps: int = flag("stop after this many optimizer steps (step 3: PPO steps); 0 = by --num_train_epochs", 0)
+    warmup_ratio: float = flag(
+        "warm-up steps as a share of all optimizer steps, rounded up; replaces the default of --num_warmup_steps", 0.0
+    )
+    min_lr_ratio: float = flag(
+        "lowest learning rate after the warm-up, as a share of the peak; for the schedules linear, cosine, "
+        "cosine_with_restarts and polynomial",
+        0.0,
+    )
+    max_steps: int = flag(
+        "length of the run in optimizer steps (step 3: PPO steps), in place of --num_train_epochs; the learning rate "
+        "is planned for it, and the data is repeated if needed; 0 = by --num_train_epochs",
+        0,
+    )
 
     def __post_init__(self) -> None:
+        require_fraction(self, "warmup_ratio min_lr_ratio")
         require_not_negative(self, "max_steps")
+
+    def warmup_steps(self, number: int, total: int) -> int:
+        """Warm-up steps of a schedule of `total` optimizer steps; `number` is --num_warmup_steps."""
+        return times(total, self.warmup_ratio) if self.warmup_ratio > 0 else number
+
+    def warmup_shown(self, total: int) -> list[tuple[str, str]]:
+        """The warm-up by --warmup_ratio as a (name, arithmetic) line for the log; [] without it."""
+        if self.warmup_ratio == 0:
+            return []
+        return [("warm-up steps", f"ceil({self.warmup_ratio} x {total}) = {self.warmup_steps(0, total)}")]
 
 
 @dataclass(frozen=True)
@@ -28,14 +63,134 @@ class PPOScheduleFlags:
 
     _argument_group_name: ClassVar[str] = "critic's schedule and reference"
 
-    critic_lr_scheduler_type: SCHEDULERS | None = flag("schedule of the critic; not given: --lr_scheduler_type", None)
-    critic_num_warmup_steps: int | None = flag("warm-up steps of the critic; not given: --num_warmup_steps", None)
-    critic_max_grad_norm: float | None = flag("gradient clipping of the critic; not given: --max_grad_norm", None)
-    ref_model_name_or_path: str | None = flag(
-        "model of the reference; not given: --actor_model_name_or_path, as it is before training", None
+    critic_lr_scheduler_type: SCHEDULERS | None = flag(
+        "learning rate schedule of the critic; not given: --lr_scheduler_type", None
     )
-    ref_sync_interval: int = flag("move the reference towards the actor every N PPO steps; 0 = never", 0)
-    ref_sync_mixup: float = flag("new reference = this share of the actor and the rest of the old one", 1.0)
+    critic_num_warmup_steps: int | None = flag(
+        "warm-up steps of the critic; not given: --warmup_ratio or --num_warmup_steps", None
+    )
+    critic_max_grad_norm: float | None = flag(
+        "clip gradients of the critic to this global norm; 0 = off; not given: --max_grad_norm", None
+    )
+    ref_model_name_or_path: str | None = flag(
+        "model of the reference, with the actor's tokenizer; not given: the model of --actor_model_name_or_path", None
+    )
+    ref_sync_interval: int = flag("move the reference towards the actor after every N PPO steps; 0 = never", 0)
+    ref_sync_mixup: float = flag(
+        "share of the actor in the new reference; the rest is the old reference (TRL: 0.6); 1 = the actor", 1.0
+    )
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "ref_sync_interval")
+        require_not_negative(self, "critic_num_warmup_steps critic_max_grad_norm ref_sync_interval")
+        require_clip_norm(self, "critic_max_grad_norm")
+        mixup = self.ref_sync_mixup
+        require(0 < mixup <= 1, f"--ref_sync_mixup must be above 0 and at most 1, got {mixup}")
+        require(
+            self.ref_sync_interval > 0 or mixup == 1, "--ref_sync_mixup is for --ref_sync_interval, which is not given"
+        )
+
+    def require_roles(self, has_critic: bool, has_reference: bool, adapter: bool, shared_base: bool) -> None:
+        """Refuse flags of a critic or a reference that the run does not have.
+
+        Args:
+            has_critic: whether the run trains a critic.
+            has_reference: whether the reward or the loss has a KL to the reference.
+            adapter: `--actor_lora_dim`: the reference is the actor without its adapter.
+            shared_base: `--share_base`.
+
+        Raises:
+            UserError: a flag has no effect.
+        """
+        for name in ("critic_lr_scheduler_type", "critic_num_warmup_steps", "critic_max_grad_norm"):
+            require(
+                has_critic or vars(self)[name] is None,
+                f"--{name}: this --advantage_estimator has no critic; omit the flag",
+            )
+        none = "there is no reference, because --kl_coef and --kl_loss_coef are 0; omit the flag"
+        require(has_reference or self.ref_model_name_or_path is None, f"--ref_model_name_or_path: {none}")
+        require(has_reference or self.ref_sync_interval == 0, f"--ref_sync_interval: {none}")
+        require(
+            not adapter or self.ref_sync_interval == 0,
+            "--ref_sync_interval: with --actor_lora_dim the reference is the actor without its adapter, which does not "
+            "move; omit one of the two",
+        )
+        require(
+            not shared_base or self.ref_model_name_or_path is None,
+            "--ref_model_name_or_path: with --share_base the reference is the shared base; omit one of the two",
+        )
+
+
+@dataclass(frozen=True)
+class ModelSchedule:
+    """The learning rate schedule of one model, and the flags that set it."""
+
+    kind: str
+    kind_flag: str
+    peak: float  # highest learning rate
+    peak_flag: str
+    warmup: int | None = None  # the critic's own warm-up steps
+
+
+def fit_schedules(fit: SupervisedFlags) -> list[ModelSchedule]:
+    """The schedule of the one model of steps 1 and 2."""
+    return [ModelSchedule(fit.lr_scheduler_type, "--lr_scheduler_type", fit.learning_rate, "learning_rate")]
+
+
+def ppo_schedules(ppo: PPOFlags, critic: PPOScheduleFlags | None) -> list[ModelSchedule]:
+    """The schedules of actor and critic; `critic` is None if there is none."""
+    shared = ("--lr_scheduler_type", ppo.critic_learning_rate, "critic_learning_rate")
+    models = [ModelSchedule(ppo.lr_scheduler_type, shared[0], ppo.actor_learning_rate, "actor_learning_rate")]
+    if critic is not None:
+        kind, warmup = critic.critic_lr_scheduler_type, critic.critic_num_warmup_steps
+        own = ("--critic_lr_scheduler_type", *shared[1:])
+        models.append(ModelSchedule(kind or ppo.lr_scheduler_type, *(own if kind else shared), warmup))
+    return models
+
+
+def require_schedule(flags: ScheduleFlags, models: list[ModelSchedule], group: SupervisedFlags | PPOFlags) -> None:
+    """Check the schedules of all models that a run trains.
+
+    Args:
+        flags: of the run.
+        models: their schedules.
+        group: holds --num_warmup_steps; --warmup_ratio replaces its default.
+
+    Raises:
+        UserError: two flags contradict each other, or a flag has no effect.
+    """
+    warmup = group.num_warmup_steps
+    ratio, kinds = flags.warmup_ratio, " and ".join(dict.fromkeys(f"{m.kind_flag} {m.kind}" for m in models))
+    require(
+        ratio == 0 or warmup == type(group).num_warmup_steps,
+        f"--warmup_ratio {ratio} and --num_warmup_steps {warmup} both set the warm-up; use one of the two",
+    )
+    require(
+        ratio == 0 or any(model.kind != WITHOUT_WARMUP and model.warmup is None for model in models),
+        f"--warmup_ratio {ratio}: no model has a warm-up that it sets ({kinds}); use constant_with_warmup, or omit it",
+    )
+    require(
+        flags.min_lr_ratio == 0 or any(model.kind in DECAYING for model in models),
+        f"--min_lr_ratio {flags.min_lr_ratio}: {kinds} does not decay; use one of {', '.join(DECAYING)}, or omit it",
+    )
+    for model in models:
+        require(
+            not model.warmup or model.kind != WITHOUT_WARMUP,
+            f"--critic_num_warmup_steps {model.warmup}: {model.kind_flag} {model.kind} has no warm-up; use "
+            "constant_with_warmup",
+        )
+        require(
+            model.kind != "polynomial" or model.peak > POLYNOMIAL_END or flags.min_lr_ratio > 0,
+            f"--{model.peak_flag} {model.peak:g}: {model.kind_flag} polynomial decays to {POLYNOMIAL_END:g}, so the "
+            "peak must be above it; set --min_lr_ratio, which replaces that end",
+        )
+
+
+def idle_flags(flags: ScheduleFlags, models: list[ModelSchedule], group: SupervisedFlags | PPOFlags) -> dict[str, str]:
+    """Given flags that have no effect with the others -> the reason. The arguments are those of `require_schedule`."""
+    found = {}
+    if flags.max_steps > 0 and group.num_train_epochs != 1:
+        found["num_train_epochs"] = "--max_steps sets the length of the run"
+    given = group.num_warmup_steps not in (0, type(group).num_warmup_steps)
+    if given and all(model.kind == WITHOUT_WARMUP for model in models):
+        found["num_warmup_steps"] = "--lr_scheduler_type constant has no warm-up (constant_with_warmup has one)"
+    return found

@@ -17,6 +17,8 @@ from dschat_ppo.errors import UserError
 
 SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
+EPOCHS_HELP = "epochs over the {}; a fraction such as 0.5 or 1.5 ends inside an epoch (see --max_steps)"
+MOST_EPOCHS = 2**31 - 1
 MOST_PROCESSES = 1024  # worker processes on one machine
 MOST_SETTINGS = 2**20  # characters of a settings file; a device such as /dev/zero has no end
 
@@ -68,8 +70,8 @@ def require_bounded_updates(flags: object, learning_rate: str, weight_decay: str
     With the betas that `RunFlags` allows, an update moves each weight by at most the learning rate times a small
     number, and weight decay multiplies it by `1 - learning_rate * weight_decay`.
     """
-    (_, rate), (_, decay), (_, norm) = _named(flags, f"{learning_rate} {weight_decay} max_grad_norm")
-    assert rate is not None and decay is not None and norm is not None
+    (_, rate), (_, decay) = _named(flags, f"{learning_rate} {weight_decay}")
+    assert rate is not None and decay is not None
     require(
         rate <= 1,
         f"--{learning_rate} must be at most 1, got {rate}: an update of AdamW moves each weight by about that",
@@ -79,9 +81,15 @@ def require_bounded_updates(flags: object, learning_rate: str, weight_decay: str
         f"--{learning_rate} x --{weight_decay} must be below 1, got {rate * decay:g}: otherwise the decay changes the "
         "sign of the weights or makes them grow",
     )
+    require_clip_norm(flags, "max_grad_norm")
+
+
+def require_clip_norm(flags: object, name: str) -> None:
+    """Require the norm to which gradients are clipped to be 0 (off) or large enough for AdamW; None passes."""
+    [(_, norm)] = _named(flags, name)
     require(
-        norm == 0 or norm >= SMALLEST_NORM,
-        f"--max_grad_norm must be 0 (off) or at least {SMALLEST_NORM:g}, got {norm}: smaller gradients vanish against "
+        norm is None or norm == 0 or norm >= SMALLEST_NORM,
+        f"--{name} must be 0 (off) or at least {SMALLEST_NORM:g}, got {norm}: smaller gradients vanish against "
         "AdamW's epsilon",
     )
 
@@ -214,7 +222,7 @@ class SupervisedFlags:
     gradient_accumulation_steps: int = flag("micro-batches per optimizer step", 1)
     learning_rate: float = flag("peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model", 2e-5)
     weight_decay: float = flag("weight decay; biases and norm weights are exempt", 0.0)
-    num_train_epochs: int = flag("epochs over the training rows", 1)
+    num_train_epochs: float = flag(EPOCHS_HELP.format("training rows"), 1)
     lr_scheduler_type: SCHEDULERS = flag("learning rate schedule, as in transformers, per optimizer step", "cosine")
     num_warmup_steps: int = flag("warm-up steps of the learning rate, in optimizer steps", 0)
     max_grad_norm: float = flag("clip gradients to this global norm; 0 = off", 1.0)
@@ -258,5 +266,6 @@ class SupervisedFlags:
             not self.offload or self.zero_stage > 0,
             "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device",
         )
+        require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
         require_fraction(self, "dropout eval_fraction")
         require_bounded_updates(self, "learning_rate", "weight_decay")

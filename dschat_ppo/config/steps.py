@@ -18,12 +18,26 @@ from dschat_ppo.config.lora_flags import (
     require_shareable_base,
     require_usable_lora,
 )
-from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags, check_memory, check_ppo_memory
+from dschat_ppo.config.memory_flags import (
+    MemoryFlags,
+    PPOMemoryFlags,
+    check_divided_losses,
+    check_memory,
+    check_ppo_memory,
+)
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.config.schedule_flags import PPOScheduleFlags, ScheduleFlags
+from dschat_ppo.config.schedule_flags import (
+    ModelSchedule,
+    PPOScheduleFlags,
+    ScheduleFlags,
+    fit_schedules,
+    idle_flags,
+    ppo_schedules,
+    require_schedule,
+)
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags, flag, flag_list, require
 
 
@@ -66,10 +80,12 @@ class SFTConfig:
         check_memory(self.memory, {"--zero_stage": self.fit.zero_stage}, self.run.dtype)
         _require_known_lengths(self.fit, self.data)
         require_usable_lora(_adapted(self.fit), self.lora, self.adapters, self.run)
+        require_schedule(self.schedule, fit_schedules(self.fit), self.fit)
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        return idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
+        idle_lora = idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
+        return idle_lora | idle_flags(self.schedule, fit_schedules(self.fit), self.fit)
 
 
 @dataclass(frozen=True)
@@ -90,17 +106,19 @@ class PreferenceConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.reward.objective == "reward" or not self.data.streaming,
+            not (self.reward.has_reference and self.data.streaming),
             f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
             "it does not go with --streaming",
         )
         check_memory(self.memory, {"--zero_stage": self.fit.zero_stage}, self.run.dtype)
         _require_known_lengths(self.fit, self.data)
         require_usable_lora(_adapted(self.fit), self.lora, self.adapters, self.run)
+        require_schedule(self.schedule, fit_schedules(self.fit), self.fit)
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        return idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
+        idle_lora = idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
+        return idle_lora | idle_flags(self.schedule, fit_schedules(self.fit), self.fit)
 
 
 def _adapted(fit: SupervisedFlags) -> list[AdaptedModel]:
@@ -174,6 +192,7 @@ class PPOConfig:
             learned or not ppo.offload_reward_model,
             "--offload_reward_model: there is no reward model, because --use_reward_model is False",
         )
+        check_divided_losses(self.memory, algorithm)
         stages = {"--actor_zero_stage": ppo.actor_zero_stage}
         if algorithm.has_critic:
             stages["--critic_zero_stage"] = ppo.critic_zero_stage
@@ -188,6 +207,10 @@ class PPOConfig:
         )
         require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
         require_shareable_base(self.lora, self.adapters, ppo, algorithm.has_critic, learned)
+        self.ppo_schedule.require_roles(
+            algorithm.has_critic, algorithm.has_reference, self.lora.actor_lora_dim > 0, self.lora.share_base
+        )
+        require_schedule(self.schedule, self.schedules, ppo)
 
     @property
     def _adapted(self) -> list[AdaptedModel]:
@@ -196,6 +219,18 @@ class PPOConfig:
             AdaptedModel("actor_", ppo.actor_weight_decay, ppo.actor_zero_stage),
             AdaptedModel("critic_", ppo.critic_weight_decay, ppo.critic_zero_stage),
         ]
+
+    @property
+    def schedules(self) -> list[ModelSchedule]:
+        """The learning rate schedules of the actor and, if there is one, of the critic."""
+        return ppo_schedules(self.ppo, self.ppo_schedule if self.algorithm.has_critic else None)
+
+    @property
+    def reference_folder(self) -> str | None:
+        """Folder of the reference before training; None without a reference."""
+        if not self.algorithm.has_reference:
+            return None
+        return self.ppo_schedule.ref_model_name_or_path or self.ppo.actor_model_name_or_path
 
     @property
     def reward_folder(self) -> str | None:
@@ -244,11 +279,12 @@ class PPOConfig:
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        ppo, memory = self.ppo, self.ppo_memory
+        ppo, memory, own = self.ppo, self.ppo_memory, self.ppo_schedule.ref_model_name_or_path
         reasons = idle_lora_flags(self._adapted, self.lora, self.adapters)
+        reasons |= idle_flags(self.schedule, self.schedules, self.ppo)
         if ppo.align_overflow and not self.aligns_overflow:
             reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"
-        if ppo.offload_reference_model and self.actor_base_is_frozen:
+        if ppo.offload_reference_model and self.actor_base_is_frozen and own is None:
             reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
         if ppo.offload_reward_model and self.lora.share_base:
             reasons["offload_reward_model"] = "the reward model uses the actor's frozen weights"

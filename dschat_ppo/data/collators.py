@@ -85,12 +85,12 @@ def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tenso
     return input_ids, lengths
 
 
-def _data_sources(records: Sequence[dict[str, Any]]) -> Tensor | None:
+def data_sources_of(records: Sequence[dict[str, Any]]) -> Tensor | None:
     """(B,) int64, the column `source`; None if the rows do not have it."""
     return torch.tensor([r["source"] for r in records]) if "source" in records[0] else None
 
 
-def _mask_from(starts: Sequence[int], input_ids: Tensor, lengths: Tensor) -> Tensor:
+def mask_from(starts: Sequence[int], input_ids: Tensor, lengths: Tensor) -> Tensor:
     """(B, T) bool, True from position `starts` (B) of each row to its last token."""
     columns = torch.arange(input_ids.shape[1])
     return (columns >= torch.tensor(starts).unsqueeze(1)) & (columns < lengths.unsqueeze(1))
@@ -108,11 +108,11 @@ def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_pro
     records, real = rows_at(rows, indices)
     ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
     starts = [1 if train_on_prompt else len(r["prompt_ids"]) for r in records]
-    mask = _mask_from(starts, ids, lengths)
+    mask = mask_from(starts, ids, lengths)
     for row, record in zip(mask, records, strict=True):
         for start, end in record.get("prompt_spans") or ():
             row[max(start, 1) : end] = True  # nothing predicts the first token
-    return SFTBatch(ids, mask & torch.tensor(real).unsqueeze(1), lengths, _data_sources(records))
+    return SFTBatch(ids, mask & torch.tensor(real).unsqueeze(1), lengths, data_sources_of(records))
 
 
 def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
@@ -120,7 +120,7 @@ def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBat
     records, real = rows_at(rows, indices)
     ids, lengths = _both_answers(records, pad_id)
     margin = torch.tensor([r["margin"] for r in records])
-    return PairBatch(ids, lengths, torch.tensor(real), margin, _data_sources(records))
+    return PairBatch(ids, lengths, torch.tensor(real), margin, data_sources_of(records))
 
 
 def collate_answers(rows: Dataset, indices: Sequence[int], pad_id: int) -> AnswerBatch:
@@ -128,8 +128,8 @@ def collate_answers(rows: Dataset, indices: Sequence[int], pad_id: int) -> Answe
     records, real = rows_at(rows, indices)
     ids, lengths = _both_answers(records, pad_id)
     pair_mask, starts = torch.tensor(real), 2 * [len(r["prompt_ids"]) for r in records]
-    answer_mask = _mask_from(starts, ids, lengths) & pair_mask.repeat(2).unsqueeze(1)
-    return AnswerBatch(ids, answer_mask, pair_mask, lengths, _data_sources(records))
+    answer_mask = mask_from(starts, ids, lengths) & pair_mask.repeat(2).unsqueeze(1)
+    return AnswerBatch(ids, answer_mask, pair_mask, lengths, data_sources_of(records))
 
 
 def collate_preferences(rows: Dataset, indices: Sequence[int], pad_id: int) -> PreferenceBatch:

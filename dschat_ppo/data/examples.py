@@ -12,7 +12,9 @@ from dschat_ppo.data.messages import Message, Messages, kind_of
 from dschat_ppo.errors import UserError
 
 Row = dict[str, Any]
-Use = Literal["sft", "preference", "prompt"]
+# What a step reads: an answer, [chosen, rejected], a labelled answer (KTO), an answer with labelled steps, no answer
+Use = Literal["sft", "preference", "unpaired", "steps", "prompt"]
+PARTS = {"sft": 0, "preference": 1, "unpaired": 1, "steps": 1, "prompt": 2}  # the share of --data_split
 # What data preparation adds to the JSON of a row besides its columns: the chat messages of the prompt, their tools, and
 # the correct answer, which built-in rules read as `answer`.
 MESSAGES, TOOLS, TRUTH = ADDED = "_messages", "_tools", "_truth"
@@ -25,12 +27,13 @@ class Example:
     Attributes:
         prompt: text that is used as it is, or chat messages up to the answer, for the chat template. The prompt of
             plain text is "": all of it is the answer.
-        answers: [response] (SFT), [chosen, rejected] (preference) or [] (PPO prompt). An answer to chat messages may be
-            a message, such as one with tool calls.
+        answers: [response] (SFT, unpaired), [chosen, rejected] (preference), the steps of one response (steps) or []
+            (PPO prompt). An answer to chat messages may be a message, such as one with tool calls.
         margin: by which the chosen answer is better.
         truth: the correct answer, for reward functions; None if the row names none.
         tools: tool descriptions for the chat template, or None.
         suffix: of the row's name if a row gives several examples, such as ", answers 1 and 3".
+        labels: of each answer (unpaired) or step (steps): 1 is good, 0 bad; NaN for a step without a label.
     """
 
     prompt: str | Messages
@@ -39,6 +42,12 @@ class Example:
     truth: Any = None
     tools: list[Any] | None = None
     suffix: str = ""
+    labels: tuple[float, ...] = ()
+
+
+def limit_flag(use: Use) -> str:
+    """The flag that limits the tokens of a row."""
+    return "--max_prompt_seq_len" if use == "prompt" else "--max_seq_len"
 
 
 def value_at(row: Row, path: str) -> Any:

@@ -26,7 +26,8 @@ GROUP_ANSWERS, GROUP_LABELS = "_answers", "_labels"  # columns that `group_by_pr
 
 
 def read_ranked(row: Row, reading: Reading, use: Use) -> list[Draft]:
-    """A list of answers with scores or ranks: the best one, or every pair of different rank."""
+    """A list of answers with scores or ranks: the best one, every pair of different rank, or the best answer as a
+    desirable and the worst one as an undesirable answer (of equal ones the first; nothing if all are equal)."""
     prompt = prompt_value(row, reading)
     if use == "prompt":
         return [Draft(prompt)]
@@ -42,6 +43,10 @@ def read_ranked(row: Row, reading: Reading, use: Use) -> list[Draft]:
     order = sorted(range(len(texts)), key=lambda at: -worths[at])  # stable: equal ones in the order of the row
     if use == "sft":
         return [Draft(prompt, [texts[order[0]]])]
+    if use == "unpaired":
+        best, lowest = order[0], min(range(len(texts)), key=lambda at: worths[at])
+        ends = ((best, 1.0), (lowest, 0.0)) if worths[best] > worths[lowest] else ()
+        return [Draft(prompt, [texts[at]], f", answer {at + 1}", (label,)) for at, label in ends]
     pairs = [(a, b) for at, a in enumerate(order) for b in order[at + 1 :] if worths[a] > worths[b]]
     for a, b in pairs:
         if texts[a] == texts[b]:
@@ -88,7 +93,7 @@ def _worths(row: Row, reading: Reading, values: list[Any], column: str) -> list[
 def read_kto(row: Row, reading: Reading, use: Use) -> list[Draft]:
     """An answer and whether it is good; or all answers to one prompt, after `group_by_prompt`.
 
-    SFT takes the good answers, a preference is every good answer with every bad one.
+    SFT takes the good answers, a preference is every good answer with every bad one. KTO takes each answer alone.
     """
     prompt = prompt_value(row, reading)
     if use == "prompt":
@@ -104,6 +109,10 @@ def read_kto(row: Row, reading: Reading, use: Use) -> list[Draft]:
     prompt = _as_chat(prompt, row, reading)
     if use == "sft":
         return [Draft(prompt, [answer], f", answer {number}" if len(values) > 1 else "") for number, answer in good]
+    if use == "unpaired":
+        both = sorted([*((at, answer, 1.0) for at, answer in good), *((at, answer, 0.0) for at, answer in bad)],
+                      key=lambda one: one[0])  # fmt: skip
+        return [Draft(prompt, [answer], f", answer {at}" if is_group else "", (label,)) for at, answer, label in both]
     if not is_group:
         raise UserError("pairs of KTO rows need all rows of a prompt, so the data set cannot be streamed")
     return [

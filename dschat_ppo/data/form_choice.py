@@ -14,7 +14,7 @@ from dschat_ppo.errors import UserError
 _SENTENCE_ENDS = ".!?…。！？｡．;；,，、)）]】\"'”’»」』*"
 _WITHOUT_ANSWER = ("prompt_response", "messages", "sharegpt", "verl")  # they also hold prompts alone
 
-_SPECIAL = ("verl", "kto", "ranked", "hh")
+_SPECIAL = ("verl", "kto", "ranked", "hh", "stepwise", "prm800k", "math_shepherd")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def try_kind(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
     """Read the first rows in one form."""
     rendering = "chat" if kind.rendering in ("chat", "content") else "text"
     reading = Reading(kind.name, tuple(columns.items()), rendering)  # type: ignore[arg-type]
-    uses = [use for use in kind.uses(columns) if not (kind.name == "kto" and use == "preference")]
+    uses = [use for use in kind.uses(columns) if use != "unpaired" and not (kind.name == "kto" and use == "preference")]
     drafts: dict[Use, list[list[Draft] | None]] = {}
     first_problem = ""
     for use in uses:

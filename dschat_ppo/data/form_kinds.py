@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dschat_ppo.data import form_answer_lists, form_readers
+from dschat_ppo.data import form_answer_lists, form_readers, form_steps
 from dschat_ppo.data.deepspeed_chat_sets import SETS
 from dschat_ppo.data.examples import Row, Use
 from dschat_ppo.data.form_rows import Draft, DraftReader, Reading
@@ -20,7 +20,7 @@ class Kind:
     Attributes:
         name: as `--data_format` names it.
         roles: role -> names of columns that have it; the first one that exists counts.
-        needs: use -> the sets of roles of which one must be there.
+        needs: use -> the sets of roles of which one must be there. What serves "preference" serves "unpaired" too.
         read: from a row to drafts.
         by_flag: roles that a column flag may name while the form is detected; `--data_format` allows all of them.
         rendering: "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there
@@ -42,7 +42,8 @@ class Kind:
 
     def uses(self, columns: dict[str, str]) -> tuple[Use, ...]:
         """The uses that these roles serve."""
-        return tuple(use for use, choices in self.needs.items() if any(set(roles) <= set(columns) for roles in choices))
+        found = [use for use, choices in self.needs.items() if any(set(roles) <= set(columns) for roles in choices)]
+        return (*found, *(("unpaired",) if "preference" in found else ()))
 
 
 _PROMPT: Roles = {"prompt": ("prompt",)}
@@ -66,6 +67,24 @@ KINDS = (
         {**_PROMPT, "response": ("completion", "response"), "label": ("label",)},
         dict.fromkeys(("sft", "preference", "prompt"), (("prompt", "response", "label"),)),
         form_answer_lists.read_kto, ("prompt", "response"), shadows=("prompt_response",),
+    ),
+    Kind(
+        "stepwise",
+        {"prompt": ("prompt", "question", "problem"), "response": ("completions", "steps"), "label": ("labels",)},
+        dict.fromkeys(("steps", "prompt"), (("prompt", "response", "label"),)),
+        form_steps.read_stepwise, ("prompt",), shadows=("ranked", "prompt_response", "question_answer"),
+    ),
+    Kind(
+        "prm800k",
+        {"prompt": ("question.problem",), "response": ("label.steps",)},
+        dict.fromkeys(("steps", "prompt"), (("prompt", "response"),)),
+        form_steps.read_prm800k,
+    ),
+    Kind(
+        "math_shepherd",
+        {"prompt": ("input",), "label": ("label",), "task": ("task",)},
+        dict.fromkeys(("steps", "prompt"), (("prompt", "label", "task"),)),
+        form_steps.read_math_shepherd, not_with=("instruction",), rendering="content",
     ),
     Kind(
         "ranked",
@@ -136,6 +155,8 @@ KINDS = (
 NEEDED = {
     "sft": "a prompt and an answer (prompt/response, messages, instruction/output, question/answer, ...)",
     "preference": "a prompt and two answers (prompt/chosen/rejected, chosen/rejected, ranked answers, ...)",
+    "unpaired": "answers with labels (prompt/completion/label), or pairs of answers (prompt/chosen/rejected, ...)",
+    "steps": "the steps of answers with a label for each (prompt/completions/labels, PRM800K, Math-Shepherd)",
     "prompt": "a prompt (prompt, messages, ...)",
 }
 

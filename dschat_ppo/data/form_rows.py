@@ -15,11 +15,13 @@ Rendering = Literal["chat", "text"]
 
 @dataclass(frozen=True)
 class Draft:
-    """What a form finds in a row: a prompt and its answers, before the rendering. `suffix` is that of `Example`."""
+    """What a form finds in a row: a prompt and its answers, before the rendering. `suffix` and `labels` are those of
+    `Example`."""
 
     prompt: str | Messages
     answers: list[str | Message] = field(default_factory=list)
     suffix: str = ""
+    labels: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Reading:
         return text_at(row, dict(self.columns)[role])
 
 
+LABELLED = ("kto", "ranked")  # forms that read "unpaired" themselves; pairs of the others are split
 DraftReader = Callable[[Row, Reading, Use], list[Draft]]
 
 
@@ -70,14 +73,16 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
         read: finds the drafts of the row's form.
         reading: of the data set.
         row: column -> value.
-        use: "sft", "preference" or "prompt".
+        use: of the row.
         where: the row's name, for messages.
 
     Raises:
         UserError: the row is bad; the message names it and says why.
     """
     try:
-        drafts = read(row, reading, use)
+        splits = use == "unpaired" and reading.form not in LABELLED
+        drafts = read(row, reading, "preference" if splits else use)
+        drafts = [one for draft in drafts for one in split_pair(draft)] if splits else drafts
         margin = margin_of(row) if reading.column("rejected") else 0.0
         truth = truth_of(row, reading.truth, reading.truth_pattern) if reading.truth else None
         tools = read_tools(value_at(row, reading.tools), reading.tools) if reading.tools else None
@@ -85,12 +90,24 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
             raise UserError(f"'{reading.tools}' describes tools, which need the chat template; {CHOOSE_CHAT}")
         examples = []
         for draft in drafts:
-            check_answers(draft.answers)
+            if use != "steps":  # whose steps may be equal
+                check_answers(draft.answers)
             prompt = _with_system(_rendered(draft.prompt, reading), row, reading)
-            examples.append(Example(prompt, draft.answers, margin, truth, tools, draft.suffix))
+            examples.append(Example(prompt, draft.answers, margin, truth, tools, draft.suffix, draft.labels))
     except UserError as problem:
         raise UserError(f"{where}: {problem}") from None
     return examples
+
+
+def split_pair(draft: Draft) -> list[Draft]:
+    """A pair as a desirable and an undesirable answer.
+
+    Raises:
+        UserError: an answer is empty, or both are equal.
+    """
+    check_answers(draft.answers)
+    sides = zip(draft.answers, ("chosen", "rejected"), (1.0, 0.0), strict=True)
+    return [Draft(draft.prompt, [answer], f"{draft.suffix}, {name}", (label,)) for answer, name, label in sides]
 
 
 CHOOSE_CHAT = "--apply_chat_template True renders the prompts with it"

@@ -37,7 +37,7 @@ class Form:
         read: `(row, use, where)` -> the examples of one row, none or more; raises `UserError` for a bad row, and for a
             use that the form does not serve. It can be pickled.
         description: what was understood, one line for the log.
-        uses: what the form serves: some of "sft", "preference" and "prompt".
+        uses: what the form serves: some of the values of `Use`.
         about: the data set, its columns and the form, for messages.
         identity: text that differs between forms that read rows differently, for keys of caches.
         uses_flags: whether the column flags name columns of this data set.

@@ -2,9 +2,9 @@
 
 A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with its final token unless
 truncated), `margin` (float), `source` (int, the number of its data set in `TokenRows.sources`) and `digest` (a hash of
-its content); in step 1 `prompt_spans` (half-open ranges of `prompt_ids` that are earlier answers of the assistant); in
-step 3 `row` (JSON of all columns of the data row and of `data_source`, `answer` and `ground_truth`, for reward
-functions).
+its content); in step 1 `prompt_spans` (half-open ranges of `prompt_ids` that are earlier answers of the assistant); for
+KTO `label` (float); for process reward models `step_ends` (places in the answer) and `step_labels` (floats); in step 3
+`row` (JSON of all columns of the data row and of `data_source`, `answer` and `ground_truth`, for reward functions).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_unreadable
 from dschat_ppo.data.cache import regrouped
-from dschat_ppo.data.examples import Use
+from dschat_ppo.data.examples import PARTS, Use, limit_flag
 from dschat_ppo.data.forms import Form, check_flags_used, detect_form, mixed_renderings
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
@@ -38,8 +38,6 @@ from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 _MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
 EVAL_FLAG = "--eval_data_path"
-LIMIT_FLAG = {"sft": "--max_seq_len", "preference": "--max_seq_len", "prompt": "--max_prompt_seq_len"}
-PARTS = {"sft": 0, "preference": 1, "prompt": 2}
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,7 @@ class Preparation:
     eval_paths: list[str] | None = None
     eval_fraction: float | None = None
     all_turns: bool = False
+    step_separator: str = "\n"
     most_rows: int | None = None
     read: list[Splits] = field(default_factory=list)
     seen: list[TokenisedSet] = field(default_factory=list)
@@ -207,11 +206,11 @@ class Preparation:
 
     def settings_of(self, source: DataSource, form: Form) -> TokeniseSettings:
         """How the rows of a data set become token rows."""
-        flags = self.flags
-        truth_replaces = flags.answer_column is not None or flags.answer_pattern is not None
+        truth_replaces = self.flags.answer_column is not None or self.flags.answer_pattern is not None
         return TokeniseSettings(
-            form, self.use, self.tokenizer, self.limit, flags.truncation, self.all_turns, source.name, truth_replaces
-        )
+            form, self.use, self.tokenizer, self.limit, self.flags.truncation, self.all_turns, source.name,
+            truth_replaces, self.step_separator,
+        )  # fmt: skip
 
     def grouped(self, form: Form, raw: Dataset) -> Dataset:
         """The rows that the form reads: some forms join several rows of a file into one."""
@@ -251,10 +250,8 @@ class Preparation:
             self._log_lengths(f"{source.spec}{suffix}", table, order, for_training)
             order = order[usable[order]]
             if for_training and len(order) == 0:
-                raise UserError(
-                    f"{source.spec}: no row is within {LIMIT_FLAG[self.use]} {self.limit}; raise it, or use "
-                    "--truncation left"
-                )
+                limit = f"{limit_flag(self.use)} {self.limit}"
+                raise UserError(f"{source.spec}: no row is within {limit}; raise it, or use --truncation left")
             found.append(Part(source, table.rows, order))
         self._log_rendering(source, form)
         return found
@@ -268,7 +265,7 @@ class Preparation:
             if self.use != "prompt":
                 logger().info(f"data: {name}: answer tokens: {describe_lengths(table.answer_tokens[order])}")
         if for_training and len(order) and (fitted == Fitted.ANSWER_CUT).all():
-            raise UserError(f"{name}: every answer is cut by {LIMIT_FLAG[self.use]} {self.limit}; raise it")
+            raise UserError(f"{name}: every answer is cut by {limit_flag(self.use)} {self.limit}; raise it")
 
     def _log_rendering(self, source: DataSource, form: Form) -> None:
         if form.rendering == "chat":
@@ -320,11 +317,12 @@ def prepare(
     eval_paths: list[str] | None = None,
     eval_fraction: float | None = None,
     all_turns: bool = False,
+    step_separator: str = "\n",
 ) -> TokenRows:
     """Token rows of one step from all its data sets.
 
     Args:
-        use: "sft", "preference" or "prompt".
+        use: what the step reads, see `Use`.
         tokenizer: of the model to train.
         flags: data sets, their form and split over the three steps, truncation policy, bad rows, cache folder and
             number of processes.
@@ -333,7 +331,7 @@ def prepare(
         eval_paths: data sets for evaluation.
         eval_fraction: fraction of the training rows held out for evaluation if a data set has no evaluation split
             and `eval_paths` is empty; None leaves evaluation to `eval_paths` alone.
-        all_turns: see `encode_examples`.
+        all_turns, step_separator: see `encode_examples` and `TokeniseSettings`.
 
     Raises:
         UserError: a data set cannot be used, or `--data_split` leaves this step no row of it; or `--bad_rows` does not
@@ -341,7 +339,9 @@ def prepare(
         StopRequested: the run receives a stop request.
     """
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
-        preparation = Preparation(use, tokenizer, flags, limit, whole_paths, eval_paths, eval_fraction, all_turns)
+        preparation = Preparation(
+            use, tokenizer, flags, limit, whole_paths, eval_paths, eval_fraction, all_turns, step_separator
+        )
         for source in preparation.sources():
             preparation.add(source)
         if not flags.streaming:

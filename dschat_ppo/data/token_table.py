@@ -151,6 +151,7 @@ def _map_batch(
     if not bad:
         return good
     nothing: dict[str, Any] = {"prompt_ids": [], "answers": [], "prompt_spans": [], "row": "{}", "problem": None}
+    nothing |= {"step_ends": [], "step_labels": []}
     rows = [
         {name: nothing.get(name, 0) for name in schema.names}
         | {"number": indices[kept[problem.index]], "fitted": int(Fitted.UNUSABLE)}

@@ -20,6 +20,7 @@ from dschat_ppo.data.encode import EncodedExample, encode_examples
 from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.lengths import Fitted, fit_row, fixed_ends
+from dschat_ppo.data.step_ends import joined_steps, labelled_ends
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
@@ -42,13 +43,14 @@ class TokeniseSettings:
 
     Attributes:
         form: how a row is read.
-        use: "sft", "preference" or "prompt".
+        use: what a row gives, see `Use`.
         tokenizer: of the model to train.
         limit: most tokens of a row.
         truncation: what happens to longer rows.
         all_turns: see `encode_examples`.
         source: name of the data set, `data_source` of rows that have none.
         truth_replaces: whether a row's correct answer replaces columns named `answer` and `ground_truth`.
+        step_separator: text between the steps of an answer, for the use "steps".
     """
 
     form: Form
@@ -59,6 +61,7 @@ class TokeniseSettings:
     all_turns: bool
     source: str
     truth_replaces: bool
+    step_separator: str = "\n"
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ def token_features(use: str) -> Features:
     columns: dict[str, Any] = {"prompt_ids": _IDS, "answers": List(_IDS), "margin": Value("float32")}
     if use == "sft":
         columns["prompt_spans"] = List(_IDS)
+    if use == "unpaired":
+        columns["label"] = Value("float32")
+    if use == "steps":
+        columns |= {"step_ends": _IDS, "step_labels": List(Value("float32"))}
     if use == "prompt":
         columns["row"] = Value("string")
     return Features(columns | {"digest": Value("int64")})
@@ -119,7 +126,10 @@ def tokenise_batch(
     for index, row in enumerate(raw_rows):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
         try:
-            examples += [(index, example) for example in settings.form.read(row, settings.use, origins[index])]
+            found = settings.form.read(row, settings.use, origins[index])
+            if settings.use == "steps":
+                found = [joined_steps(example, settings.step_separator) for example in found]
+            examples += [(index, example) for example in found]
         except UserError as problem:
             note(index, problem)
 
@@ -145,6 +155,13 @@ def tokenise_batch(
             is_chat = not isinstance(example.prompt, str)
             fixed = fixed_ends(settings.tokenizer, ids.prompt, is_chat)
             fitted, done = fit_row(ids, settings.limit, settings.truncation, *fixed)
+        try:
+            labels = _labels_of(example, ids, fitted, settings)
+        except UserError as problem:
+            note(index, problem, example.suffix)
+            continue
+        if settings.use == "steps" and not labels["step_ends"]:
+            done = Fitted.DROPPED  # the limit leaves no labelled step
         if done == Fitted.DROPPED and settings.truncation == "error":
             too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
             note(index, too_long, example.suffix, is_too_long=True)
@@ -155,12 +172,15 @@ def tokenise_batch(
             "index": index, "prompt_ids": fitted.prompt, "answers": fitted.answers, "margin": example.margin,
             "fitted": int(done),
             "prompt_tokens": len(ids.prompt), "answer_tokens": max(map(len, ids.answers), default=0),
-            "key": _hash(_bytes_of(ids) + asked),
+            "key": _hash(_bytes_of(ids) + asked + str(example.labels).encode() * bool(example.labels)),
         }  # fmt: skip
         content = [_bytes_of(fitted), str(example.margin).encode()]
         if settings.use == "sft":
             values["prompt_spans"] = [list(span) for span in fitted.prompt_spans]
             content.append(str(values["prompt_spans"]).encode())
+        if labels:
+            values |= labels
+            content.append(str(labels).encode())
         if settings.use == "prompt":
             values["row"] = row_text(raw_rows[index], example, settings)
             content.append(values["row"].encode("utf-8", "surrogatepass"))
@@ -168,6 +188,24 @@ def tokenise_batch(
         for name, value in values.items():
             columns[name].append(value)
     return _without_rows_of(columns, set(bad)), [bad[index] for index in sorted(bad)]
+
+
+def _labels_of(
+    example: Example, ids: EncodedExample, fitted: EncodedExample, settings: TokeniseSettings
+) -> dict[str, Any]:
+    """The columns of labels, if the use has any; of steps those that the length limit leaves.
+
+    Raises:
+        UserError: see `labelled_ends`.
+    """
+    if settings.use == "unpaired":
+        return {"label": example.labels[0]}
+    if settings.use != "steps":
+        return {}
+    answer, left = ids.answers[0], len(fitted.answers[0])
+    ends, labels = labelled_ends(settings.tokenizer, answer, example.labels, settings.step_separator)
+    kept = [place for place, end in enumerate(ends) if end < left]
+    return {"step_ends": [ends[place] for place in kept], "step_labels": [labels[place] for place in kept]}
 
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:
@@ -197,7 +235,8 @@ def reading_of(settings: TokeniseSettings, flags: DataFlags) -> list[object]:
         "dataset_split", "streaming", "streaming_rows",
     }  # fmt: skip
     form, chosen = settings.form, {name: value for name, value in vars(flags).items() if name not in elsewhere}
-    how = (form.identity, form.rendering, settings.use, settings.limit, settings.all_turns)
+    how: list[object] = [form.identity, form.rendering, settings.use, settings.limit, settings.all_turns]
+    how += [settings.step_separator] if settings.use == "steps" else []
     return [*how, settings.source, sorted(chosen.items())]
 
 

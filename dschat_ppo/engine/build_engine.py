@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.models.adapters import is_adapter_parameter
+from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.types import Engine
 
@@ -32,17 +35,14 @@ class OptimizerSettings:
     betas: tuple[float, float]
     epsilon: float
     lora_learning_rate: float | None = None
+    min_lr_ratio: float = 0.0  # lowest rate after the warm-up, as a share of the peak
 
 
 def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) -> Engine:
     """A DeepSpeed engine in training mode that trains the parameters of `model` that require gradients with AdamW."""
     optimizer = build_optimizer(model, settings, config)
-    scheduler = get_scheduler(
-        settings.schedule,
-        optimizer=optimizer,
-        num_warmup_steps=settings.warmup_steps,
-        num_training_steps=settings.total_steps,
-    )
+    scheduler = build_scheduler(optimizer, settings)
+    _gather_dora_layers_whole(model)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
@@ -54,10 +54,20 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
 def eval_engine(model: nn.Module, config: Config) -> Engine:
     """A DeepSpeed engine in eval mode that only runs forward."""
     model.requires_grad_(False)
+    _gather_dora_layers_whole(model)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine
+
+
+def _gather_dora_layers_whole(model: nn.Module) -> None:
+    """Make ZeRO-3 gather all weights of a DoRA layer for the whole call: its adapter reads the weight of its base."""
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+
+    for layer in adapter_layers(model).values():
+        if len(layer.lora_magnitude_vector) > 0:
+            set_z3_leaf_module(layer, True)
 
 
 def share_gathering(model: nn.Module, engine: Engine) -> None:
@@ -83,6 +93,35 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Confi
         with subprocesses_may_stop("compiled an operator"):
             return DeepSpeedCPUAdam(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> LambdaLR:
+    """The schedule of transformers that `settings` name: the rate of each parameter group is its peak times a factor.
+
+    With `min_lr_ratio` m, the factor f after the warm-up becomes m + (1 - m) f, and f ends at 0.
+    """
+    warmup, total, least, named = settings.warmup_steps, settings.total_steps, settings.min_lr_ratio, {}
+    kind = "cosine_with_min_lr" if settings.schedule == "cosine" and least > 0 else settings.schedule
+    if kind == "cosine_with_min_lr":
+        named["min_lr_rate"] = least
+    elif kind == "polynomial":
+        total = max(total, warmup + 1)  # transformers divides by the steps after the warm-up
+        named |= {"lr_end": least * settings.learning_rate} if least > 0 else {}
+    scheduler = get_scheduler(
+        kind,
+        optimizer=optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=total,
+        scheduler_specific_kwargs=named,
+    )
+    if least > 0 and kind in ("linear", "cosine_with_restarts"):  # they have no lowest rate in transformers
+
+        def raised(step: int, factor: Callable[[int], float]) -> float:
+            return factor(step) if step < warmup else least + (1 - least) * factor(step)
+
+        # the rate of step 0 stays: its factor is 1 without a warm-up
+        scheduler.lr_lambdas = [partial(raised, factor=factor) for factor in scheduler.lr_lambdas]
+    return scheduler
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:

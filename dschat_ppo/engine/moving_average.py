@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dschat_ppo.common import dist
+from dschat_ppo.engine.weight_parts import copy_overlaps, is_partitioned
 
 
 class MovingAverage:
     """`average = decay * average + (1 - decay) * weights` after each update, in fp32 in host memory (Polyak averaging).
 
     Under ZeRO-3 each rank averages its partition of each tensor. Otherwise rank 0 averages the whole tensors, and the
-    other ranks hold nothing.
+    other ranks hold nothing. Frozen parameters are their own average, so none is held for them.
 
     Args:
         model: its parameters that train are averaged; their current values are the initial average. The average of
@@ -31,7 +32,7 @@ class MovingAverage:
 
     def begin(self) -> None:
         """Reset the average to the current weights."""
-        kept = {name: weight for name, weight in self._parameters.items() if _is_partitioned(weight) or dist.is_main()}
+        kept = {name: weight for name, weight in self._parameters.items() if is_partitioned(weight) or dist.is_main()}
         layout = torch.contiguous_format
         self._parts = {name: _held(weight).float().cpu().clone(memory_format=layout) for name, weight in kept.items()}
 
@@ -42,11 +43,11 @@ class MovingAverage:
             part.lerp_(_held(self._parameters[name]).float().cpu(), 1 - self._decay)
 
     def gathered(self) -> dict[str, Tensor]:
-        """The whole averaged tensors in the dtype of the weights, on rank 0; {} on other ranks. Collective."""
+        """The whole averages of the parameters that train, in their dtype, on rank 0; {} on other ranks. Collective."""
         whole = {}
         for name, weight in self._parameters.items():
             part = self._parts.get(name)
-            if _is_partitioned(weight):
+            if is_partitioned(weight):
                 part = dist.gather_cat(self._parts[name].to(dist.device())).cpu()
             if dist.is_main():
                 assert part is not None
@@ -76,30 +77,29 @@ class MovingAverage:
         Returns:
             Whether any rank held a part. If none did, the average does not change.
         """
-        first = {name: dist.rank() * part.numel() for name, part in self._parts.items()}  # whole ones are on rank 0
-        seen = dict.fromkeys(self._parts, 0)
-        found = False
-        for state in ranks:
-            found = found or bool(state)
-            for name in state.keys() & self._parts.keys():
-                part, mine = state[name].flatten(), self._parts[name].view(-1)
-                # both are slices of one flat tensor; copy their overlap
-                begin = max(first[name], seen[name])
-                end = min(first[name] + len(mine), seen[name] + len(part))
-                if begin < end:
-                    mine[begin - first[name] : end - first[name]] = part[begin - seen[name] : end - seen[name]]
-                seen[name] += len(part)
-        return found
+        # whole ones are on rank 0
+        return copy_overlaps({name: (dist.rank() * p.numel(), p.view(-1)) for name, p in self._parts.items()}, ranks)
+
+
+def whole_averages(ranks: Iterable[dict[str, Tensor]], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The whole fp32 averages from the parts of all ranks of a saved run, in rank order, whatever their partitions.
+
+    Args:
+        ranks: see `MovingAverage.load_parts`.
+        shapes: of the parameters that the run averaged; the result has those of which any rank held a part.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    for state in ranks:
+        for name in state.keys() & shapes.keys():
+            parts.setdefault(name, []).append(state[name].flatten())
+    # without the padding of ZeRO-3
+    return {n: torch.cat(held)[: shapes[n].numel()].view(shapes[n]) for n, held in parts.items()}
 
 
 def _shapes(parts: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: part.shape for name, part in parts.items()}
 
 
-def _is_partitioned(weight: Any) -> bool:
-    return hasattr(weight, "ds_id")
-
-
 def _held(weight: Any) -> Tensor:
     """This rank's part of a parameter between two steps."""
-    return weight.ds_tensor.detach() if _is_partitioned(weight) else weight.detach()
+    return weight.ds_tensor.detach() if is_partitioned(weight) else weight.detach()

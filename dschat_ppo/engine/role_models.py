@@ -24,13 +24,14 @@ class ModelFolders:
     actor: str
     critic: str | None
     reward: str | None
+    reference: str | None = None  # if it is not the actor's folder
 
 
 class RoleModels:
     """Loads the actor at once, and makes the models of the other roles when they are asked for.
 
-    If only the actor's adapter trains, the reference consists of modules over the actor's frozen weights. With
-    `--share_base` critic and reward model do too. Otherwise they are loaded.
+    If only the actor's adapter trains and the reference has no folder, the reference consists of modules over the
+    actor's frozen weights. With `--share_base` critic and reward model do too. Otherwise they are loaded.
 
     Args:
         config: the resolved flags.
@@ -47,19 +48,24 @@ class RoleModels:
         self.actor = PolicyModel(lm)
         # Made here because an engine adds hooks, which a copy of the modules would have too.
         self._reference: PreTrainedModel | None = None
-        if config.algorithm.has_reference and config.actor_base_is_frozen:
+        if config.algorithm.has_reference and folders.reference is None and config.actor_base_is_frozen:
             self._reference = model_over_base(lm, copies_adapter=is_adapter_folder(folders.actor))
         self._base = model_over_base(lm) if config.lora.share_base else None
 
     def reference(self, ds_config: Config) -> PolicyModel:
-        """The model of the reference, with the actor's kernels, so that both give the same bits before any update."""
-        run, lm = self._config.run, self._reference
+        """The model of the reference, with the actor's kernels, so that both give the same bits before any update.
+
+        A reference with a folder of its own still needs `select_kernels`.
+        """
+        run, lm, folder = self._config.run, self._reference, self._folders.reference
+        if folder is not None:
+            return PolicyModel(load_causal_lm(folder, run.dtype, ds_config, resize=run.resize_vocabulary))
         if lm is None:
             lm = load_causal_lm(self._folders.actor, run.dtype, ds_config, resize=run.resize_vocabulary)
         else:
             adapter = "a frozen copy of its first adapter" if is_adapter_folder(self._folders.actor) else "no adapter"
             logger().info(f"reference: the actor's frozen weights with {adapter}; no reference model is held")
-        return PolicyModel(lm, self.actor.fused, self.actor.packed)
+        return PolicyModel(lm, self.actor.fused, self.actor.packed, self.actor.divided)
 
     def critic(self, folder: str, ds_config: Config) -> ScalarModel:
         """The model of the critic."""

@@ -132,8 +132,9 @@ def has_dynamic_scale(engine: Engine) -> bool:
 
 
 def loss_scale(engine: Engine) -> float:
-    """Factor of the loss in the backward pass: 1 except in fp16."""
-    return float(engine.optimizer.loss_scaler.cur_scale) if engine.fp16_enabled() else 1.0
+    """Factor of the loss in the backward pass: 1 except in fp16, and in an engine that only evaluates."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None) if engine.fp16_enabled() else None
+    return 1.0 if scaler is None else float(scaler.cur_scale)
 
 
 def has_overflow(engine: Engine) -> bool:

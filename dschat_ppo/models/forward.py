@@ -98,3 +98,9 @@ def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor, last_on
     if last_only:
         return engine(input_ids, lengths, last_only=True)
     return engine(input_ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+
+
+def scores_at(engine: Model, input_ids: Tensor, lengths: Tensor, wanted: Tensor) -> Tensor:
+    """The scores at the N tokens where `wanted` (B, T) bool is True, row after row, (N,) fp32; packed rows need no
+    memory for padding. Arguments as for `last_token_scores`."""
+    return engine(input_ids, lengths, wanted=wanted)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.common.dist import all_reduce
+from dschat_ppo.common.dist import all_reduce, sequence_ranks
 from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import hidden_window, unwrap
 from dschat_ppo.models.packing import reason_not_to_pack, recorded_windows
 from dschat_ppo.models.policy_model import PolicyModel
@@ -25,7 +26,9 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 
 @torch.no_grad()
 def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
-    """Set `fused` and `packed` of the model inside. Collective: every rank calls it, and all make the same choice.
+    """Set `fused` and `packed` of the model inside, and `divided` where ranks share rows.
+
+    Collective: every rank calls it, and all make the same choice.
 
     Args:
         engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`, or the model itself.
@@ -33,6 +36,9 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
 
     Returns:
         Why rows are not packed; None if they are.
+
+    Raises:
+        UserError: ranks share rows, and the model cannot run with a part of the columns on each of them.
     """
     module: Any = unwrap(engine)
     was_training = module.training
@@ -46,6 +52,8 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
         reason = "packing has been measured on CPUs only"
     if reason is None:
         reason = _select_packed(engine, module, ids)
+    if sequence_ranks() > 1:
+        _divide(engine, module, ids)
     engine.train(was_training)
     if reason is None and isinstance(module, PolicyModel) and not module.fused:
         return "its output head needs whole logits"
@@ -92,6 +100,24 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     if reason is not None:
         logger().info(f"{type(module.backbone).__name__}: {reason}, so rows are padded")
     return reason
+
+
+def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
+    """Divide the columns of rows among the ranks that share them; checks that this gives the numbers of whole rows."""
+    whole = _outputs(engine, ids)
+    module.divided = True
+    with recorded_windows() as windows:
+        divided = _outputs(engine, ids)
+    spread = whole.std(dim=-1)  # of log-probs, entropies or values, each by itself
+    difference = ((divided - whole).abs().mean(dim=-1) / spread).max() / PACKED_TOLERANCE[module.backbone.dtype]
+    reason = None
+    if hidden_window(module.config, windows):
+        reason = "its sliding window is in its mask, which divided rows do not have"
+    elif not all_reduce(difference, "max") < 1:
+        reason = "divided rows do not give the numbers of whole rows"
+    if reason is not None:
+        name = type(module.backbone).__name__
+        raise UserError(f"--sequence_parallel_size: {name} cannot be divided, because {reason}; use 1")
 
 
 def _outputs(engine: Model, ids: Tensor) -> Tensor:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.architectures import SCORE
+from dschat_ppo.models.download import download
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
 _OLD_WEIGHTS = "adapter_model.bin"
 _PREFIX = "base_model.model."  # of peft's names of weights: a model inside two wrappers
 _MAGNITUDE = "lora_magnitude_vector"  # of DoRA: a module with one weight, which the file leaves out
@@ -40,7 +39,7 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
         raise UserError(f"{flag} {name}: no such folder")
     refused = f"{flag} {name}: neither a local folder nor a model that can be downloaded from the hub"
     with main_rank_of_node_first(), reading(refused):
-        return str(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+        return download(name, revision)
 
 
 def base_name(folder: str) -> tuple[str, str | None]:

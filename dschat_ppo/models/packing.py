@@ -22,6 +22,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.backbone import backbone_states, position_arguments, real_slots
 from dschat_ppo.models.router_recorder import record_router, router_arguments
+from dschat_ppo.models.sequence_parallel import (
+    Columns,
+    attention_of_own_heads,
+    exchanged_heads,
+    heads_to_columns,
+    of_own_heads,
+    rotary_of_whole_rows,
+)
 
 NAME = "dschat_packed"
 LARGEST_FLASH_HEAD = 256
@@ -43,15 +51,23 @@ _VARLEN = varlen_kernel()
 
 @dataclass(frozen=True)
 class _Running:
-    """A running packed forward pass: the configuration of its model, and the lengths of its segments."""
+    """A running forward pass with the attention of this module.
+
+    Attributes:
+        config: of its model.
+        lengths: of the segments of its only row; None: rows are not packed.
+        divided: whether ranks share the rows, and each has a part of the columns.
+    """
 
     config: PretrainedConfig
-    lengths: list[int]
+    lengths: list[int] | None
+    divided: bool = False
 
     made: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def bounds(self, device: torch.device) -> Tensor:
         """(segments + 1,) int32: where each segment begins, and the end of the last one."""
+        assert self.lengths is not None
         if device not in self.made:  # one copy to the device, not one in each layer
             self.made[device] = torch.tensor([0, *self.lengths]).cumsum(0).int().to(device)
         return self.made[device]
@@ -62,10 +78,16 @@ _WINDOWS: list[dict[int, int | None]] = []
 
 
 @contextmanager
-def segments(config: PretrainedConfig, lengths: list[int]) -> Iterator[None]:
-    """Make models of `config` treat a single row as segments of these lengths."""
+def segments(config: PretrainedConfig, lengths: list[int] | None, divided: bool = False) -> Iterator[None]:
+    """Make models of `config` treat a single row as segments of these lengths.
+
+    Args:
+        config: of the model.
+        lengths: of the segments; None: rows are not packed.
+        divided: the model gets this rank's columns of rows that ranks share; lengths are those of whole rows.
+    """
     before = config._attn_implementation
-    _RUNNING.append(_Running(config, lengths))
+    _RUNNING.append(_Running(config, lengths, divided))
     config._attn_implementation = NAME
     try:
         yield
@@ -88,16 +110,55 @@ def _segment_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     sliding_window: int | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention inside each segment: (1, heads, T, d) -> (1, T, heads, d). `attention_mask` is None."""
-    outputs, lengths = [], _RUNNING[-1].lengths
+    """Causal attention inside each segment: (b, heads, T, d) -> (b, T, heads, d). `attention_mask` is None."""
     if _WINDOWS:
         _WINDOWS[-1][module.layer_idx] = sliding_window
-    if _suits_flash(query, key, value, options):
-        return _flash_attention(query, key, value, sliding_window, options.get("scaling")), None
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        band = _band(q.shape[2], sliding_window, q.device)
-        outputs.append(sdpa_attention_forward(module, q, k, v, band, **options)[0])
-    return torch.cat(outputs, dim=1), None
+    if not _RUNNING[-1].divided:
+        return _attention(module, query, key, value, sliding_window, options), None
+    query, key, value = exchanged_heads(query, key, value)
+    own = attention_of_own_heads(module, query, key)
+    return heads_to_columns(_attention(own, query, key, value, sliding_window, of_own_heads(options))), None
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]
+) -> Tensor:
+    lengths = _RUNNING[-1].lengths
+    if lengths is not None and _suits_flash(query, key, value, options):
+        return _flash_attention(query, key, value, window, options.get("scaling"))
+    parts = [(query, key, value)]
+    if lengths is not None:
+        parts = list(zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True))
+    outputs = []
+    for q, k, v in parts:
+        band = _band(q.shape[2], window, q.device)
+        if options.get("softcap") is None and options.get("s_aux") is None:
+            outputs.append(sdpa_attention_forward(module, q, k, v, band, **options)[0])
+        else:
+            outputs.append(_capped_attention(module, q, k, v, band, **options))
+    return torch.cat(outputs, dim=1)
+
+
+def _capped_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, band: Tensor | None, scaling: float | None = None,
+    dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Attention that PyTorch has no kernel for: with a soft cap of its logits (Gemma 2), or with one more logit for
+    each head that no value belongs to (the sinks of GPT-OSS, `s_aux` (heads,)). (b, heads, T, d) -> (b, T, heads, d).
+    """
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    logits = logits.masked_fill(~(causal if band is None else band), -torch.inf)
+    if s_aux is not None:
+        sinks = s_aux.to(logits.dtype).view(1, -1, 1, 1).expand(len(logits), -1, length, 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    shares = torch.softmax(logits.float(), dim=-1)[..., :length].to(value.dtype)
+    shares = torch.nn.functional.dropout(shares, dropout, module.training)
+    return (shares @ value).transpose(1, 2)
 
 
 def _suits_flash(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
@@ -123,8 +184,8 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor, window: int | No
     running = _RUNNING[-1]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
     before = -1 if window is None else window - 1  # keys before its own that a query sees; -1: all
+    assert _VARLEN is not None and running.lengths is not None
     bounds, longest = running.bounds(query.device), max(running.lengths)
-    assert _VARLEN is not None
     found: Any = _VARLEN(
         q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(before, 0),
         enable_gqa=q.shape[1] != k.shape[1],
@@ -191,6 +252,56 @@ def token_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> tuple[Ten
     return output.last_hidden_state[0], real
 
 
+@dataclass(frozen=True)
+class DividedRows:
+    """Rows that ranks share, packed or not: how tensors (B, T) over their tokens are laid out, and their columns.
+
+    Attributes:
+        real: (B, T) bool, True on the tokens that are laid end to end as one row; None: rows are not packed.
+        lengths: of the segments of that row.
+        columns: of the rows as they are laid out.
+    """
+
+    real: Tensor | None
+    lengths: list[int] | None
+    columns: Columns
+
+    @classmethod
+    def of(cls, input_ids: Tensor, lengths: Tensor, packed: bool) -> DividedRows:
+        """Lay out right-padded `input_ids` (B, T) with `lengths` (B,): packed if asked for and rows differ."""
+        if not (packed and are_uneven(lengths)):
+            return cls(None, None, Columns(input_ids.shape[1]))
+        slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        columns = Columns(int(lengths.sum()))
+        filler = [columns.padding] if columns.padding else []
+        return cls(slots < lengths.unsqueeze(1), [*lengths.tolist(), *filler], columns)
+
+    def laid_out(self, values: Tensor) -> Tensor:
+        """(B, T) -> (1, N) packed, or as it is."""
+        return values if self.real is None else values[self.real].unsqueeze(0)
+
+    def own(self, values: Tensor) -> Tensor:
+        """(B, T) -> (b, n), laid out, this rank's columns."""
+        return self.columns.own(self.laid_out(values))
+
+    def run(self, model: Any, input_ids: Tensor, **arguments: Any) -> Any:
+        """The model's output for this rank's columns; a collective of the ranks that share the rows."""
+        slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        whole = position_arguments(model, self.columns.padded(self.laid_out(slots)))["position_ids"]
+        with segments(model.config, self.lengths, divided=True), rotary_of_whole_rows(model, whole):
+            return model(
+                input_ids=self.own(input_ids), attention_mask=None, use_cache=False,
+                **position_arguments(model, self.own(slots)), **arguments,
+            )  # fmt: skip
+
+    def values(self, part: Tensor) -> Tensor:
+        """(b, n) fp32 of this rank's tokens -> (B, T) of all, 0 outside packed rows. Collective as `run`."""
+        whole = self.columns.gather(part)
+        if self.real is None:
+            return whole
+        return whole.new_zeros(self.real.shape).masked_scatter(self.real, whole)
+
+
 def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
     """Last hidden states (B, T, H) of packed rows, 0 after a row's end; see `token_states`."""
     states, real = token_states(backbone, input_ids, lengths)
@@ -202,7 +313,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
     """`context_fn` of `torch.utils.checkpoint`: packs the recomputation of a packed forward pass."""
     if not _RUNNING:
         return nullcontext(), nullcontext()
-    return nullcontext(), segments(_RUNNING[-1].config, _RUNNING[-1].lengths)
+    return nullcontext(), segments(_RUNNING[-1].config, _RUNNING[-1].lengths, _RUNNING[-1].divided)
 
 
 CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}

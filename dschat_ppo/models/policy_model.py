@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
+from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import (
     backbone_of,
     backbone_states,
@@ -19,7 +20,7 @@ from dschat_ppo.models.backbone import (
     real_slots,
     slot_arguments,
 )
-from dschat_ppo.models.packing import CHECKPOINTING, are_uneven, token_states
+from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, are_uneven, token_states
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 
 
@@ -34,12 +35,15 @@ class PolicyModel(nn.Module):
         lm: causal language model.
         fused: whether to use the fused head.
         packed: run rows end to end as one row, without padding; needs `fused`.
+        divided: ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns.
     """
 
-    def __init__(self, lm: PreTrainedModel, fused: bool = True, packed: bool = False):
+    def __init__(self, lm: PreTrainedModel, fused: bool = True, packed: bool = False, divided: bool = False):
         super().__init__()
         self.lm: Any = lm
         self.packed = packed
+        self.divided = divided
+        self.offload_activations = False  # keep what the backward pass needs in host memory
         self.fused = fused and type(lm.get_output_embeddings()).forward is nn.Linear.forward
         text = lm.config.get_text_config()
         scale = getattr(text, "logit_scale", None) or 1.0
@@ -82,9 +86,20 @@ class PolicyModel(nn.Module):
             Two tensors (N) fp32: the N wanted tokens, row after row. Then, if requested, log-probs of every token
             (N, V) fp32.
         """
+        with activations_on_host(self.offload_activations):
+            if self.divided:
+                if distributions or router_arguments():
+                    raise ValueError("ranks that share rows compute neither whole distributions nor a router's loss")
+                return self._divided_scores(input_ids, wanted, temperature, entropy_grad)
+            if self.fused and not distributions:
+                return self._fused_scores(input_ids, wanted, temperature, entropy_grad)
+            return self._plain_scores(input_ids, wanted, temperature, entropy_grad, distributions)
+
+    def _plain_scores(
+        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, distributions: bool
+    ) -> tuple[Tensor, ...]:
+        """From whole logits."""
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
-        if self.fused and not distributions:
-            return self._fused_scores(input_ids, wanted, tokens, temperature, entropy_grad)
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first  # columns whose logits are computed
         output = self.lm(
@@ -98,15 +113,41 @@ class PolicyModel(nn.Module):
         return token_logprobs(logits, tokens, temperature), entropy, *extras
 
     def _fused_scores(
-        self, input_ids: Tensor, wanted: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
+        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        lengths = _read_lengths(wanted)
+        tokens, lengths = input_ids[:, 1:][wanted[:, 1:]], _read_lengths(wanted)
         if self.packed and are_uneven(lengths):
             of_tokens, real = token_states(self.backbone, input_ids, lengths)
             predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
             states = of_tokens[predicts[real]]  # (N, H)
         else:
             states = backbone_states(self.backbone, input_ids, lengths)[:, :-1][wanted[:, 1:]]  # (N, H)
+        return self._head_scores(states, tokens, temperature, entropy_grad)
+
+    def _divided_scores(
+        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The scores of all wanted tokens, from those of this rank's columns."""
+        predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
+        rows = DividedRows.of(input_ids, _read_lengths(wanted), self.packed)
+        own = rows.own(predicts)  # (b, n)
+        tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[own]  # the token after each of this rank
+        if self.fused:
+            states = rows.run(self.backbone, input_ids).last_hidden_state[own]
+            scores = self._head_scores(states, tokens, temperature, entropy_grad)
+        else:
+            logits = rows.run(self.lm, input_ids).logits[own]
+            entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
+            scores = token_logprobs(logits, tokens, temperature), entropy
+        both = torch.stack(scores, dim=-1)  # (own tokens, 2)
+        spread = both.new_zeros((*own.shape, 2)).masked_scatter(own.unsqueeze(-1), both)
+        logprobs, entropy = rows.columns.gather(spread)[rows.laid_out(predicts)].unbind(dim=-1)
+        return logprobs, entropy if entropy_grad else entropy.detach()
+
+    def _head_scores(
+        self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs of `tokens` (N,) after hidden states (N, H), and entropies, from the fused head."""
         head = self.lm.get_output_embeddings()
 
         def scores(hidden: Tensor) -> tuple[Tensor, Tensor]:

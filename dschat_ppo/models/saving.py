@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from dschat_ppo.models.adapter_weights import MATRICES, merged_weight
 from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.architectures import SCORE, first_position
 from dschat_ppo.models.model_folders import ADAPTER_WEIGHTS, saved_name
+from dschat_ppo.models.quantisation import is_quantised
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Engine
 
@@ -90,7 +92,7 @@ def save_model(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
-    described: Mapping[str, float | None] | None = None,
+    described: Mapping[str, float | str | None] | None = None,
     weights: Mapping[str, Tensor] | None = None,
     ends: Sequence[int] = (),
     merge: bool = True,
@@ -107,41 +109,65 @@ def save_model(
         engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`.
         tokenizer: saved with the weights.
         folder: created if needed.
-        described: numbers to store in the model's config under these names; None removes an entry.
+        described: numbers and texts to store in the model's config under these names; None removes an entry.
         weights: whole tensors, on rank 0, that replace the engine's weights of these names.
         ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain transformers stops at them.
-        merge: write a model with an adapter merged, in its whole, instead of an adapter folder.
+        merge: write a model with an adapter merged, in its whole, instead of an adapter folder. Nothing is merged into
+            quantised weights: of a model with those, an adapter folder is written in any case.
         adapter: the name of the adapter to save or to merge.
 
     Raises:
         StorageError: the folder cannot be written; on every rank.
     """
-    module = engine.module
-    model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm
-    as_adapter = not merge and bool(adapter_layers(model))
+    model = pretrained(engine.module)
+    as_adapter = bool(adapter_layers(model)) and (not merge or is_quantised(model))
     wanted = partial(is_saved_with, adapter) if as_adapter else None
     state = gather_state(model, wanted) | dict(weights or {})
     problem = None
     if dist.is_main():
-        model.config.dtype = next(iter(state.values())).dtype
-        for name, value in (described or {}).items():
-            if value is not None:
-                setattr(model.config, name, value)
-            elif hasattr(model.config, name):
-                delattr(model.config, name)
-        if not isinstance(module, ScalarModel):
-            model.generation_config = _generation_config(model, tokenizer, ends)
-        elif first_position(model.config) == 0:  # RoBERTa-like models count positions from PAD, so they keep it
-            # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows.
-            pad = tokenizer.pad_token_id
-            model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
-        if as_adapter:
-            problem = _write_adapter(model, state, tokenizer, Path(folder), adapter)
-        else:
-            problem = _write(model, merged_state(model, state, adapter), tokenizer, Path(folder))
+        problem = write_model(engine.module, state, tokenizer, folder, described, ends, not as_adapter, adapter)
     problem = dist.broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
+
+
+def pretrained(module: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a `PolicyModel` or a `ScalarModel`."""
+    model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm  # type: ignore[assignment]
+    return model
+
+
+def write_model(
+    module: nn.Module,
+    state: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    described: Mapping[str, float | str | None] | None = None,
+    ends: Sequence[int] = (),
+    merge: bool = True,
+    adapter: str = "default",
+) -> str | None:
+    """Write a model whose weights are `state`; those of `module`, a `PolicyModel` or a `ScalarModel`, are not read.
+
+    `state` has the names of the transformers model in `module`; for an adapter folder only the weights of the adapter
+    and of a score head. The other arguments are those of `save_model`. Returns why it cannot be written, or None.
+    """
+    model = pretrained(module)
+    model.config.dtype = next(iter(state.values())).dtype
+    for name, value in (described or {}).items():
+        if value is not None:
+            setattr(model.config, name, value)
+        elif hasattr(model.config, name):
+            delattr(model.config, name)
+    if not isinstance(module, ScalarModel):
+        model.generation_config = _generation_config(model, tokenizer, ends)
+    elif first_position(model.config) == 0:  # RoBERTa-like models count positions from PAD, so they keep it
+        # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows.
+        pad = tokenizer.pad_token_id
+        model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
+    if not merge and adapter_layers(model):
+        return _write_adapter(model, state, tokenizer, Path(folder), adapter)
+    return _write(model, merged_state(model, state, adapter), tokenizer, Path(folder))
 
 
 def is_saved_with(adapter: str, name: str) -> bool:
@@ -201,7 +227,10 @@ def _write_adapter(
         config: Any = model.peft_config[adapter]
         replace(config, inference_mode=True).save_pretrained(str(unfinished))
         if hasattr(model, SCORE):
-            model.config.save_pretrained(unfinished)
+            whole = deepcopy(model.config)
+            if hasattr(whole, "quantization_config"):  # the folder may be loaded without quantised weights
+                del whole.quantization_config
+            whole.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
 
     return _write_files(write, folder)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import backbone_states
-from dschat_ppo.models.packing import CHECKPOINTING, are_uneven, last_states, token_states
+from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, are_uneven, last_states, token_states
 
 
 class ScalarModel(nn.Module):
@@ -26,6 +27,8 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.classifier: Any = classifier
         self.packed = packed
+        self.divided = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
+        self.offload_activations = False  # keep what the backward pass needs in host memory
 
     @property
     def config(self) -> PretrainedConfig:
@@ -46,12 +49,33 @@ class ScalarModel(nn.Module):
         """Recompute activations in the backward pass."""
         self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
 
-    def forward(self, input_ids: Tensor, lengths: Tensor, last_only: bool = False) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, lengths: Tensor, last_only: bool = False, wanted: Tensor | None = None
+    ) -> Tensor:
         """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values; those after a row's end are meaningless.
 
-        With `last_only` (B,), the values of the last tokens; packed rows then need no memory for padding.
+        With `last_only` (B,), the values of the last tokens; with `wanted` (B, T) bool (N,), those of the real tokens
+        where it is True, row after row. Packed rows then need no memory for padding.
         """
+        with activations_on_host(self.offload_activations):
+            return self._values(input_ids, lengths, last_only, wanted)
+
+    def _values(self, input_ids: Tensor, lengths: Tensor, last_only: bool, wanted: Tensor | None) -> Tensor:
         head = self.classifier.score
+        if self.divided:
+            rows = DividedRows.of(input_ids, lengths, self.packed)
+            states = rows.run(self.backbone, input_ids).last_hidden_state  # (b, n, H)
+            values = rows.values(head(states.to(head.weight.dtype)).squeeze(-1).float())  # (B, T)
+            if wanted is not None:
+                return values[wanted]
+            return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1) if last_only else values
+        if wanted is not None:
+            if self.packed and are_uneven(lengths):
+                of_tokens, real = token_states(self.backbone, input_ids, lengths)
+                chosen = of_tokens[wanted[real]]  # (N, H)
+            else:
+                chosen = backbone_states(self.backbone, input_ids, lengths)[wanted]
+            return head(chosen.to(head.weight.dtype)).squeeze(-1).float()
         if last_only:
             ends = lengths - 1  # (B,)
             if self.packed and are_uneven(lengths):

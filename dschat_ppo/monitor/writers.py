@@ -105,7 +105,7 @@ class MetricsWriter:
 
 def _finite_or_null(metrics: dict[str, float]) -> dict[str, float | None]:
     """The metrics with None for NaN and infinity (e.g. the gradient norm after an fp16 overflow), which JSON lacks."""
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    return {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def is_finished(folder: Path) -> bool:

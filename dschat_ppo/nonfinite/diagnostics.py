@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.collators import PairBatch, PreferenceBatch
+from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch
 from dschat_ppo.types import Rollout, select_rows, tensors_of
 
 # Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses of the recorded
@@ -90,7 +90,7 @@ def _is_finite(value: Any) -> bool:
 def single_rows(record: Any) -> Iterator[Any]:
     """Split a record into records of one row each (one pair each for a batch of pairs)."""
     values: dict[str, Any] = tensors_of(record)
-    if type(record) in (PairBatch, PreferenceBatch):
+    if type(record) in (PairBatch, AnswerBatch, PreferenceBatch):
         pairs = len(record.pair_mask)
         for number in range(pairs):
             # a tensor has one line per pair, or all chosen answers and then all rejected ones

@@ -25,7 +25,8 @@ from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import remove_folder
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
-from dschat_ppo.data.collators import PairBatch, PreferenceBatch, SFTBatch
+from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch, SFTBatch
+from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
 from dschat_ppo.engine.skip_update import loss_scale
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import unwrap
@@ -33,7 +34,9 @@ from dschat_ppo.models.saving import save_model
 from dschat_ppo.types import Engine, Experience, ScoredRollout, record_of, tensors_of
 
 FORMAT = 1
-_KINDS: tuple[Any, ...] = (SFTBatch, PairBatch, PreferenceBatch, Experience, ScoredRollout)
+_KINDS: tuple[Any, ...] = (
+    SFTBatch, PairBatch, AnswerBatch, PreferenceBatch, LabelledBatch, StepBatch, Experience, ScoredRollout
+)  # fmt: skip
 RECORDS = {kind.__name__: kind for kind in _KINDS}
 MODEL, BATCH, WHAT, CONFIG = "model", "batch.safetensors", "what.json", "config.yaml"
 

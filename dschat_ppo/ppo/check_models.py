@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.rlhf_engine import ModelFolders
+from dschat_ppo.engine.role_models import ModelFolders, actor_adapter, critic_adapter
+from dschat_ppo.engine.tensor_parallel import check_tensor_parallel
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -17,6 +21,7 @@ from dschat_ppo.models.loading import (
     check_vocabulary,
     load_config,
 )
+from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
@@ -24,6 +29,7 @@ from dschat_ppo.rewards.learned_reward import saved_statistics
 from dschat_ppo.session.begin_run import naming
 
 ACTOR = "--actor_model_name_or_path"
+REFERENCE = "--ref_model_name_or_path"
 LIMITS = "--max_prompt_seq_len + --max_answer_seq_len"
 
 
@@ -33,11 +39,14 @@ def model_folders(config: PPOConfig) -> ModelFolders:
     Raises:
         UserError: a model does not exist.
     """
-    critic, reward = config.critic_folder, config.reward_folder
+    critic, reward, reference = config.critic_folder, config.reward_folder, config.ppo_schedule.ref_model_name_or_path
+    actor = model_folder(config.ppo.actor_model_name_or_path, ACTOR)
+    other = None if reference is None else model_folder(reference, REFERENCE)
     return ModelFolders(
-        model_folder(config.ppo.actor_model_name_or_path, ACTOR),
+        actor,
         None if critic is None else model_folder(critic, config.critic_flag),
         None if reward is None else model_folder(reward, config.reward_flag),
+        None if other is None or Path(other).resolve() == Path(actor).resolve() else other,
     )
 
 
@@ -52,17 +61,22 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
     actor_config = load_config(folders.actor, ACTOR)
     check_vocabulary(tokenizer, actor_config, ACTOR, folders.actor, resize=resize)
     with naming(ACTOR):
-        check_causal_lm(folders.actor)
+        check_causal_lm(folders.actor, actor_adapter(config))
     check_length(folders.actor, longest, LIMITS)
+    check_long_sequences(config.memory, ACTOR, folders.actor, scalar=False)
     if config.algorithm.router_loss_coef > 0:
         router_top_k(actor_config, f"{ACTOR} {folders.actor}")
+    if folders.reference is not None:
+        _check_reference(config, folders.reference, tokenizer, actor_config, longest)
+    check_tensor_parallel(actor_config, config.ppo_memory.inference_tp_size, dist.world_size())
     if folders.critic is not None:
         flag = config.critic_flag
         with naming(flag):
-            check_sequence_classifier(folders.critic, new_head=config.critic_may_have_new_head)
+            check_sequence_classifier(folders.critic, config.critic_may_have_new_head, critic_adapter(config))
         if folders.critic != folders.actor:
             check_vocabulary(tokenizer, load_config(folders.critic, flag), flag, folders.critic, True, resize)
             check_length(folders.critic, longest, LIMITS)
+        check_long_sequences(config.memory, flag, folders.critic, scalar=True)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
     if config.lora.share_base:
@@ -92,10 +106,50 @@ def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
         )
 
 
+def _check_reference(
+    config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, actor: PretrainedConfig, longest: int
+) -> None:
+    """Check a reference that is another model than the actor: it reads the actor's token ids."""
+    model_config = load_config(folder, REFERENCE)
+    if load_tokenizer(folder, REFERENCE).get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{REFERENCE} {folder}: its tokenizer differs from the actor's, so its log-probs would be of other text; "
+            "take a model with the same tokenizer"
+        )
+    check_vocabulary(tokenizer, model_config, REFERENCE, folder, resize=config.run.resize_vocabulary)
+    with naming(REFERENCE):
+        check_causal_lm(folder)
+    check_length(folder, longest, LIMITS)
+    least = len(tokenizer) if config.run.resize_vocabulary else 0
+    sizes = [max(each.get_text_config().vocab_size, least) for each in (model_config, actor)]
+    if sizes[0] != sizes[1] and "full" in (config.algorithm.kl_estimator, config.algorithm.kl_loss_estimator):
+        raise UserError(
+            f"{REFERENCE} {folder}: has {sizes[0]} rows in its vocabulary and the actor {sizes[1]}, but the KL "
+            "estimator 'full' compares all of them; take a reference of the same size or another estimator"
+        )
+    if config.ppo_schedule.ref_sync_interval > 0:
+        shapes = [_shapes(each, size).items() for each, size in zip((model_config, actor), sizes, strict=True)]
+        differing = sorted(name for name, _ in shapes[0] ^ shapes[1])
+        if differing:
+            raise UserError(
+                f"--ref_sync_interval: {REFERENCE} {folder} and the actor have different parameters ({differing[0]}), "
+                "so one cannot move towards the other; omit one of the two flags"
+            )
+
+
+def _shapes(config: PretrainedConfig, vocab_size: int) -> dict[str, torch.Size]:
+    """Name -> shape of the parameters of a causal language model, without its weights."""
+    config = copy.deepcopy(config)
+    config.get_text_config().vocab_size = vocab_size
+    with torch.device("meta"):
+        return {name: weight.shape for name, weight in AutoModelForCausalLM.from_config(config).named_parameters()}
+
+
 def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
     flag = config.reward_flag
     with naming(flag):
         check_sequence_classifier(folder, new_head=False)
+    check_long_sequences(config.memory, flag, folder, scalar=True)
     model_config = load_config(folder, flag)
     if config.algorithm.normalize_rewards == "model":
         saved_statistics(model_config, folder)

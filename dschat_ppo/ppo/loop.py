@@ -23,6 +23,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer) -> No
         for minibatch in ppo.minibatches_left(experience, step):  # shuffled in each of the PPO epochs
             update(ppo, minibatch, step)
             checkpointer.save_if_due()
+        ppo.sync_reference(step)  # every --ref_sync_interval PPO steps
         report.finish(step)  # metrics, evaluation, warnings
         checkpointer.save_if_due()
 

@@ -83,10 +83,10 @@ class MiniDataset:
         collective.
         """
         lengths = row_lengths(rows)
-        shares = deal(lengths, dist.world_size())
+        shares = deal(lengths, dist.data_ranks())
         splits = [[share[part] for part in split_by_tokens(lengths[share], self._micro_batch_tokens)]
                   for share in shares]  # fmt: skip
-        micro_batches = [select_rows(rows, part) for part in splits[dist.rank()]]
+        micro_batches = [select_rows(rows, part) for part in splits[dist.data_rank()]]
         most = max(len(parts) for parts in splits)
         micro_batches += (most - len(micro_batches)) * [_empty_micro_batch(rows)]
         counted = rows.loss_mask.sum(dim=1)  # (rows,) tokens in the policy loss
@@ -98,7 +98,7 @@ class MiniDataset:
         value_tokens = max(1.0, float(rows.response_mask.sum()))
         if self.device is not None:
             micro_batches = [to_device(part, self.device) for part in micro_batches]
-        return MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.world_size()))
+        return MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks()))
 
 
 def _empty_micro_batch(rows: Experience) -> Experience:
@@ -108,15 +108,21 @@ def _empty_micro_batch(rows: Experience) -> Experience:
     return replace(shortest, response_mask=nothing, loss_mask=nothing)
 
 
-def gather_rows(rows: ScoredRollout) -> ScoredRollout:
-    """The rows of all ranks (equally many each) in rank order, padded to the longest: (N, P) and (N, R). Collective."""
+def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
+    """The rows of all ranks (equally many each) in rank order, padded to the longest: (N, P) and (N, R). Collective.
+
+    Args:
+        rows: of this rank.
+        of_group: gather only those of the ranks that share rows in training.
+    """
+    gather = dist.gather_sequence_cat if of_group else dist.gather_cat
     lengths = torch.tensor([rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device)
     prompt_length, response_length = dist.all_reduce(lengths, "max").tolist()
     padded = pad_rows(rows, prompt_length, response_length)
 
     def gathered(value: Tensor) -> Tensor:
         if value.dtype == torch.bool:  # not every backend carries booleans
-            return dist.gather_cat(value.to(torch.uint8)).bool()
-        return dist.gather_cat(value)
+            return gather(value.to(torch.uint8)).bool()
+        return gather(value)
 
     return replace(padded, **{name: gathered(value) for name, value in tensors_of(padded).items()})

@@ -36,8 +36,8 @@ class TextBatches:
 
     def take(self) -> tuple[list[SFTBatch], Tensor]:
         """This rank's micro-batches of the next optimizer step, and the number of tokens of all ranks. Collective."""
-        taken = self.stream.take(self._rows_per_update)[dist.rank() :: dist.world_size()]
+        taken = self.stream.take(self._rows_per_update)[dist.data_rank() :: dist.data_ranks()]
         parts = [taken[start : start + self._micro_batch] for start in range(0, len(taken), self._micro_batch)]
         batches = [to_device(collate_sft(self.rows, part, self._pad_id, True), self._device) for part in parts]
         counts = torch.stack([batch.loss_mask.sum() for batch in batches])
-        return batches, dist.all_reduce(counts.sum())
+        return batches, dist.all_reduce(counts.sum()) // dist.sequence_ranks()  # each block once

@@ -11,6 +11,7 @@ from dschat_ppo.monitor.rollout_metrics import drift_metrics, phase_metrics
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluate import Evaluation
 from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.session.kept_models import KeptModels
 
 HEADLINE = (
     "reward/score_mean",
@@ -24,20 +25,25 @@ RESULT = (*HEADLINE, "reward/total_mean", "answers/ended_share", "answers/distin
 
 
 class PPOReport:
-    """Finishes PPO steps: reduces their metrics, adapts the entropy coefficient, evaluates, and logs.
+    """Finishes PPO steps: reduces metrics, adapts the entropy coefficient, evaluates, saves models, and logs.
 
     Args:
         ppo: the parts of step 3.
         evaluation: of held-out prompts, or None.
         health: the metrics of the steps before, for warnings.
         writer: of the metrics.
+        kept: saves the models of some steps, or None.
     """
 
-    def __init__(self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, writer: MetricsWriter):
+    def __init__(
+        self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, writer: MetricsWriter,
+        kept: KeptModels | None = None,
+    ):  # fmt: skip
         self.ppo = ppo
         self.evaluation = evaluation
         self.health = health
         self.writer = writer
+        self.kept = kept
         self.bar = progress_bar("PPO", ppo.plan.ppo_steps, ppo.state.steps)
 
     def evaluate_before_training(self) -> None:
@@ -57,6 +63,9 @@ class PPOReport:
             if state.applied:
                 ppo.entropy_coef.update(metrics["policy/entropy"], 1)
         metrics |= {**ppo.nonfinite.metrics(*ppo.engines.trained), **self._evaluate(step)}
+        if self.kept is not None and self.kept.is_due(step):
+            with ppo.clock.phase("save"):
+                self.kept.save_step(step)
         metrics |= phase_metrics(ppo.clock, ppo.device)
         self.writer.write(step, metrics)
         shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINE if name in metrics)

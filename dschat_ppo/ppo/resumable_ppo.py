@@ -60,10 +60,11 @@ class ResumablePPO:
 
     def rank_state(self) -> dict[str, Any]:
         """The state of this rank alone."""
-        average = self.ppo.engines.actor_average
+        average, sync = self.ppo.engines.actor_average, self.ppo.engines.reference_sync
         return {
             "sums": self.ppo.state.sums.state_dict(),
             "actor_average": None if average is None else average.state_dict(),
+            "reference": None if sync is None else sync.state_dict(),
         }
 
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
@@ -75,6 +76,7 @@ class ResumablePPO:
         ppo = self.ppo
         ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.experience_device)
         self._load_average(ranks)
+        self._load_reference(ranks)
         ppo.collection.load_state_dict(shared["collector"], ppo.device)
         self._check_rows()
         ppo.advantage_computation.load_state_dict(shared["shaping"])
@@ -127,3 +129,14 @@ class ResumablePPO:
         elif not average.load_parts(state["actor_average"] or {} for state in ranks.read_all()):
             log_starts_from_scratch("--enable_ema")
             average.begin()
+
+    def _load_reference(self, ranks: RankStates) -> None:
+        """Restore a reference that moves. Checkpoints without `--ref_sync_interval` hold none."""
+        sync = self.ppo.engines.reference_sync
+        if sync is None:
+            return
+        own = None if ranks.own is None else ranks.own.get("reference")
+        if own is not None and sync.has_layout_of(own):
+            sync.load_state_dict(own)
+        elif not sync.load_parts(state.get("reference") or {} for state in ranks.read_all()):
+            log_starts_from_scratch("--ref_sync_interval")

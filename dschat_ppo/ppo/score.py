@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS, kl_full
+from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.models.micro_batches import even_passes
+from dschat_ppo.ppo.mini_dataset import gather_rows
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import (
@@ -134,6 +136,8 @@ class ModelScorer:
     def __call__(self, rollout: Rollout, scores: Scores, groups: Tensor) -> ScoredRollout:
         """Score every row. Collective; ranks with fewer passes score their last micro-batch again.
 
+        Ranks that share rows in training (`--sequence_parallel_size`) score those of all of them together.
+
         Args:
             rollout: B rows.
             scores: of the reward sources.
@@ -143,9 +147,11 @@ class ModelScorer:
             **tensors_of(rollout), old_logprobs=rollout.rollout_logprobs, entropies=None, ref_logprobs=None, kl=None,
             values=None, source_scores=scores.by_source, scores=scores.total, baselines=scores.baselines, groups=groups,
         )  # fmt: skip
-        parts, own = even_passes(row_lengths(rollout), self.scoring.micro_batch_tokens)
-        scored = [self._score_micro_batch(select_rows(unscored, part)) for part in parts][:own]
-        return select_rows(concat_rows(scored), torch.argsort(torch.cat(parts[:own])))  # in the order of the rollout
+        shared = unscored if dist.sequence_ranks() == 1 else gather_rows(unscored, of_group=True)
+        parts, own = even_passes(row_lengths(shared), self.scoring.micro_batch_tokens)
+        scored = [self._score_micro_batch(select_rows(shared, part)) for part in parts][:own]
+        order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout
+        return select_rows(concat_rows(scored), order.chunk(dist.sequence_ranks())[dist.sequence_rank()])
 
     def _score_micro_batch(self, rows: ScoredRollout) -> ScoredRollout:
         """One forward pass of each model; every tensor is (b, R)."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
@@ -64,7 +65,7 @@ class PPOState:
     def count_update(self, outcome: Outcome) -> None:
         """Count an optimizer step and its metrics. Collective in the first one of a PPO step."""
         for sums in outcome.sums:
-            self.sums.merge(sums)
+            self.sums.merge(sums if dist.sequence_rank() == 0 else sums.emptied())  # each row once
         device = dist.device()
         once = torch.tensor([dist.is_main()], device=device)  # every rank knows the norm; only one counts it
         for role, norm in outcome.grad_norms.items():
@@ -77,6 +78,10 @@ class PPOState:
         self.updates += 1
         self.applied += "actor" in outcome.grad_norms
         self.ended = outcome.ends_step
+
+    def add_metric(self, name: str, value: float) -> None:
+        """Add a metric of the PPO step in flight."""
+        self.metrics[name] = value
 
     def finish_step(self, metrics: dict[str, float]) -> None:
         """Count the PPO step in flight as finished."""
@@ -145,7 +150,8 @@ class PPOComponents:
         self.advantage_computation = AdvantageComputation(algorithm, ppo.max_answer_seq_len, seed)
         models = {
             "actor": engines.actor, "critic": engines.critic,
-            "reference": ppo.actor_model_name_or_path, "reward": config.reward_folder,
+            "reference": engines.reference if engines.reference_sync else config.reference_folder,
+            "reward": config.reward_folder,
         }  # fmt: skip
         self.advantages = FiniteExperience(
             self.advantage_computation, self.nonfinite, models, in_rank_order=not algorithm.dynamic_sampling
@@ -180,6 +186,24 @@ class PPOComponents:
             metrics["coef/entropy"] = self.entropy_coef.value
             experience = to_device(experience, self.experience_device)
         self.state.begin_updates(experience, metrics)
+
+    def sync_reference(self, step: int) -> None:
+        """Move the reference towards the actor, if that is due after PPO step `step`. Collective.
+
+        Raises:
+            NonFiniteError: a weight of the actor is not finite.
+        """
+        sync, flags = self.engines.reference_sync, self.config.ppo_schedule
+        if sync is None or step % flags.ref_sync_interval != 0:
+            return
+        with self.clock.phase("sync"):
+            moved = sync.update()
+        self.state.add_metric("reference/moved", moved)
+        share = flags.ref_sync_mixup
+        logger().info(
+            f"PPO step {step}: reference = {share:g} x actor + {1 - share:g} x reference; it moved by {moved:.2e} of "
+            "its norm"
+        )
 
     def minibatches_left(self, experience: Experience | None, step: int) -> Iterator[MiniBatch]:
         """The mini-batches of a PPO step that no update has used yet; none once a limit has ended its updates."""

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.checkpoint.resumable import Checkpointer
 from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, TEXT_BLOCKS, RunInputs
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import PARTIAL, replace_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, check_evaluation, plan_ppo
@@ -28,14 +27,21 @@ from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
-from dschat_ppo.errors import StorageError, UserError
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
-from dschat_ppo.ppo.check_models import ACTOR, check_models, model_folders, reward_length, reward_tokenizer
+from dschat_ppo.ppo.check_models import (
+    ACTOR,
+    REFERENCE,
+    check_models,
+    model_folders,
+    reward_length,
+    reward_tokenizer,
+)
 from dschat_ppo.ppo.evaluate import Evaluation
 from dschat_ppo.ppo.generate import check_stop_ids
 from dschat_ppo.ppo.loop import run
@@ -56,13 +62,16 @@ from dschat_ppo.rewards.learned_reward import (
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.session.begin_run import begin_run, show_plan
+from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import open_session
 
 
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
     ppo = config.ppo
-    models = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder} - {None}
+    models = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder} - {
+        None
+    }
     device, output = begin_run("ppo", config, config.run, [str(name) for name in models])
     read_overlay(config.run.deepspeed_config)
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
@@ -84,9 +93,15 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
     known = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
     check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))
-    plan = plan_ppo(ppo, len(rows.train), dist.world_size(), config.algorithm.critic_warmup_rollouts)
+    schedule, warmup_rollouts = config.schedule, config.algorithm.critic_warmup_rollouts
+    ranks, shared = dist.world_size(), dist.sequence_ranks()
+    plan = plan_ppo(ppo, len(rows.train), ranks, warmup_rollouts, shared, schedule.max_steps)
     texts = plain_texts(config, plan, tokenizer, device)
-    show_plan("PPO: batches", plan.table(), ppo.num_warmup_steps, plan.actor_updates)
+    lines = [*plan.table(), *schedule.warmup_shown(plan.actor_updates)]
+    warmups = [(schedule.warmup_steps(ppo.num_warmup_steps, plan.actor_updates), plan.actor_updates)]
+    if config.ppo_schedule.critic_num_warmup_steps is not None:
+        warmups.append((config.ppo_schedule.critic_num_warmup_steps, plan.total_updates))
+    show_plan("PPO: batches", lines, *warmups)
     if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":
         logger().info(
             f"note: in {config.run.dtype} log-probs recorded while sampling differ by about 0.01 from those of the "
@@ -94,8 +109,9 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         )
     started = time.perf_counter()
     session = open_session(
-        "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan)
-    )
+        "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
+        plan.ppo_steps,
+    )  # fmt: skip
 
     announce("load models")
     engines = RLHFEngine(config, plan, folders)
@@ -104,12 +120,16 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
         components = PPOComponents(config, plan, engines, rows.train, tokenizer, rewards, device, texts, rows.sources)
         evaluation, health = None, HealthWatch()
+        kept = KeptModels(
+            output, config.export.save_hf_steps, config.validation.save_best,
+            lambda folder: save_models(engines, tokenizer, folder),
+        )  # fmt: skip
         if rows.eval is not None:
-            held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, output)
+            held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, kept)
             evaluation = at_end.enter_context(closing(held_out))
 
         def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:
-            report = PPOReport(components, evaluation, health, writer)
+            report = PPOReport(components, evaluation, health, writer, kept)
             with report.bar:
                 report.evaluate_before_training()
                 run(components, report, checkpointer)
@@ -142,12 +162,17 @@ def derived_batch_sizes(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
 
 
 def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: TextBatches | None) -> RunInputs:
-    """The inputs of step 3. The reference is loaded from the actor's folder."""
+    """The inputs of step 3. Without a folder of its own, the reference is loaded from the actor's."""
     evaluated_by = config.validation.eval_reward_function
     return RunInputs(
         rows.train,
         {EVAL_ROWS: rows.eval, TEXT_BLOCKS: None if texts is None else texts.rows},
-        [(ACTOR, folders.actor), (config.critic_flag, folders.critic), (config.reward_flag, folders.reward)],
+        [
+            (ACTOR, folders.actor),
+            (config.critic_flag, folders.critic),
+            (config.reward_flag, folders.reward),
+            (REFERENCE, folders.reference),
+        ],
         [
             ("--deepspeed_config", config.run.deepspeed_config),
             *function_files("--reward_function", config.rewards.reward_function),
@@ -207,7 +232,7 @@ def evaluation_reward(config: PPOConfig) -> FunctionReward:
 
 def evaluation_of(
     config: PPOConfig, ppo: PPOComponents, rows: Dataset, data_sources: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase, output: Path,
+    tokenizer: PreTrainedTokenizerBase, kept: KeptModels,
 ) -> Evaluation:  # fmt: skip
     """Evaluation over the held-out prompts, whose column `source` numbers the `data_sources`."""
     flags, engines, collection = config.validation, ppo.engines, ppo.collection
@@ -219,24 +244,8 @@ def evaluation_of(
     if engines.reference is not None:
         scorer = ModelScorer(engines.actor, engines.reference, None, collection.model_scorer.scoring)
 
-    def save_best() -> None:
-        best = output / "best"
-        save_models(engines, tokenizer, output / f"best{PARTIAL}")
-        problem = dist.broadcast_object(_replace_best(best) if dist.is_main() else None)
-        if problem is not None:
-            raise StorageError(problem)
-
     reward_scorer = RewardScorer(mixture, rows, tokenizer)
-    return Evaluation(flags, collection.generator, reward_scorer, scorer, output, save_best, data_sources)
-
-
-def _replace_best(best: Path) -> str | None:
-    """Put the new best models in the place of the old ones; returns why that failed, or None."""
-    try:
-        replace_folder(best, best.with_name(f"{best.name}{PARTIAL}"))
-    except OSError as problem:
-        return f"{best}: cannot be written ({problem.strerror})"
-    return None
+    return Evaluation(flags, collection.generator, reward_scorer, scorer, kept.output, kept.save_best, data_sources)
 
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:

@@ -134,12 +134,16 @@ def scores_in_batches(engine: Model, input_ids: Tensor, lengths: Tensor, batch_t
     Returns:
         (B,) fp32.
     """
+    if dist.sequence_ranks() > 1:  # these ranks score their rows together
+        longest = int(dist.all_reduce(lengths.max(), "max"))
+        padded = torch.nn.functional.pad(input_ids[:, :longest], (0, max(0, longest - input_ids.shape[1])))
+        input_ids, lengths = dist.gather_sequence_cat(padded), dist.gather_sequence_cat(lengths)
     scores = torch.empty(len(lengths), device=input_ids.device)
     for part in even_passes(lengths, batch_tokens)[0]:
         heartbeat()
         width = int(lengths[part].max())
         scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()
-    return scores
+    return scores.chunk(dist.sequence_ranks())[dist.sequence_rank()]
 
 
 class StandardisedReward:

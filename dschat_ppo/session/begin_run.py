@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, quiet_libraries, table
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.cli import notes
+from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import watchdog
@@ -37,7 +39,8 @@ def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple
 
     Raises:
         UserError: another run writes to the folder; the folder holds a model that the run reads, or outputs of an
-            earlier run with other settings; or the device does not support the dtype.
+            earlier run with other settings; the device does not support the dtype; or `--sequence_parallel_size` does
+            not divide the number of ranks.
         StopRequested: the same run has finished in the folder; nothing is left to do.
     """
     folder = Path(run.folder)
@@ -47,7 +50,9 @@ def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple
     if not is_locked:
         RunLock.refuse_if_held(folder)  # before the ranks join: a second run of the same command has the same port
     set_deterministic(run.deterministic)  # before anything runs on a GPU
+    check_sequence_parallel_size(config.memory, dist.world_size())
     device = init_process_group(run.folder)
+    dist.share_rows(config.memory.sequence_parallel_size)
     if not is_locked:
         _LOCKED[folder.resolve()] = RunLock.acquire(folder)
     open_log(folder)
@@ -89,11 +94,12 @@ def tensorboard_folder(run: RunFlags) -> Path | None:
     return run.tensorboard_folder if run.enable_tensorboard else None
 
 
-def show_plan(title: str, rows: list[tuple[str, str]], warmup_steps: int, total_steps: int) -> None:
-    """Log the table of batch sizes; warn if the learning rate would never reach its peak."""
+def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]) -> None:
+    """Log the table of batch sizes; warn of each (warm-up steps, optimizer steps) whose rate would never peak."""
     logger().info(table(title, rows))
-    if warmup_steps >= total_steps:
-        logger().warning(
-            f"--num_warmup_steps {warmup_steps} is not below the {total_steps} optimizer steps in all: the learning "
-            "rate never reaches its peak"
-        )
+    for warmup, total in warmups:
+        if warmup >= total:
+            logger().warning(
+                f"a warm-up of {warmup} steps is not below the {total} optimizer steps in all: the learning rate never "
+                "reaches its peak (--num_warmup_steps, --critic_num_warmup_steps, --warmup_ratio)"
+            )

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.checkpoint.config_diff import compare_configs, format_diff
+from dschat_ppo.checkpoint.config_diff import LENGTH, compare_configs, format_diff
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.run_files import CONFIG, keep_old_metrics, read_config, restore_metrics, write_config
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import remove_folder
+from dschat_ppo.common.atomic_files import OLD, PARTIAL, remove_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.safety_flags import AUTO, NEVER
@@ -18,6 +18,7 @@ from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
 from dschat_ppo.monitor.writers import METRICS, RESULT, is_finished
+from dschat_ppo.session.kept_models import BEST, HF, clear_partials
 
 
 def refuse_model_folders(folder: Path, models: list[str]) -> None:
@@ -29,8 +30,10 @@ def refuse_model_folders(folder: Path, models: list[str]) -> None:
     local = [os.path.expanduser(model) for model in models]
     adapters = [model for model in local if is_adapter_folder(model)]
     bases = [read_adapter_config(folder, "model").get("base_model_name_or_path") for folder in adapters]
-    written = [(folder / part).resolve() for part in (".", "actor", "actor_ema", "critic", "best/actor", "best/critic")]
-    if any(Path(model).resolve() in written for model in [*local, *filter(None, bases)]):
+    written = [(folder / part).resolve() for part in (".", "actor", "actor_ema", "critic")]
+    replaced = [(folder / part).resolve() for part in (BEST, HF)]  # with everything in them
+    read = [Path(model).resolve() for model in [*local, *filter(None, bases)]]
+    if any(model in written or any(model.is_relative_to(place) for place in replaced) for model in read):
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
 
 
@@ -55,6 +58,7 @@ def _check_on_main(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
             return f"{folder / name} is a folder, but the run writes a file of that name; move it away", None
     try:
         CheckpointFolder(folder).clear_partials()  # before all checks: it may restore a checkpoint
+        clear_partials(folder)
         return _check_outputs(folder, config, run)
     except OSError as problem:
         return f"--output_dir {folder}: cannot be written ({problem.strerror})", None
@@ -88,13 +92,19 @@ def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
     saved = read_config(folder)
     if saved is None:
         return f"{refusal}; {ways_out}", None
-    changes = [change for change in compare_configs(saved, flatten(config)) if change.matters]
+    compared = compare_configs(saved, flatten(config))
+    changes = [change for change in compared if change.matters]
     if changes:
         if CheckpointFolder(folder).names():  # of a finished run: unfinished ones are left to `find_checkpoint`
             ways_out = f"add --resume_force to train on from its last checkpoint, or to start over {ways_out}"
         return f"{refusal} of a run with other settings:\n{format_diff(changes)}\n{ways_out}", None
+    if is_done and CheckpointFolder(folder).names() and any(change.name in LENGTH for change in compared):
+        return None, None  # the run is longer now, with the same learning rates so far
     if is_done:
-        more = "raise --num_train_epochs and add --resume_force to train on; --overwrite_output_dir starts over"
+        more = (
+            "to train on, raise --num_train_epochs or --max_steps, and add --resume_force if the learning rate depends "
+            "on the length; --overwrite_output_dir starts over"
+        )
         return None, f"{folder / RESULT} is there: this run is done ({more})"
     if (folder / METRICS).exists():
         kept = keep_old_metrics(folder / METRICS)
@@ -146,7 +156,7 @@ def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
         logger().warning(f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})")
     for answers in (folder / "eval").glob("step_*.jsonl"):
         answers.unlink()
-    parts = ["best", "best.old", "best.partial", "checkpoints", "nonfinite"]
+    parts = [BEST, f"{BEST}{OLD}", f"{BEST}{PARTIAL}", HF, "checkpoints", "nonfinite"]
     for part in [*parts, "actor_ema", "critic"] if run.overwrite_output_dir else parts:
         if (folder / part).is_dir():
             remove_folder(folder / part)

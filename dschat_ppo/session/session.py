@@ -11,6 +11,7 @@ import torch
 
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manager import CheckpointManager, restore
+from dschat_ppo.checkpoint.manifest import Manifest
 from dschat_ppo.checkpoint.resumable import Checkpointer, Resumable
 from dschat_ppo.checkpoint.resume import find_checkpoint, is_inside
 from dschat_ppo.checkpoint.run_identity import RunIdentity, RunInputs, identify_run
@@ -18,7 +19,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.safety_flags import AUTO, SafetyFlags
 from dschat_ppo.config.schema import RunFlags
-from dschat_ppo.errors import StopRequested
+from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.session.begin_run import tensorboard_folder
@@ -62,8 +63,9 @@ class Session:
 
 
 def open_session(
-    kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, inputs: RunInputs, derived: dict[str, int]
-) -> Session:
+    kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, inputs: RunInputs, derived: dict[str, int],
+    steps: int,
+) -> Session:  # fmt: skip
     """Find the checkpoint to resume from, and prepare the output folder. Collective; before any model is loaded.
 
     Args:
@@ -72,14 +74,23 @@ def open_session(
         config: the configuration of the step.
         inputs: what the run reads; rank 0 computes their fingerprints.
         derived: derived batch sizes, see `checkpoint.config_diff.PRODUCTS`.
+        steps: planned steps of the run; in step 3 PPO steps.
 
     Raises:
         StopRequested: a stop was requested; nothing is changed.
-        UserError: see `find_checkpoint` and `prepare_output_folder`.
+        UserError: the run would resume from a checkpoint beyond its end; or see `find_checkpoint` and
+            `prepare_output_folder`.
     """
     _raise_if_stop_requested()
     identity = identify_run(kind, config, inputs, derived)
     checkpoint = find_checkpoint(output, config.safety, identity, config.run.overwrite_output_dir)
+    if checkpoint is not None:
+        saved = Manifest.read(checkpoint)
+        if saved.step > steps or (saved.step == steps and saved.update > 0):
+            raise UserError(
+                f"{checkpoint} is beyond the end of this run, which has {steps} steps: raise --num_train_epochs or "
+                "--max_steps, or name an earlier checkpoint by --resume"
+            )
     resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
     prepare_output_folder(output, config, config.run, resumed)
     return Session(output, identity, config.run, config.safety, checkpoint)

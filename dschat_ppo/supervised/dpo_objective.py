@@ -23,7 +23,8 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.reward_objective import pair_size
-from dschat_ppo.supervised.trainer import Objective, score_rows
+from dschat_ppo.supervised.score_rows import score_rows
+from dschat_ppo.supervised.trainer import Objective
 from dschat_ppo.types import Model, to_device
 
 
@@ -36,23 +37,23 @@ def dpo_loss(
     logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (2 B,): chosen, then rejected
     chosen, rejected = log_ratios(logprobs, batch.ref_logprobs, num_tokens, flags.objective)
     lead = chosen - rejected
-    loss = preference_loss(flags.objective, lead, real, num_pairs, flags.beta, flags.label_smoothing)
+    loss = preference_loss(flags.objective, lead, real, num_pairs, flags.strength, flags.label_smoothing)
     chosen_logprobs, rejected_logprobs = logprobs.chunk(2)
     if flags.objective == "dpo_nll":
         nll = chosen_nll_loss(chosen_logprobs, num_tokens.chunk(2)[0], real, num_pairs)
         sums.add_sum("nll", nll * num_pairs, real.sum())
-        loss = loss + flags.nll_coef * nll
+        loss = loss + flags.nll_weight * nll
     with torch.no_grad():  # by data set
-        losses = PAIR_LOSSES[flags.objective](lead, flags.beta, flags.label_smoothing)  # (B,)
+        losses = PAIR_LOSSES[flags.objective](lead, flags.strength, flags.label_smoothing)  # (B,)
         if flags.objective == "dpo_nll":
-            losses = losses - flags.nll_coef * chosen_logprobs / num_tokens.chunk(2)[0].clamp_min(1)
+            losses = losses - flags.nll_weight * chosen_logprobs / num_tokens.chunk(2)[0].clamp_min(1)
         sums.add_by_source("loss", losses, batch.data_sources, real)
         sums.add_by_source("accuracy", (lead > 0).float(), batch.data_sources, real)
     sums.add_sum("loss", loss * num_pairs, real.sum())
     sums.add_mean("accuracy", (lead > 0).float(), real)
-    sums.add_mean("margin", flags.beta * lead, real)
-    sums.add_mean("chosen_reward", flags.beta * chosen, real)
-    sums.add_mean("rejected_reward", flags.beta * rejected, real)
+    sums.add_mean("margin", flags.strength * lead, real)
+    sums.add_mean("chosen_reward", flags.strength * chosen, real)
+    sums.add_mean("rejected_reward", flags.strength * rejected, real)
     sums.add_mean("chosen_logprob", chosen_logprobs, real)
     sums.add_mean("rejected_logprob", rejected_logprobs, real)
     return loss.float()

@@ -16,12 +16,13 @@ from dschat_ppo.algorithms.preference_loss import (
 )
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
-from dschat_ppo.data.collators import PairBatch, PreferenceBatch, collate_pairs, real_rows
+from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch, collate_pairs, real_rows
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
-from dschat_ppo.supervised.trainer import Objective, score_rows
+from dschat_ppo.supervised.score_rows import score_rows
+from dschat_ppo.supervised.trainer import Objective
 from dschat_ppo.types import Model, to_device
 
 
@@ -51,10 +52,17 @@ def reward_loss(
     return loss
 
 
-def pair_size(batch: PairBatch | PreferenceBatch) -> Tensor:
+def pair_size(batch: PairBatch | AnswerBatch | PreferenceBatch) -> Tensor:
     """(2,) int64: pairs of the batch that are not padding, and the tokens of both of their rows."""
     assert batch.lengths is not None
     return torch.stack([batch.pair_mask.sum(), batch.lengths[batch.pair_mask.repeat(2)].sum()])
+
+
+def measured_rows(rows: TokenRows) -> Dataset:
+    """The rows for the statistics of scores: those for evaluation, or if there are none those for training."""
+    if rows.eval is not None:
+        return rows.eval
+    return rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
 
 
 def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
@@ -63,16 +71,13 @@ def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig
     def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:
         return to_device(collate_pairs(rows, indices, pad_id), device)
 
-    def describe(model: Model, rows: TokenRows) -> dict[str, float]:
+    def describe(model: Model, rows: TokenRows) -> dict[str, float | str]:
         def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
             batch = collate(rows, indices)
             return last_token_scores(model, batch.input_ids, batch.lengths).view(2, -1).T  # (B, 2)
 
-        measured = rows.eval
-        if measured is None:
-            measured = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
         size = config.fit.per_device_eval_batch_size
-        mean, std = moments(score_rows(model, measured, score, size, "score statistics"))
+        mean, std = moments(score_rows(model, measured_rows(rows), score, size, "score statistics"))
         return {"reward_mean": mean, "reward_std": std}
 
     return Objective(

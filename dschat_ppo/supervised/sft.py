@@ -13,6 +13,7 @@ from torch import Tensor
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.data.collators import SFTBatch, collate_sft, real_rows
 from dschat_ppo.models.loading import check_causal_lm, load_causal_lm
+from dschat_ppo.models.long_sequences import save_activation_memory
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -65,8 +66,18 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    save_activation_memory(model, config.memory)
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
     trainer = SupervisedTrainer(
-        model, run.ds_config, run.rows, objective, fit, flags, run.nonfinite, adapter_plan(config)
+        model,
+        run.ds_config,
+        run.rows,
+        objective,
+        fit,
+        flags,
+        run.nonfinite,
+        adapter_plan(config),
+        config.best.best_metric,
+        config.schedule,
     )
     return train_and_save(trainer, run, "SFT")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,11 +20,14 @@ from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.forms import Use
+from dschat_ppo.data.packing_plan import plan_packing
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.engine.ds_config import Config
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config
+from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, model_folder
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
@@ -31,6 +35,7 @@ from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.begin_run import begin_run, naming, show_plan
+from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import Session, open_session
 from dschat_ppo.supervised.trainer import AdapterPlan, SupervisedTrainer, fit_ds_config
 
@@ -50,6 +55,8 @@ class SupervisedRun:
     ds_config: Config
     nonfinite: NonFinitePolicy
     adapter: AdapterSettings | None
+    save_hf_steps: int
+    keeps_best: bool  # the best model, in `best/`
 
 
 def begin_supervised_run(
@@ -60,6 +67,7 @@ def begin_supervised_run(
     check: Callable[[str, AdapterSettings | None], object],
     whole_paths: list[str] | None = None,
     all_turns: bool = False,
+    scalar: bool = False,
 ) -> SupervisedRun:
     """Do everything that comes before the model is loaded. Collective.
 
@@ -72,6 +80,7 @@ def begin_supervised_run(
             if they do not fit.
         whole_paths: see `prepare`.
         all_turns: see `prepare`.
+        scalar: whether the model has a scalar head.
 
     Raises:
         UserError: the flags, the data or the model's folder cannot be used.
@@ -95,16 +104,32 @@ def begin_supervised_run(
     if fit.router_loss_coef > 0:
         router_top_k(model_config, f"{MODEL} {folder}")
     check_length(folder, fit.max_seq_len, "--max_seq_len")
+    check_long_sequences(config.memory, MODEL, folder, scalar)
     ds_config = fit_ds_config(fit, config.run, config.memory)
     announce("prepare data")
     evaluation = (fit.eval_data_path, fit.eval_fraction)
-    rows = prepare(use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns)
+    separator = config.reward.separator if isinstance(config, PreferenceConfig) else "\n"
+    rows = prepare(
+        use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns,
+        step_separator=separator,
+    )  # fmt: skip
     log_samples(tokenizer, rows.train, rows.sources)
-    batch_sizes = {"rows_per_update": plan_supervised(fit, len(rows.train), dist.world_size()).global_batch}
-    session = open_session(kind, output, config, supervised_inputs(rows, folder, config.run), batch_sizes)
+    if config.best.metric_for_best is not None and rows.eval is None:
+        raise UserError(
+            f"--metric_for_best {config.best.metric_for_best}: there are no evaluation rows; give --eval_data_path, or "
+            "an --eval_fraction above 0"
+        )
+    count = plan_packing(rows.train, fit.max_seq_len).rows if fit.packing else len(rows.train)
+    ranks, shared = dist.world_size(), dist.sequence_ranks()
+    plan = plan_supervised(fit, count, ranks, shared=shared, max_steps=config.schedule.max_steps)
+    session = open_session(
+        kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
+        plan.total_steps,
+    )  # fmt: skip
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
-    return SupervisedRun(device, folder, tokenizer, rows, session, ds_config, nonfinite, adapter)
+    kept = (config.export.save_hf_steps, config.best.metric_for_best is not None)
+    return SupervisedRun(device, folder, tokenizer, rows, session, ds_config, nonfinite, adapter, *kept)
 
 
 def adapter_plan(config: SFTConfig | PreferenceConfig) -> AdapterPlan | None:
@@ -129,10 +154,17 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: s
         The contents of `result.json`.
     """
     output = run.session.output
-    show_plan(f"{title}: batches", trainer.plan.table(), trainer.fit.num_warmup_steps, trainer.plan.total_steps)
+    total, schedule = trainer.plan.total_steps, trainer.schedule
+    lines = [*trainer.plan.table(), *schedule.warmup_shown(total)]
+    show_plan(f"{title}: batches", lines, (schedule.warmup_steps(trainer.fit.num_warmup_steps, total), total))
     started = time.perf_counter()
     announce("train")
-    run.session.train(trainer, lambda writer, checkpointer: trainer.run(writer, checkpointer, title))
+
+    def save(folder: Path) -> None:
+        trainer.save(folder, run.tokenizer)
+
+    kept = KeptModels(output, run.save_hf_steps, run.keeps_best, save)
+    run.session.train(trainer, lambda writer, checkpointer: trainer.run(writer, checkpointer, title, kept))
     announce("save models")
     result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)

@@ -1,13 +1,16 @@
-"""Step 2: train a reward model, or the policy itself, on pairs of answers."""
+"""Step 2: train a reward model, or the policy itself, on pairs of answers, labelled answers or labelled steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
+from torch import Tensor
 
 from dschat_ppo.common.logging import logger
+from dschat_ppo.config.preference_flags import PAIRS_WITH_REFERENCE, REFERENCE_FREE, PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import AdapterSettings
@@ -17,13 +20,42 @@ from dschat_ppo.models.loading import (
     load_causal_lm,
     load_sequence_classifier,
 )
+from dschat_ppo.models.long_sequences import save_activation_memory
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.supervised.dpo_objective import dpo_objective
-from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.dpo_objective import dpo_loss, dpo_objective
+from dschat_ppo.supervised.kto_objective import kto_loss, kto_objective
+from dschat_ppo.supervised.process_objective import process_loss, process_objective
+from dschat_ppo.supervised.reference_free_objective import reference_free_loss, reference_free_objective
+from dschat_ppo.supervised.reward_objective import reward_loss, reward_objective
 from dschat_ppo.supervised.supervised_run import adapter_plan, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer
+
+# --objective -> (pad id, device, config) -> what `SupervisedTrainer` minimises
+OBJECTIVES: dict[str, Callable[..., Objective[Any]]] = {
+    "reward": reward_objective,
+    **dict.fromkeys(PAIRS_WITH_REFERENCE, dpo_objective),
+    "kto": kto_objective,
+    **dict.fromkeys(REFERENCE_FREE, reference_free_objective),
+    "process": process_objective,
+}
+_AIMS = {
+    "reward": "trains a reward model (for DPO: training/step2_dpo/main.py, or --objective dpo)",
+    "process": "trains a reward model on labels of the steps of answers",
+    "kto": "trains the policy itself on desirable and undesirable answers, against the model that it starts from",
+    **dict.fromkeys(REFERENCE_FREE, "trains the policy itself on pairs of answers, without a reference"),
+}
+
+
+def loss_of_objective(flags: PreferenceFlags) -> Callable[..., Tensor]:
+    """`(model, batch, total, sums)` -> the loss of a batch, without packing, see `Objective`."""
+    if flags.objective == "process":
+        return process_loss
+    if flags.objective in REFERENCE_FREE:
+        return partial(reference_free_loss, flags=flags)
+    losses: dict[str, Callable[..., Tensor]] = {"reward": reward_loss, "kto": kto_loss}
+    return partial(losses.get(flags.objective, dpo_loss), flags=flags)
 
 
 def load_trained_model(
@@ -33,35 +65,44 @@ def load_trained_model(
     model. A language model has no dropout unless `--dropout` is given, since the reference has none."""
     fit, dtype, resize = config.fit, config.run.dtype, config.run.resize_vocabulary
     model: PolicyModel | ScalarModel
-    if config.reward.objective == "reward":
+    if config.reward.trains_classifier:
         model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, True, fit.dropout, resize, adapter))
     else:
         model = PolicyModel(load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0, resize, adapter))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    save_activation_memory(model, config.memory)
     return model
 
 
 def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     """Run step 2; returns the contents of `result.json`."""
-    name = config.reward.objective
-    aim = "trains the policy itself on pairs of answers, against the model that it starts from"
-    if name == "reward":
-        aim = "trains a reward model (for DPO: training/step2_dpo/main.py, or --objective dpo)"
+    flags = config.reward
+    name, is_classifier = flags.objective, flags.trains_classifier
+    aim = _AIMS.get(name, "trains the policy itself on pairs of answers, against the model that it starts from")
 
     def check(folder: str, adapter: AdapterSettings | None) -> None:
-        if name == "reward":
+        if is_classifier:
             check_sequence_classifier(folder, True, adapter)
         else:
             check_causal_lm(folder, adapter)
 
-    run = begin_supervised_run("reward", config, f"step 2: --objective {name} {aim}", "preference", check)
+    title = f"step 2: --objective {name} {aim}"
+    run = begin_supervised_run("reward", config, title, flags.data_use, check, scalar=is_classifier)
     if name != "reward" and isinstance(run.rows.train, Dataset) and any(run.rows.train["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config, run.adapter)
-    objective_of: Callable[..., Objective[Any]] = reward_objective if name == "reward" else dpo_objective
-    objective = objective_of(filler_id(run.tokenizer), run.device, config)
+    objective = OBJECTIVES[name](filler_id(run.tokenizer), run.device, config)
     trainer = SupervisedTrainer(
-        model, run.ds_config, run.rows, objective, config.fit, config.run, run.nonfinite, adapter_plan(config)
+        model,
+        run.ds_config,
+        run.rows,
+        objective,
+        config.fit,
+        config.run,
+        run.nonfinite,
+        adapter_plan(config),
+        config.best.best_metric,
+        config.schedule,
     )
     return train_and_save(trainer, run, "reward model" if name == "reward" else name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,8 +20,10 @@ from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
+from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.schedule_flags import ScheduleFlags
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags
 from dschat_ppo.data.packing_plan import plan_packing, sample_tokens, samples_of
 from dschat_ppo.data.prepare import TokenRows
@@ -39,6 +40,8 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
+from dschat_ppo.session.kept_models import KeptModels
+from dschat_ppo.supervised.best_evaluation import BestEvaluation
 from dschat_ppo.types import Engine, Model
 
 Batch = TypeVar("Batch")
@@ -58,8 +61,10 @@ class Objective(Generic[Batch]):
         summary: adds derived numbers to the reduced metrics.
         headline: names of the metrics in the log line of each step.
         prepare: `(model, rows)` -> rows with columns computed by the untrained model, or None. Collective.
-        describe: `(model, rows)` -> measurements of the trained model for its config and `result.json`, or None.
+        describe: `(model, rows)` -> entries about the trained model for its config and `result.json`, or None.
             Collective.
+        complete: `(model, batches)` -> this rank's batches of an optimizer step (or of a whole evaluation) with values
+            that depend on those of all ranks, without gradient; or None. Collective.
     """
 
     collate: Callable[[Dataset, Sequence[int]], Batch]
@@ -70,7 +75,8 @@ class Objective(Generic[Batch]):
     summary: Callable[[dict[str, float]], dict[str, float]]
     headline: tuple[str, ...]
     prepare: Callable[[Model, TokenRows], TokenRows] | None = None
-    describe: Callable[[Model, TokenRows], dict[str, float]] | None = None
+    describe: Callable[[Model, TokenRows], dict[str, float | str]] | None = None
+    complete: Callable[[Model, list[Batch]], list[Batch]] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ class SupervisedTrainer(Generic[Batch]):
         run: flags of the run.
         nonfinite: what to do about NaN and infinity; None stops the run without a repro bundle.
         adapter: of a model with LoRA; else None.
+        best_metric: of the evaluation; decides which model is the best.
+        schedule: flags of the schedule and the length.
 
     Raises:
         UserError: `--packing`, and the model cannot run packed rows.
@@ -106,8 +114,10 @@ class SupervisedTrainer(Generic[Batch]):
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
         fit: SupervisedFlags, run: RunFlags, nonfinite: NonFinitePolicy | None = None,
-        adapter: AdapterPlan | None = None,
+        adapter: AdapterPlan | None = None, best_metric: BestMetric = LOWEST_LOSS,
+        schedule: ScheduleFlags | None = None,
     ):  # fmt: skip
+        self.schedule = schedule or ScheduleFlags()
         self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
         self.plan = self._plan(fit, rows.train)
@@ -119,16 +129,18 @@ class SupervisedTrainer(Generic[Batch]):
         self.steps = 0  # optimizer steps done
         self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
         self.after: dict[str, float] = {}  # the last evaluation
-        self.best: tuple[float, int] | None = None  # lowest `eval_loss` during training, and its step
+        self.best = BestEvaluation(best_metric)
+        self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
         settings = OptimizerSettings(
             fit.learning_rate,
             fit.weight_decay,
             fit.lr_scheduler_type,
-            fit.num_warmup_steps,
+            self.schedule.warmup_steps(fit.num_warmup_steps, self.plan.total_steps),
             self.plan.total_steps,
             (run.adam_beta1, run.adam_beta2),
             run.adam_epsilon,
             None if adapter is None else adapter.learning_rate,
+            self.schedule.min_lr_ratio,
         )
         self.router = router_settings(fit.router_loss_coef, model)
         self.engine: Engine = train_engine(model, ds_config, settings)
@@ -144,22 +156,27 @@ class SupervisedTrainer(Generic[Batch]):
 
     def _plan(self, fit: SupervisedFlags, rows: Dataset) -> SupervisedPlan:
         """The batch plan, with --packing over packed rows."""
-        packing, ranks = self.packing, dist.world_size()
+        packing, ranks, shared = self.packing, dist.world_size(), dist.sequence_ranks()
+        most = self.schedule.max_steps
         if packing is None:
             tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
-            return plan_supervised(fit, len(rows), ranks, tokens)
+            return plan_supervised(fit, len(rows), ranks, tokens, shared=shared, max_steps=most)
         held = PackedRows(len(rows), packing.capacity)
-        return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held)
+        return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, most)
 
-    def run(self, writer: MetricsWriter, checkpointer: Checkpointer, title: str) -> None:
-        """Train from the current state to the end.
+    def run(
+        self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None
+    ) -> None:
+        """Train from the current state to the end. `kept` also saves the models of some steps, and the best one.
 
         Raises:
             StopRequested: from the checkpointer.
+            UserError: the evaluation does not have the metric that decides which model is the best.
         """
         if self.before is None:
             self.before = self.evaluate()
             writer.write(0, self.before)
+        self.best.require_metric(self.before)
         with progress_bar(title, self.plan.total_steps, self.steps) as bar:
             for micro_batches in self.steps_left():
                 step = self.steps + 1
@@ -175,9 +192,8 @@ class SupervisedTrainer(Generic[Batch]):
                 if self._evaluation_is_due():
                     self.after = self.evaluate()
                     metrics |= self.after
-                    loss = self.after.get("eval_loss", math.inf)
-                    if loss < (math.inf if self.best is None else self.best[0]):
-                        self.best = (loss, step)
+                    self.best.consider(self.after, step)
+                self._keep(kept)
                 metrics |= {**rates, "epoch": step / self.plan.steps_per_epoch}
                 seconds, _, peak = self.clock.take()
                 metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
@@ -188,16 +204,19 @@ class SupervisedTrainer(Generic[Batch]):
 
     def steps_left(self) -> Iterator[list[list[int]]]:
         """For each optimizer step that is left: the row numbers of this rank's micro-batches."""
-        epoch, done = divmod(self.steps, self.plan.steps_per_epoch)
-        for number in range(epoch, self.plan.epochs):
+        per_epoch, total = self.plan.steps_per_epoch, self.plan.total_steps
+        epoch, done = divmod(self.steps, per_epoch)
+        for number in range(epoch, -(-total // per_epoch)):
             seed, packed = self.run_flags.seed, []
             if self.packing is None:
                 order = order_of(self.rows.train, seed, number)
             else:
                 packed = self.packing.epoch(seed, number)
                 order = range(len(packed))
-            steps = optimizer_steps(order, self.plan.per_device, self.plan.accumulation, dist.world_size(), dist.rank())
-            for micro_batches in islice(steps, done, None):
+            steps = optimizer_steps(
+                order, self.plan.per_device, self.plan.accumulation, dist.data_ranks(), dist.data_rank()
+            )
+            for micro_batches in islice(steps, done, total - number * per_epoch):  # the last epoch may be cut
                 yield [samples_of(packed, part) for part in micro_batches] if packed else micro_batches
             done = 0
 
@@ -209,8 +228,11 @@ class SupervisedTrainer(Generic[Batch]):
         """
         objective = self.objective
         batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
+        if objective.complete is not None:
+            batches = objective.complete(self.engine, batches)
         counts = [torch.cat([objective.count(batch).view(1), objective.size(batch)]) for batch in batches]
-        total, samples, tokens = dist.all_reduce(torch.stack(counts).sum(dim=0)).unbind()
+        counted = dist.all_reduce(torch.stack(counts).sum(dim=0)) // dist.sequence_ranks()  # each row once
+        total, samples, tokens = counted.unbind()
         total = total.clamp_min(1)
         sums = MetricSums(self.rows.sources)
         loss_of, router = with_router_term(
@@ -230,9 +252,9 @@ class SupervisedTrainer(Generic[Batch]):
         return metrics | self.nonfinite.metrics("model")
 
     def _evaluation_is_due(self) -> bool:
-        """At the end of each epoch, and every `--eval_interval` steps."""
-        interval = self.fit.eval_interval
-        return self.steps % self.plan.steps_per_epoch == 0 or bool(interval and self.steps % interval == 0)
+        """At the end of each epoch and of the run, and every `--eval_interval` steps."""
+        interval, ends = self.fit.eval_interval, self.steps == self.plan.total_steps
+        return ends or self.steps % self.plan.steps_per_epoch == 0 or bool(interval and self.steps % interval == 0)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -246,17 +268,39 @@ class SupervisedTrainer(Generic[Batch]):
             self.engine.eval()
             rows, size = self.rows.eval, self.fit.per_device_eval_batch_size
             sums = MetricSums(self.rows.eval_sources)
-            batches = optimizer_steps(range(len(rows)), size, 1, dist.world_size(), dist.rank())
-            for number, [indices] in enumerate(batches, start=1):
-                batch = self.objective.collate(rows, indices)
+            steps = optimizer_steps(range(len(rows)), size, 1, dist.data_ranks(), dist.data_rank())
+            numbers = islice(steps, self.fit.eval_iters or None)  # 0: all
+            batches: Iterable[Batch] = (self.objective.collate(rows, indices) for [indices] in numbers)
+            if self.objective.complete is not None:
+                batches = self.objective.complete(self.engine, list(batches))
+            for batch in batches:
                 self.objective.loss(self.engine, batch, self.objective.count(batch).clamp_min(1), sums)
                 heartbeat()
-                if number == self.fit.eval_iters:
-                    break
             self.engine.train()
             found = self.objective.summary(sums.reduce())
         logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         return {f"eval_{name}": value for name, value in found.items()}
+
+    def _keep(self, kept: KeptModels | None) -> None:
+        """Save the model where this step is to be kept, or is the best so far. Collective.
+
+        The measurements of the last step are made here already, so that its checkpoint holds them.
+        """
+        if kept is not None and kept.keeps_best and self.is_best:
+            kept.save_best()
+        if kept is not None and kept.is_due(self.steps):
+            kept.save_step(self.steps)
+        if self.steps == self.plan.total_steps:
+            self.describe()
+
+    def describe(self) -> dict[str, float | str]:
+        """Measurements of the model as it is now, for its config; made once for each step. Collective."""
+        if self.objective.describe is None:
+            return {}
+        if self.described is None or self.described[1] != self.steps:
+            with self.clock.phase("describe"):
+                self.described = (self.objective.describe(self.engine, self.rows), self.steps)
+        return self.described[0]
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Save the model to `folder`; returns the entries of `result.json` about the training. Collective.
@@ -265,16 +309,13 @@ class SupervisedTrainer(Generic[Batch]):
             NonFiniteError: a weight is not finite; nothing is saved.
         """
         require_finite_weights("model", self.engine)
-        described: dict[str, float] = {}
-        if self.objective.describe is not None:
-            with self.clock.phase("describe"):
-                described = self.objective.describe(self.engine, self.rows)
+        described = self.describe()
         with self.clock.phase("save"):
             merge = self.adapter is None or self.adapter.merge
             save_model(self.engine, tokenizer, folder, described, ends=answer_ends(tokenizer), merge=merge)
         before = self.before or {}
         result: dict[str, Any] = {f"{name}_before": value for name, value in before.items()} | described
-        result |= {f"{name}_after": value for name, value in (self.after or before).items()}
+        result |= {f"{name}_after": value for name, value in (self.after or before).items()} | self.best.result()
         return result | {"optimizer_steps": self.plan.total_steps, "world_size": dist.world_size()}
 
     @property
@@ -289,8 +330,8 @@ class SupervisedTrainer(Generic[Batch]):
 
     @property
     def is_best(self) -> bool:
-        """Whether the last evaluation, at this step, has the lowest loss so far."""
-        return self.best is not None and self.best[1] == self.steps
+        """Whether the last evaluation, at this step, is the best so far."""
+        return self.best.found is not None and self.best.found[1] == self.steps
 
     def shared_state(self) -> dict[str, Any]:
         """The state that a resumed run needs."""
@@ -298,7 +339,8 @@ class SupervisedTrainer(Generic[Batch]):
             "steps": self.steps,
             "before": self.before,
             "after": self.after,
-            "best": self.best,
+            **self.best.state_dict(),
+            "described": self.described[0] if self.described and self.described[1] == self.steps else None,
             "guard": self.nonfinite.state_dict(),
         }
 
@@ -309,7 +351,8 @@ class SupervisedTrainer(Generic[Batch]):
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
         """Restore `shared_state()`."""
         self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
-        self.best = None if shared["best"] is None else tuple(shared["best"])
+        self.best.load_state_dict(shared)
+        self.described = (shared["described"], self.steps) if shared.get("described") else None
         self.nonfinite.load_state_dict(shared["guard"])
 
 
@@ -319,31 +362,3 @@ def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | Non
     check_zero_plus_plus(memory, False, dist.world_size(), dist.device().type)
     overlay = read_overlay(run.deepspeed_config)
     return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay, memory)
-
-
-@torch.no_grad()
-def score_rows(
-    model: Model, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int, title: str
-) -> Tensor:
-    """Apply `score` to every row, with the rows divided among the ranks and without dropout. Collective.
-
-    Args:
-        model: put into eval mode, and back into training mode at the end.
-        rows: at least one.
-        score: `(rows, indices)` -> (len(indices), k); the lines of filler rows are ignored.
-        batch_size: rows per batch and device.
-        title: of the progress bar.
-
-    Returns:
-        (len(rows), k) on the CPU, in the order of the rows; the same on every rank.
-    """
-    model.eval()
-    batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.world_size(), dist.rank()))
-    parts = []
-    with progress_bar(title, len(batches)) as bar:
-        for [indices] in batches:
-            parts.append(dist.gather_cat(score(rows, indices)).cpu())
-            heartbeat()
-            bar.update()
-    model.train()
-    return torch.cat(parts)[: len(rows)]  # filler rows are at the end

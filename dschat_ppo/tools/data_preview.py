@@ -30,12 +30,13 @@ from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.bad_rows import report_duplicates, report_unreadable
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.collators import collate_answers, collate_pairs, collate_sft
-from dschat_ppo.data.examples import ADDED, Use
+from dschat_ppo.data.examples import ADDED, PARTS, Use
 from dschat_ppo.data.files import kind_of
 from dschat_ppo.data.forms import FIRST_ROWS, detect_form
 from dschat_ppo.data.json_rows import JsonColumns
+from dschat_ppo.data.label_collators import collate_steps
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted, describe_lengths
-from dschat_ppo.data.prepare import EVAL_FLAG, PARTS, Preparation, TokenisedSet
+from dschat_ppo.data.prepare import EVAL_FLAG, Preparation, TokenisedSet
 from dschat_ppo.data.row_readers import FILE_SHIFT, read_tables, unpack
 from dschat_ppo.data.sources import COMPRESSED
 from dschat_ppo.data.splits import ORIGIN, Splits, load_all, load_splits
@@ -46,7 +47,6 @@ from dschat_ppo.rewards.build_rewards import check_routes
 from dschat_ppo.tools.data_display import Piece, pieces_of
 from dschat_ppo.tools.data_findings import Preview, Sample, SetReport, Wanted, counted
 
-USES: dict[str, Use] = {"sft": "sft", "reward": "preference", "dpo": "preference", "ppo": "prompt"}
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 BAD = "cannot be used"
 _REPORTED = re.compile(
@@ -55,14 +55,24 @@ _REPORTED = re.compile(
 _PERCENTILES = (0, 50, 90, 99, 100)
 
 
+def use_of(wanted: Wanted) -> Use:
+    """What the step reads; in step 2 the objective decides."""
+    if wanted.step in ("sft", "ppo"):
+        return "sft" if wanted.step == "sft" else "prompt"
+    use: Use = wanted.config.reward.data_use
+    return use
+
+
 def arguments_of(wanted: Wanted) -> dict[str, Any]:
     """The arguments of `Preparation` that the step gives it, apart from tokenizer and flags."""
-    config, use = wanted.config, USES[wanted.step]
+    config, use = wanted.config, use_of(wanted)
     found: dict[str, Any] = {"use": use, "most_rows": wanted.most_rows}
     if use == "prompt":
         return found | {"limit": config.ppo.max_prompt_seq_len, "eval_paths": config.validation.eval_data_path}
     fit = config.fit
     found |= {"limit": fit.max_seq_len, "eval_paths": fit.eval_data_path, "eval_fraction": fit.eval_fraction}
+    if use == "steps":
+        found["step_separator"] = config.reward.separator
     if use == "sft":
         found |= {"whole_paths": config.sft.sft_only_data_path, "all_turns": config.sft.train_on == "all"}
     return found
@@ -166,7 +176,7 @@ def look_at_forms(wanted: Wanted) -> Preview:
         UserError: the data sets are not named as they must be.
     """
     config, preview = wanted.config, Preview(wanted.step, has_tokenizer=False)
-    flags, use = config.data, USES[wanted.step]
+    flags, use = config.data, use_of(wanted)
     # No tokenizer is needed to list the data sets.
     for source in Preparation(tokenizer=None, flags=flags, **arguments_of(wanted)).sources():  # type: ignore[arg-type]
         report = SetReport(source)
@@ -197,10 +207,11 @@ def _read_first(report: SetReport, splits: Splits, use: Use, wanted: Wanted) -> 
         where = splits.origins.describe(row.pop(ORIGIN))
         for example in form.read(row, use, where)[: max(0, wanted.samples - len(report.samples))]:
             texts = [("prompt", _unrendered(example.prompt))]
-            names = ["chosen", "rejected"] if use == "preference" else ["answer"]
+            names = ["chosen", "rejected"] if use == "preference" else ["answer"] * len(example.answers)
             texts += [(name, _unrendered([answer] if isinstance(answer, dict) else answer))
                       for name, answer in zip(names, example.answers, strict=False)]  # fmt: skip
             truth = {} if example.truth is None else {"ground_truth": example.truth}
+            truth |= {"labels": list(example.labels)} if example.labels else {}
             report.samples.append(Sample(f"{where}{example.suffix}", texts, {}, truth))
 
 
@@ -287,7 +298,7 @@ def _describe(report: SetReport, found: TokenisedSet, tokenizer: PreTrainedToken
 def _share_of(report: SetReport, wanted: Wanted) -> str:
     if report.used == report.rows:
         return ""
-    every = ",".join("1" if part == PARTS[USES[wanted.step]] else "0" for part in range(len(PARTS)))
+    every = ",".join("1" if part == PARTS[use_of(wanted)] else "0" for part in range(3))
     return (
         f"this step uses {report.used} of {counted(report.rows, 'row')} (--data_split {wanted.config.data.data_split}),"
         f" the others are not checked; {every} gives it all"
@@ -306,20 +317,24 @@ def _lengths(tokens: np.ndarray) -> dict[str, Any]:
 def sample_of(rows: Dataset, index: int, where: str, tokenizer: PreTrainedTokenizerBase, wanted: Wanted) -> Sample:
     """A token row as text. The loss mask is that of the step's batches.
 
-    In step 2 the trained tokens of a reward model are the last ones, whose scores the loss compares.
+    In step 2 the trained tokens of a reward model are the last ones of answers or steps, whose scores the loss reads.
     """
-    row, pad_id = rows[index], filler_id(tokenizer)
-    prompt = row["prompt_ids"]
-    texts: list[tuple[str, list[Piece]]] = []
+    row, pad_id, use = rows[index], filler_id(tokenizer), use_of(wanted)
+    prompt, texts = row["prompt_ids"], list[tuple[str, list[Piece]]]()
     tokens = {"prompt": len(prompt)}
     if wanted.step == "ppo":
         before, _ = pieces_of(tokenizer, prompt, [False] * len(prompt), len(prompt))
         columns = {name: value for name, value in json.loads(row["row"]).items() if name not in ADDED}
         return Sample(where, [("prompt", before)], tokens, columns)
-    if wanted.step == "sft":
-        batch = collate_sft(rows, [index], pad_id, wanted.config.sft.train_on_prompt)
+    labels: dict[str, Any] = {"margin": row["margin"]} if row["margin"] else {}
+    if use in ("sft", "unpaired"):
+        batch = collate_sft(rows, [index], pad_id, use == "sft" and wanted.config.sft.train_on_prompt)
         ids, masks, names = batch.input_ids, batch.loss_mask, ["answer"]
-    elif wanted.step == "dpo":
+        labels |= {"desirable": row["label"] > 0.5} if use == "unpaired" else {}
+    elif use == "steps":
+        steps, labels["labels"] = collate_steps(rows, [index], pad_id), row["step_labels"]
+        ids, masks, names = steps.input_ids, steps.label_mask, ["answer"]
+    elif not wanted.config.reward.trains_classifier:
         answers = collate_answers(rows, [index], pad_id)
         ids, masks, names = answers.input_ids, answers.answer_mask, ["chosen", "rejected"]
     else:
@@ -332,4 +347,4 @@ def sample_of(rows: Dataset, index: int, where: str, tokenizer: PreTrainedTokeni
         texts += [] if texts else [("prompt", before)]
         texts.append((name, after))
         tokens[name] = len(answer)
-    return Sample(where, texts, tokens, {"margin": row["margin"]} if row["margin"] else {})
+    return Sample(where, texts, tokens, labels)

@@ -23,6 +23,7 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import SFTBatch, real_rows
+from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
 from dschat_ppo.engine.router_term import replayed_term
 from dschat_ppo.engine.skip_update import set_random_state
 from dschat_ppo.errors import UserError
@@ -46,9 +47,8 @@ from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.rewards.learned_reward import ModelReward
-from dschat_ppo.supervised.dpo_objective import dpo_loss
-from dschat_ppo.supervised.reward_objective import reward_loss
 from dschat_ppo.supervised.sft import sft_loss
+from dschat_ppo.supervised.train_preference import loss_of_objective
 from dschat_ppo.types import Experience, ScoredRollout, select_rows, to_device
 
 SHOWN = 20  # at most, of rows and of parameter names
@@ -119,7 +119,7 @@ def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> P
     resize = config.run.resize_vocabulary
     scalar = what["role"] in ("critic", "reward")
     if what["step_name"] == "reward":
-        scalar = config.reward.objective == "reward"
+        scalar = config.reward.trains_classifier
     if scalar:
         return ScalarModel(load_sequence_classifier(path, dtype, None, new_head=False, resize=resize), what["packed"])
     return PolicyModel(load_causal_lm(path, dtype, None, resize=resize), what["fused"], what["packed"])
@@ -141,15 +141,17 @@ def loss_function(
         total = torch.tensor(constants["total"], device=device)
         if what["step_name"] == "sft":
             return lambda batch: sft_loss(model, batch, total, sums)
-        pair_loss = reward_loss if config.reward.objective == "reward" else dpo_loss
-        return lambda batch: pair_loss(model, batch, total, sums, config.reward)
+        step2_loss = loss_of_objective(config.reward)
+        return lambda batch: step2_loss(model, batch, total, sums)
     update = MiniBatch([], Denominators(**constants["over"]), constants["value_tokens"], constants["share"])
     if what["role"] == "critic":
         return lambda rows: critic_loss(model, rows, update, config.algorithm.value_clip_eps, sums)
 
     reference, flags = None, config.algorithm
     if flags.kl_loss_coef != 0 and flags.kl_loss_estimator == "full":  # compares whole distributions
-        path = model_folder(config.ppo.actor_model_name_or_path, "--actor_model_name_or_path")
+        path = model_folder(config.reference_folder, "--ref_model_name_or_path or --actor_model_name_or_path")
+        if config.ppo_schedule.ref_sync_interval > 0:
+            print("the reference is that before the first step: --ref_sync_interval has moved it since")
         reference = PolicyModel(load_causal_lm(path, dtype, None, resize=config.run.resize_vocabulary), fused=False)
         reference.to(device).eval().requires_grad_(False)
     actor_loss = ActorLoss(model, reference, flags, config.ppo.temperature)
@@ -163,6 +165,15 @@ def loss_function(
     return loss_of
 
 
+def rows_of(record: Any) -> Tensor:
+    """(rows,) bool, False on the rows of a micro-batch that only fill it."""
+    if isinstance(record, LabelledBatch):
+        return record.row_mask
+    if isinstance(record, StepBatch):
+        return record.label_mask.any(dim=1)
+    return record.response_mask.any(dim=1) if isinstance(record, Experience) else real_rows(record)
+
+
 def with_replayed_router(step_name: str, loss_of: Loss, constants: dict[str, Any], device: torch.device) -> Loss:
     """A loss with the load-balancing loss of `--router_loss_coef`, as in the run."""
     term, sums = replayed_term(constants, device), MetricSums()
@@ -170,7 +181,7 @@ def with_replayed_router(step_name: str, loss_of: Loss, constants: dict[str, Any
     def loss(record: Any) -> Tensor:
         if step_name == "ppo" and isinstance(record, SFTBatch):
             return loss_of(record)  # the term is over the experience, not over plain text
-        rows = record.response_mask.any(dim=1) if isinstance(record, Experience) else real_rows(record)
+        rows = rows_of(record)
         return term.add_to(partial(loss_of, record), rows, sums, "router_loss")
 
     return loss

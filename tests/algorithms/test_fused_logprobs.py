@@ -180,6 +180,57 @@ def test_whole_logits_are_never_made():
     assert max(sizes) <= 2000 * 256
 
 
+@pytest.mark.parametrize("rows", [1, 5, N - 1])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_rows_in_pieces_change_nothing(monkeypatch, head, rows):
+    monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 300)
+    hidden, weight, bias, tokens = inputs(with_bias=True)
+    expected = whole(hidden, weight, bias, tokens, 0.7, head)
+    found = fused_token_scores(hidden, weight, bias, tokens, 0.7, head, True, block_bytes=4 * 300 * rows)
+    assert found[0].grad_fn.rows == rows
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    leaves = [hidden, weight, bias]
+    for a, b in zip(gradients(found, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_in_bf16_sums_over_pieces_are_rounded_once(monkeypatch):
+    """Sums in bf16 over so many pieces would be several times less exact than one product."""
+    monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 300)
+    hidden, weight, _, tokens = inputs(torch.bfloat16, count=512)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    target, plain, found = (
+        gradients(scores, leaves)[1].double()
+        for scores, leaves in (
+            (whole(*exact, None, tokens, 1.0, Head()), exact),
+            (whole(hidden, weight, None, tokens, 1.0, Head()), [hidden, weight]),
+            (
+                fused_token_scores(hidden, weight, None, tokens, entropy_grad=True, block_bytes=4 * 300 * 4),
+                [hidden, weight],
+            ),
+        )
+    )
+    assert (found - target).norm() < 1.5 * (plain - target).norm()
+
+
+def test_a_block_is_bounded_for_any_number_of_rows():
+    hidden, weight, _, tokens = inputs(count=3000)
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    with Watch():
+        logprobs, _ = fused_token_scores(hidden, weight, None, tokens, block_bytes=4 * 256 * 250)
+        logprobs.sum().backward()
+    assert len(sizes) > 20
+    assert max(sizes) <= 256 * 250
+
+
 def test_logits_far_below_zero_do_not_underflow():
     hidden, weight, bias, tokens = inputs(with_bias=True)
     low = (bias.detach() - 500).requires_grad_()

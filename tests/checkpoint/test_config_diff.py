@@ -10,6 +10,7 @@ import pytest
 from dschat_ppo.checkpoint.config_diff import (
     FLAGS,
     HARMLESS,
+    LENGTH,
     PRODUCTS,
     ConfigChange,
     compare_configs,
@@ -40,7 +41,7 @@ def changed(step, *words):
 
 def test_the_tables_hold_existing_flags():
     assert set(HARMLESS) <= FLAGS
-    assert set(PRODUCTS) <= FLAGS
+    assert set(PRODUCTS) | LENGTH <= FLAGS
     assert not set(HARMLESS) & set(PRODUCTS)
 
 
@@ -136,6 +137,42 @@ def test_a_factor_matters_unless_both_sides_hold_its_product(flag, product):
 def test_a_factor_is_excused_by_its_own_product_alone(flag, other):
     saved = {flag: 1, other: 8}
     assert compare_configs(saved, {**saved, flag: 2})[0].matters
+
+
+LENGTHS = [
+    ("sft", "--num_train_epochs 2"), ("sft", "--num_train_epochs 0.5"), ("sft", "--max_steps 7"),
+    ("ppo", "--num_train_epochs 2"), ("ppo", "--max_steps 7"), ("ppo", "--enable_test_mode --test_stop_step 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step, words", LENGTHS)
+@pytest.mark.parametrize("rates, matters", [
+    ("--lr_scheduler_type cosine", True), ("--lr_scheduler_type linear", True),
+    ("--lr_scheduler_type constant", False), ("--lr_scheduler_type constant_with_warmup", False),
+    ("--lr_scheduler_type constant_with_warmup --warmup_ratio 0.1", True),
+])  # fmt: skip
+def test_the_length_matters_where_a_learning_rate_depends_on_it(step, words, rates, matters):
+    saved, now = (json.loads(json.dumps(config_of(step, *rates.split(), *more))) for more in ((), words.split()))
+    changes = compare_configs(saved, now)
+    assert changes and all(change.matters is matters for change in changes)
+
+
+@pytest.mark.parametrize("kind, matters", [("constant", False), ("linear", True)])
+def test_the_length_matters_to_a_critic_with_a_schedule_of_its_own(kind, matters):
+    rates = ("--lr_scheduler_type", "constant", "--critic_lr_scheduler_type", kind)
+    [change] = compare_configs(config_of("ppo", *rates), config_of("ppo", *rates, "--max_steps", "7"))
+    assert change.matters is matters
+
+
+def test_another_schedule_and_another_length_both_matter():
+    saved, now = config_of("sft"), config_of("sft", "--lr_scheduler_type", "constant", "--max_steps", "7")
+    for one, other in ((saved, now), (now, saved)):
+        found = {change.name: change.matters for change in compare_configs(one, other)}
+        assert found == {"lr_scheduler_type": True, "max_steps": True}
+
+
+def test_epochs_of_an_earlier_version_are_whole_numbers():
+    assert compare_configs({"num_train_epochs": 2}, {"num_train_epochs": 2.0}) == []
 
 
 def test_a_flag_that_one_side_lacks_matters():

@@ -14,6 +14,27 @@ def test_ranks_are_read_from_the_environment_of_the_launcher(monkeypatch):
     assert not dist.is_main()
 
 
+def test_ranks_that_share_rows_have_one_number_of_data(monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert (dist.sequence_ranks(), dist.sequence_rank(), dist.data_ranks(), dist.data_rank()) == (1, 0, 8, 5)
+    made = []
+    monkeypatch.setattr(dist.torch_dist, "new_group", lambda ranks: made.append(list(ranks)) or str(list(ranks)))
+    try:
+        dist.share_rows(2)
+        assert (dist.sequence_ranks(), dist.sequence_rank(), dist.data_ranks(), dist.data_rank()) == (2, 1, 4, 2)
+        assert made == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert dist.sequence_group() == "[4, 5]"
+        monkeypatch.setattr(dist, "gather_cat", lambda value: torch.arange(16))
+        assert dist.gather_data_cat(torch.empty(2)).tolist() == [0, 1, 4, 5, 8, 9, 12, 13]
+        dist.share_rows(1)
+        dist.share_rows(2)
+        assert len(made) == 4, "groups are made once"
+    finally:
+        dist.shutdown()
+    assert dist.data_ranks() == 8
+
+
 def test_one_rank_without_a_process_group_gets_its_own_values():
     value = torch.tensor([1.0, 2.0])
     reduced = dist.all_reduce(value)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_ppo.config.batch_plan import PackedRows, check_evaluation, plan_ppo, plan_supervised
+from dschat_ppo.config.batch_plan import PackedRows, check_evaluation, plan_ppo, plan_supervised, times
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import SupervisedFlags
@@ -13,7 +13,7 @@ def ppo_flags(**settings) -> PPOFlags:
     return PPOFlags(actor_model_name_or_path="a", critic_model_name_or_path="c", **settings)
 
 
-def supervised_flags(micro_batch: int, accumulation: int, epochs: int) -> SupervisedFlags:
+def supervised_flags(micro_batch: int, accumulation: int, epochs: float) -> SupervisedFlags:
     return SupervisedFlags(
         model_name_or_path="m",
         per_device_train_batch_size=micro_batch,
@@ -42,6 +42,57 @@ def test_the_supervised_table_shows_the_arithmetic():
     assert table["global batch"] == "4 x 3 x 2 = 24"
     assert table["optimizer steps per epoch"] == "ceil(100 / 24) = 5"
     assert table["optimizer steps in all"] == "5 x 2 = 10"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "total", "shown"),
+    [
+        (1, 5, "5 x 1 = 5"), (2.0, 10, "5 x 2 = 10"), (0.5, 3, "ceil(5 x 0.5) = 3"), (1.5, 8, "ceil(5 x 1.5) = 8"),
+        (0.01, 1, "ceil(5 x 0.01) = 1"), (0.6, 3, "ceil(5 x 0.6) = 3"), (1e-5, 1, "ceil(5 x 1e-05) = 1"),
+    ],
+)  # fmt: skip
+def test_fractions_of_an_epoch_are_rounded_up_to_optimizer_steps(epochs, total, shown):
+    plan = plan_supervised(supervised_flags(4, 3, epochs), 100, 2)  # 5 steps an epoch
+    assert (plan.steps_per_epoch, plan.total_steps) == (5, total)
+    assert dict(plan.table())["optimizer steps in all"] == shown
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.07, 7), (0.1, 10), (0.001, 1), (1e-9, 1), (1, 100), (2.5, 250)])
+def test_a_factor_is_the_decimal_number_that_was_typed(factor, expected):
+    assert times(100, factor) == expected
+
+
+@pytest.mark.parametrize(("most", "shown"), [(3, "3 (--max_steps), 0.6 epochs"), (12, "12 (--max_steps), 2.4 epochs")])
+def test_max_steps_replaces_the_epochs(most, shown):
+    plan = plan_supervised(supervised_flags(4, 3, 2), 100, 2, max_steps=most)
+    assert plan.total_steps == most
+    assert dict(plan.table())["optimizer steps in all"] == shown
+
+
+@pytest.mark.parametrize(
+    ("epochs", "most", "stop", "steps"),
+    [
+        (0.5, 0, 0, 2), (1.5, 0, 0, 4), (0.01, 0, 0, 1), (2.0, 0, 0, 5),  # 100 prompts, 40 in a step
+        (1, 7, 0, 7), (5, 1, 0, 1), (1, 7, 2, 2), (1, 1, 2, 1),
+    ],
+)  # fmt: skip
+def test_ppo_steps_by_fractions_and_by_max_steps(epochs, most, stop, steps):
+    flags = ppo_flags(
+        per_device_generation_batch_size=20, per_device_training_batch_size=20, num_train_epochs=epochs,
+        enable_test_mode=stop > 0, test_stop_step=stop,
+    )  # fmt: skip
+    plan = plan_ppo(flags, 100, 2, max_steps=most)
+    assert (plan.ppo_steps, plan.total_updates, plan.actor_updates) == (steps, steps, steps)
+    assert dict(plan.table())["PPO steps"] == (f"{steps} (--max_steps)" if most == steps else f"{steps}")
+
+
+def test_a_run_of_too_many_steps_by_max_steps_is_refused():
+    with pytest.raises(UserError, match="^--max_steps 1000000001: 1000000001 optimizer steps"):
+        plan_supervised(supervised_flags(4, 3, 2), 100, 2, max_steps=10**9 + 1)
+    flags = ppo_flags(per_device_generation_batch_size=20, per_device_training_batch_size=10)
+    with pytest.raises(UserError, match="^--max_steps 500000001 x --ppo_epochs 1: 1000000002 optimizer steps"):
+        plan_ppo(flags, 100, 2, max_steps=5 * 10**8 + 1)
+    plan_ppo(flags, 100, 2, max_steps=5 * 10**8)
 
 
 def test_the_table_of_packed_rows_shows_their_samples_and_tokens():
@@ -81,6 +132,43 @@ def test_ppo_plan_by_hand():
     assert table["rows per PPO step"] == "24 x 2 = 48"
     assert table["updates per PPO step"] == "48 / 16 x 2 = 6"
     assert table["optimizer steps in all"] == "5 x 6 = 30"
+
+
+def test_ranks_that_share_rows_count_as_one():
+    # 4 ranks in 2 groups: an optimizer step takes 4 x 3 x 2 = 24 rows
+    plan = plan_supervised(supervised_flags(4, 3, 2), 100, 4, shared=2)
+    assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == (24, 5, 10)
+    table = dict(plan.table())
+    assert table["ranks"] == "4"
+    assert table["groups of ranks that share their rows"] == "4 / 2 = 2"
+    assert table["micro-batch per group"] == "4"
+    assert table["global batch"] == "4 x 3 x 2 = 24"
+
+
+def test_ranks_that_share_rows_generate_their_own():
+    # 4 ranks x 4 prompts x 3 batches = 48 rows in a PPO step; an update takes 6 x 2 x 2 groups = 24: 2 updates
+    flags = ppo_flags(
+        per_device_generation_batch_size=4, generation_batches=3, per_device_training_batch_size=6,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    plan = plan_ppo(flags, prompts=96, world_size=4, shared=2)
+    assert (plan.rows_per_rank, plan.rollout_rows, plan.global_batch) == (12, 48, 24)
+    assert (plan.updates_per_rollout, plan.ppo_steps, plan.total_updates) == (2, 2, 4)
+    table = dict(plan.table())
+    assert table["groups of ranks that share their rows"] == "4 / 2 = 2"
+    assert table["rows per optimizer step and group"] == "6 x 2 = 12"
+    assert table["updates per PPO step"] == "48 / 24 x 1 = 2"
+
+
+def test_rows_of_a_group_must_be_a_whole_number_of_updates():
+    # 3 rows on each of 2 ranks that share them are 6 of a group, and an update takes 4
+    flags = ppo_flags(per_device_generation_batch_size=3, per_device_training_batch_size=4)
+    with pytest.raises(UserError) as problem:
+        plan_ppo(flags, prompts=100, world_size=4, shared=2)
+    for part in ("x 2 ranks that share rows = 6 rows per group", "6 / 4 leaves 2", "Set --generation_batches 2"):
+        assert part in str(problem.value)
+    plan_ppo(ppo_flags(per_device_generation_batch_size=3, generation_batches=2, per_device_training_batch_size=4),
+             prompts=100, world_size=4, shared=2)  # fmt: skip
 
 
 def test_samples_per_prompt_multiply_rows_and_not_prompts():

@@ -126,6 +126,9 @@ DEVIATIONS = {
 SFT_DEVIATIONS = {
     "learning_rate": 2e-5,  # 1e-3 is meant for LoRA, and ruins a pretrained model if all weights are trained
 }
+PAIR_DEVIATIONS = {
+    "beta": None,  # the default depends on the objective; 0.1 for dpo
+}
 PPO_DEVIATIONS = {
     "seed": 1234,  # runs are reproducible by default
 }
@@ -154,7 +157,7 @@ NO_EFFECT = {
 
 
 def deviations_of(step: str) -> dict:
-    return {**DEVIATIONS, **{"sft": SFT_DEVIATIONS, "ppo": PPO_DEVIATIONS}.get(step, {})}
+    return {**DEVIATIONS, **{"sft": SFT_DEVIATIONS, "reward": PAIR_DEVIATIONS, "ppo": PPO_DEVIATIONS}.get(step, {})}
 
 
 def words_for(step: str, name: str) -> list[str]:

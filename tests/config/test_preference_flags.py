@@ -6,7 +6,7 @@ from command_lines import NEEDED, read
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
 
-DIRECT = ["dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll"]
+DIRECT = ["dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll", "kto", "orpo", "simpo", "cpo"]
 SMOOTHED = ["cdpo", "robust_dpo"]
 
 
@@ -22,10 +22,14 @@ def objective_words(objective: str) -> list[str]:
         (["--center_rewards_coef", "0.01"], ["reward"]),
         (["--beta", "0.3"], DIRECT),
         (["--label_smoothing", "0.2"], SMOOTHED),
-        (["--nll_coef", "1.0"], ["dpo_nll"]),
+        (["--nll_coef", "1.0"], ["dpo_nll", "cpo", "simpo"]),
+        (["--simpo_gamma", "0.5"], ["simpo"]),
+        (["--kto_desirable_weight", "2"], ["kto"]),
+        (["--kto_undesirable_weight", "2"], ["kto"]),
+        (["--step_separator", "|"], ["process"]),
     ],
 )
-@pytest.mark.parametrize("objective", ["reward", *DIRECT])
+@pytest.mark.parametrize("objective", ["reward", "process", *DIRECT])
 def test_flags_of_other_objectives_are_refused(objective, words, used_by):
     name = words[0].replace("--no_", "--")
     given = [*objective_words(objective), *words]
@@ -56,13 +60,55 @@ def test_the_default_objective_trains_a_reward_model():
     assert values["objective"] == "reward"
     assert values["use_margin"] is True
     assert values["center_rewards_coef"] == 0.0
-    assert values["nll_coef"] == 0.2
+    assert values["beta"] is None and values["nll_coef"] is None
+
+
+@pytest.mark.parametrize(
+    ("objective", "beta", "nll"),
+    [("dpo", 0.1, 0.0), ("dpo_nll", 0.1, 0.2), ("kto", 0.1, 0.0), ("orpo", 0.1, 0.0), ("simpo", 2.0, 0.0),
+     ("cpo", 0.1, 1.0)],
+)  # fmt: skip
+def test_beta_and_the_weight_of_the_nll_term_have_defaults_by_objective(objective, beta, nll):
+    flags = parse("reward", [*NEEDED["reward"], "--objective", objective]).reward
+    assert (flags.strength, flags.nll_weight) == (beta, nll)
+    given = parse("reward", [*NEEDED["reward"], "--objective", objective, "--beta", "0.7"]).reward
+    assert given.strength == 0.7
+
+
+@pytest.mark.parametrize(("objective", "refused"), [("dpo_nll", True), ("cpo", False), ("simpo", False)])
+def test_only_dpo_nll_needs_its_nll_term(objective, refused):
+    words = ["--objective", objective, "--nll_coef", "0"]
+    if not refused:
+        assert read("reward", *words)["nll_coef"] == 0
+        return
+    with pytest.raises(UserError, match="--nll_coef must be above 0 for --objective dpo_nll"):
+        read("reward", *words)
+
+
+@pytest.mark.parametrize(("given", "text"), [("\\n", "\n"), ("\\n\\n", "\n\n"), ("\n", "\n"), ("ки\\t", "ки\t")])
+def test_backslashes_in_the_step_separator_stand_for_line_breaks_and_tabs(given, text):
+    flags = parse("reward", [*NEEDED["reward"], "--objective", "process", "--step_separator", given]).reward
+    assert flags.separator == text
+
+
+@pytest.mark.parametrize("objective", ["reward", "process", *DIRECT])
+def test_only_objectives_without_a_reference_take_a_stream(objective):
+    words = [*objective_words(objective), "--streaming", "--streaming_rows", "100"]
+    if objective in ("reward", "process", "orpo", "simpo", "cpo"):
+        assert read("reward", *words)["objective"] == objective
+        return
+    with pytest.raises(UserError, match=f"--objective {objective} computes log-probs of the reference"):
+        read("reward", *words)
 
 
 @pytest.mark.parametrize(
     ("step", "name", "value"),
     [
-        ("reward", "objective", "kto"),
+        ("reward", "objective", "ppo"),
+        ("reward", "simpo_gamma", "-1"),
+        ("reward", "kto_desirable_weight", "0"),
+        ("reward", "kto_undesirable_weight", "-1"),
+        ("reward", "step_separator", ""),
         ("reward", "center_rewards_coef", "-0.1"),
         ("reward", "center_rewards_coef", "nan"),
         ("reward", "beta", "0"),

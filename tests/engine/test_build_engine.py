@@ -1,6 +1,7 @@
 """Engines from models: parameter groups, optimizer, schedule, modes."""
 
 from dataclasses import replace
+from math import cos, pi
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import (
     OptimizerSettings,
     build_optimizer,
+    build_scheduler,
     eval_engine,
     parameter_groups,
     train_engine,
@@ -79,6 +81,70 @@ def test_the_optimizer_is_adamw_with_the_settings():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.9), 1e-6)
+
+
+def rates(settings: OptimizerSettings, peaks: tuple[float, ...], steps: int) -> list[list[float]]:
+    """For each parameter group the rate of each step."""
+    weights = [nn.Parameter(torch.zeros(1)) for _ in peaks]
+    groups = [{"params": [weight], "lr": peak} for weight, peak in zip(weights, peaks, strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
+    scheduler, found = build_scheduler(optimizer, settings), []
+    for _ in range(steps):
+        found.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return [list(group) for group in zip(*found, strict=True)]
+
+
+def decay(kind: str, progress: float) -> float:
+    """Of the part after the warm-up; all but `polynomial` end at 0, and it ends at 1e-7 in place of the peak of 0.5."""
+    if kind.startswith("cosine"):
+        return (1 + cos(pi * progress)) / 2
+    return 1 - progress if kind == "linear" else 1e-7 / 0.5 + (1 - 1e-7 / 0.5) * (1 - progress)
+
+
+@pytest.mark.parametrize("least", [0.0, 0.1, 0.75])
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
+def test_rates_follow_the_formula_and_each_group_keeps_its_ratio(kind, warmup, least):
+    """`polynomial` decays linearly (its power is 1), and with a lowest rate ends there instead of at 1e-7."""
+    settings = replace(SETTINGS, schedule=kind, warmup_steps=warmup, total_steps=11, min_lr_ratio=least)
+    expected = [step / 3 for step in range(warmup)]
+    shape = "linear" if kind == "polynomial" and least > 0 else kind
+    for step in range(warmup, 12):  # the last one is the rate after the run
+        expected.append(least + (1 - least) * decay(shape, (step - warmup) / (11 - warmup)))
+    for found, peak in zip(rates(settings, (0.5, 2.0, 0.03), 12), (0.5, 2.0, 0.03), strict=True):
+        assert found == pytest.approx([peak * factor for factor in expected], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "first"), [("constant", 1.0), ("constant_with_warmup", 0.0)])
+def test_constant_rates(kind, first):
+    settings = replace(SETTINGS, schedule=kind, warmup_steps=2, total_steps=4)
+    [found] = rates(settings, (0.5,), 6)
+    assert found == pytest.approx([0.5 * first, 0.25 * (1 + first), 0.5, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("warmup", [4, 5, 9])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
+@pytest.mark.parametrize("least", [0.0, 0.2])
+def test_a_warm_up_as_long_as_the_run_or_longer_has_rates(kind, warmup, least):
+    settings = replace(SETTINGS, schedule=kind, warmup_steps=warmup, total_steps=4, min_lr_ratio=least)
+    assert rates(settings, (0.5,), 5)[0][:4] == pytest.approx([0.5 * step / warmup for step in range(4)])
+
+
+def test_a_schedule_with_a_lowest_rate_resumes_at_its_place_in_a_longer_one():
+    settings = replace(SETTINGS, warmup_steps=0, total_steps=4, min_lr_ratio=0.5)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.5)
+    before = build_scheduler(optimizer, settings)
+    for _ in range(2):
+        optimizer.step()
+        before.step()
+    other = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.5)
+    after = build_scheduler(other, replace(settings, total_steps=8))
+    after.load_state_dict(before.state_dict())
+    other.step()
+    after.step()
+    assert other.param_groups[0]["lr"] == pytest.approx(0.5 * (0.5 + 0.5 * 5 / 8)), "step 3 of 8"
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,8 +1,11 @@
 """The engines of step 3 on one rank."""
 
+import json
+
 import pytest
 import torch
 from one_rank import one_rank  # noqa: F401
+from transformers import LlamaForCausalLM
 
 from dschat_ppo.common import dist
 from dschat_ppo.config.batch_plan import plan_ppo
@@ -15,14 +18,17 @@ from dschat_ppo.models.scalar_model import ScalarModel
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def engines_of(assets, *words: str, critic: bool = True, reward: bool = True) -> RLHFEngine:
+def engines_of(
+    assets, *words: str, critic: bool = True, reward: bool = True, reference: str | None = None, ratio: bool = False
+) -> RLHFEngine:
     lm, scalar = str(assets / "lm"), str(assets / "reward")
     flags = ["--actor_model_name_or_path", lm, "--critic_model_name_or_path", scalar, "--data_path", "d"]
     flags += ["--output_dir", "o", "--dtype", "fp32", "--actor_zero_stage", "0", "--critic_zero_stage", "0"]
-    flags += ["--actor_learning_rate", "0.25", "--critic_learning_rate", "0.5", "--num_warmup_steps", "0", *words]
+    flags += ["--actor_learning_rate", "0.25", "--critic_learning_rate", "0.5", *words]
+    flags += [] if ratio else ["--num_warmup_steps", "0"]
     config = parse("ppo", flags)
     plan = plan_ppo(config.ppo, 40, 1, 0)
-    return RLHFEngine(config, plan, ModelFolders(lm, scalar if critic else None, scalar if reward else None))
+    return RLHFEngine(config, plan, ModelFolders(lm, scalar if critic else None, scalar if reward else None, reference))
 
 
 def logprobs(engine) -> torch.Tensor:
@@ -84,3 +90,66 @@ def test_sleep_covers_all_engines(assets):
     engines = engines_of(assets, "--sleep_in_rollout")
     assert engines.hybrid.sleeping == [engines.actor, engines.reference, engines.critic, engines.reward]
     assert engines_of(assets).hybrid.sleeping == []
+
+
+def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets):
+    other = str(assets / "uniform_lm")
+    engines = engines_of(assets, "--ref_model_name_or_path", other, reference=other)
+    expected = PolicyModel(LlamaForCausalLM.from_pretrained(other), fused=False)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        expected = expected(ids, torch.ones_like(ids, dtype=torch.bool))[0]
+    assert torch.allclose(logprobs(engines.reference).cpu(), expected, atol=1e-5)
+    assert not torch.allclose(logprobs(engines.reference), logprobs(engines.actor), atol=1e-2)
+    assert engines.reference_sync is None and not engines.reference.module.training
+
+
+def test_the_critic_has_its_own_schedule_and_clip_norm(assets):
+    """40 prompts in steps of 16, one update each: 3 updates."""
+    words = "--lr_scheduler_type linear --warmup_ratio 0.5 --min_lr_ratio 0.4 --max_grad_norm 2"
+    engines = engines_of(assets, *words.split(), ratio=True)
+    found = {role: (rates_of(engine), engine.gradient_clipping()) for role, engine in engines.trained.items()}
+    factors = [0, 0.5, 1]  # 2 warm-up steps of 3
+    assert found == {"actor": ([0.25 * f for f in factors], 2.0), "critic": ([0.5 * f for f in factors], 2.0)}
+    words += " --critic_lr_scheduler_type cosine --critic_num_warmup_steps 1 --critic_max_grad_norm 0.125"
+    engines = engines_of(assets, *words.split(), ratio=True)
+    assert rates_of(engines.actor) == [0.25 * f for f in factors] and engines.actor.gradient_clipping() == 2.0
+    assert rates_of(engines.critic) == pytest.approx([0, 0.5, 0.5 * (0.4 + 0.6 * 0.5)])
+    assert engines.critic.gradient_clipping() == 0.125
+    plain = engines_of(assets, "--max_grad_norm", "2", "--critic_max_grad_norm", "0")
+    assert plain.critic.gradient_clipping() == 0
+
+
+def rates_of(engine) -> list[float]:
+    """The learning rates of the first three optimizer steps."""
+    scheduler = engine.lr_scheduler
+    return [scheduler.base_lrs[0] * scheduler.lr_lambdas[0](step) for step in range(3)]
+
+
+@pytest.mark.parametrize("stages", [("0", None), ("3", None), ("0", 3), ("3", 2)])
+def test_a_sync_moves_the_reference_at_any_zero_stage(assets, tmp_path, stages):
+    """The actor may be at another stage than the reference, by --deepspeed_config."""
+    flag, overlay = stages
+    words = ["--actor_zero_stage", flag, "--ref_sync_interval", "1", "--ref_sync_mixup", "0.25"]
+    if overlay is not None:
+        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": overlay}}))
+        words += ["--deepspeed_config", str(tmp_path / "ds.json")]
+    other = str(assets / "uniform_lm")
+    engines = engines_of(assets, *words, "--ref_model_name_or_path", other, critic=True, reference=other)
+    assert [hasattr(next(engine.module.parameters()), "ds_id") for engine in (engines.actor, engines.reference)] == [
+        (overlay or int(flag)) == 3, flag == "3"
+    ]  # fmt: skip
+    before = logprobs(engines.reference)
+    moved = engines.reference_sync.update()
+    expected = LlamaForCausalLM.from_pretrained(other)
+    actor, size, change = LlamaForCausalLM.from_pretrained(assets / "lm"), 0.0, 0.0
+    with torch.no_grad():
+        for weight, source in zip(expected.parameters(), actor.parameters(), strict=True):
+            change += float((0.25 * (source - weight)).square().sum())
+            size += float(weight.square().sum())
+            weight.copy_(0.25 * source + 0.75 * weight)
+        ids = torch.tensor([[5, 6, 7, 8]])
+        expected = PolicyModel(expected, fused=False)(ids, torch.ones_like(ids, dtype=torch.bool))[0]
+    assert moved == pytest.approx((change / size) ** 0.5, rel=1e-5)
+    assert torch.allclose(logprobs(engines.reference).cpu(), expected, atol=1e-5), "in the next forward pass"
+    assert not torch.allclose(before.cpu(), expected, atol=1e-2)

@@ -31,7 +31,7 @@ GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
 
 
 class Average:
-    """Stands for a moving average."""
+    """Stands for a moving average, or for a reference that moves: their states have the same methods."""
 
     def __init__(self):
         self.did = []
@@ -54,11 +54,14 @@ class Average:
         self.did.append("begun")
 
 
-def resumable(words: str = "", texts=False, average=False, evaluation=False, collection="") -> ResumablePPO:
+def resumable(words: str = "", texts=False, average=False, evaluation=False, collection="", sync=False) -> ResumablePPO:
     """Step 3 without engines; `collection`: flags of the experience collection."""
     config = parse("ppo", f"{WORDS} {words}".split())
     algorithm = config.algorithm
-    engines = SimpleNamespace(actor_average=Average() if average else None, trained={"actor": "A", "critic": "C"})
+    engines = SimpleNamespace(
+        actor_average=Average() if average else None, reference_sync=Average() if sync else None,
+        trained={"actor": "A", "critic": "C"},
+    )  # fmt: skip
     entropy_coef = FixedCoefficient(algorithm.entropy_coef)
     if algorithm.entropy_target:
         entropy_coef = AdaptiveEntropy(algorithm.entropy_coef, algorithm.entropy_target, 0.005, 0.0, 1.0)
@@ -83,11 +86,11 @@ def test_the_saved_format_has_these_keys(tmp_path):
     whole = resumable(ENTROPY, texts=True, average=True, evaluation=True)
     shared, rank = whole.shared_state(), whole.rank_state()
     assert set(shared) == {"progress", "collector", "shaping", "entropy_coef", "health", "guard", "texts", "best"}
-    assert set(rank) == {"sums", "actor_average"}
+    assert set(rank) == {"sums", "actor_average", "reference"}
     assert set(shared["collector"]) == {"stream", "pool"} and set(shared["shaping"]) == {"kl_coef", "running"}
     plain = resumable()
     assert (plain.shared_state()["texts"], plain.shared_state()["best"]) == (None, None)
-    assert plain.rank_state()["actor_average"] is None
+    assert plain.rank_state()["actor_average"] is plain.rank_state()["reference"] is None
     whole.ppo.state.begin_updates(experience(range(3)), {"a": 1.0})
     save_state(tmp_path / "shared", whole.shared_state())
     assert load_state(tmp_path / "shared").keys() == shared.keys()
@@ -150,6 +153,27 @@ def test_an_average_of_another_layout_is_put_together_from_all_ranks():
     after.ppo.engines.actor_average.has_layout_of = lambda part: False
     resume(before, after)
     assert after.ppo.engines.actor_average.did == ["parts of 1"]
+
+
+@pytest.mark.parametrize(("same_layout", "did"), [(True, "loaded"), (False, "parts of 1")])
+def test_a_reference_that_moves_is_restored_from_its_own_part_or_from_all(same_layout, did):
+    before, after = resumable(sync=True), resumable(sync=True)
+    if not same_layout:
+        after.ppo.engines.reference_sync.has_layout_of = lambda part: False
+    resume(before, after, alone=same_layout)
+    assert after.ppo.engines.reference_sync.did == [did]
+
+
+def test_a_reference_that_did_not_move_starts_from_its_folder(capsys):
+    before, after = resumable(), resumable(sync=True)
+    own = before.rank_state()
+    del own["reference"]  # checkpoints of earlier versions have none
+    for state in (before.rank_state(), own):
+        after.load_state(before.shared_state(), RankStates(state, lambda state=state: iter([state])))
+        assert capsys.readouterr().out == f"--ref_sync_interval{BEGINS}"
+    assert after.ppo.engines.reference_sync.did == []
+    resume(resumable(sync=True), resumable(), alone=True)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_kl_coefficient_and_a_scale_that_were_off_start_from_the_flags(capsys):

@@ -45,6 +45,15 @@ def test_a_later_step_in_the_same_process_keeps_the_lock(events, tmp_path):
     assert "lock" not in events and "check of the lock" not in events
 
 
+def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)]
+    config = parse("sft", [*words, "--sequence_parallel_size", "3"])
+    with pytest.raises(UserError, match="--sequence_parallel_size 3 does not divide the 4 ranks"):
+        begin_run.begin_run("sft", config, config.run, [])
+    assert "init_process_group" not in events
+
+
 def test_errors_of_a_block_name_its_flag():
     with pytest.raises(UserError, match="^--model m: no such folder$"), naming("--model"):
         raise UserError("m: no such folder")
@@ -54,7 +63,8 @@ def test_errors_of_a_block_name_its_flag():
 
 
 @pytest.mark.parametrize(("warmup", "total", "warns"), [(0, 10, False), (9, 10, False), (10, 10, True)])
-def test_a_warm_up_that_never_ends_is_reported_with_the_plan(capsys, warmup, total, warns):
-    show_plan("batches", [("rows", "8")], warmup, total)
+@pytest.mark.parametrize("others", [[], [(3, 10)]])
+def test_a_warm_up_that_never_ends_is_reported_with_the_plan(capsys, warmup, total, warns, others):
+    show_plan("batches", [("rows", "8")], *others, (warmup, total))
     out = capsys.readouterr().out
     assert "batches\n  rows  8" in out and ("never reaches its peak" in out) is warns

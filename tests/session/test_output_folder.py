@@ -66,7 +66,7 @@ def test_a_finished_run_is_reported_and_other_runs_are_refused(tmp_path, monkeyp
     save_checkpoint(tmp_path, 4)
     problem, done = earlier(tmp_path)
     assert problem is None and done is not None and "is done" in done
-    assert "raise --num_train_epochs and add --resume_force" in done
+    assert "raise --num_train_epochs or --max_steps, and add --resume_force if the learning rate depends" in done
     assert earlier(tmp_path, "--zero_stage", "3")[1] == done, "the result would be the same"
     problem, done = earlier(tmp_path, "--num_train_epochs", "2")
     assert done is None and problem is not None and "result.json" in problem
@@ -81,6 +81,21 @@ def test_a_finished_run_is_reported_and_other_runs_are_refused(tmp_path, monkeyp
     assert earlier(tmp_path, "--resume", "checkpoints/step_000004") == (None, None)
     (tmp_path / "link").symlink_to(tmp_path)
     assert earlier(tmp_path, "--resume", str(tmp_path / "link/checkpoints/step_000004")) == (None, None)
+
+
+def test_a_finished_run_whose_rate_does_not_depend_on_its_length_may_be_extended(tmp_path):
+    constant = ("--lr_scheduler_type", "constant")
+    write_config(config_of(tmp_path, *constant), tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    for length in (("--num_train_epochs", "2"), ("--max_steps", "9")):
+        problem, done = earlier(tmp_path, *constant, *length)
+        assert problem is None and done is not None, "there is no checkpoint to train on from"
+    save_checkpoint(tmp_path, 4)
+    assert earlier(tmp_path, *constant)[1] is not None, "the same length"
+    for length in (("--num_train_epochs", "2"), ("--num_train_epochs", "0.5"), ("--max_steps", "9")):
+        assert earlier(tmp_path, *constant, *length) == (None, None)
+    problem, _ = earlier(tmp_path, *constant, "--max_steps", "9", "--seed", "5")
+    assert problem is not None and "--seed 1234" in problem and "--max_steps" not in problem.split("add --resume")[0]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "model-00001-of-00002.safetensors", "result.json"])

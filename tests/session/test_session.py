@@ -14,7 +14,7 @@ from dschat_ppo.checkpoint.resume import is_inside
 from dschat_ppo.checkpoint.rng_state import capture_rng_state
 from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.checkpoint.state_file import save_state
-from dschat_ppo.errors import StopRequested
+from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.session import session
 
@@ -40,6 +40,33 @@ def test_a_run_saves_its_last_step_and_a_longer_run_resumes_from_it(tmp_path):
     longer.train(trainer, trainer.to(4))
     assert names(tmp_path) == ["step_000002", "step_000004"] and steps_of(tmp_path) == [1, 2, 3, 4]
     assert "crash" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_checkpoint_beyond_the_end_of_the_run_is_refused_before_anything_is_changed(tmp_path):
+    run(tmp_path, 4)
+    (tmp_path / "result.json").write_text("{}")
+    force = ("--resume_force", "True")
+    for steps, refused in ((3, True), (4, False), (5, False)):
+        (tmp_path / "result.json").write_text("{}")
+        if refused:
+            with pytest.raises(UserError, match="step_000004 is beyond the end of this run, which has 3 steps: raise"):
+                open_run(tmp_path, *force, steps=steps)
+        else:
+            assert open_run(tmp_path, *force, steps=steps).checkpoint is not None
+        assert (tmp_path / "result.json").exists() is refused
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(4, True), (5, False)])
+def test_a_checkpoint_inside_the_step_after_the_last_is_refused(tmp_path, steps, refused):
+    run(tmp_path, 4)
+    folder = tmp_path / "checkpoints/step_000004"
+    manifest = replace(Manifest.read(folder), update=1)
+    manifest.write(folder)
+    if refused:
+        with pytest.raises(UserError, match="beyond the end of this run, which has 4 steps"):
+            open_run(tmp_path, steps=steps)
+    else:
+        assert open_run(tmp_path, steps=steps).checkpoint == folder
 
 
 def test_the_flags_choose_when_and_how_many_checkpoints_are_saved(tmp_path):

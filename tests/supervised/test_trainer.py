@@ -23,8 +23,9 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles, read_bundle
+from dschat_ppo.supervised.score_rows import score_rows
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config, score_rows
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -81,7 +82,7 @@ def make(config, seen: Seen, tokenizer=None, held_out: Dataset | None = HELD_OUT
     bundles = ReproBundles("sft", config, tokenizer) if tokenizer else None
     return SupervisedTrainer(
         model, fit_ds_config(config.fit, config.run), TokenRows(TRAIN, held_out), seen.objective, config.fit,
-        config.run, NonFinitePolicy(config.safety, bundles),
+        config.run, NonFinitePolicy(config.safety, bundles), config.schedule,
     )  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def test_each_epoch_trains_on_each_row_once_and_is_evaluated(tmp_path):
     best = best_steps(lines)
     assert 0 < len(best) < len(EVALUATED) - 1, "some evaluation is not the best: else the test shows nothing"
     assert checkpointer.passed == [(step, 0, step in best) for step in range(1, LAST + 1)]
-    assert trainer.best == (lines[best[-1]]["eval_loss"], best[-1])
+    assert trainer.best.found == (lines[best[-1]]["eval_loss"], best[-1])
     for found, step in ((trainer.before, 0), (trainer.after, LAST)):
         assert found == {name: lines[step][name] for name in ("eval_loss", "eval_perplexity")}
 
@@ -208,14 +209,54 @@ def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at):
     after.load_state(load_state(tmp_path / "state"), RankStates(before.rank_state(), lambda: iter([])))
     torch.set_rng_state(random_state)
     assert after.is_best is before.is_best is (at in best)
-    assert (after.position, after.before, after.after, after.best) == (
-        (at, 0), before.before, before.after, before.best)  # fmt: skip
+    assert (after.position, after.before, after.after, after.best.found) == (
+        (at, 0), before.before, before.after, before.best.found)  # fmt: skip
     length = (tmp_path / "metrics.jsonl").stat().st_size
     checkpointer = Checkpointer(after)
     run(after, tmp_path, checkpointer, (length, at + 1))
     assert checkpointer.passed == [(step, 0, step in best) for step in range(at + 1, LAST + 1)]
     assert stopped.of_training + left.of_training == whole.of_training
     assert lines_of(tmp_path) == lines, "step 0 is there once"
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "evaluated"),
+    [
+        ("--num_train_epochs 0.5", 2, [0, 2]), ("--num_train_epochs 1.25", 5, [0, 3, 4, 5]),
+        ("--max_steps 1", 1, [0, 1]), ("--max_steps 4", 4, [0, 3, 4]), ("--max_steps 10", 10, [0, 3, 4, 6, 8, 9, 10]),
+    ],
+)  # fmt: skip
+def test_a_run_may_end_inside_an_epoch_and_is_evaluated_there(tmp_path, words, steps, evaluated):
+    """Its rows are those that a run of whole epochs sees first; its schedule is planned for its length."""
+    whole, seen = Seen(), Seen()
+    run(make(config_of(tmp_path, "--num_train_epochs", "3"), whole), tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    trainer = make(config_of(tmp_path, "--num_warmup_steps", "0", *words.split()), seen)
+    run(trainer, tmp_path)
+    assert seen.of_training == whole.of_training[: 2 * steps] and len(whole.of_training) == 24
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == list(range(steps + 1)) and trainer.position == (steps, 0)
+    assert [line["step"] for line in lines if "eval_loss" in line] == evaluated
+    assert [line["lr"] for line in lines[1:]] == pytest.approx([RATE * (1 - step / steps) for step in range(steps)])
+    assert list(trainer.steps_left()) == []
+
+
+def test_the_warm_up_and_the_lowest_rate_are_shares(tmp_path):
+    words = "--max_steps 10 --num_warmup_steps 0 --warmup_ratio 0.11 --min_lr_ratio 0.5"
+    run(make(config_of(tmp_path, *words.split()), Seen()), tmp_path)
+    factors = [0, 0.5, *(0.5 + 0.5 * (1 - step / 8) for step in range(8))]  # 2 warm-up steps: 1.1, rounded up
+    assert [line["lr"] for line in lines_of(tmp_path)[1:]] == pytest.approx([RATE * factor for factor in factors])
+
+
+@pytest.mark.parametrize(("at", "steps"), [(3, 5), (4, 9), (6, 6)])
+def test_a_resumed_run_of_max_steps_makes_the_steps_that_are_left(tmp_path, at, steps):
+    whole, left = Seen(), Seen()
+    config = config_of(tmp_path, "--max_steps", str(steps))
+    run(make(config, whole), tmp_path)
+    after = make(config, left)
+    after.steps, after.before = at, {}
+    run(after, tmp_path, resumed=((tmp_path / "metrics.jsonl").stat().st_size, steps + 1))
+    assert left.of_training == whole.of_training[2 * at :] and after.position == (steps, 0)
 
 
 def test_counts_of_skipped_updates_survive_a_resume(tmp_path):
@@ -297,7 +338,7 @@ def test_a_saved_model_is_described_and_nan_weights_are_neither_measured_nor_sav
     weight.data[0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match=r"^model: weights are not finite \(rank 0: "):
         trainer.save(tmp_path / "bad", tokenizer)
-    assert len(asked) == 2 and not (tmp_path / "bad").exists()
+    assert len(asked) == 1 and not (tmp_path / "bad").exists()  # once for the weights of one step
 
 
 def test_rows_are_scored_in_order_without_fillers():

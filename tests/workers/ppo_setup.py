@@ -48,7 +48,9 @@ def make_ppo(assets: Path, *words: object, lm: str = "lm") -> PPOComponents:
 
 def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComponents:
     """The parts that `train_ppo` would build, without its checks and outputs."""
-    plan = plan_ppo(config.ppo, len(prompts), dist.world_size(), config.algorithm.critic_warmup_rollouts)
+    plan = plan_ppo(
+        config.ppo, len(prompts), dist.world_size(), config.algorithm.critic_warmup_rollouts, dist.sequence_ranks()
+    )
     folders = ModelFolders(config.ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder)
     engines = RLHFEngine(config, plan, folders)
     tokenizer = load_tokenizer(folders.actor, "model")

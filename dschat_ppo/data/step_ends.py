@@ -1,0 +1,98 @@
+"""Answers with labelled steps as one text, and the tokens at which their steps end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.data.examples import Example
+from dschat_ppo.errors import UserError
+
+
+def joined_steps(example: Example, separator: str) -> Example:
+    """The example with one answer: its steps with `separator` between them, which is removed from their ends.
+
+    Raises:
+        UserError: there is no step or no label, or a step is empty or contains the separator.
+    """
+    steps = []
+    for number, step in enumerate(example.answers, start=1):
+        assert isinstance(step, str)
+        while step.startswith(separator):
+            step = step.removeprefix(separator)
+        while step.endswith(separator):
+            step = step.removesuffix(separator)
+        if not step.strip():
+            raise UserError(f"step {number} is empty")
+        if separator in step:
+            raise UserError(f"step {number} contains the separator {separator!r}; choose another --step_separator")
+        steps.append(step)
+    if not any(label == label for label in example.labels):  # NaN: no label
+        raise UserError("no step has a label")
+    return replace(example, answers=[separator.join(steps)])
+
+
+def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator: str) -> list[int]:
+    """The token at which each step of an answer ends, as rising indices of `ids`.
+
+    A step ends at the token that completes the separator after it, and the last one at the last token. Blank text
+    between two separators is no step. A token may hold more than the separator, such as a full stop and a line break.
+
+    Args:
+        tokenizer: of the ids.
+        ids: of the answer, with its final token if it has one.
+        separator: text between two steps.
+
+    Returns:
+        [] for an answer without tokens; otherwise the last entry is `len(ids) - 1`.
+    """
+    if not ids:
+        return []
+    text = _decoded(tokenizer, ids)
+    ends, start, found = [], 0, text.find(separator)
+    while found >= 0:
+        after = found + len(separator)
+        if text[start:found].strip():
+            ends.append(_token_at(tokenizer, ids, after))
+        start, found = after, text.find(separator, after)
+    if ends:
+        rest = str(tokenizer.decode(list(ids[ends[-1] + 1 :]), skip_special_tokens=True))
+        if ends[-1] == len(ids) - 1 or not rest.strip():  # the final token alone is no step
+            ends.pop()
+    return [*ends, len(ids) - 1]
+
+
+def _token_at(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], length: int) -> int:
+    """Index of the token that completes the first `length` characters of the decoded text."""
+    low, high = 1, len(ids)  # the number of tokens that are needed
+    while low < high:
+        middle = (low + high) // 2
+        if len(_decoded(tokenizer, ids[:middle])) >= length:
+            high = middle
+        else:
+            low = middle + 1
+    return low - 1
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def labelled_ends(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], labels: Sequence[float], separator: str
+) -> tuple[list[int], list[float]]:
+    """`step_ends` and the labels of the steps that have one.
+
+    Raises:
+        UserError: the tokens do not end as many steps as there are labels.
+    """
+    ends = step_ends(tokenizer, ids, separator)
+    if len(set(ends)) != len(labels):
+        raise UserError(
+            f"the tokens have {len(set(ends))} steps and not {len(labels)}: the tokenizer does not keep the separator "
+            f"{separator!r}; choose another --step_separator"
+        )
+    kept = [(end, label) for end, label in zip(ends, labels, strict=True) if label == label]
+    return [end for end, _ in kept], [label for _, label in kept]

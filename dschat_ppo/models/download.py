@@ -1,0 +1,70 @@
+"""Download a model from the hub: its settings, its tokenizer and its weights, in one format."""
+
+from __future__ import annotations
+
+import fnmatch
+from contextlib import suppress
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from dschat_ppo.errors import UserError, in_one_line, reading
+
+ANSWER_SECONDS = 5.0  # how long the hub may take
+SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
+# In order of preference. Repositories hold weights twice: as safetensors and pickled, or in the layout of their authors
+# (`consolidated.safetensors`, `original/`).
+WEIGHTS = (
+    ("model.safetensors", "model-*.safetensors", "model.safetensors-*"),
+    ("adapter_model.safetensors",),
+    ("pytorch_model.bin", "pytorch_model-*.bin"),
+    ("adapter_model.bin",),
+    ("*.safetensors",),
+)
+
+
+def wanted_files(files: list[str]) -> list[str]:
+    """Those of a repository's files that a model needs: top-level settings, and weights of one format."""
+    top = [name for name in files if "/" not in name]
+    settings = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in SETTINGS)]
+    for patterns in WEIGHTS:
+        weights = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+        if weights:
+            return settings + weights
+    return settings
+
+
+def download(name: str, revision: str | None = None) -> str:
+    """The local folder of the model or adapter `name`, downloaded from the hub, or as an earlier download left it.
+
+    Args:
+        name: on the hub.
+        revision: a branch, tag or commit; None for the main branch.
+
+    Raises:
+        FileNotFoundError: the hub cannot be reached, and there is no earlier download.
+        Exception: the hub has no such model, or the download failed.
+    """
+    try:
+        with reading("no answer"):  # the errors of its HTTP library are not part of its interface
+            found = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=ANSWER_SECONDS)
+    except UserError as problem:
+        if isinstance(problem.__cause__, (HfHubHTTPError, ValueError)):  # the hub answered, or the name is malformed
+            raise problem.__cause__ from None
+        return _earlier_download(name, revision, problem)
+    files = [entry.rfilename for entry in found.siblings or []]
+    return str(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted_files(files)))
+
+
+def _earlier_download(name: str, revision: str | None, problem: UserError) -> str:
+    """The folder of an earlier download, which holds the weights of one format only."""
+    for patterns in WEIGHTS:
+        with suppress(LocalEntryNotFoundError):  # not downloaded, or a file of this format is missing
+            folder = huggingface_hub.snapshot_download(
+                name, revision=revision, local_files_only=True, allow_patterns=[*SETTINGS, *patterns]
+            )
+            if any(next(Path(folder).glob(pattern), None) for pattern in patterns):
+                return str(folder)
+    reason = in_one_line(problem.__cause__ or problem)
+    raise FileNotFoundError(f"it was not downloaded before, and the hub cannot be reached ({reason})") from None

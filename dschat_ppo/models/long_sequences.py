@@ -1,0 +1,95 @@
+"""`--sequence_parallel_size`, `--tiled_mlp`, `--offload_activations`: which models they suit, and switching them on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from dschat_ppo.common.dist import world_size
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.memory_flags import MemoryFlags, possible_sizes
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.activation_memory import mlps_of, tile_mlps
+from dschat_ppo.models.architectures import MASK_IS_READ
+from dschat_ppo.models.backbone import accepts, backbone_of
+from dschat_ppo.models.classifiers import classifier_class, config_for
+from dschat_ppo.models.loading import load_config
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool) -> None:
+    """Check that the model at `folder`, which `flag` names, suits the flags, without reading its weights.
+
+    Args:
+        flags: of memory.
+        flag: names the folder.
+        folder: of a model that passed `check_causal_lm` or `check_sequence_classifier`.
+        scalar: whether it is used with a scalar head.
+
+    Raises:
+        UserError: its attention cannot be divided over `--sequence_parallel_size` ranks, or `--tiled_mlp` and it has no
+            MLP that can be run in pieces.
+    """
+    if flags.sequence_parallel_size == 1 and not flags.tiled_mlp:
+        return
+    with reading(f"{flag} {folder}: no model can be built from its config.json"):
+        backbone = _backbone_without_weights(folder, flag, scalar)
+    name = type(backbone).__name__
+    if flags.sequence_parallel_size > 1:
+        given = f"--sequence_parallel_size {flags.sequence_parallel_size}: {flag} {folder}: {name}"
+        reason = reason_not_to_divide(backbone)
+        if reason is not None:
+            raise UserError(f"{given} cannot be divided, because {reason}; use 1")
+        heads = backbone.config.get_text_config().num_attention_heads
+        if heads % flags.sequence_parallel_size:
+            raise UserError(
+                f"{given} has {heads} attention heads, which the size must divide; with {world_size()} ranks use "
+                f"{possible_sizes(world_size(), heads)}"
+            )
+    if flags.tiled_mlp:
+        found, experts = mlps_of(backbone)
+        if not found:
+            reason = "all of its MLPs are mixtures of experts" if experts else "its layers have no separate MLP"
+            raise UserError(f"--tiled_mlp: {flag} {folder}: {name} cannot be tiled, because {reason}; omit the flag")
+        if experts:
+            logger().info(f"--tiled_mlp: {name}: {len(found)} MLPs run in pieces, {experts} mixtures of experts whole")
+
+
+def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:
+    """Why ranks cannot divide the columns of rows among them; None if they can, as far as the configuration tells."""
+    config = backbone.config.get_text_config()
+    if not backbone._supports_attention_backend:
+        return "transformers does not let its attention be replaced"
+    if backbone.config._attn_implementation not in ("sdpa", "eager"):
+        return f"its attention is '{backbone.config._attn_implementation}', and not 'sdpa' or 'eager'"
+    if config.model_type in MASK_IS_READ or getattr(config, "attention_chunk_size", None) is not None:
+        return "its attention needs a mask, which divided rows do not have"
+    if not accepts(backbone, "position_ids"):
+        return "it does not take the positions of tokens"
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
+    if others:
+        return f"it has layers of the type {', '.join(others)}"
+    if not isinstance(config.num_attention_heads, int):
+        return "its layers differ in their numbers of attention heads"
+    return None
+
+
+def save_activation_memory(model: PolicyModel | ScalarModel, flags: MemoryFlags) -> None:
+    """Switch `--tiled_mlp` and `--offload_activations` on in the model where the flags ask for it."""
+    if flags.tiled_mlp:
+        tile_mlps(model.backbone)
+    model.offload_activations = flags.offload_activations
+
+
+def _backbone_without_weights(folder: str, flag: str, scalar: bool) -> PreTrainedModel:
+    config = load_config(folder, flag)
+    with torch.device("meta"):
+        if not scalar:
+            return backbone_of(AutoModelForCausalLM.from_config(config))
+        kind: Any = classifier_class(config)
+        return kind(config_for(kind, config)).base_model

@@ -1,0 +1,159 @@
+"""Ulysses sequence parallelism (Jacobs et al. 2023): ranks that share their rows each hold a part of the columns.
+
+All layers but attention treat each token by itself. Attention exchanges columns for heads: each rank receives all
+columns of its share of the heads, attends, and gives the columns back. The outputs of the model are gathered, so that
+every rank computes the loss of whole rows; the backward pass of each keeps the gradient of its own columns, and the
+gradients of all ranks add up to that of the rows.
+
+DeepSpeed's `UlyssesSPAttentionHF` fixes the number of rows, knows neither packed rows nor sliding windows, and needs
+`position_ids` in the call of every attention, which not every architecture passes; hence the exchange here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+from dschat_ppo.common.dist import sequence_group, sequence_rank, sequence_ranks
+
+OF_HEADS = ("s_aux",)  # attention options with one entry for each head
+
+
+@dataclass(frozen=True)
+class Columns:
+    """This rank's columns of rows with `width` columns, which are padded to a multiple of the ranks that share them."""
+
+    width: int
+
+    @property
+    def padding(self) -> int:
+        """Columns that are added at the end."""
+        return -self.width % sequence_ranks()
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """(b, width) -> (b, ranks x n): with the added columns, which hold 0 or False."""
+        return torch.nn.functional.pad(rows, (0, self.padding))
+
+    def own(self, rows: Tensor) -> Tensor:
+        """(b, width) -> (b, n): the columns of this rank."""
+        return _own_columns(self.padded(rows))
+
+    def gather(self, part: Tensor) -> Tensor:
+        """(b, n, ...) -> (b, width, ...): the columns of all ranks. The backward pass keeps those of this rank.
+
+        Collective.
+        """
+        whole: Tensor = _GatherColumns.apply(part)
+        return whole[:, : self.width]
+
+
+def _own_columns(rows: Tensor) -> Tensor:
+    return rows.chunk(sequence_ranks(), dim=1)[sequence_rank()]
+
+
+class _GatherColumns(torch.autograd.Function):
+    """Every rank computes the same loss of the gathered columns, so the gradient of its own needs no sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        parts = [torch.empty_like(part) for _ in range(sequence_ranks())]
+        torch_dist.all_gather(parts, part.contiguous(), group=sequence_group())
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _own_columns(grad).contiguous()
+
+
+class _Exchange(torch.autograd.Function):
+    """Give each rank its share of dimension `divided`, and join what all ranks have along dimension `joined`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, divided: int, joined: int) -> Tensor:
+        ctx.divided, ctx.joined = divided, joined
+        return _exchanged(value, divided, joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _exchanged(grad, ctx.joined, ctx.divided), None, None
+
+
+def _exchanged(value: Tensor, divided: int, joined: int) -> Tensor:
+    sent = torch.stack(value.chunk(sequence_ranks(), dim=divided))  # (ranks, ...)
+    received = torch.empty_like(sent)
+    torch_dist.all_to_all_single(received, sent, group=sequence_group())
+    return torch.cat(received.unbind(), dim=joined)
+
+
+@contextmanager
+def rotary_of_whole_rows(model: nn.Module, positions: Tensor) -> Iterator[None]:
+    """Give rotary embeddings the `positions` (b, ranks x n) of whole rows, and keep this rank's part of their outputs.
+
+    Some of them (longrope, dynamic) choose their frequencies by the largest position.
+    """
+
+    def see_all(_module: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if "position_ids" in named:
+            return arguments, {**named, "position_ids": positions}
+        return (arguments[0], positions, *arguments[2:]), named
+
+    def keep_own(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        return torch.utils._pytree.tree_map(_own_columns, output)
+
+    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
+    hooks = [module.register_forward_pre_hook(see_all, with_kwargs=True) for module in rotary]
+    hooks += [module.register_forward_hook(keep_own) for module in rotary]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def columns_to_heads(value: Tensor) -> Tensor:
+    """(b, heads, n, d) of this rank's n columns -> (b, heads / ranks, ranks x n, d) of its heads. Collective."""
+    found: Tensor = _Exchange.apply(value, 1, 2)
+    return found
+
+
+def heads_to_columns(value: Tensor) -> Tensor:
+    """(b, ranks x n, heads / ranks, d) of this rank's heads -> (b, n, heads, d) of its columns. Collective."""
+    found: Tensor = _Exchange.apply(value, 1, 2)
+    return found
+
+
+def exchanged_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`columns_to_heads` of all three; key and value heads that the ranks do not divide are repeated first.
+
+    With `lcm(key heads, ranks)` of them, each rank has those that its queries read, and the fewest.
+    """
+    repeats = math.lcm(key.shape[1], sequence_ranks()) // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    return columns_to_heads(query), columns_to_heads(key), columns_to_heads(value)
+
+
+def of_own_heads(options: dict[str, Any]) -> dict[str, Any]:
+    """The attention options with those of single heads cut to the heads of this rank."""
+    cut = {
+        name: options[name].chunk(sequence_ranks())[sequence_rank()]
+        for name in OF_HEADS if options.get(name) is not None
+    }  # fmt: skip
+    return {**options, **cut}
+
+
+def attention_of_own_heads(module: Any, query: Tensor, key: Tensor) -> Any:
+    """The attributes of an attention layer that attention functions read, for the heads of this rank alone."""
+    return SimpleNamespace(
+        num_key_value_groups=query.shape[1] // key.shape[1],
+        is_causal=getattr(module, "is_causal", True),
+        training=module.training,
+    )

@@ -1,0 +1,88 @@
+"""Models that a run keeps while it trains: `hf/step_N/` every so many steps, and `best/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dschat_ppo.checkpoint.folder import checkpoint_name
+from dschat_ppo.common import dist
+from dschat_ppo.common.atomic_files import OLD, PARTIAL, remove_folder, replace_folder, sync_entries
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import StorageError
+
+BEST, HF = "best", "hf"
+
+
+@dataclass(frozen=True)
+class KeptModels:
+    """Writes the models of a run, whole or not at all.
+
+    Attributes:
+        output: `--output_dir`.
+        every: `--save_hf_steps`; 0 = never.
+        keeps_best: whether `best/` is wanted.
+        save: writes the models as they are now to a new folder. Collective.
+    """
+
+    output: Path
+    every: int
+    keeps_best: bool
+    save: Callable[[Path], None]
+
+    def is_due(self, step: int) -> bool:
+        """Whether the models after `step` steps are kept in `hf/`."""
+        return self.every > 0 and step % self.every == 0
+
+    def save_step(self, step: int) -> None:
+        """Keep the models after `step` steps; a folder that an interrupted run left is replaced. Collective.
+
+        Raises:
+            StorageError: they cannot be written; on every rank.
+        """
+        folder = self.output / HF / checkpoint_name(step)
+        self._replace(folder)
+        logger().info(f"models of step {step}: saved to {folder}")
+
+    def save_best(self) -> None:
+        """Keep the models as the best ones, in place of those before. Collective.
+
+        Raises:
+            StorageError: they cannot be written; on every rank.
+        """
+        self._replace(self.output / BEST)
+
+    def _replace(self, folder: Path) -> None:
+        partial = folder.with_name(f"{folder.name}{PARTIAL}")
+        self._on_main(folder, lambda: remove_folder(partial))  # what a crash may have left
+        self.save(partial)
+        self._on_main(folder, lambda: replace_folder(folder, partial))
+
+    @staticmethod
+    def _on_main(folder: Path, change: Callable[[], None]) -> None:
+        problem = None
+        if dist.is_main():
+            try:
+                change()
+            except OSError as failure:
+                problem = f"{folder}: cannot be written ({failure.strerror})"
+        problem = dist.broadcast_object(problem)
+        if problem is not None:
+            raise StorageError(problem)
+
+
+def clear_partials(output: Path) -> None:
+    """Remove what a crash left incomplete in `best/` and `hf/`; a folder that was being replaced gets its name back.
+
+    Once at the start, on rank 0, with the lock held.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for left in [*output.glob(f"{BEST}.*"), *(output / HF).glob("step_*.*")]:
+        if left.suffix == OLD and not left.with_suffix("").exists():
+            left.rename(left.with_suffix(""))
+            sync_entries(left.parent)
+        elif left.suffix in (OLD, PARTIAL):
+            remove_folder(left)

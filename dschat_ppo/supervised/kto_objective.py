@@ -1,0 +1,156 @@
+"""Step 2, KTO: train the language model on single answers that are desirable or undesirable.
+
+As for DPO, the log-probs of the reference are computed once, before the first update. KTO compares the reward of an
+answer with a baseline, the KL from the reference, which it estimates on mismatched rows: a prompt with the answer to
+another prompt. A row keeps its mismatched answer for the whole run, as in TRL, so the reference's log-prob of it is
+computed once too. The estimate is the mean over all rows of an optimizer step, so it does not depend on the number of
+ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from dschat_ppo.algorithms.aggregation import masked_sum
+from dschat_ppo.algorithms.kto_loss import balanced_weights, kto_baseline, kto_losses
+from dschat_ppo.common import dist
+from dschat_ppo.common.dist import main_rank_of_node_first
+from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.preference_flags import PreferenceFlags
+from dschat_ppo.config.steps import PreferenceConfig
+from dschat_ppo.data.label_collators import (
+    OTHER_REF_LOGPROB,
+    OTHER_ROW,
+    REF_LOGPROB,
+    LabelledBatch,
+    collate_labelled,
+    mismatched_rows,
+)
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.models.forward import answer_logprobs
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.supervised.score_rows import score_rows
+from dschat_ppo.supervised.trainer import Objective
+from dschat_ppo.types import Model, to_device
+
+MOST_RATIO = 4 / 3  # of the weights of desirable to undesirable answers, all together
+
+
+def kto_loss(model: Model, batch: LabelledBatch, num_rows: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
+    """Sum over answers of the KTO loss, divided by `num_rows` of the whole optimizer step."""
+    assert batch.ref_logprobs is not None and batch.baseline is not None
+    real, desirable = batch.row_mask, batch.desirable
+    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (B,) fp64
+    ratios = logprobs - batch.ref_logprobs
+    weights = (flags.kto_desirable_weight, flags.kto_undesirable_weight)
+    losses = kto_losses(ratios, desirable, batch.baseline, flags.strength, *weights)
+    right = ((ratios > batch.baseline) == desirable).float()
+    rewards = (flags.strength * ratios).detach()
+    sums.add_mean("loss", losses.detach(), real)
+    sums.add_mean("kl", batch.baseline, real)
+    sums.add_mean("accuracy", right, real)
+    for name, kept in (("chosen", real & desirable), ("rejected", real & ~desirable)):
+        sums.add_mean(f"{name}_reward", rewards, kept)
+        sums.add_mean(f"{name}_logprob", logprobs.detach(), kept)
+    sums.add_by_source("loss", losses, batch.data_sources, real)
+    sums.add_by_source("accuracy", right, batch.data_sources, real)
+    return (masked_sum(losses, real) / num_rows).float()
+
+
+@torch.no_grad()
+def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBatch]:
+    """Add the KL estimate over the mismatched rows of all these batches and of all ranks, without dropout. Collective.
+
+    Args:
+        model: put into eval mode, and back into its mode at the end.
+        batches: this rank's; the same number on every rank.
+    """
+    was_training = getattr(model, "training", True)
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=batches[0].input_ids.device)  # sum of log-ratios, and rows
+    for batch in batches:
+        assert batch.other_ref_logprobs is not None
+        ratios = answer_logprobs(model, batch.other_ids, batch.other_mask) - batch.other_ref_logprobs
+        total += torch.stack([masked_sum(ratios, batch.row_mask), batch.row_mask.sum().double()])
+        heartbeat()
+    model.train(was_training)
+    log_ratios, rows = dist.all_reduce(total).unbind()
+    baseline = kto_baseline(log_ratios, rows.clamp_min(1))
+    return [replace(batch, baseline=baseline.expand(len(batch.row_mask)).clone()) for batch in batches]
+
+
+def add_reference(
+    model: Model, rows: Dataset, pad_id: int, device: torch.device, batch_size: int, max_seq_len: int
+) -> Dataset:
+    """Choose the mismatched answer of each row, and add the log-probs of both answers under the current model, without
+    dropout. Collective."""
+    with main_rank_of_node_first():
+        rows = rows.add_column(OTHER_ROW, mismatched_rows(rows))
+
+    def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
+        batch = to_device(collate_labelled(rows, indices, pad_id, max_seq_len), device)
+        own = answer_logprobs(model, batch.input_ids, batch.answer_mask)
+        return torch.stack([own, answer_logprobs(model, batch.other_ids, batch.other_mask)], dim=1)  # (B, 2)
+
+    logprobs = score_rows(model, rows, score, batch_size, "reference log-probs").double().cpu()
+    with main_rank_of_node_first():
+        for name, column in zip((REF_LOGPROB, OTHER_REF_LOGPROB), logprobs.unbind(dim=1), strict=True):
+            rows = rows.add_column(name, column.numpy())
+    return rows
+
+
+def log_balance(rows: Dataset, flags: PreferenceFlags) -> None:
+    """Log the numbers of desirable and undesirable answers; warn if the weights do not balance them."""
+    labels = np.concatenate([part["label"] for part in rows.select_columns(["label"]).with_format("numpy").iter(10**6)])
+    desirable = int((labels > 0.5).sum())
+    undesirable = len(labels) - desirable
+    counts = f"kto: {desirable} desirable and {undesirable} undesirable answers"
+    if not desirable or not undesirable:
+        logger().warning(f"{counts}: KTO needs both to learn what distinguishes them")
+        return
+    weights = (flags.kto_desirable_weight, flags.kto_undesirable_weight)
+    ratio, balanced = balanced_weights(desirable, undesirable, weights)
+    counts = f"{counts}; together they weigh {ratio:.3g} : 1"
+    if 1 <= round(ratio, 2) <= round(MOST_RATIO, 2):
+        logger().info(counts)
+        return
+    logger().warning(
+        f"{counts}; 1 to 1.33 is recommended: --kto_desirable_weight {balanced:.3g} to {MOST_RATIO * balanced:.3g} "
+        f"with --kto_undesirable_weight {weights[1]:g}"
+    )
+
+
+def kto_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[LabelledBatch]:
+    """Mean loss over answers; `prepare` adds the log-probs of the reference to the rows."""
+    limit = config.fit.max_seq_len
+
+    def collate(rows: Dataset, indices: Sequence[int]) -> LabelledBatch:
+        return to_device(collate_labelled(rows, indices, pad_id, limit), device)
+
+    def prepare(model: Model, rows: TokenRows) -> TokenRows:
+        assert isinstance(rows.train, Dataset)
+        log_balance(rows.train, config.reward)
+        size = config.fit.per_device_eval_batch_size
+        train = add_reference(model, rows.train, pad_id, device, size, limit)
+        held_out = None if rows.eval is None else add_reference(model, rows.eval, pad_id, device, size, limit)
+        return replace(rows, train=train, eval=held_out)
+
+    def size(batch: LabelledBatch) -> Tensor:
+        assert batch.lengths is not None
+        return torch.stack([batch.row_mask.sum(), batch.lengths[batch.row_mask].sum()])
+
+    def with_margin(metrics: dict[str, float]) -> dict[str, float]:
+        return {**metrics, "margin": metrics["chosen_reward"] - metrics["rejected_reward"]}
+
+    return Objective(
+        collate, lambda batch: batch.row_mask.sum(), size, partial(kto_loss, flags=config.reward),
+        lambda batch: batch.row_mask, with_margin, ("loss", "accuracy", "kl"), prepare=prepare, complete=with_baseline,
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""ORPO, SimPO and CPO: values by hand from the formulas of the papers, and finite gradients at extreme log-probs."""
+
+import math
+
+import pytest
+import torch
+
+from dschat_ppo.algorithms.reference_free_loss import (
+    LARGEST_MEAN,
+    cpo_pair_loss,
+    log_odds,
+    orpo_pair_loss,
+    simpo_pair_loss,
+)
+
+CHOSEN = (-0.7, -2.0, -0.05, -30.0, -0.69)
+REJECTED = (-1.3, -0.4, -4.0, -0.01, -0.70)
+EXTREME = (0.0, -1e-12, -1e-6, -0.6931, -0.6932, -80.0, -1e4)
+
+
+def pair(values=CHOSEN, others=REJECTED):
+    made = [torch.tensor(part, dtype=torch.float64, requires_grad=True) for part in (values, others)]
+    return made[0], made[1]
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+@pytest.mark.parametrize("mean", [*CHOSEN, *REJECTED])
+def test_log_odds_are_the_logarithm_of_p_over_one_minus_p(mean):
+    p = math.exp(mean)
+    assert log_odds(torch.tensor(mean, dtype=torch.float64)).item() == pytest.approx(math.log(p / (1 - p)), rel=1e-9)
+
+
+def test_odds_of_one_half_are_one():
+    assert log_odds(torch.tensor(math.log(0.5), dtype=torch.float64)).item() == pytest.approx(0.0, abs=1e-12)
+    assert log_odds(torch.tensor(math.log(0.9), dtype=torch.float64)).item() == pytest.approx(math.log(9))
+
+
+def test_orpo_by_hand():
+    chosen, rejected = pair()
+    for found, w, r in zip(orpo_pair_loss(chosen, rejected, 0.3).tolist(), CHOSEN, REJECTED, strict=True):
+        ratio = (math.exp(w) / (1 - math.exp(w))) / (math.exp(r) / (1 - math.exp(r)))
+        assert found == pytest.approx(-0.3 * math.log(sigmoid(math.log(ratio))), rel=1e-8)
+
+
+def test_simpo_by_hand():
+    chosen, rejected = pair()
+    for found, w, r in zip(simpo_pair_loss(chosen, rejected, 2.5, 0.8).tolist(), CHOSEN, REJECTED, strict=True):
+        assert found == pytest.approx(math.log(1 + math.exp(-(2.5 * w - 2.5 * r - 0.8))), rel=1e-8)
+
+
+def test_cpo_by_hand():
+    chosen, rejected = pair()
+    for found, w, r in zip(cpo_pair_loss(chosen, rejected, 0.4).tolist(), CHOSEN, REJECTED, strict=True):
+        assert found == pytest.approx(math.log(1 + math.exp(-(0.4 * w - 0.4 * r))), rel=1e-8)
+
+
+def test_equal_answers_cost_log_two_and_a_lead_of_gamma_too():
+    same = torch.tensor([-1.0], dtype=torch.float64)
+    assert orpo_pair_loss(same, same, 1.0).item() == pytest.approx(math.log(2))
+    assert cpo_pair_loss(same, same, 3.0).item() == pytest.approx(math.log(2))
+    assert simpo_pair_loss(same + 0.5, same, 2.0, 1.0).item() == pytest.approx(math.log(2))
+
+
+def test_the_gradient_of_log_odds_is_one_over_one_minus_p():
+    means = torch.tensor([-0.01, -0.5, -0.7, -3.0, -40.0], dtype=torch.float64, requires_grad=True)
+    log_odds(means).sum().backward()
+    expected = [1 / (1 - math.exp(mean)) for mean in means.tolist()]
+    assert means.grad.tolist() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda w, r: orpo_pair_loss(w, r, 0.1), lambda w, r: simpo_pair_loss(w, r, 10.0, 3.0),
+    lambda w, r: cpo_pair_loss(w, r, 5.0),
+])  # fmt: skip
+def test_values_and_gradients_are_finite_at_extreme_log_probs(loss):
+    grid = [(w, r) for w in EXTREME for r in EXTREME]
+    chosen, rejected = pair([w for w, _ in grid], [r for _, r in grid])
+    found = loss(chosen, rejected)
+    found.sum().backward()
+    assert found.isfinite().all()
+    assert chosen.grad.isfinite().all() and rejected.grad.isfinite().all()
+    assert (chosen.grad <= 0).all() and (rejected.grad >= 0).all()
+    assert found.max() > 100, "no extreme pair in the grid"
+
+
+def test_an_answer_that_is_certain_counts_as_almost_certain():
+    certain = torch.tensor([0.0, LARGEST_MEAN / 2], dtype=torch.float64)
+    assert log_odds(certain).tolist() == pytest.approx([math.log(1e6)] * 2, rel=1e-6)

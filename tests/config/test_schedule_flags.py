@@ -1,0 +1,107 @@
+"""Flags of the schedule, the length and the reference: what is refused, what has no effect, and the warm-up."""
+
+import pytest
+from command_lines import NEEDED, read
+
+from dschat_ppo.config.cli import notes, parse
+from dschat_ppo.config.schedule_flags import ScheduleFlags
+from dschat_ppo.errors import UserError
+
+NO_KL = "--kl_coef 0"
+GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2 --kl_coef 0.1"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "number", "total", "steps"),
+    [(0.0, 7, 100, 7), (0.1, 0, 30, 3), (0.1, 0, 31, 4), (0.07, 100, 100, 7), (0.03, 100, 7, 1), (0.5, 0, 1, 1)],
+)
+def test_the_ratio_is_rounded_up_and_replaces_the_number(ratio, number, total, steps):
+    flags = ScheduleFlags(warmup_ratio=ratio)
+    assert flags.warmup_steps(number, total) == steps
+    shown = [("warm-up steps", f"ceil({ratio} x {total}) = {steps}")]
+    assert flags.warmup_shown(total) == (shown if ratio else [])
+
+
+@pytest.mark.parametrize(
+    ("step", "words", "message"),
+    [
+        ("sft", "--warmup_ratio 1", "--warmup_ratio must be at least 0 and below 1"),
+        ("sft", "--min_lr_ratio -0.1", "--min_lr_ratio must be at least 0 and below 1"),
+        ("sft", "--max_steps -1", "--max_steps must be finite, 0 or above"),
+        ("sft", "--warmup_ratio 0.1 --num_warmup_steps 5", "--warmup_ratio 0.1 and --num_warmup_steps 5 both set"),
+        ("ppo", "--warmup_ratio 0.1 --num_warmup_steps 5", "--warmup_ratio 0.1 and --num_warmup_steps 5 both set"),
+        ("reward", "--warmup_ratio 0.1 --lr_scheduler_type constant", "--warmup_ratio 0.1: no model has a warm-up"),
+        ("sft", "--min_lr_ratio 0.1 --lr_scheduler_type constant", "--lr_scheduler_type constant does not decay"),
+        ("ppo", "--min_lr_ratio 0.1 --lr_scheduler_type constant_with_warmup", "constant_with_warmup does not decay"),
+        ("sft", "--lr_scheduler_type polynomial --learning_rate 1e-7", "--learning_rate 1e-07: --lr_scheduler_type"),
+        ("ppo", "--critic_lr_scheduler_type polynomial --critic_learning_rate 1e-8", "--critic_learning_rate 1e-08: "),
+        ("ppo", "--critic_num_warmup_steps -1", "--critic_num_warmup_steps must be finite, 0 or above"),
+        ("ppo", "--critic_max_grad_norm 1e-9", "--critic_max_grad_norm must be 0 .off. or at least 1e-06"),
+        ("ppo", "--critic_lr_scheduler_type constant --critic_num_warmup_steps 3", "--critic_num_warmup_steps 3: "),
+        ("ppo", f"{GRPO} --critic_lr_scheduler_type linear", "--critic_lr_scheduler_type: this --advantage_estimator"),
+        ("ppo", f"{GRPO} --critic_num_warmup_steps 0", "--critic_num_warmup_steps: this --advantage_estimator"),
+        ("ppo", f"{GRPO} --critic_max_grad_norm 1", "--critic_max_grad_norm: this --advantage_estimator"),
+        ("ppo", f"{NO_KL} --ref_model_name_or_path r", "--ref_model_name_or_path: there is no reference"),
+        ("ppo", f"{NO_KL} --ref_sync_interval 2", "--ref_sync_interval: there is no reference"),
+        ("ppo", "--ref_sync_interval -1", "--ref_sync_interval must be finite, 0 or above"),
+        ("ppo", "--ref_sync_mixup 0.5", "--ref_sync_mixup is for --ref_sync_interval"),
+        ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 0", "--ref_sync_mixup must be above 0 and at most 1"),
+        ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 1.1", "--ref_sync_mixup must be above 0 and at most 1"),
+        ("ppo", "--ref_sync_interval 2 --actor_lora_dim 4 --only_optimize_lora", "--ref_sync_interval: with --actor_l"),
+    ],
+)
+def test_flags_that_contradict_or_have_no_effect_are_refused(step, words, message):
+    with pytest.raises(UserError, match=message) as problem:
+        read(step, *words.split())
+    assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("sft", "--warmup_ratio 0.1"),
+        ("ppo", "--warmup_ratio 0.1"),
+        ("ppo", "--warmup_ratio 0.1 --num_warmup_steps 100"),  # its default, as a resolved configuration has it
+        ("sft", "--warmup_ratio 0 --num_warmup_steps 5"),
+        ("ppo", "--lr_scheduler_type constant --critic_lr_scheduler_type cosine --min_lr_ratio 0.1 --warmup_ratio 0.1"),
+        ("ppo", "--critic_num_warmup_steps 0 --critic_max_grad_norm 0"),
+        ("sft", "--lr_scheduler_type polynomial --learning_rate 1e-7 --min_lr_ratio 0.1"),
+        ("ppo", "--ref_model_name_or_path r --ref_sync_interval 2 --ref_sync_mixup 0.6"),
+        ("ppo", f"{GRPO} --min_lr_ratio 0.1"),
+    ],
+)
+def test_what_has_an_effect_is_accepted_without_a_note(step, words):
+    assert notes(step, parse(step, [*NEEDED[step], *words.split()])) == []
+
+
+@pytest.mark.parametrize("step", NEEDED)
+def test_flags_without_effect_have_a_note(step):
+    def noted(words: str) -> list[str]:
+        return [line.split(":")[0] for line in notes(step, parse(step, [*NEEDED[step], *words.split()]))]
+
+    assert noted("--max_steps 9 --num_train_epochs 2") == ["--num_train_epochs has no effect"]
+    assert noted("--max_steps 9 --num_train_epochs 1") == noted("--num_train_epochs 0.5") == []
+    assert noted("--lr_scheduler_type constant --num_warmup_steps 7") == ["--num_warmup_steps has no effect"]
+    assert noted("--lr_scheduler_type constant") == noted("--lr_scheduler_type constant --num_warmup_steps 0") == []
+
+
+def test_the_warm_up_of_the_actor_has_no_note_if_the_critic_uses_it():
+    words = "--lr_scheduler_type constant --num_warmup_steps 7 --critic_lr_scheduler_type linear"
+    assert notes("ppo", parse("ppo", [*NEEDED["ppo"], *words.split()])) == []
+
+
+def test_the_reference_has_the_actors_folder_or_its_own():
+    for words, folder in (("", "a"), ("--ref_model_name_or_path r", "r"), (NO_KL, None)):
+        assert parse("ppo", [*NEEDED["ppo"], *words.split()]).reference_folder == folder
+
+
+def test_the_schedule_of_the_critic_is_its_own_or_that_of_the_actor():
+    def found(words: str) -> list[tuple]:
+        schedules = parse("ppo", [*NEEDED["ppo"], *words.split()]).schedules
+        return [(model.kind, model.peak, model.warmup) for model in schedules]
+
+    rates = "--actor_learning_rate 0.25 --critic_learning_rate 0.5"
+    assert found(rates) == [("cosine", 0.25, None), ("cosine", 0.5, None)]
+    own = f"{rates} --critic_lr_scheduler_type linear --critic_num_warmup_steps 0"
+    assert found(own) == [("cosine", 0.25, None), ("linear", 0.5, 0)]
+    assert len(found(GRPO)) == 1

@@ -1,0 +1,107 @@
+"""Which models suit `--sequence_parallel_size` and `--tiled_mlp`; the refusals come before any weight is read."""
+
+import pytest
+import transformers
+from tiny_models import KINDS, new_model
+
+from dschat_ppo.config.memory_flags import MemoryFlags
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.backbone import backbone_of
+from dschat_ppo.models.long_sequences import check_long_sequences, reason_not_to_divide, save_activation_memory
+from dschat_ppo.models.policy_model import PolicyModel
+
+DIVIDED = ("llama", "qwen2", "qwen2-window", "qwen3", "mistral-window", "opt", "gpt2", "gpt-neox", "gemma2", "gemma3",
+           "phi", "phi3", "phi3-longrope", "mixtral", "gpt-oss")  # fmt: skip
+WHOLE = {
+    "gptj": "transformers does not let its attention be replaced",
+    "bloom": "transformers does not let its attention be replaced",
+    "falcon": "transformers does not let its attention be replaced",
+    "gpt-neo": "transformers does not let its attention be replaced",
+    "mamba": "transformers does not let its attention be replaced",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """`folder(kind, **changes)`: a folder with a configuration alone, on four ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    def make(kind: str, **changes) -> str:
+        _, config, settings = KINDS[kind]
+        getattr(transformers, config)(**{**settings, **changes}).save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    return make
+
+
+def refusal(folder: str, scalar: bool = False, **flags) -> str:
+    with pytest.raises(UserError) as raised:
+        check_long_sequences(MemoryFlags(**flags), "--model", folder, scalar)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+@pytest.mark.parametrize("scalar", [False, True])
+def test_models_that_can_be_divided(folder, kind, scalar):
+    check_long_sequences(MemoryFlags(sequence_parallel_size=2), "--model", folder(kind), scalar)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind):
+    found = refusal(folder(kind), sequence_parallel_size=2)
+    assert found.startswith(f"--sequence_parallel_size 2: --model {folder(kind)}: ")
+    assert WHOLE[kind] in found
+    assert type(backbone_of(new_model(kind))).__name__ in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "layers of the type chunked_attention"),
+        ({"attention_chunk_size": 8}, "its attention needs a mask"),
+        ({"num_attention_heads": [4, 2]}, "differ in their numbers of attention heads"),
+    ],
+)
+def test_settings_that_need_whole_rows(changes, reason):
+    backbone = new_model("llama").model
+    assert reason_not_to_divide(backbone) is None
+    for name, value in changes.items():
+        backbone.config.__dict__[name] = value
+    assert reason in reason_not_to_divide(backbone)
+
+
+def test_the_size_divides_the_heads(folder):
+    found = refusal(folder("llama", num_attention_heads=2, num_key_value_heads=1), sequence_parallel_size=4)
+    assert found.endswith("has 2 attention heads, which the size must divide; with 4 ranks use 1 or 2")
+
+
+def test_fewer_key_heads_than_ranks_are_no_problem(folder):
+    flags = MemoryFlags(sequence_parallel_size=4)
+    check_long_sequences(flags, "--model", folder("llama", num_key_value_heads=1), False)
+
+
+def test_models_without_tileable_mlp_are_refused_by_name(folder):
+    assert refusal(folder("opt"), tiled_mlp=True) == (
+        f"--tiled_mlp: --model {folder('opt')}: OPTModel cannot be tiled, because its layers have no separate MLP; "
+        "omit the flag"
+    )
+    assert "MixtralModel cannot be tiled, because all of its MLPs are mixtures" in refusal(
+        folder("mixtral"), scalar=True, tiled_mlp=True
+    )
+    check_long_sequences(MemoryFlags(tiled_mlp=True), "--model", folder("bloom"), False)
+
+
+def test_without_the_flags_nothing_is_refused(folder):
+    check_long_sequences(MemoryFlags(offload_activations=True), "--model", folder("mamba"), False)
+
+
+def test_flags_are_switched_on_in_the_model():
+    model = PolicyModel(new_model("llama"))
+    mlp = model.lm.model.layers[0].mlp
+    plain = type(mlp)
+    save_activation_memory(model, MemoryFlags())
+    assert not model.offload_activations
+    assert type(mlp) is plain
+    save_activation_memory(model, MemoryFlags(offload_activations=True, tiled_mlp=True))
+    assert model.offload_activations
+    assert type(mlp).__name__ == "TiledLlamaMLP"
