@@ -107,6 +107,9 @@ def out(tmp_path_factory):
         }
         if name in MIXTURES:
             experts[stem(name)] = [str(home / "base"), rows_of_other_experts(home / "base"), COEF if router else 0]
+    step, words = runs["Mixtral: sft"]  # the ranks share rows, twice as many in a micro-batch
+    size = ["--sequence_parallel_size", "2", "--per_device_train_batch_size", "4"]
+    runs["divided"] = (step, [*words, *size, "--output_dir", str(folder / "divided")])
     (folder / "cases.json").write_text(json.dumps({"runs": runs, "experts": experts}))
     succeed(deepspeed(2, "tests/workers/architectures.py", folder, timeout=900))
     return folder
@@ -139,6 +142,14 @@ def test_the_router_loss_is_among_the_metrics(out, name, step):
     metric = "policy/router_loss" if step == "ppo" else "router_loss"
     found = [line[metric] for line in metrics_of(out / stem(name) / step) if line["step"] > 0]
     assert found and all(1.5 < loss < 4 for loss in found)
+
+
+def test_ranks_that_share_rows_have_the_same_router_loss_and_updates(out):
+    whole, divided = (
+        [[line[key] for key in ("loss", "router_loss", "grad_norm")] for line in metrics_of(folder) if line["step"]]
+        for folder in (out / "Mixtral/sft", out / "divided")
+    )
+    torch.testing.assert_close(torch.tensor(divided), torch.tensor(whole), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
