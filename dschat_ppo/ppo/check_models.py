@@ -25,7 +25,7 @@ from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.rewards.learned_reward import saved_statistics
+from dschat_ppo.rewards.learned_reward import saved_separator, saved_statistics
 from dschat_ppo.session.begin_run import naming
 
 ACTOR = "--actor_model_name_or_path"
@@ -154,6 +154,8 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
     model_config = load_config(folder, flag)
     if config.algorithm.normalize_rewards == "model":
         saved_statistics(model_config, folder)
+    if config.rewards.process_reward is not None:
+        saved_separator(model_config, folder)
     own = reward_tokenizer(config, folder, tokenizer)
     check_vocabulary(own or tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary)
     if own is not None:
