@@ -25,7 +25,7 @@ from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.rewards.learned_reward import saved_statistics
+from dschat_ppo.rewards.learned_reward import saved_separator, saved_statistics
 from dschat_ppo.session.begin_run import naming
 
 ACTOR = "--actor_model_name_or_path"
@@ -120,6 +120,7 @@ def _check_reference(
     with naming(REFERENCE):
         check_causal_lm(folder)
     check_length(folder, longest, LIMITS)
+    check_long_sequences(config.memory, REFERENCE, folder, scalar=False)
     least = len(tokenizer) if config.run.resize_vocabulary else 0
     sizes = [max(each.get_text_config().vocab_size, least) for each in (model_config, actor)]
     if sizes[0] != sizes[1] and "full" in (config.algorithm.kl_estimator, config.algorithm.kl_loss_estimator):
@@ -153,6 +154,8 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
     model_config = load_config(folder, flag)
     if config.algorithm.normalize_rewards == "model":
         saved_statistics(model_config, folder)
+    if config.rewards.process_reward is not None:
+        saved_separator(model_config, folder)
     own = reward_tokenizer(config, folder, tokenizer)
     check_vocabulary(own or tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary)
     if own is not None:

@@ -83,7 +83,17 @@ CASES = {
         ],
     ),
     "unknown flag": ("sft", "--learning_speed 3", ["--learning_speed", "unknown"]),
-    "flag that comes later": ("ppo", "--only_optimize_lora", ["--only_optimize_lora", "not available yet", "1e-5"]),
+    "LoRA flag without LoRA": ("ppo", "--only_optimize_lora", ["--only_optimize_lora", "--actor_lora_dim", "1e-5"]),
+    "LoRA of layers that do not exist": (
+        "sft",
+        "--lora_dim 4 --lora_module_name decoder.layers.",
+        ["--model_name_or_path", "--lora_module_name decoder.layers.", "give layers."],
+    ),
+    "quantised weights without a GPU": (
+        "reward",
+        "--lora_dim 4 --only_optimize_lora --load_in_4bit",
+        ["--load_in_4bit needs a GPU"],
+    ),
     "negative batch": ("sft", "--per_device_train_batch_size -1", ["--per_device_train_batch_size", "-1"]),
     "offload at stage 0": ("sft", "--offload", ["--offload", "--zero_stage"]),
     "rows too long": ("sft", "--max_seq_len 2 --truncation drop", ["--max_seq_len 2; raise it"]),
