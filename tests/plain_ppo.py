@@ -55,7 +55,8 @@ class PlainEngine(nn.Module):
     def __init__(self, module: nn.Module, rate: float):
         super().__init__()
         self.module = module
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=rate)
+        parameters = list(module.parameters())
+        self.optimizer = torch.optim.AdamW([{"params": parameters, "initial_lr": rate}], lr=rate)
         self.skipped_steps = 0
 
     def forward(self, *arguments: Any) -> Any:
