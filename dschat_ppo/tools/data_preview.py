@@ -57,10 +57,8 @@ _PERCENTILES = (0, 50, 90, 99, 100)
 
 def use_of(wanted: Wanted) -> Use:
     """What the step reads; in step 2 the objective decides."""
-    if wanted.step in ("sft", "ppo"):
-        return "sft" if wanted.step == "sft" else "prompt"
-    use: Use = wanted.config.reward.data_use
-    return use
+    uses: dict[str, Use] = {"sft": "sft", "ppo": "prompt"}
+    return uses[wanted.step] if wanted.step in uses else wanted.config.reward.data_use  # type: ignore[no-any-return]
 
 
 def arguments_of(wanted: Wanted) -> dict[str, Any]:
