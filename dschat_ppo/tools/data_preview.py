@@ -57,8 +57,9 @@ _PERCENTILES = (0, 50, 90, 99, 100)
 
 def use_of(wanted: Wanted) -> Use:
     """What the step reads; in step 2 the objective decides."""
-    uses: dict[str, Use] = {"sft": "sft", "ppo": "prompt"}
-    return uses[wanted.step] if wanted.step in uses else wanted.config.reward.data_use  # type: ignore[no-any-return]
+    if wanted.step in ("sft", "ppo"):
+        return "sft" if wanted.step == "sft" else "prompt"
+    return wanted.config.reward.data_use  # type: ignore[no-any-return]
 
 
 def arguments_of(wanted: Wanted) -> dict[str, Any]:
