@@ -108,6 +108,25 @@ def test_a_layer_that_is_not_linear_is_named():
         pass
 
 
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_a_division_that_computes_something_else_stops_the_run(adds_up, monkeypatch, said):
+    """In one process: layers compute with their whole weights, or with this rank's half of each sum alone."""
+    model = new_model("llama")
+    whole = {id(layer): layer.weight.detach().clone() for layer in model.modules() if isinstance(layer, nn.Linear)}
+
+    def forward(layer, style, parallel, inputs):
+        return nn.functional.linear(inputs, whole[id(layer)] if adds_up else layer.weight)
+
+    monkeypatch.setattr(module, "_forward", forward)
+    hybrid = HybridEngine(SimpleNamespace(module=model, eval=model.eval, train=model.train), parallel=two(0))
+    if adds_up:
+        hybrid.check_division()
+        assert any("divided over 2 ranks agrees" in line for line in said)
+        return
+    with pytest.raises(RuntimeError, match="--inference_tp_size 2: the divided layers of LlamaForCausalLM differ"):
+        hybrid.check_division()
+
+
 def test_adapters_cannot_be_merged_into_divided_layers():
     with pytest.raises(ValueError, match="divided"):
         HybridEngine(SimpleNamespace(module=nn.Linear(2, 2)), merge=lambda _: None, parallel=two(0))
