@@ -55,8 +55,8 @@ class PlainEngine(nn.Module):
     def __init__(self, module: nn.Module, rate: float):
         super().__init__()
         self.module = module
-        parameters = list(module.parameters())
-        self.optimizer = torch.optim.AdamW([{"params": parameters, "initial_lr": rate}], lr=rate)
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=rate)
+        self.optimizer.param_groups[0]["initial_lr"] = rate  # as a schedule notes it
         self.skipped_steps = 0
 
     def forward(self, *arguments: Any) -> Any:
