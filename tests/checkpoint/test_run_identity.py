@@ -170,11 +170,11 @@ def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     config = parse("ppo", f"{PPO} --critic_model_name_or_path c --reward_model_name_or_path r {own}".split())
     texts = TextBatches(TRAIN, 1, 1, 0, 0, torch.device("cpu"))
     rows = TokenRows(TRAIN, TRAIN.select([0]))
-    found = inputs_of(config, ModelFolders("A", "C", "R"), rows, texts)
+    found = inputs_of(config, ModelFolders("A", "C", "R", "F"), rows, texts)
     assert found.train is TRAIN
     assert found.rows == {"evaluation rows (SHA-256)": rows.eval, "blocks of plain text (SHA-256)": TRAIN}
-    models = {"--actor_model_name_or_path": "A", "--critic_model_name_or_path": "C", "--reward_model_name_or_path": "R"}
-    assert dict(found.models) == models
+    folders = {"actor": "A", "critic": "C", "reward": "R", "ref": "F"}
+    assert dict(found.models) == {f"--{role}_model_name_or_path": path for role, path in folders.items()}
     reward = f"{folder}/reward.py"
     assert dict(found.files) == {
         "--deepspeed_config": "d.json", f"--reward_function {reward}": reward,
