@@ -32,9 +32,9 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 
 
-def saved(module, assets, folder, merge: bool):
+def saved(module, assets, folder, merge: bool, described=None):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    save_model(SimpleNamespace(module=module), tokenizer, folder, merge=merge)
+    save_model(SimpleNamespace(module=module), tokenizer, folder, described, merge=merge)
     return folder
 
 
@@ -122,7 +122,9 @@ def test_a_reward_model_saves_its_head(assets, tmp_path, from_lm):
     base = str(assets / ("lm" if from_lm else "reward"))
     model = load_sequence_classifier(base, "fp32", None, from_lm, adapter=LORA)
     train_a_little(model)
-    folder = saved(ScalarModel(model), assets, tmp_path / "adapter", merge=False)
+    folder = saved(ScalarModel(model), assets, tmp_path / "adapter", False, {"reward_mean": 0.5})
+    config = load_config(str(folder), "--m")
+    assert (config.num_labels, config.reward_mean) == (1, 0.5), "step 3 reads the statistics"
     lengths = torch.tensor([11, 7, 3])
     with torch.no_grad():
         expected = ScalarModel(model).eval()(IDS, lengths, last_only=True)
