@@ -112,7 +112,10 @@ def main() -> None:
     several = dist.world_size() > 1
     for stage in (0, 2, 3) if several else (0,):
         more = CHECKPOINTING if stage == 3 else []
-        for label, words in (("own bases", []), ("one base", ["--share_base"])):
+        labels = {"own bases": [], "one base": ["--share_base"]}
+        if stage == 3:
+            labels["one base, offloaded"] = ["--share_base", "--offload"]
+        for label, words in labels.items():
             ppo = ppo_with(assets, "lm", "reward_adapter", stage, device, "--dtype", "fp32", *FULL_KL, *more, *words)
             found["trajectories"][f"stage {stage} {label}"] = trajectory(ppo, assets)
     for stage in (0, 1, 2, 3) if several else (3,):  # on one rank ZeRO-3 does not copy what it gathers
