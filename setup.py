@@ -1,8 +1,9 @@
 """Package definition.
 
 deepspeed, transformers, accelerate, datasets, tensorboard and the extras are pinned to the versions that the tests run
-with. torch is a range (tested with 2.13.0), because its build must match the GPU driver of the machine. The other
-ranges belong to libraries that the package imports and that the pinned libraries require anyway; the bounds are theirs.
+with. torch is a range (tested with 2.13.0), because its build must match the GPU driver of the machine. bitsandbytes is
+a range from the version that transformers asks for: it needs a GPU, and the tests run without. The other ranges belong
+to libraries that the package imports and that the pinned libraries require anyway; the bounds are theirs.
 """
 
 from pathlib import Path
@@ -43,6 +44,7 @@ setup(
     ],
     extras_require={
         "lora": ["peft==0.21.2"],
+        "qlora": ["peft==0.21.2", "bitsandbytes>=0.46.1"],
         "math": ["math-verify==0.9.0"],
         "plot": ["matplotlib==3.11.2"],
         "sentencepiece": ["sentencepiece==0.2.3"],

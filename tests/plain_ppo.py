@@ -3,6 +3,7 @@ DeepSpeed."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.moving_average import MovingAverage
+from dschat_ppo.engine.reference_sync import ReferenceSync
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -77,7 +79,7 @@ class PlainEngine(nn.Module):
 
 
 class PlainEngines:
-    """The roles of `RLHFEngine`, but for the reward model."""
+    """The roles of `RLHFEngine`, but for the reward model. The reference is a model without an engine."""
 
     def __init__(self, assets: Path, config):
         def language_model() -> PolicyModel:
@@ -88,6 +90,9 @@ class PlainEngines:
         self.actor_average = MovingAverage(self.actor.module.lm, ppo.ema_decay) if ppo.enable_ema else None
         self.reference = language_model().eval() if algorithm.has_reference else None
         self.reference_sync = None
+        if config.ppo_schedule.ref_sync_interval:
+            other = SimpleNamespace(module=self.reference)
+            self.reference_sync = ReferenceSync(self.actor, other, config.ppo_schedule.ref_sync_mixup)
         self.critic = None
         if algorithm.has_critic:
             critic = ScalarModel(LlamaForSequenceClassification.from_pretrained(assets / "reward"))
@@ -268,6 +273,8 @@ def watch(run: PlainRun) -> list[Any]:
     note(ppo.updates, "optimizer_step", lambda objectives, step: (step, *(part.role for part in objectives), mode()))
     if engines.actor_average is not None:
         note(engines.actor_average, "update", lambda: "average")
+    if engines.reference_sync is not None:
+        note(engines.reference_sync, "update", lambda: "sync")
     if ppo.texts is not None:
         note(ppo.texts, "take", lambda: "texts")
     if run.evaluation is not None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dschat_ppo.common.heartbeat import watchdog_paused
 
+Group = Any  # a `torch.distributed.ProcessGroup`, which builds without distributed support do not have
+
 _SHARING = [1]  # ranks that share their rows
 _SEQUENCE_GROUPS: dict[int, Any] = {}  # number of ranks that share rows -> this rank's process group of that size
 
@@ -97,20 +99,26 @@ def barrier() -> None:
         torch_dist.barrier()
 
 
-def all_reduce(value: Tensor, op: str = "sum") -> Tensor:
-    """`value` reduced over all ranks by "sum" or "max". A new tensor of the same shape and dtype."""
+def group_of(size: int) -> Group:
+    """The group of this rank, if all ranks are divided into groups of `size` consecutive ones. Collective."""
+    groups = [torch_dist.new_group(range(first, first + size)) for first in range(0, world_size(), size)]
+    return groups[rank() // size]
+
+
+def all_reduce(value: Tensor, op: str = "sum", group: Group | None = None) -> Tensor:
+    """`value` reduced over a group, or all ranks, by "sum" or "max". A new tensor of the same shape and dtype."""
     result = value.clone()
     if torch_dist.is_initialized() and world_size() > 1:
-        torch_dist.all_reduce(result, op=getattr(torch_dist.ReduceOp, op.upper()))
+        torch_dist.all_reduce(result, op=getattr(torch_dist.ReduceOp, op.upper()), group=group)
     return result
 
 
-def gather_cat(value: Tensor) -> Tensor:
-    """All ranks' tensors, of one shape and dtype, concatenated along dimension 0 in rank order."""
+def gather_cat(value: Tensor, group: Group | None = None) -> Tensor:
+    """The tensors of a group, or of all ranks, of one shape and dtype, concatenated along dimension 0 in rank order."""
     if not torch_dist.is_initialized() or world_size() == 1:
         return value
-    parts = [torch.empty_like(value) for _ in range(world_size())]
-    torch_dist.all_gather(parts, value.contiguous())
+    parts = [torch.empty_like(value) for _ in range(torch_dist.get_world_size(group))]
+    torch_dist.all_gather(parts, value.contiguous(), group=group)
     return torch.cat(parts)
 
 
@@ -137,12 +145,12 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Every rank's picklable `value`, in rank order, on every rank."""
+def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
+    """The picklable `value` of each rank of a group, or of all ranks, in rank order."""
     if not torch_dist.is_initialized() or world_size() == 1:
         return [value]
-    box: list[Any] = [None] * world_size()
-    torch_dist.all_gather_object(box, value)
+    box: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(box, value, group=group)
     return box
 
 

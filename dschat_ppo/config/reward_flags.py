@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from dschat_ppo.config.schema import (
     MOST_PROCESSES,
@@ -37,6 +37,11 @@ class RewardSourceFlags:
     reward_model_max_length: int | None = flag(
         "maximum tokens per row for a --reward_model_name_or_path with its own tokenizer; longer rows are cut at the "
         "start. Not given: the number of positions of the model",
+        None,
+    )
+    process_reward: Literal["min", "mean", "last", "product"] | None = flag(
+        "with a process reward model (step 2, --objective process): score an answer by the smallest, the mean, the "
+        "last or the product of the probabilities that its steps are right. Not given: the raw score at the last token",
         None,
     )
     reward_function: list[str] = flag_list(
@@ -81,6 +86,10 @@ class RewardSourceFlags:
         require(
             self.use_reward_model or self.reward_model_name_or_path is None,
             "--reward_model_name_or_path has no effect with --use_reward_model False; leave one of them out",
+        )
+        require(
+            self.use_reward_model or self.process_reward is None,
+            "--process_reward has no effect with --use_reward_model False; leave one of them out",
         )
         for name, sources, is_used in (
             ("reward_model_sources", self.reward_model_sources, self.use_reward_model),

@@ -189,6 +189,11 @@ class PPOConfig:
             "--normalize_rewards model needs a learned reward, but --use_reward_model is False",
         )
         require(
+            self.rewards.process_reward is None or algorithm.normalize_rewards != "model",
+            "--normalize_rewards model knows the mean of scores at last tokens, not those of --process_reward; use "
+            "--normalize_rewards running",
+        )
+        require(
             learned or not ppo.offload_reward_model,
             "--offload_reward_model: there is no reward model, because --use_reward_model is False",
         )

@@ -107,7 +107,7 @@ def split_pair(draft: Draft) -> list[Draft]:
     """
     check_answers(draft.answers)
     sides = zip(draft.answers, ("chosen", "rejected"), (1.0, 0.0), strict=True)
-    return [Draft(draft.prompt, [answer], f"{draft.suffix}, {name}", (label,)) for answer, name, label in sides]
+    return [Draft(draft.prompt, [answer], f"{draft.suffix}, {name} answer", (label,)) for answer, name, label in sides]
 
 
 CHOOSE_CHAT = "--apply_chat_template True renders the prompts with it"

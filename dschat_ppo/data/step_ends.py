@@ -39,6 +39,7 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
 
     A step ends at the token that completes the separator after it, and the last one at the last token. Blank text
     between two separators is no step. A token may hold more than the separator, such as a full stop and a line break.
+    Spaces at the end of a separator do not count, since most tokenizers put them into the token of the next word.
 
     Args:
         tokenizer: of the ids.
@@ -52,16 +53,18 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
         return []
     text = _decoded(tokenizer, ids)
     ends, start, found = [], 0, text.find(separator)
+    length = len(separator.rstrip(" ")) or len(separator)
     while found >= 0:
-        after = found + len(separator)
         if text[start:found].strip():
-            ends.append(_token_at(tokenizer, ids, after))
-        start, found = after, text.find(separator, after)
-    if ends:
-        rest = str(tokenizer.decode(list(ids[ends[-1] + 1 :]), skip_special_tokens=True))
-        if ends[-1] == len(ids) - 1 or not rest.strip():  # the final token alone is no step
-            ends.pop()
-    return [*ends, len(ids) - 1]
+            ends.append(_token_at(tokenizer, ids, found + length))
+        start = found + len(separator)
+        found = text.find(separator, start)
+    rest = text[start:]
+    if ids[-1] in tokenizer.added_tokens_decoder or ids[-1] in tokenizer.all_special_ids:
+        rest = rest.removesuffix(_decoded(tokenizer, ids[-1:]))
+    if ends and not rest.strip():  # the final token alone is no step
+        ends.pop()
+    return sorted({*ends, len(ids) - 1})
 
 
 def _token_at(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], length: int) -> int:
@@ -89,9 +92,9 @@ def labelled_ends(
         UserError: the tokens do not end as many steps as there are labels.
     """
     ends = step_ends(tokenizer, ids, separator)
-    if len(set(ends)) != len(labels):
+    if len(ends) != len(labels):
         raise UserError(
-            f"the tokens have {len(set(ends))} steps and not {len(labels)}: the tokenizer does not keep the separator "
+            f"the tokens have {len(ends)} steps and not {len(labels)}: the tokenizer does not keep the separator "
             f"{separator!r}; choose another --step_separator"
         )
     kept = [(end, label) for end, label in zip(ends, labels, strict=True) if label == label]

@@ -10,13 +10,14 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.engine.sleep import asleep, training_states, weights_of
+from dschat_ppo.engine.tensor_parallel import TensorParallel, divided, is_missing
+from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.types import Engine
 
@@ -42,18 +43,22 @@ class HybridEngine:
             model, and those weights that are dropped after the exit and need not be restored. Requires `pinned`.
         sleeping: engines whose training states move to host memory during the context, and whose weights too, but for
             those that the actor uses.
+        parallel: divide the layers over the ranks of a group, which then generate together; forward passes are
+            collective over the group. Requires `pinned`.
     """
 
     def __init__(
-        self, engine: Engine, pinned: bool = True, merge: Merge | None = None, sleeping: Sequence[Engine] = ()
-    ):
+        self, engine: Engine, pinned: bool = True, merge: Merge | None = None, sleeping: Sequence[Engine] = (),
+        parallel: TensorParallel | None = None,
+    ):  # fmt: skip
         self.engine = engine
         self._merge = merge
         self.sleeping = sleeping
         self._has_slept = False
+        self.parallel = parallel
         self._collective = not pinned and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
-        if self._collective and merge is not None:
-            raise ValueError("adapters cannot be merged into weights that are gathered layer by layer")
+        if (self._collective or parallel) and merge is not None:
+            raise ValueError("adapters cannot be merged into weights that are divided or gathered layer by layer")
 
     @property
     def model(self) -> PreTrainedModel:
@@ -63,10 +68,11 @@ class HybridEngine:
 
     @property
     def max_over_ranks(self) -> Callable[[int], int] | None:
-        """If forward passes are collective, a collective that returns the maximum of a number over ranks; else None."""
-        if not self._collective:
+        """If forward passes are collective, a collective over the same ranks that returns the maximum of a number."""
+        group = self.parallel.group if self.parallel else None
+        if not self._collective and group is None:
             return None
-        return lambda number: int(dist.all_reduce(torch.tensor([number], device=dist.device()), "max"))
+        return lambda number: int(dist.all_reduce(torch.tensor([number], device=dist.device()), "max", group))
 
     @contextmanager
     def _asleep(self) -> Iterator[None]:
@@ -87,10 +93,10 @@ class HybridEngine:
             if self.sleeping:
                 stack.enter_context(self._asleep())
             missing: list[Any] = []
+            if self.parallel:
+                stack.enter_context(divided(model, self.parallel))
             if not self._collective:
-                # small, persistent tensors are whole already
-                weights: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
-                missing = [weight for weight in weights if weight.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+                missing = [weight for weight in model.parameters() if is_missing(weight) and not weight.numel()]
                 stack.enter_context(deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)))
                 stack.enter_context(_without_hooks(self.engine.module))
             stack.enter_context(_without_checkpointing(model))
@@ -102,6 +108,33 @@ class HybridEngine:
                 yield model
             finally:
                 model.train(was_training)
+
+    def check_division(self) -> None:
+        """Compare the divided layers with the training engine, whose layers are whole. Collective; once, at the start.
+
+        Raises:
+            RuntimeError: their log-probs differ by more than rounding.
+        """
+        if self.parallel is None:
+            return
+        model = self.model
+        ids = torch.randint(0, vocabulary_size(model), (2, 12), generator=torch.Generator().manual_seed(0))
+        ids, was_training = ids.to(dist.device()), model.training
+        self.engine.eval()
+        with torch.no_grad():
+            whole = model(ids, use_cache=False).logits.float().log_softmax(dim=-1)
+        self.engine.train(was_training)
+        with self.generating() as lent:
+            parts = lent(ids, use_cache=False).logits.float().log_softmax(dim=-1)
+        difference = float(dist.all_reduce((parts - whole).abs().max(), "max"))
+        tolerance = 1e-3 if model.dtype == torch.float32 else 0.3
+        name, size = type(model).__name__, self.parallel.size
+        if not difference <= tolerance:
+            raise RuntimeError(
+                f"--inference_tp_size {size}: the divided layers of {name} differ from the whole ones by "
+                f"{difference:.2g} in log-probs; use --unpin_actor_parameters"
+            )
+        logger().info(f"rollout: {name} divided over {size} ranks agrees with the whole layers ({difference:.1e})")
 
 
 @contextmanager

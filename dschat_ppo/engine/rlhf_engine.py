@@ -14,6 +14,7 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
 from dschat_ppo.engine.moving_average import MovingAverage
 from dschat_ppo.engine.reference_sync import ReferenceSync
 from dschat_ppo.engine.role_models import ModelFolders, RoleModels
+from dschat_ppo.engine.tensor_parallel import tensor_parallel
 from dschat_ppo.models.adapter_merge import merged
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.long_sequences import save_activation_memory
@@ -115,7 +116,8 @@ class RLHFEngine:
 
         engines = [self.actor, self.reference, self.critic, self.reward]
         sleeping = [engine for engine in engines if engine is not None] if config.ppo_memory.sleep_in_rollout else []
-        self.hybrid = HybridEngine(self.actor, not ppo.unpin_actor_parameters, _merge(config), sleeping)
+        parallel = tensor_parallel(config.ppo_memory.inference_tp_size, config.ppo_memory.tp_gather_partition_size)
+        self.hybrid = HybridEngine(self.actor, not ppo.unpin_actor_parameters, _merge(config), sleeping, parallel)
 
     @property
     def trained(self) -> dict[str, Engine]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -21,6 +21,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapter_weights import MATRICES, load_adapter_weights, merged_weight
 from dschat_ppo.models.architectures import SCORE
 from dschat_ppo.models.model_folders import base_folder, base_name, read_adapter_config
+from dschat_ppo.models.quantisation import Bits, require_quantisation
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # linear layers that choose experts
 # Classes of `x W + b` by name, with those of bitsandbytes; other subclasses of nn.Linear do more, such as routing.
@@ -56,7 +57,7 @@ class AdapterSettings:
     rslora: bool
     dora: bool
     freeze_base: bool
-    quantise: Literal[None, 4, 8] = None
+    quantise: Bits | None = None
     flag: str = "--lora_module_name"
 
 
@@ -77,7 +78,9 @@ def adapter_settings(
     if dim == 0:
         return None
     require_peft("LoRA")
-    bits: Literal[None, 4, 8] = 4 if flags.load_in_4bit else 8 if flags.load_in_8bit else None
+    bits: Bits | None = 4 if flags.load_in_4bit else 8 if flags.load_in_8bit else None
+    if bits is not None:
+        require_quantisation(bits)
     return AdapterSettings(
         dim, flags.lora_alpha, flags.lora_dropout, module_name, flags.use_rslora, flags.use_dora,
         flags.only_optimize_lora, bits, flag,
@@ -121,10 +124,10 @@ def lora_targets(model: PreTrainedModel, names: str | None, flag: str = "--lora_
         raise UserError(f"{flag}: {type(model).__name__} has no linear layer in a list of blocks; name its layers")
     last = sorted({name.rpartition(".")[2] for name in usable})
     more = f" and {len(last) - _MAX_NAMES} more" if len(last) > _MAX_NAMES else ""
-    example = next((name for name in usable if re.search(r"\.\d+\.", name)), usable[0] if usable else "")
+    blocks = next((match[1] for name in usable if (match := re.search(r"(\w+\.)\d+\.", name))), "")
     raise UserError(
-        f"{flag} {names}: no linear layer of {type(model).__name__} has this in its name; leave the flag out to adapt "
-        f"all layers of the blocks, or give parts of names such as {example} ({', '.join(last[:_MAX_NAMES])}{more})"
+        f"{flag} {names}: no linear layer of {type(model).__name__} has this in its name; give {blocks} for all layers "
+        f"of its blocks, or leave the flag out, or give names among {', '.join(last[:_MAX_NAMES])}{more}"
     )
 
 
@@ -143,12 +146,13 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
         layer = getattr(module, "base_layer", module)
         is_head = name == SCORE or (tied and module is head)
         is_router = has_experts and not ROUTERS.isdisjoint(name.split("."))
-        if _is_linear(layer) and not is_head and not is_router and name.rpartition(".")[2] not in not_called:
+        if is_linear(layer) and not is_head and not is_router and name.rpartition(".")[2] not in not_called:
             names.append(name)
     return names
 
 
-def _is_linear(layer: nn.Module) -> bool:
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer computes `x W + b`, which LoRA can be added to."""
     return type(layer).__name__ in LINEAR
 
 
@@ -301,7 +305,7 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
     weights = load_adapter_weights(model, folder, name)
     for path, layer in adapter_layers(model).items():
         base = layer.get_base_layer()
-        if not _is_linear(base):
+        if not is_linear(base):
             raise UserError(f"{folder}: its adapter of {path} is not of a linear layer; merge it with peft")
         partitioned = hasattr(base.weight, "ds_id")
         with deepspeed.zero.GatheredParameters([base.weight], modifier_rank=0, enabled=partitioned), torch.no_grad():

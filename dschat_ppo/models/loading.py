@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ from dschat_ppo.common.heap import freed_memory_returned
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.adapted_base import adapted, check_adapter, quantised_base
 from dschat_ppo.models.adapter_weights import LM_HEADS
-from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter, load_merged
+from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.architectures import SCORE, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
-from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, saves_head
+from dschat_ppo.models.model_folders import base_folder, saves_head
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import grow_vocabulary
 
@@ -159,8 +160,7 @@ def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None
     config = load_config(folder, "model")
     check_architecture(config, folder, needs_lm=True)
     _check_weights(AutoModelForCausalLM, base_folder(folder, "model"), config)
-    with torch.device("meta"):
-        _adapt(AutoModelForCausalLM.from_config(config), folder, adapter)
+    check_adapter(partial(AutoModelForCausalLM.from_config, config), folder, adapter)
 
 
 def load_causal_lm(
@@ -182,9 +182,11 @@ def load_causal_lm(
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
     base = base_folder(folder, "model")
+    build = partial(AutoModelForCausalLM.from_config, config)
+    placed = {"device_map": device} if device else quantised_base(build, adapter, DTYPES[dtype], ds_config)
     with _loading(base, ds_config, device):
-        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=DTYPES[dtype], device_map=device)
-    return _prepared(model, folder, resize, adapter)
+        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=DTYPES[dtype], **placed)
+    return adapted(_resized(model, folder) if resize else model, folder, adapter)
 
 
 def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSettings | None = None) -> bool:
@@ -214,8 +216,7 @@ def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSetti
     is_new = bool(_check_weights(kind, base, config, mapping, {SCORE_WEIGHT}, unused)) and not has_head
     if is_new and not new_head:
         raise UserError(f"{folder}: has no trained scalar head ({SCORE_WEIGHT}); train a reward model first (step 2)")
-    with torch.device("meta"):
-        _adapt(kind(config), folder, adapter)
+    check_adapter(partial(kind, config), folder, adapter)
     return is_new
 
 
@@ -241,36 +242,11 @@ def load_sequence_classifier(
     kind = classifier_class(config)
     config = config_for(kind, config)
     base = base_folder(folder, "model")
+    build, names = partial(kind, config), _deepspeed_chat_mapping(base, kind) or None
+    placed = {"device_map": device} if device else quantised_base(build, adapter, DTYPES[dtype], ds_config)
     with _loading(base, ds_config, device):
-        model = kind.from_pretrained(
-            base, config=config, dtype=DTYPES[dtype], key_mapping=_deepspeed_chat_mapping(base, kind) or None,
-            device_map=device,
-        )  # fmt: skip
-    return _prepared(model, folder, resize, adapter)
-
-
-def _prepared(model: PreTrainedModel, folder: str, resize: bool, adapter: AdapterSettings | None) -> PreTrainedModel:
-    """`model`, loaded from the base of `folder`, with missing rows of its embedding and with its adapter."""
-    model = _resized(model, folder) if resize else model
-    _adapt(model, folder, adapter)
-    if is_adapter_folder(folder):
-        done = "is merged into its base model" if adapter is None else "is trained further; it keeps its scale"
-        logger().info(f"model: the adapter in {folder} {done}")
-    if adapter is not None:
-        sizes = [(weight.requires_grad, getattr(weight, "ds_numel", weight.numel())) for weight in model.parameters()]
-        trained, total = sum(size for trains, size in sizes if trains), sum(size for _, size in sizes)
-        layers = len(adapter_layers(model))
-        logger().info(f"LoRA: rank {adapter.rank} in {layers} layers; {trained:,} of {total:,} parameters are trained")
-    return model
-
-
-def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
-    """Add an adapter to the model, new or from `folder`, or merge that of `folder` into it."""
-    is_adapter = is_adapter_folder(folder)
-    if adapter is not None:
-        add_adapter(model, adapter, folder=folder if is_adapter else None)
-    elif is_adapter:
-        load_merged(model, folder)
+        model = kind.from_pretrained(base, config=config, dtype=DTYPES[dtype], key_mapping=names, **placed)
+    return adapted(_resized(model, folder) if resize else model, folder, adapter)
 
 
 def _resized(model: PreTrainedModel, folder: str) -> PreTrainedModel:

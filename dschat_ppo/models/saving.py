@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from dschat_ppo.models.adapter_weights import MATRICES, merged_weight
 from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.architectures import SCORE, first_position
 from dschat_ppo.models.model_folders import ADAPTER_WEIGHTS, saved_name
+from dschat_ppo.models.quantisation import is_quantised
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Engine
 
@@ -110,18 +112,20 @@ def save_model(
         described: numbers and texts to store in the model's config under these names; None removes an entry.
         weights: whole tensors, on rank 0, that replace the engine's weights of these names.
         ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain transformers stops at them.
-        merge: write a model with an adapter merged, in its whole, instead of an adapter folder.
+        merge: write a model with an adapter merged, in its whole, instead of an adapter folder. Nothing is merged into
+            quantised weights: of a model with those, an adapter folder is written in any case.
         adapter: the name of the adapter to save or to merge.
 
     Raises:
         StorageError: the folder cannot be written; on every rank.
     """
     model = pretrained(engine.module)
-    wanted = None if merge or not adapter_layers(model) else partial(is_saved_with, adapter)
+    as_adapter = bool(adapter_layers(model)) and (not merge or is_quantised(model))
+    wanted = partial(is_saved_with, adapter) if as_adapter else None
     state = gather_state(model, wanted) | dict(weights or {})
     problem = None
     if dist.is_main():
-        problem = write_model(engine.module, state, tokenizer, folder, described, ends, merge, adapter)
+        problem = write_model(engine.module, state, tokenizer, folder, described, ends, not as_adapter, adapter)
     problem = dist.broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
@@ -223,7 +227,10 @@ def _write_adapter(
         config: Any = model.peft_config[adapter]
         replace(config, inference_mode=True).save_pretrained(str(unfinished))
         if hasattr(model, SCORE):
-            model.config.save_pretrained(unfinished)
+            whole = deepcopy(model.config)
+            if hasattr(whole, "quantization_config"):  # the folder may be loaded without quantised weights
+                del whole.quantization_config
+            whole.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
 
     return _write_files(write, folder)

@@ -103,8 +103,8 @@ class MetricsWriter:
             self._board.close()
 
 
-def _finite_or_null(metrics: dict[str, float]) -> dict[str, float | None]:
-    """The metrics with None for NaN and infinity (e.g. the gradient norm after an fp16 overflow), which JSON lacks."""
+def _finite_or_null(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The entries with None for NaN and infinity (e.g. the gradient norm after an fp16 overflow), which JSON lacks."""
     return {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in metrics.items()}
 
 

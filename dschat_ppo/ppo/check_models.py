@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.role_models import ModelFolders, actor_adapter, critic_adapter
+from dschat_ppo.engine.tensor_parallel import check_tensor_parallel
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -23,7 +25,7 @@ from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.rewards.learned_reward import saved_statistics
+from dschat_ppo.rewards.learned_reward import saved_separator, saved_statistics
 from dschat_ppo.session.begin_run import naming
 
 ACTOR = "--actor_model_name_or_path"
@@ -66,6 +68,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         router_top_k(actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
         _check_reference(config, folders.reference, tokenizer, actor_config, longest)
+    check_tensor_parallel(actor_config, config.ppo_memory.inference_tp_size, dist.world_size())
     if folders.critic is not None:
         flag = config.critic_flag
         with naming(flag):
@@ -150,6 +153,8 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
     model_config = load_config(folder, flag)
     if config.algorithm.normalize_rewards == "model":
         saved_statistics(model_config, folder)
+    if config.rewards.process_reward is not None:
+        saved_separator(model_config, folder)
     own = reward_tokenizer(config, folder, tokenizer)
     check_vocabulary(own or tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary)
     if own is not None:

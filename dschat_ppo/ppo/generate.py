@@ -20,11 +20,12 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.memory import rows_for_memory
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.types import Rollout, to_device
+from dschat_ppo.types import Rollout, select_rows, to_device
 
 
 def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -109,6 +110,7 @@ class RolloutGenerator:
             logger().info(
                 "note: log-probs, KL and ratios are of the policy before truncation, penalty and minimum length"
             )
+        hybrid.check_division()
         with hybrid.generating() as model:
             self.config = choose_engine(model, config, hybrid.max_over_ranks)
 
@@ -146,9 +148,20 @@ class RolloutGenerator:
             path: the run's seed, the step, ...
             cancelled: see `generate`.
         """
+        own, seeds = len(indices), row_seeds(first, len(indices) * config.samples, *path)
+        place, parallel = 0, self.hybrid.parallel
+        if parallel is not None:  # the ranks of a group answer the prompts of all of them together
+            shares = dist.gather_objects((indices, seeds), parallel.group)
+            indices = [index for share, _ in shares for index in share]
+            seeds, place = torch.cat([seeds for _, seeds in shares]), parallel.rank
         batch = to_device(collate_prompts(prompts, indices, self.pad_id), self.device)
-        seeds = row_seeds(first, len(indices) * config.samples, *path)
         with self.hybrid.generating() as model:
-            return generate(
-                model, batch, seeds.to(self.device), config, self.hybrid.max_over_ranks, cancelled=cancelled
-            )
+            largest = self.hybrid.max_over_ranks
+            if parallel is not None and largest is not None and config.rows == 0:  # as many for each rank of a group
+                length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
+                config = replace(config, rows=-largest(-rows_for_memory(model, length)))
+            rollout = generate(model, batch, seeds.to(self.device), config, largest, cancelled=cancelled)
+        if parallel is None:
+            return rollout
+        rows = torch.arange(own * config.samples, device=self.device)
+        return select_rows(rollout, place * len(rows) + rows)

@@ -53,10 +53,13 @@ from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.build_rewards import build_sources, check_routes, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import (
+    SEPARATOR,
     STATISTICS,
     ModelReward,
     RetokenizedModelReward,
     StandardisedReward,
+    StepScoring,
+    saved_separator,
     saved_statistics,
 )
 from dschat_ppo.rewards.reward_mixture import RewardMixture
@@ -203,14 +206,18 @@ def learned_reward(
     if engines.reward is None or config.reward_folder is None:
         return None
     folder = model_folder(config.reward_folder, config.reward_flag)
-    source: RewardSource = ModelReward(engines.reward, batch_tokens)
     own = reward_tokenizer(config, folder, tokenizer)
+    steps, how = None, config.rewards.process_reward
+    if how is not None:
+        separator = saved_separator(load_config(folder, config.reward_flag), config.reward_folder)
+        steps = StepScoring(own or tokenizer, separator, how)
+    source: RewardSource = ModelReward(engines.reward, batch_tokens, steps)
     if own is not None:
         length = reward_length(config, folder)
         logger().info(
             f"the reward model has its own tokenizer: answers are tokenised again for it, up to {length} tokens"
         )
-        source = RetokenizedModelReward(engines.reward, own, length, dist.device(), batch_tokens)
+        source = RetokenizedModelReward(engines.reward, own, length, dist.device(), batch_tokens, steps)
     if config.algorithm.normalize_rewards == "model":
         statistics = saved_statistics(load_config(folder, config.reward_flag), config.reward_folder)
         source = StandardisedReward(source, *statistics)
@@ -262,5 +269,6 @@ def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output:
         average = engines.actor_average.gathered()
         save_model(engines.actor, tokenizer, output / "actor_ema", weights=average, ends=ends, merge=merge)
     if engines.critic is not None:
-        # A critic that started from a reward model does not keep the statistics of that model's scores.
-        save_model(engines.critic, tokenizer, output / "critic", dict.fromkeys(STATISTICS), ends=ends, merge=merge)
+        # A critic that started from a reward model does not keep what describes that model's scores.
+        described = dict.fromkeys((*STATISTICS, SEPARATOR))
+        save_model(engines.critic, tokenizer, output / "critic", described, ends=ends, merge=merge)

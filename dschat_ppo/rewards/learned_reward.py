@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from dschat_ppo.algorithms.process_loss import StepAggregation, aggregate_steps
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.encode import encode_examples
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
+from dschat_ppo.data.step_ends import step_ends
 from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
@@ -24,6 +28,37 @@ from dschat_ppo.types import Model, Rollout, full_sequences
 
 BATCH_TOKENS = 16384
 STATISTICS = ("reward_mean", "reward_std")  # keys of the model's config, written by step 2
+SEPARATOR = "step_separator"  # key of the config of a process reward model, written by step 2
+
+
+@dataclass(frozen=True)
+class StepScoring:
+    """How the scores of an answer's steps become its score, for a process reward model.
+
+    Attributes:
+        tokenizer: of the answers.
+        separator: text between two steps.
+        how: see `aggregate_steps`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    separator: str
+    how: StepAggregation
+
+    def mask(self, answers: Sequence[list[int]], input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """(B, T) bool, True at the token that ends each step; for an empty answer at the last token of its prompt.
+
+        Args:
+            answers: ids of the answers. A row that lost its start may hold only the end of its answer.
+            input_ids: (B, T) int64, right-padded rows that end with the answers.
+            lengths: (B,) int64, above 0.
+        """
+        found = torch.zeros(input_ids.shape, dtype=torch.bool)
+        for row, (answer, length) in enumerate(zip(answers, lengths.tolist(), strict=True)):
+            start = length - len(answer)
+            ends = [start + end for end in step_ends(self.tokenizer, answer, self.separator)]
+            found[row, [end for end in ends if end >= 0] or [length - 1]] = True
+        return found.to(input_ids.device)
 
 
 class ModelReward:
@@ -32,17 +67,23 @@ class ModelReward:
     Args:
         engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
         batch_tokens: most tokens of a forward pass when called as a reward source.
+        steps: aggregates the scores of an answer's steps; None takes the score at the last token.
     """
 
     name = "model"
 
-    def __init__(self, engine: Model, batch_tokens: int = BATCH_TOKENS):
+    def __init__(self, engine: Model, batch_tokens: int = BATCH_TOKENS, steps: StepScoring | None = None):
         self.engine = engine
         self.batch_tokens = batch_tokens
+        self.steps = steps
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """`scores` in several forward passes. Collective: all ranks run equally many passes."""
-        return scores_in_batches(self.engine, *full_sequences(rollout), self.batch_tokens)
+        """(B,) fp32, `scores` or those of `steps`, in several passes. Collective: all ranks run equally many passes."""
+        answers = []
+        if self.steps is not None:
+            rows = zip(rollout.response_ids, rollout.response_mask, strict=True)
+            answers = [ids[mask].tolist() for ids, mask in rows]
+        return scores_in_batches(self.engine, *full_sequences(rollout), self.batch_tokens, self.steps, answers)
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
@@ -62,6 +103,7 @@ class RetokenizedModelReward:
         max_length: most tokens of a sequence; longer ones lose their start.
         device: of the model.
         batch_tokens: most tokens of a forward pass.
+        steps: as for `ModelReward`, with this tokenizer.
     """
 
     name = "model"
@@ -73,15 +115,17 @@ class RetokenizedModelReward:
         max_length: int,
         device: torch.device,
         batch_tokens: int = BATCH_TOKENS,
+        steps: StepScoring | None = None,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.device = device
         self.batch_tokens = batch_tokens
+        self.steps = steps
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """Score at the final token of prompt + response, (B,) fp32. Collective, as `ModelReward`.
+        """Score at the final token of prompt + response, or that of `steps`, (B,) fp32. Collective, as `ModelReward`.
 
         A response that the length limit cut has no final token, as with `ModelReward`. If the row holds chat messages
         (`_messages`, which data preparation adds to rows of every chat form, or a column `prompt`) and the reward
@@ -92,14 +136,15 @@ class RetokenizedModelReward:
             RewardServiceError: the template or the tokenizer rejects a row of some rank; raised on every rank.
         """
         rows = zip(request.prompts, request.responses, request.rows, strict=True)
-        sequences, problem = list[list[int]](), None
+        sequences, answers, problem = list[list[int]](), list[list[int]](), None
         found = encode_examples(self.tokenizer, [self._example(*row) for row in rows], all_turns=False)
         for encoded, prompt, ended in zip(found, request.prompts, rollout.ended.tolist(), strict=True):
             if isinstance(encoded, UserError):
                 problem = f"--reward_model_name_or_path: {encoded} (prompt: {prompt[:60]!r})"
                 break
             (answer,) = encoded.answers
-            sequences.append(encoded.prompt + (answer if ended else answer[:-1]))
+            answers.append(answer if ended else answer[:-1])
+            sequences.append(encoded.prompt + answers[-1])
         raise_on_any_rank(problem)  # otherwise the other ranks would wait in the forward passes
         too_long = sum(len(sequence) > self.max_length for sequence in sequences)
         if too_long:
@@ -109,7 +154,8 @@ class RetokenizedModelReward:
             )
         cut = [sequence[-self.max_length :] for sequence in sequences]
         input_ids, lengths = right_padded(cut, filler_id(self.tokenizer))
-        return scores_in_batches(self.engine, input_ids.to(self.device), lengths.to(self.device), self.batch_tokens)
+        input_ids, lengths = input_ids.to(self.device), lengths.to(self.device)
+        return scores_in_batches(self.engine, input_ids, lengths, self.batch_tokens, self.steps, answers)
 
     def _example(self, prompt: str, response: str, row: dict[str, Any]) -> Example:
         """What the reward model reads: the row's chat messages, if it has a template for them, or the prompt's text."""
@@ -120,8 +166,12 @@ class RetokenizedModelReward:
 
 
 @torch.no_grad()
-def scores_in_batches(engine: Model, input_ids: Tensor, lengths: Tensor, batch_tokens: int) -> Tensor:
-    """`last_token_scores` of right-padded sequences, in forward passes over sequences of similar length.
+def scores_in_batches(
+    engine: Model, input_ids: Tensor, lengths: Tensor, batch_tokens: int, steps: StepScoring | None = None,
+    answers: Sequence[list[int]] = (),
+) -> Tensor:  # fmt: skip
+    """Scores of right-padded sequences, in forward passes over sequences of similar length: `last_token_scores`, or
+    the aggregated scores of the steps of their answers.
 
     Collective: all ranks run equally many passes, because under ZeRO-3 a pass gathers weights from all ranks.
 
@@ -130,19 +180,31 @@ def scores_in_batches(engine: Model, input_ids: Tensor, lengths: Tensor, batch_t
         input_ids: (B, T) int64, right-padded, B above 0.
         lengths: (B,) int64, above 0.
         batch_tokens: most tokens of a pass, padding included; a longer sequence gets its own pass.
+        steps: finds and aggregates steps; None for the last tokens.
+        answers: B answers, for `steps`.
 
     Returns:
         (B,) fp32.
     """
+    step_mask = None if steps is None else steps.mask(answers, input_ids, lengths)  # (B, T)
     if dist.sequence_ranks() > 1:  # these ranks score their rows together
         longest = int(dist.all_reduce(lengths.max(), "max"))
-        padded = torch.nn.functional.pad(input_ids[:, :longest], (0, max(0, longest - input_ids.shape[1])))
-        input_ids, lengths = dist.gather_sequence_cat(padded), dist.gather_sequence_cat(lengths)
+
+        def joined(part: Tensor) -> Tensor:
+            padded = torch.nn.functional.pad(part[:, :longest], (0, max(0, longest - part.shape[1])))
+            return dist.gather_sequence_cat(padded)
+
+        input_ids, lengths = joined(input_ids), dist.gather_sequence_cat(lengths)
+        step_mask = None if step_mask is None else joined(step_mask)
     scores = torch.empty(len(lengths), device=input_ids.device)
     for part in even_passes(lengths, batch_tokens)[0]:
         heartbeat()
         width = int(lengths[part].max())
-        scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()
+        if steps is None or step_mask is None:
+            scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()
+        else:
+            values = engine(input_ids[part, :width], lengths[part])  # (b, width)
+            scores[part] = aggregate_steps(values, step_mask[part, :width], steps.how)
     return scores.chunk(dist.sequence_ranks())[dist.sequence_rank()]
 
 
@@ -186,3 +248,22 @@ def saved_statistics(config: PretrainedConfig, folder: str) -> tuple[float, floa
             "reward model with step 2, or use --normalize_rewards running"
         )
     return float(mean), float(std)
+
+
+def saved_separator(config: PretrainedConfig, folder: str) -> str:
+    """Text between the steps of answers that step 2 saved with a process reward model.
+
+    Args:
+        config: the model's configuration.
+        folder: folder of the model, for the message.
+
+    Raises:
+        UserError: the model has none.
+    """
+    separator = config.to_dict().get(SEPARATOR)
+    if not isinstance(separator, str) or not separator:
+        raise UserError(
+            f"--process_reward: {folder}/config.json has no {SEPARATOR}; train the reward model with step 2, "
+            "--objective process, or leave the flag out"
+        )
+    return separator

@@ -46,7 +46,7 @@ from dschat_ppo.models.saving import is_saved_with, pretrained, write_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.check_models import ACTOR
-from dschat_ppo.rewards.learned_reward import STATISTICS
+from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS
 from dschat_ppo.runtime.exit_codes import DONE, exit_code
 from dschat_ppo.supervised.supervised_run import MODEL
 
@@ -312,12 +312,12 @@ def saved_models(run: SavedRun, role: str) -> list[Path]:
     return [folder / inside for folder in folders if (folder / inside / "config.json").is_file()]
 
 
-def statistics_of(run: SavedRun, role: str) -> dict[str, float | None]:
-    """The entries of a reward model's config that `--normalize_rewards model` reads; None removes an old one."""
+def statistics_of(run: SavedRun, role: str) -> dict[str, float | str | None]:
+    """The entries that step 2 adds to the config of a reward model; None removes an old one."""
     if run.manifest.kind == "sft" or role in ("actor", "actor_ema"):
         return {}
-    nothing: dict[str, float | None] = dict.fromkeys(STATISTICS)
-    if role == "critic" or run.config.reward.objective != "reward":
+    nothing: dict[str, float | str | None] = dict.fromkeys((*STATISTICS, SEPARATOR))
+    if role == "critic" or not run.config.reward.trains_classifier:
         return nothing if role == "critic" else {}
     found = load_state(run.folder / SHARED).get("described")
     if found is None:

@@ -134,6 +134,16 @@ def test_the_entropy_coefficient_is_fixed_or_adapts(assets, tmp_path, words, val
     assert ppo.updates.entropy_coef is ppo.entropy_coef
 
 
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [("--ref_model_name_or_path elsewhere", "elsewhere"), ("--ref_sync_interval 3", None), ("--kl_coef 0", None)],
+)
+def test_a_reference_that_moves_is_saved_for_a_replay_and_another_is_named(assets, tmp_path, words, folder):
+    ppo = PlainRun(assets, tmp_path / "run", words).ppo
+    moves = "--ref_sync_interval" in words
+    assert ppo.advantages.models["reference"] == (ppo.engines.reference if moves else folder)
+
+
 @pytest.mark.parametrize(("words", "in_rank_order"), [("", True), ("--dynamic_sampling", False)])
 def test_the_check_of_rows_knows_their_order_and_the_models_that_computed_them(assets, tmp_path, words, in_rank_order):
     run = PlainRun(assets, tmp_path / "run", f"--n_samples_per_prompt 2 {words}")

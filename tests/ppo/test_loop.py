@@ -137,6 +137,58 @@ def test_a_stop_during_a_rollout_discards_it_and_the_resumed_run_samples_it_agai
     resumed_equals(whole, before, did_before, after, did_after, result)
 
 
+SYNCED = "--eval_data_path unused --eval_interval 2 --eval_batch_size 2 --ref_sync_interval 2 --ref_sync_mixup 0.5"
+
+
+@pytest.fixture(scope="module")
+def synced(assets, tmp_path_factory):
+    """(an uninterrupted run whose reference moves, what it did, its result)"""
+    run, checkpointer, did = started(assets, tmp_path_factory.mktemp("synced"), SYNCED)
+    return run, did, run.run(checkpointer)
+
+
+def test_the_reference_moves_between_the_last_update_of_a_step_and_its_evaluation(synced, assets):
+    run, did, _ = synced
+    place = did.index("sync")
+    assert did.count("sync") == 1
+    assert did[place - 1 : place + 3] == [
+        ("save_if_due", (1, 4), False),
+        "sync",
+        WHOLE[2],
+        ("save_if_due", (2, 0), True),
+    ]
+    _, first, second, third = run.lines
+    assert "reference/moved" not in first | third and second["reference/moved"] > 0
+    before = PlainRun(assets, run.folder.parent / "fixed", SYNCED.split(" --ref_sync")[0])
+    before.run()
+    assert second["kl/ref_k1"] == before.lines[2]["kl/ref_k1"] > 0, "of the rows that were sampled before"
+    assert third["kl/ref_k1"] < 0.8 * before.lines[3]["kl/ref_k1"]
+
+
+@pytest.mark.parametrize("at", [(1, 4), (2, 0), (2, 2)])
+def test_a_stopped_run_resumes_with_the_reference_where_it_was(assets, tmp_path, synced, at):
+    before, checkpointer, did_before = started(assets, tmp_path / "run", SYNCED, position=at)
+    with pytest.raises(StopRequested):
+        before.run(checkpointer)
+    before.save(tmp_path / "saved")
+    after, checkpointer, did_after = started(assets, tmp_path / "run", SYNCED, resume_from=tmp_path / "saved")
+    length = (tmp_path / "run/metrics.jsonl").stat().st_size
+    result = after.run(checkpointer, (length, at[0] + 1))
+    resumed_equals(synced, before, did_before, after, did_after, result)
+    references = [run.ppo.engines.reference.state_dict() for run in (after, synced[0])]
+    assert all(torch.equal(references[0][name], weight) for name, weight in references[1].items())
+
+
+def test_an_actor_that_is_not_finite_stops_the_run_before_the_reference_moves(assets, tmp_path):
+    run = PlainRun(assets, tmp_path / "run", "--ref_sync_interval 1")
+    start = {name: weight.clone() for name, weight in run.ppo.engines.reference.state_dict().items()}
+    run.ppo.engines.actor.module.lm.get_output_embeddings().weight.data[0, 0] = math.nan
+    with pytest.raises(NonFiniteError, match="^actor: weights are not finite"):
+        run.ppo.sync_reference(1)
+    assert all(torch.equal(start[name], weight) for name, weight in run.ppo.engines.reference.state_dict().items())
+    assert run.ppo.state.metrics == {}
+
+
 def test_rows_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     run, checkpointer, did = started(assets, tmp_path / "run", f"{EVERYTHING} {SKIP}")
     run.reward.bad_step = 2

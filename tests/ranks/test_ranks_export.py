@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launch import metrics_of, run_steps
+from launch import ROOT, metrics_of, run_steps
 
 from dschat_ppo.tools.export import main
 
@@ -42,12 +42,31 @@ def cases_of(assets, folder, ranks: int) -> dict[str, tuple[str, list[object]]]:
         "reward", f"--model_name_or_path {assets}/lm --data_path {assets}/pairs.jsonl {pairs} --zero_stage 2 "
         "--objective dpo --offload",
     )  # fmt: skip
+    lora = f"sft --model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl {FIT} {batch} --lora_dim 4"
+    frozen = "--only_optimize_lora --lora_learning_rate 0.01"
+    more = {
+        "lora-adapter": f"{lora} {frozen} --zero_stage 3",
+        "lora-merged": f"{lora} {frozen} --zero_stage 2 --lora_merge",
+        "lora-all": f"{lora} --zero_stage 3 --dtype fp32 --lora_module_name q_proj,v_proj",
+        "dora": f"{lora} {frozen} --zero_stage 1 --use_dora",
+        "lora-reward": f"reward --model_name_or_path {assets}/lm --data_path {assets}/pairs.jsonl {pairs} "
+        f"--lora_dim 4 {frozen} --zero_stage 3",
+    }
+    cases |= {name: tuple(words.split(maxsplit=1)) for name, words in more.items()}
     models = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward"
     for name, stage, dtype in (("ppo-3", 3, "bf16"), ("ppo-2", 2, "fp32")):
         cases[name] = (
             "ppo", f"{models} --data_path {assets}/prompts.jsonl {PPO} --dtype {dtype} --actor_zero_stage {stage} "
             f"--critic_zero_stage {stage}",
         )  # fmt: skip
+    cases["ppo-lora"] = (
+        "ppo", f"{cases['ppo-3'][1]} --actor_lora_dim 4 --critic_lora_dim 2 {frozen.replace('--lora', '--actor_lora')}",
+    )  # fmt: skip
+    base = cases["ppo-lora"][1].replace(f"{assets}/reward", f"{assets}/lm")
+    cases["ppo-shared"] = (
+        "ppo",
+        f"{base} --share_base --use_reward_model False --reward_function {ROOT}/tests/reward_functions.py:lengths",
+    )
     wanted = ALONE if ranks == 1 else cases
     return {name: (cases[name][0], [*cases[name][1].split(), "--output_dir", folder / name]) for name in wanted}
 

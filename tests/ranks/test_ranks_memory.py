@@ -56,3 +56,18 @@ def test_a_second_copy_of_the_weights_changes_no_bit(found, assets, tmp_path):
         assert rank["hpZ"]["ranks of a copy"] == [2] and rank["stage 3"]["ranks of a copy"] == [4]
         assert rank["hpZ"]["answers"] == rank["stage 3"]["answers"]
         assert rank["hpZ"]["metrics"] == rank["stage 3"]["metrics"]
+
+
+def test_divided_layers_compute_what_whole_layers_do_and_are_restored(found):
+    for rank in found:
+        assert len(rank["divided"]) == 7
+        for name, report in rank["divided"].items():
+            assert report["difference"] < 1e-4, name
+            assert report["freed"] >= report["layers"] // 2 > 0, name
+            assert report["restored"] and report["forwards"] == 0, name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_answers_and_updates_do_not_depend_on_tensor_parallel_generation(found, stage):
+    for rank in found:
+        near(rank[f"tensor parallel {stage}"], rank[f"stage {stage}"])

@@ -6,12 +6,16 @@ memory.py ASSETS OUT_FILE
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.engine import sleep
+from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_parallel
 from dschat_ppo.runtime.launch import leave
 from workers.ppo_setup import experience_of, make_ppo, train_on
 from workers.quick import be_quick
@@ -41,6 +45,31 @@ def two_steps(assets: Path, *words: object) -> dict:
     return {"answers": answers, "metrics": metrics, "ranks of a copy": list(groups)}
 
 
+@torch.no_grad()
+def divided_models() -> dict:
+    """For each architecture: the largest difference of logits to the whole model, and the share of weights held."""
+    parallel, found = tensor_parallel(2, layers=1), {}
+    for name in ("llama", "qwen2", "qwen3", "gpt-neox", "phi3", "gemma2", "gemma3"):
+        torch.distributed.barrier()
+        model, ids = new_model(name), torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(3))
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        whole, count = model(ids).logits, sum(weight.numel() for weight in model.parameters())
+        config = model.config.get_text_config()
+        check_tensor_parallel(config, 2, 2)
+        with HybridEngine(SimpleNamespace(module=model), parallel=parallel).generating() as lent:
+            difference = float((lent(ids).logits - whole).abs().max())
+            held = sum(weight.numel() for weight in lent.parameters())
+        layers = model.gpt_neox.layers if name == "gpt-neox" else model.model.layers
+        found[name] = {
+            "difference": difference,
+            "freed": count - held,
+            "layers": sum(layer.weight.numel() for layer in layers.modules() if isinstance(layer, torch.nn.Linear)),
+            "restored": all(torch.equal(before[key], value) for key, value in model.state_dict().items()),
+            "forwards": sum("forward" in vars(module) for module in model.modules()),
+        }
+    return found
+
+
 def stages(stage: int) -> tuple[object, ...]:
     return ("--actor_zero_stage", stage, "--critic_zero_stage", stage)
 
@@ -58,6 +87,11 @@ def main() -> None:
             assets, *stages(3), "--offload_reference_model", "--offload_reward_model"
         )
         found["experience_on_host"] = two_steps(assets, *stages(3), "--experience_on_host")
+        found["divided"] = divided_models()
+        for stage in (0, 3):
+            found[f"tensor parallel {stage}"] = two_steps(
+                assets, *stages(stage), "--inference_tp_size", 2, "--tp_gather_partition_size", 1
+            )
         sleep.on_device = lambda tensor: True  # as on a GPU: tensors do move
         for stage in range(4):
             found[f"sleep {stage}"] = two_steps(assets, *stages(stage), "--sleep_in_rollout")

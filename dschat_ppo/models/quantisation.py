@@ -1,0 +1,63 @@
+"""QLoRA: frozen weights in 4 or 8 bits through bitsandbytes (Dettmers 2023, https://arxiv.org/abs/2305.14314)."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from dschat_ppo.common import dist
+from dschat_ppo.errors import UserError
+
+Bits = Literal[4, 8]
+
+
+def require_quantisation(bits: Bits) -> None:
+    """Check that this machine can run quantised weights.
+
+    Raises:
+        UserError: there is no GPU, or the package bitsandbytes is missing.
+    """
+    flag = f"--load_in_{bits}bit"
+    if not torch.cuda.is_available():
+        raise UserError(f"{flag} needs a GPU, and there is none here; leave it out to train LoRA on whole weights")
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"{flag} needs the package bitsandbytes: pip install 'dschat_ppo[qlora]'")
+
+
+def quantised_loading(
+    bits: Bits, dtype: torch.dtype, layers: list[str], skipped: list[str], ds_config: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that quantise some linear layers on this rank's GPU while they are loaded.
+
+    Quantised weights are integers, so DeepSpeed's cast to bf16 or fp16 leaves them alone; their products are computed
+    in `dtype`. 4 bits: NF4 with double quantisation. 8 bits: LLM.int8().
+
+    Args:
+        bits: of a weight.
+        dtype: of activations and of the weights that are not quantised.
+        layers: names of the layers to quantise; at least one.
+        skipped: names of all other linear layers.
+        ds_config: the DeepSpeed config of the model's engine, or None.
+
+    Raises:
+        UserError: the config partitions parameters (ZeRO-3), which `--deepspeed_config` may ask for.
+    """
+    assert layers
+    if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3:
+        raise UserError(f"--load_in_{bits}bit needs ZeRO stage 0, 1 or 2: ZeRO-3 cannot partition quantised weights")
+    if bits == 4:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=torch.uint8, llm_int8_skip_modules=skipped,
+        )  # fmt: skip
+    else:
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+    return {"quantization_config": config, "device_map": {"": dist.device()}}
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    """Whether weights of the model are quantised, so that nothing can be merged into them without another rounding."""
+    return bool(getattr(model, "is_quantized", False))

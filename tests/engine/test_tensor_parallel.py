@@ -1,0 +1,118 @@
+"""Which models can be divided, and what the messages say (with real ranks: tests/ranks/test_ranks_memory.py)."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import new_model
+from torch import nn
+
+from dschat_ppo.common import dist
+from dschat_ppo.engine import tensor_parallel as module
+from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.engine.tensor_parallel import TensorParallel, check_tensor_parallel, divided, plan_of
+from dschat_ppo.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "ranks", "refused"),
+    [
+        ("llama", 2, 4, None),
+        ("llama", 1, 3, None),
+        ("gpt2", 1, 2, None),
+        ("llama", 2, 3, "--inference_tp_size 2 must divide the 3 ranks"),
+        ("llama", 4, 4, "must divide the model's 2 key-value heads: lower it, or use --unpin_actor_parameters"),
+        ("gpt-neox", 8, 8, "must divide the model's 4 attention heads"),
+        ("gpt2", 2, 2, "no tensor-parallel plan for gpt2 models; use --unpin_actor_parameters"),
+        (
+            "mixtral",
+            2,
+            2,
+            "the plan of mixtral has moe_tp_experts, packed_colwise, which is not supported; use",
+        ),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused_before_they_are_loaded(name, size, ranks, refused):
+    config = new_model(name).config
+    if refused is None:
+        check_tensor_parallel(config, size, ranks)
+        return
+    with pytest.raises(UserError, match=refused):
+        check_tensor_parallel(config, size, ranks)
+
+
+def two(rank: int, layers: int = 8) -> TensorParallel:
+    return TensorParallel(group=None, rank=rank, size=2, layers=layers)
+
+
+def test_two_halves_of_each_layer_hold_the_whole_weight_once():
+    """By hand: columns of q are rows of its weight, rows of o are columns of its weight."""
+    model = new_model("llama")
+    attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
+    for layer, along in ((attention.q_proj, 0), (attention.k_proj, 0), (attention.o_proj, 1), (mlp.down_proj, 1)):
+        whole, halves = layer.weight.detach().clone(), []
+        for rank in (0, 1):
+            with divided(model, two(rank)):
+                halves.append(layer.weight.detach().clone())
+        assert torch.equal(torch.cat(halves, dim=along), whole)
+        assert torch.equal(layer.weight, whole)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 8])
+def test_layers_are_gathered_as_many_at_a_time_as_the_flag_says(layers, monkeypatch):
+    model, gathered = new_model("llama"), []
+    monkeypatch.setattr(module, "is_missing", lambda weight: True)
+
+    class Gathered:
+        def __init__(self, weights, enabled):
+            gathered.append(len(weights))
+
+        def __enter__(self):
+            return None
+
+        def __exit__(self, *_):
+            return None
+
+    monkeypatch.setattr(module.deepspeed.zero, "GatheredParameters", Gathered)
+    with divided(model, two(0, layers)):
+        pass
+    assert gathered == {1: [7, 7], 2: [14], 8: [14]}[layers], "seven linear layers in each of two decoder layers"
+
+
+def test_a_row_wise_bias_is_added_once(monkeypatch):
+    model = new_model("gpt-neox")
+    dense = model.gpt_neox.layers[0].attention.dense
+    nn.init.normal_(dense.bias)
+    inputs = torch.randn(3, 32)
+    expected, parts = dense(inputs), []
+    monkeypatch.setattr(dist, "all_reduce", lambda value, group=None: parts.append(value) or value)
+    for rank in (0, 1):
+        with divided(model, two(rank)):
+            dense(inputs.chunk(2, dim=-1)[rank])
+    torch.testing.assert_close(parts[0] + parts[1] + dense.bias, expected)
+
+
+def test_an_error_restores_weights_and_forward():
+    model = new_model("qwen2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(KeyError), divided(model, two(1)):
+        raise KeyError
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_a_layer_that_is_not_linear_is_named():
+    model = new_model("llama")
+    model.model.layers[1].mlp.up_proj = nn.Identity()
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj is a Identity"), divided(model, two(0)):
+        pass
+
+
+def test_adapters_cannot_be_merged_into_divided_layers():
+    with pytest.raises(ValueError, match="divided"):
+        HybridEngine(SimpleNamespace(module=nn.Linear(2, 2)), merge=lambda _: None, parallel=two(0))
+
+
+def test_models_without_a_plan_have_none():
+    assert plan_of(new_model("gpt2").config) == {}
+    assert plan_of(new_model("llama").config)["layers.*.self_attn.o_proj"] == "rowwise"

@@ -1,0 +1,142 @@
+"""A reference that moves, on two ranks: at every ZeRO stage, and in runs that are stopped and resumed."""
+
+import json
+
+import pytest
+import torch
+from launch import deepspeed, metrics_of, succeed
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+NOT_COMPARED = ("time", "seconds/", "peak_memory_gib/", "tokens_per_second/")
+RUN = (
+    "--data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 5 --dtype fp32 --ppo_epochs 2 --max_steps 4 "
+    "--num_warmup_steps 0 --actor_learning_rate 0.01 --critic_learning_rate 0.01 --min_lr_ratio 0.2 --save_minutes 0 "
+    "--ref_sync_interval 2 --ref_sync_mixup 0.5"
+)
+INSIDE = "step_000002_update_0001"  # after the first sync; `step_000002` is saved right after it
+
+
+@pytest.fixture(scope="module")
+def layouts(assets, tmp_path_factory):
+    """What each rank reports of each layout."""
+    out = tmp_path_factory.mktemp("layouts") / "found.json"
+    succeed(deepspeed(2, "tests/workers/reference_sync.py", assets, out))
+    return json.loads(out.read_text())
+
+
+def test_each_layout_is_the_one_that_its_name_says(layouts):
+    for rank in layouts:
+        kinds = {name: found["partitioned"] for name, found in rank.items()}
+        assert kinds.pop("partitioned actor") == [True, False]
+        assert kinds.pop("partitioned reference") == [False, True]
+        assert all(kind == ["whole" not in name] * 2 for name, kind in kinds.items()) and len(kinds) == 5
+
+
+def test_the_reference_is_that_of_plain_transformers_to_the_last_bit(layouts):
+    for rank in layouts:
+        for name, found in rank.items():
+            assert found["equal"], name
+            assert found["forward"] < (0.1 if "bf16" in name else 1e-4) < found["changed"], name
+
+
+def test_every_layout_reports_the_same_distance(layouts):
+    for rank in layouts:
+        for name, found in rank.items():
+            first, second = found["moved"]
+            assert [first, second] == pytest.approx(layouts[0]["whole"]["moved"], rel=0.02 if "bf16" in name else 1e-5)
+            assert first > 0.1 and second == pytest.approx(0.7 * first, rel=0.5), name
+
+
+def test_the_ranks_save_each_element_once(layouts):
+    sizes = {name: [rank[name]["held"] for rank in layouts] for name in layouts[0]}
+    total = sizes["whole"][0]
+    for name, held in sizes.items():
+        assert sum(held) == total, name
+        assert (held[1] == 0) is (not layouts[0][name]["partitioned"][1]), name
+
+
+def test_every_state_restores_every_layout(layouts):
+    for rank in layouts:
+        assert {name: found["restored"] for name, found in rank.items()} == {
+            name: [True] * (2 if "bf16" in name else 5) for name in rank
+        }
+
+
+def launch(cases: dict, folder, ranks: int) -> dict:
+    """Name -> what each start of the case gave."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    found = folder / f"found_{ranks}.json"
+    succeed(deepspeed(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
+    return json.loads(found.read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(assets, tmp_path_factory):
+    """(folder with a run for each name, name -> what each start of it gave)."""
+    folder = tmp_path_factory.mktemp("synced")
+    models = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward"
+    ppo = f"{models} --data_path {assets}/prompts.jsonl {RUN} --ref_model_name_or_path {assets}/uniform_lm"
+    two = f"{ppo} --actor_zero_stage 3 --critic_zero_stage 2 --per_device_generation_batch_size 8"
+    two += " --per_device_training_batch_size 4"
+    one = f"{ppo} --actor_zero_stage 2 --critic_zero_stage 2 --per_device_generation_batch_size 16"
+    one += " --per_device_training_batch_size 8"
+
+    def case(name: str, words: str, stops: list, to_the_end: bool = True) -> tuple:
+        return "ppo", [*words.split(), "--output_dir", f"{folder}/{name}"], stops, to_the_end
+
+    together = {
+        "whole": case("whole", two, []),
+        "cut": case("cut", two, ["step_000002", INSIDE]),
+        "fewer": case("fewer", two, [INSIDE], to_the_end=False),
+        "fixed": case("fixed", two.replace("--ref_sync_interval 2 --ref_sync_mixup 0.5", ""), []),
+    }
+    found = launch(together, folder, ranks=2)
+    found["fewer"] += launch({"fewer": case("fewer", one, [])}, folder, ranks=1)["fewer"]
+    return folder, found
+
+
+def compared(folder) -> list[dict]:
+    return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in metrics_of(folder)]
+
+
+def test_the_reference_moves_after_every_second_step_and_the_kl_is_to_the_new_one(runs):
+    folder, found = runs
+    moved, fixed = compared(folder / "whole"), compared(folder / "fixed")
+    assert ["reference/moved" in line for line in moved] == [False, True, False, True] and len(fixed) == 4
+    assert all(line["reference/moved"] > 0 for line in moved[1::2])
+    for step in (0, 1):
+        same = {name: value for name, value in moved[step].items() if name != "reference/moved"}
+        assert same == fixed[step], "before the first sync"
+    assert moved[2]["kl/ref_k1"] < 0.8 * fixed[2]["kl/ref_k1"]
+    assert "PPO step 2: reference = 0.5 x actor + 0.5 x reference; it moved by " in found["whole"][0]["said"]
+    result = json.loads((folder / "whole/result.json").read_text())
+    assert result["ppo_steps"] == 4, "40 prompts, 16 in a step: more than an epoch"
+
+
+def test_a_resumed_run_has_the_reference_of_an_uninterrupted_one(runs):
+    folder, found = runs
+    assert [start["ended"].startswith("stopped") for start in found["cut"]] == [True, True, False]
+    assert compared(folder / "cut") == compared(folder / "whole")
+    for role in ("actor", "critic"):
+        one, other = (load_file(folder / name / role / "model.safetensors") for name in ("whole", "cut"))
+        assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
+
+
+def test_a_run_resumed_on_fewer_ranks_and_another_stage_has_it_within_rounding(runs):
+    folder, found = runs
+    assert found["fewer"][-1]["ended"] == "done" and "resharded" in found["fewer"][-1]["said"]
+    for expected, line in zip(compared(folder / "whole"), compared(folder / "fewer"), strict=True):
+        assert line == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_checkpoints_hold_the_reference_only_if_it_moves(runs):
+    from dschat_ppo.checkpoint.state_file import load_state
+
+    folder, _ = runs
+    held = {}
+    for name in ("whole", "fixed"):
+        state = load_state(folder / name / "checkpoints/step_000004/rank_1.pt")
+        held[name] = state["reference"]
+    assert held["fixed"] is None and len(held["whole"]) > 10

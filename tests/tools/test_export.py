@@ -1,0 +1,174 @@
+"""`python -m dschat_ppo.tools.export`: what it takes from where, and what it refuses, with a checkpoint of one rank."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from one_rank import one_rank  # noqa: F401
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.run_identity import RunInputs
+from dschat_ppo.common import dist
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.models.loading import load_causal_lm
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.session.session import open_session
+from dschat_ppo.supervised.sft import sft_objective
+from dschat_ppo.supervised.supervised_run import MODEL
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.tools.export import main
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+TRAIN = Dataset.from_list([{"prompt_ids": [10 + row], "answers": [[40 + row, 1]]} for row in range(4)])
+FROZEN = "model.layers.0."  # of the run with a frozen part
+
+
+@pytest.fixture(scope="module")
+def runs(one_rank, assets, tmp_path_factory):  # noqa: F811
+    """A folder with two outputs of step 1 in bf16, `whole` and `part` (with a frozen layer), and their model `base`.
+
+    `NAME_saved` is what the run saves at its end.
+    """
+    folder = tmp_path_factory.mktemp("exports")
+    shutil.copytree(assets / "lm", folder / "base")
+    for name, stage in (("whole", 2), ("part", 3)):
+        words = f"--model_name_or_path {folder}/base --data_path d --output_dir {folder}/{name} --learning_rate 0.01"
+        words += f" --zero_stage {stage} --per_device_train_batch_size 2 --dropout 0.25 --save_minutes 0 --save_steps 1"
+        config = parse("sft", words.split())
+        ds_config = fit_ds_config(config.fit, config.run)
+        model = PolicyModel(load_causal_lm(str(folder / "base"), "bf16", ds_config, 0.25))
+        for parameter, weight in model.lm.named_parameters():
+            weight.requires_grad_(name == "whole" or not parameter.startswith(FROZEN))
+        session = open_session(
+            "sft", folder / name, config, RunInputs(TRAIN, models=[(MODEL, str(folder / "base"))]), {}
+        )
+        trainer = SupervisedTrainer(
+            model, ds_config, TokenRows(TRAIN, None), sft_objective(0, False, dist.device()), config.fit, config.run
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+        session.train(trainer, lambda writer, saver, trainer=trainer: trainer.run(writer, saver, "title"))
+        trainer.save(folder / f"{name}_saved", tokenizer)
+    return folder
+
+
+def run(*words) -> int:
+    return main([str(word) for word in words])
+
+
+def refusal(capsys, *words) -> str:
+    assert run(*words) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["whole", "part"])
+def test_the_newest_checkpoint_of_an_output_folder_becomes_the_folder_that_the_run_saves(runs, tmp_path, name):
+    assert run(runs / name, tmp_path / "out") == 0
+    saved = sorted(path.name for path in (runs / f"{name}_saved").iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == saved
+    for file in saved:
+        assert (tmp_path / "out" / file).read_bytes() == (runs / f"{name}_saved" / file).read_bytes()
+    assert json.loads((tmp_path / "out/config.json").read_text())["attention_dropout"] == 0.25
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_checkpoint_with_a_frozen_part_does_not_hold_it(runs):
+    checkpoint = CheckpointFolder(runs / "part").root / "step_000002"
+    for file in (checkpoint / "model/state").iterdir():
+        states = torch.load(file, weights_only=False)
+        assert not [name for name in states.get("module", {}) if FROZEN in name]
+        assert states.get("frozen_param_fragments") is None
+    assert run(checkpoint, runs / "again") == 0
+    first, start = load_file(runs / "again/model.safetensors"), load_file(runs / "base/model.safetensors")
+    moved = {name for name, weight in first.items() if not torch.equal(weight, start[name].bfloat16())}
+    assert moved == {name for name in first if not name.startswith(FROZEN)}
+
+
+def test_an_earlier_checkpoint_and_the_fp32_masters(runs, tmp_path):
+    checkpoint = CheckpointFolder(runs / "whole").root / "step_000001"
+    assert run(checkpoint, tmp_path / "half") == 0
+    assert run(checkpoint, tmp_path / "full", "--dtype", "fp32") == 0
+    half, full = (load_file(tmp_path / name / "model.safetensors") for name in ("half", "full"))
+    last = load_file(runs / "whole_saved/model.safetensors")
+    assert not any(torch.equal(half[name], last[name]) for name in last)
+    assert all(torch.equal(full[name].bfloat16(), half[name]) for name in half)
+    assert any(not torch.equal(full[name], half[name].float()) for name in half)  # they are not the rounded numbers
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "full").dtype == torch.float32
+
+
+def test_numbers_beyond_the_range_of_the_dtype_are_refused(runs, tmp_path, capsys, monkeypatch):
+    from dschat_ppo.tools import export
+
+    big = export.whole_weights
+
+    def scaled(*arguments):
+        return ((name, weight * 1e6) for name, weight in big(*arguments))
+
+    monkeypatch.setattr(export, "whole_weights", scaled)
+    assert "--dtype fp16: lm.model." in refusal(capsys, runs / "whole", tmp_path / "out", "--dtype", "fp16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder_is_replaced_only_if_asked(runs, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("kept")
+    assert "add --overwrite" in refusal(capsys, runs / "whole", tmp_path / "out")
+    assert (tmp_path / "out/mine").exists()
+    assert run(runs / "whole", tmp_path / "out", "--overwrite") == 0
+    assert not (tmp_path / "out/mine").exists() and (tmp_path / "out/config.json").exists()
+
+
+def test_what_is_no_checkpoint_is_refused(runs, tmp_path, capsys):
+    assert "there is no such folder" in refusal(capsys, tmp_path / "none", tmp_path / "out")
+    assert "manifest.json is missing" in refusal(capsys, tmp_path, tmp_path / "out")
+    assert "--role critic: " in refusal(capsys, runs / "whole", tmp_path / "out", "--role", "critic")
+    shutil.copytree(runs / "whole", tmp_path / "damaged")
+    for name in ("step_000001", "step_000002"):
+        (tmp_path / "damaged/checkpoints" / name / "model/state/mp_rank_00_model_states.pt").write_bytes(b"")
+    damaged = refusal(capsys, tmp_path / "damaged/checkpoints/step_000002", tmp_path / "out")
+    assert "mp_rank_00_model_states.pt is truncated" in damaged
+    assert "has no intact checkpoint" in refusal(capsys, tmp_path / "damaged", tmp_path / "out")
+
+
+def test_a_model_that_is_gone_is_named_by_a_flag_or_replaced_by_the_outputs(runs, tmp_path, capsys):
+    outputs = {name: shutil.copytree(runs / name, tmp_path / name) for name in ("whole", "part")}
+    (runs / "base").rename(runs / "moved")
+    try:
+        for folder in outputs.values():
+            text = refusal(capsys, folder, tmp_path / "out")
+            assert f"{MODEL} {runs}/base: no such folder" in text and "by --model FOLDER" in text
+        assert run(outputs["part"], tmp_path / "out", "--model", runs / "moved") == 0
+        assert "is not, or no longer" not in capsys.readouterr().err
+        shutil.copytree(runs / "whole_saved", outputs["whole"] / "hf/step_000002")
+        assert run(outputs["whole"], tmp_path / "other") == 0
+        assert "configuration and tokenizer are those of" in capsys.readouterr().err
+        # frozen weights are in no output
+        shutil.copytree(runs / "whole_saved", outputs["part"] / "hf/step_000002")
+        assert "by --model FOLDER" in refusal(capsys, outputs["part"], tmp_path / "third")
+    finally:
+        (runs / "moved").rename(runs / "base")
+    saved = load_file(runs / "part_saved/model.safetensors")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert (tmp_path / "other/model.safetensors").read_bytes() == (runs / "whole_saved/model.safetensors").read_bytes()
+
+
+def test_another_model_is_refused_where_its_weights_count(runs, assets, tmp_path, capsys):
+    other = assets / "uniform_lm"
+    assert "whose frozen weights are needed" in refusal(capsys, runs / "part", tmp_path / "a", "--model", other)
+    assert run(runs / "whole", tmp_path / "b", "--model", other) == 0
+    assert "only its configuration and tokenizer are used" in capsys.readouterr().err
+    shutil.copytree(other, tmp_path / "wide")
+    config = json.loads((other / "config.json").read_text())
+    AutoModelForCausalLM.from_config(
+        AutoModelForCausalLM.from_pretrained(other).config.__class__(**{**config, "num_hidden_layers": 3})
+    ).save_pretrained(tmp_path / "wide")
+    assert "holds the weights of another model" in refusal(
+        capsys, runs / "whole", tmp_path / "c", "--model", tmp_path / "wide"
+    )
+    assert not (tmp_path / "c").exists()
