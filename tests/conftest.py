@@ -22,6 +22,10 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts with `&` ignore it
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--update-docs", action="store_true", help="write measured tables to docs/ instead of comparing")
+
+
 def tiny_config(**changes) -> LlamaConfig:
     settings = {
         "vocab_size": 320,

@@ -84,14 +84,9 @@ def check_divided_losses(flags: MemoryFlags, algorithm: AlgorithmFlags) -> None:
     """Check that the losses of step 3 can be computed from divided rows.
 
     Raises:
-        UserError: one needs whole distributions, or all tokens of a layer at once.
+        UserError: one needs whole distributions.
     """
     size = flags.sequence_parallel_size
-    require(
-        size == 1 or algorithm.router_loss_coef == 0,
-        f"--sequence_parallel_size {size}: the router loss is a product of means over all tokens, which a part of the "
-        "columns does not have; set --router_loss_coef 0",
-    )
     full = [flag for flag in ("kl_estimator", "kl_loss_estimator") if getattr(algorithm, flag) == "full"]
     require(
         size == 1 or not full,

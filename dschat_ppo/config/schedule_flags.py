@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.batch_plan import times
+from dschat_ppo.config.lora_flags import PPOLoraFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import (
     SCHEDULERS,
@@ -89,33 +91,27 @@ class PPOScheduleFlags:
             self.ref_sync_interval > 0 or mixup == 1, "--ref_sync_mixup is for --ref_sync_interval, which is not given"
         )
 
-    def require_roles(self, has_critic: bool, has_reference: bool, adapter: bool, shared_base: bool) -> None:
+    def require_roles(self, algorithm: AlgorithmFlags, lora: PPOLoraFlags) -> None:
         """Refuse flags of a critic or a reference that the run does not have.
-
-        Args:
-            has_critic: whether the run trains a critic.
-            has_reference: whether the reward or the loss has a KL to the reference.
-            adapter: `--actor_lora_dim`: the reference is the actor without its adapter.
-            shared_base: `--share_base`.
 
         Raises:
             UserError: a flag has no effect.
         """
         for name in ("critic_lr_scheduler_type", "critic_num_warmup_steps", "critic_max_grad_norm"):
             require(
-                has_critic or vars(self)[name] is None,
+                algorithm.has_critic or vars(self)[name] is None,
                 f"--{name}: this --advantage_estimator has no critic; omit the flag",
             )
         none = "there is no reference, because --kl_coef and --kl_loss_coef are 0; omit the flag"
-        require(has_reference or self.ref_model_name_or_path is None, f"--ref_model_name_or_path: {none}")
-        require(has_reference or self.ref_sync_interval == 0, f"--ref_sync_interval: {none}")
+        require(algorithm.has_reference or self.ref_model_name_or_path is None, f"--ref_model_name_or_path: {none}")
+        require(algorithm.has_reference or self.ref_sync_interval == 0, f"--ref_sync_interval: {none}")
         require(
-            not adapter or self.ref_sync_interval == 0,
+            lora.actor_lora_dim == 0 or self.ref_sync_interval == 0,
             "--ref_sync_interval: with --actor_lora_dim the reference is the actor without its adapter, which does not "
             "move; omit one of the two",
         )
         require(
-            not shared_base or self.ref_model_name_or_path is None,
+            not lora.share_base or self.ref_model_name_or_path is None,
             "--ref_model_name_or_path: with --share_base the reference is the shared base; omit one of the two",
         )
 
@@ -136,11 +132,11 @@ def fit_schedules(fit: SupervisedFlags) -> list[ModelSchedule]:
     return [ModelSchedule(fit.lr_scheduler_type, "--lr_scheduler_type", fit.learning_rate, "learning_rate")]
 
 
-def ppo_schedules(ppo: PPOFlags, critic: PPOScheduleFlags | None) -> list[ModelSchedule]:
-    """The schedules of actor and critic; `critic` is None if there is none."""
+def ppo_schedules(ppo: PPOFlags, critic: PPOScheduleFlags, has_critic: bool) -> list[ModelSchedule]:
+    """The schedules of the actor and, if there is one, of the critic."""
     shared = ("--lr_scheduler_type", ppo.critic_learning_rate, "critic_learning_rate")
     models = [ModelSchedule(ppo.lr_scheduler_type, shared[0], ppo.actor_learning_rate, "actor_learning_rate")]
-    if critic is not None:
+    if has_critic:
         kind, warmup = critic.critic_lr_scheduler_type, critic.critic_num_warmup_steps
         own = ("--critic_lr_scheduler_type", *shared[1:])
         models.append(ModelSchedule(kind or ppo.lr_scheduler_type, *(own if kind else shared), warmup))

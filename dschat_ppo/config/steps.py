@@ -30,7 +30,6 @@ from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schedule_flags import (
-    ModelSchedule,
     PPOScheduleFlags,
     ScheduleFlags,
     fit_schedules,
@@ -77,15 +76,11 @@ class SFTConfig:
     best: BestFlags = field(default_factory=BestFlags)
 
     def __post_init__(self) -> None:
-        check_memory(self.memory, {"--zero_stage": self.fit.zero_stage}, self.run.dtype)
-        _require_known_lengths(self.fit, self.data)
-        require_usable_lora(_adapted(self.fit), self.lora, self.adapters, self.run)
-        require_schedule(self.schedule, fit_schedules(self.fit), self.fit)
+        _check_fit(self)
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        idle_lora = idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
-        return idle_lora | idle_flags(self.schedule, fit_schedules(self.fit), self.fit)
+        return _idle_of_fit(self)
 
 
 @dataclass(frozen=True)
@@ -110,27 +105,32 @@ class PreferenceConfig:
             f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
             "it does not go with --streaming",
         )
-        check_memory(self.memory, {"--zero_stage": self.fit.zero_stage}, self.run.dtype)
-        _require_known_lengths(self.fit, self.data)
-        require_usable_lora(_adapted(self.fit), self.lora, self.adapters, self.run)
-        require_schedule(self.schedule, fit_schedules(self.fit), self.fit)
+        _check_fit(self)
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        idle_lora = idle_lora_flags(_adapted(self.fit), self.lora, self.adapters)
-        return idle_lora | idle_flags(self.schedule, fit_schedules(self.fit), self.fit)
+        return _idle_of_fit(self)
 
 
 def _adapted(fit: SupervisedFlags) -> list[AdaptedModel]:
     return [AdaptedModel("", fit.weight_decay, fit.zero_stage)]
 
 
-def _require_known_lengths(fit: SupervisedFlags, data: DataFlags) -> None:
+def _check_fit(config: SFTConfig | PreferenceConfig) -> None:
+    fit = config.fit
+    check_memory(config.memory, {"--zero_stage": fit.zero_stage}, config.run.dtype)
     require(
-        not (fit.packing and data.streaming),
+        not (fit.packing and config.data.streaming),
         "--packing needs the length of every training row before the first step, which --streaming does not know; use "
         "one of the two",
     )
+    require_usable_lora(_adapted(fit), config.lora, config.adapters, config.run)
+    require_schedule(config.schedule, fit_schedules(fit), fit)
+
+
+def _idle_of_fit(config: SFTConfig | PreferenceConfig) -> dict[str, str]:
+    found = idle_lora_flags(_adapted(config.fit), config.lora, config.adapters)
+    return found | idle_flags(config.schedule, fit_schedules(config.fit), config.fit)
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,8 @@ class PPOConfig:
         )
         require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
         require_shareable_base(self.lora, self.adapters, ppo, algorithm.has_critic, learned)
-        self.ppo_schedule.require_roles(
-            algorithm.has_critic, algorithm.has_reference, self.lora.actor_lora_dim > 0, self.lora.share_base
-        )
-        require_schedule(self.schedule, self.schedules, ppo)
+        self.ppo_schedule.require_roles(algorithm, self.lora)
+        require_schedule(self.schedule, ppo_schedules(ppo, self.ppo_schedule, algorithm.has_critic), ppo)
 
     @property
     def _adapted(self) -> list[AdaptedModel]:
@@ -226,16 +224,10 @@ class PPOConfig:
         ]
 
     @property
-    def schedules(self) -> list[ModelSchedule]:
-        """The learning rate schedules of the actor and, if there is one, of the critic."""
-        return ppo_schedules(self.ppo, self.ppo_schedule if self.algorithm.has_critic else None)
-
-    @property
     def reference_folder(self) -> str | None:
         """Folder of the reference before training; None without a reference."""
-        if not self.algorithm.has_reference:
-            return None
-        return self.ppo_schedule.ref_model_name_or_path or self.ppo.actor_model_name_or_path
+        own = self.ppo_schedule.ref_model_name_or_path
+        return (own or self.ppo.actor_model_name_or_path) if self.algorithm.has_reference else None
 
     @property
     def reward_folder(self) -> str | None:
@@ -284,12 +276,12 @@ class PPOConfig:
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        ppo, memory, own = self.ppo, self.ppo_memory, self.ppo_schedule.ref_model_name_or_path
-        reasons = idle_lora_flags(self._adapted, self.lora, self.adapters)
-        reasons |= idle_flags(self.schedule, self.schedules, self.ppo)
+        ppo, memory = self.ppo, self.ppo_memory
+        schedules = ppo_schedules(ppo, self.ppo_schedule, self.algorithm.has_critic)
+        reasons = idle_lora_flags(self._adapted, self.lora, self.adapters) | idle_flags(self.schedule, schedules, ppo)
         if ppo.align_overflow and not self.aligns_overflow:
             reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"
-        if ppo.offload_reference_model and self.actor_base_is_frozen and own is None:
+        if ppo.offload_reference_model and self.actor_base_is_frozen and not self.ppo_schedule.ref_model_name_or_path:
             reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
         if ppo.offload_reward_model and self.lora.share_base:
             reasons["offload_reward_model"] = "the reward model uses the actor's frozen weights"

@@ -113,7 +113,7 @@ class HybridEngine:
         """Compare the divided layers with the training engine, whose layers are whole. Collective; once, at the start.
 
         Raises:
-            RuntimeError: their log-probs differ by more than rounding.
+            RuntimeError: log-probs of the likeliest tokens differ by more than rounding.
         """
         if self.parallel is None:
             return
@@ -126,7 +126,9 @@ class HybridEngine:
         self.engine.train(was_training)
         with self.generating() as lent:
             parts = lent(ids, use_cache=False).logits.float().log_softmax(dim=-1)
-        difference = float(dist.all_reduce((parts - whole).abs().max(), "max"))
+        likeliest = whole.argmax(dim=-1, keepdim=True)
+        difference = (parts.gather(2, likeliest) - whole.gather(2, likeliest)).abs().mean()
+        difference = float(dist.all_reduce(difference, "max"))  # so that all ranks decide alike
         tolerance = 1e-3 if model.dtype == torch.float32 else 0.3
         name, size = type(model).__name__, self.parallel.size
         if not difference <= tolerance:

@@ -6,7 +6,7 @@ from functools import partial
 
 from dschat_ppo.common.dist import world_size
 from dschat_ppo.config.batch_plan import PPOPlan
-from dschat_ppo.config.schedule_flags import ModelSchedule
+from dschat_ppo.config.schedule_flags import ModelSchedule, ppo_schedules
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, share_gathering, train_engine
 from dschat_ppo.engine.ds_config import Config, eval_config, read_overlay, train_config
@@ -44,6 +44,7 @@ class RLHFEngine:
         overlay = read_overlay(run.deepspeed_config)
 
         memory, eight_bits = config.memory, config.memory.zero_quantized_weights
+        own, schedules = config.ppo_schedule, ppo_schedules(ppo, config.ppo_schedule, config.algorithm.has_critic)
 
         def training(stage: int, clip: float, quantised_frozen: bool = False) -> Config:
             return train_config(stage, run.dtype, ppo.offload, ranks, clip, overlay, memory, quantised_frozen)
@@ -65,9 +66,7 @@ class RLHFEngine:
         if ppo.actor_gradient_checkpointing:
             actor.gradient_checkpointing_enable()
         save_activation_memory(actor, memory)
-        optimizer = adamw(
-            config.schedules[0], ppo.actor_weight_decay, plan.actor_updates, lora.actor_lora_learning_rate
-        )
+        optimizer = adamw(schedules[0], ppo.actor_weight_decay, plan.actor_updates, lora.actor_lora_learning_rate)
         self.actor = train_engine(actor, ds_config, optimizer)
         select_kernels(self.actor)
         self.actor_average = MovingAverage(actor.lm, ppo.ema_decay) if ppo.enable_ema else None
@@ -81,7 +80,6 @@ class RLHFEngine:
             self.reference = eval_engine(reference, ds_config)
             if folders.reference is not None:  # else it has the actor's kernels
                 select_kernels(self.reference)
-        own = config.ppo_schedule
         self.reference_sync: ReferenceSync | None = None
         if self.reference is not None and own.ref_sync_interval > 0:
             self.reference_sync = ReferenceSync(self.actor, self.reference, own.ref_sync_mixup)
@@ -94,9 +92,7 @@ class RLHFEngine:
             if ppo.critic_gradient_checkpointing:
                 critic.gradient_checkpointing_enable()
             save_activation_memory(critic, memory)
-            optimizer = adamw(
-                config.schedules[1], ppo.critic_weight_decay, plan.total_updates, lora.critic_lora_learning_rate
-            )
+            optimizer = adamw(schedules[1], ppo.critic_weight_decay, plan.total_updates, lora.critic_lora_learning_rate)
             share_gathering(critic, self.actor)
             self.critic = train_engine(critic, ds_config, optimizer)
             select_kernels(self.critic)

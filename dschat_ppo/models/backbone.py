@@ -90,7 +90,7 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
         input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(backbone, input_ids),
         **router_arguments(),
     )  # fmt: skip
-    record_router(output, real_slots(input_ids, lengths), packed=False)
+    record_router(output, real_slots(input_ids, lengths))
     return output.last_hidden_state
 
 

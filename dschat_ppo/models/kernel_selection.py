@@ -55,6 +55,8 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     if sequence_ranks() > 1:
         _divide(engine, module, ids)
     engine.train(was_training)
+    if reason is not None and (engine.device.type == "cpu" or pack_on_gpu):
+        logger().info(f"{type(module.backbone).__name__}: {reason}, so rows are padded")
     if reason is None and isinstance(module, PolicyModel) and not module.fused:
         return "its output head needs whole logits"
     return reason
@@ -97,8 +99,6 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     elif not differs < 1:
         reason = "packed rows do not give the numbers of padded rows"
     module.packed = reason is None
-    if reason is not None:
-        logger().info(f"{type(module.backbone).__name__}: {reason}, so rows are padded")
     return reason
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,14 @@ def base_folder(folder: str, flag: str) -> str:
     if is_adapter_folder(base):
         raise UserError(f"{flag} {folder}: its base model {named} is an adapter too; merge that one first; {way_out}")
     return base
+
+
+def with_bases(models: Sequence[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
+    """(flag, local folder) of models, followed by those of the bases of adapter folders among them. Collective: a base
+    may have to be downloaded."""
+    bases = [(f"the base of {flag}", base_folder(folder, flag)) for flag, folder in models if folder is not None]
+    own = {folder for _, folder in models}
+    return [*models, *((flag, base) for flag, base in bases if base not in own)]
 
 
 def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def token_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> tuple[Ten
             input_ids=input_ids[real].unsqueeze(0), attention_mask=None, use_cache=False,
             **position_arguments(backbone, slots[real].unsqueeze(0)), **router_arguments(),
         )  # fmt: skip
-    record_router(output, real, packed=True)
+    record_router(output, real, lambda mask: mask[real])
     return output.last_hidden_state[0], real
 
 
@@ -257,11 +257,13 @@ class DividedRows:
     """Rows that ranks share, packed or not: how tensors (B, T) over their tokens are laid out, and their columns.
 
     Attributes:
-        real: (B, T) bool, True on the tokens that are laid end to end as one row; None: rows are not packed.
+        read: (B, T) bool, True on the tokens whose states are read.
+        real: the same if they are laid end to end as one row; None: rows are not packed.
         lengths: of the segments of that row.
         columns: of the rows as they are laid out.
     """
 
+    read: Tensor
     real: Tensor | None
     lengths: list[int] | None
     columns: Columns
@@ -269,12 +271,12 @@ class DividedRows:
     @classmethod
     def of(cls, input_ids: Tensor, lengths: Tensor, packed: bool) -> DividedRows:
         """Lay out right-padded `input_ids` (B, T) with `lengths` (B,): packed if asked for and rows differ."""
+        read = real_slots(input_ids, lengths)
         if not (packed and are_uneven(lengths)):
-            return cls(None, None, Columns(input_ids.shape[1]))
-        slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            return cls(read, None, None, Columns(input_ids.shape[1]))
         columns = Columns(int(lengths.sum()))
         filler = [columns.padding] if columns.padding else []
-        return cls(slots < lengths.unsqueeze(1), [*lengths.tolist(), *filler], columns)
+        return cls(read, read, [*lengths.tolist(), *filler], columns)
 
     def laid_out(self, values: Tensor) -> Tensor:
         """(B, T) -> (1, N) packed, or as it is."""
@@ -289,10 +291,12 @@ class DividedRows:
         slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         whole = position_arguments(model, self.columns.padded(self.laid_out(slots)))["position_ids"]
         with segments(model.config, self.lengths, divided=True), rotary_of_whole_rows(model, whole):
-            return model(
+            output = model(
                 input_ids=self.own(input_ids), attention_mask=None, use_cache=False,
-                **position_arguments(model, self.own(slots)), **arguments,
+                **position_arguments(model, self.own(slots)), **arguments, **router_arguments(),
             )  # fmt: skip
+        record_router(output, self.read, self.own)
+        return output
 
     def values(self, part: Tensor) -> Tensor:
         """(b, n) fp32 of this rank's tokens -> (B, T) of all, 0 outside packed rows. Collective as `run`."""

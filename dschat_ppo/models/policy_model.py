@@ -88,8 +88,8 @@ class PolicyModel(nn.Module):
         """
         with activations_on_host(self.offload_activations):
             if self.divided:
-                if distributions or router_arguments():
-                    raise ValueError("ranks that share rows compute neither whole distributions nor a router's loss")
+                if distributions:
+                    raise ValueError("ranks that share rows do not compute whole distributions")
                 return self._divided_scores(input_ids, wanted, temperature, entropy_grad)
             if self.fused and not distributions:
                 return self._fused_scores(input_ids, wanted, temperature, entropy_grad)
@@ -106,7 +106,7 @@ class PolicyModel(nn.Module):
             input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids),
             **last_logits_argument(self.lm, count), **router_arguments(),
         )  # fmt: skip
-        record_router(output, real_slots(input_ids, _read_lengths(wanted)), packed=False)
+        record_router(output, real_slots(input_ids, _read_lengths(wanted)))
         logits = output.logits[:, -count:-1][places[:, first:]]  # (N, V)
         entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
         extras = [torch.log_softmax(logits.float() / temperature, dim=-1)] if distributions else []

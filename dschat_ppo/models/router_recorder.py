@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dschat_ppo.algorithms.router_loss import RouterLoad, router_load
@@ -39,18 +40,17 @@ def router_arguments() -> dict[str, bool]:
     return {"output_router_logits": True} if _RECORDERS else {}
 
 
-def record_router(output: Any, real: Tensor, packed: bool) -> None:
+def record_router(output: Any, read: Tensor, lay_out: Callable[[Tensor], Tensor] = torch.flatten) -> None:
     """Record the load of a forward pass, if a recorder is active.
 
     Args:
         output: of a model called with `router_arguments`.
-        real: (B, T) bool, True on the tokens that the model computes states of.
-        packed: whether the model read only those tokens, row after row, and not all B x T.
+        read: (B, T) bool, True on the tokens whose states are read.
+        lay_out: a mask (B, T) as the N tokens that this rank's model ran, of padded, packed or divided rows.
     """
     if not _RECORDERS:
         return
     recorder = _RECORDERS[-1]
-    counted = real & recorder.rows.unsqueeze(1)
-    counted = counted[real] if packed else counted.flatten()
+    counted = lay_out(read & recorder.rows.unsqueeze(1)).flatten()  # (N,)
     logits = [layer.reshape(len(counted), -1) for layer in output.router_logits if layer is not None]
     recorder.loads.append(router_load(logits, counted, recorder.top_k))

@@ -224,8 +224,11 @@ def _write_adapter(
     def write(unfinished: Path) -> None:
         named = {saved_name(name, adapter): weight.contiguous() for name, weight in state.items()}
         save_file(named, unfinished / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        config: Any = model.peft_config[adapter]
-        replace(config, inference_mode=True).save_pretrained(str(unfinished))
+        trained: Any = model.peft_config[adapter]
+        config = replace(trained, inference_mode=True)
+        if not isinstance(config.target_modules, str):
+            config.target_modules = sorted(config.target_modules)  # peft's set has another order in each process
+        config.save_pretrained(str(unfinished))
         if hasattr(model, SCORE):
             whole = deepcopy(model.config)
             if hasattr(whole, "quantization_config"):  # the folder may be loaded without quantised weights

@@ -87,6 +87,14 @@ class MetricSums:
         empty._maxima = {name: torch.full_like(part, -math.inf) for name, part in self._maxima.items()}
         return empty
 
+    def scaled(self, factor: float) -> MetricSums:
+        """The same means and maxima, with all sums and counts times `factor`."""
+        scaled = MetricSums(self.sources)
+        scaled._means = {name: part * factor for name, part in self._means.items()}
+        scaled._parts = {name: part * factor for name, part in self._parts.items()}
+        scaled._maxima = dict(self._maxima)
+        return scaled
+
     def merge(self, other: MetricSums) -> None:
         """Add everything in `other`."""
         for name, part in other._means.items():

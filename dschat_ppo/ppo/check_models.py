@@ -120,6 +120,7 @@ def _check_reference(
     with naming(REFERENCE):
         check_causal_lm(folder)
     check_length(folder, longest, LIMITS)
+    check_long_sequences(config.memory, REFERENCE, folder, scalar=False)
     least = len(tokenizer) if config.run.resize_vocabulary else 0
     sizes = [max(each.get_text_config().vocab_size, least) for each in (model_config, actor)]
     if sizes[0] != sizes[1] and "full" in (config.algorithm.kl_estimator, config.algorithm.kl_loss_estimator):

@@ -65,7 +65,7 @@ class PPOState:
     def count_update(self, outcome: Outcome) -> None:
         """Count an optimizer step and its metrics. Collective in the first one of a PPO step."""
         for sums in outcome.sums:
-            self.sums.merge(sums if dist.sequence_rank() == 0 else sums.emptied())  # each row once
+            self.sums.merge(sums.scaled(1 / dist.sequence_ranks()))  # ranks that share rows count each of them once
         device = dist.device()
         once = torch.tensor([dist.is_main()], device=device)  # every rank knows the norm; only one counts it
         for role, norm in outcome.grad_norms.items():

@@ -29,7 +29,7 @@ from dschat_ppo.engine.ds_config import check_zero_plus_plus, read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_config
-from dschat_ppo.models.model_folders import model_folder
+from dschat_ppo.models.model_folders import model_folder, with_bases
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
@@ -170,12 +170,14 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
     return RunInputs(
         rows.train,
         {EVAL_ROWS: rows.eval, TEXT_BLOCKS: None if texts is None else texts.rows},
-        [
-            (ACTOR, folders.actor),
-            (config.critic_flag, folders.critic),
-            (config.reward_flag, folders.reward),
-            (REFERENCE, folders.reference),
-        ],
+        with_bases(
+            [
+                (ACTOR, folders.actor),
+                (config.critic_flag, folders.critic),
+                (config.reward_flag, folders.reward),
+                (REFERENCE, folders.reference),
+            ]
+        ),
         [
             ("--deepspeed_config", config.run.deepspeed_config),
             *function_files("--reward_function", config.rewards.reward_function),

@@ -28,7 +28,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config
 from dschat_ppo.models.long_sequences import check_long_sequences
-from dschat_ppo.models.model_folders import base_folder, model_folder
+from dschat_ppo.models.model_folders import model_folder, with_bases
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
@@ -142,9 +142,12 @@ def adapter_plan(config: SFTConfig | PreferenceConfig) -> AdapterPlan | None:
 
 def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
     """The inputs of steps 1 and 2 that identify a run; `folder` holds the model that training starts from."""
-    base = base_folder(folder, MODEL)
-    models = [(MODEL, folder), (f"the base model of {MODEL}", None if base == folder else base)]
-    return RunInputs(rows.train, {EVAL_ROWS: rows.eval}, models, [("--deepspeed_config", run.deepspeed_config)])
+    return RunInputs(
+        rows.train,
+        {EVAL_ROWS: rows.eval},
+        with_bases([(MODEL, folder)]),
+        [("--deepspeed_config", run.deepspeed_config)],
+    )
 
 
 def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str) -> dict[str, Any]:

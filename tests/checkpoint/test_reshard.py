@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from dschat_ppo.checkpoint import reshard
 from dschat_ppo.checkpoint.reshard import (
     Fragment,
     Shard,
@@ -14,6 +15,7 @@ from dschat_ppo.checkpoint.reshard import (
     gather,
     partitioned_fragments,
     read_shards,
+    whole_weights,
 )
 from dschat_ppo.errors import UserError
 
@@ -119,3 +121,19 @@ def test_a_missing_file_of_a_rank_is_named(tmp_path):
         read_shards(tmp_path, common)
     torch.save({"optimizer_state_dict": state}, tmp_path / "state" / name.format(1))
     assert [len(shard.fragments) for shard in read_shards(tmp_path, common)] == [3, 2]
+
+
+def test_whole_weights_are_joined_from_the_pieces_of_all_ranks(monkeypatch):
+    """Padding (99) lies between the pieces; the second rank holds the end of `a` and all of `c`."""
+    shards = [
+        Shard([Fragment("a", 0, 4, 0, 0), Fragment("b", 0, 1, 0, 5)],
+              [{"fp32": torch.tensor([1.0, 2, 3, 4, 99, 7]), "exp_avg": torch.zeros(6)}], 1),
+        Shard([Fragment("c", 0, 5, 1, 1), Fragment("a", 4, 2, 0, 0)],
+              [{"fp32": torch.tensor([5.0, 6])}, {"fp32": torch.tensor([99.0, 10, 11, 12, 13, 14])}], 1),
+    ]  # fmt: skip
+    monkeypatch.setattr(reshard, "read_shards", lambda folder, common: shards)
+    found = {name: weight.tolist() for name, weight in whole_weights(Path("x"), {"param_shapes": SHAPES})}
+    assert found == {"a": [[1, 2, 3], [4, 5, 6]], "b": [7], "c": [10, 11, 12, 13, 14]}
+    shards.pop()
+    with pytest.raises(UserError, match="^x: holds 4 of the 6 elements of a$"):
+        list(whole_weights(Path("x"), {"param_shapes": SHAPES}))

@@ -31,6 +31,7 @@ from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.model_folders import with_bases
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.train_ppo import inputs_of
 from dschat_ppo.rewards.function_reward import function_files
@@ -169,11 +170,11 @@ def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     config = parse("ppo", f"{PPO} --critic_model_name_or_path c --reward_model_name_or_path r {own}".split())
     texts = TextBatches(TRAIN, 1, 1, 0, 0, torch.device("cpu"))
     rows = TokenRows(TRAIN, TRAIN.select([0]))
-    found = inputs_of(config, ModelFolders("A", "C", "R"), rows, texts)
+    found = inputs_of(config, ModelFolders("A", "C", "R", "F"), rows, texts)
     assert found.train is TRAIN
     assert found.rows == {"evaluation rows (SHA-256)": rows.eval, "blocks of plain text (SHA-256)": TRAIN}
-    models = {"--actor_model_name_or_path": "A", "--critic_model_name_or_path": "C", "--reward_model_name_or_path": "R"}
-    assert dict(found.models) == models
+    folders = {"actor": "A", "critic": "C", "reward": "R", "ref": "F"}
+    assert dict(found.models) == {f"--{role}_model_name_or_path": path for role, path in folders.items()}
     reward = f"{folder}/reward.py"
     assert dict(found.files) == {
         "--deepspeed_config": "d.json", f"--reward_function {reward}": reward,
@@ -194,6 +195,23 @@ def test_steps_1_and_2_fingerprint_their_model_and_files():
     found = supervised_inputs(TokenRows(TRAIN, TRAIN.select([1])), "M", config.run)
     assert dict(found.models) == {"--model_name_or_path": "M"} and dict(found.files) == {"--deepspeed_config": "d.json"}
     assert found.train is TRAIN and found.rows["evaluation rows (SHA-256)"].to_dict() == {"ids": [[2]]}
+
+
+def test_an_adapter_and_its_base_are_both_fingerprinted(tmp_path):
+    base, adapter = model(tmp_path / "base"), tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    inputs = RunInputs(TRAIN, models=with_bases([("--m", str(adapter)), ("--none", None)]))
+    before = input_fingerprints(inputs)
+    (base / "config.json").write_text('{"a": 2}')
+    other_base = input_fingerprints(inputs)
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
+    other_adapter = input_fingerprints(inputs)
+    own, of_base = "contents of --m", "contents of the base of --m"
+    assert before.keys() == {own, of_base}
+    assert before[own] == other_base[own] != other_adapter[own]
+    assert before[of_base] != other_base[of_base] == other_adapter[of_base]
 
 
 def test_fingerprints_are_those_of_earlier_versions(tmp_path):

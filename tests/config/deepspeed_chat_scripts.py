@@ -197,6 +197,9 @@ SCRIPTS = {
     ),
 }  # fmt: skip
 
+# Scripts whose optimizer step takes the rows of several PPO steps, which here are one: the --generation_batches for it.
+GENERATION_BATCHES = {"step3/opt/single_gpu/run_1.3b": 2, "step3/opt/single_gpu/run_6.7b_lora": 16}
+
 # Scripts that end with one line: (what it says, the flag without which they parse).
 REFUSED = {
     "step3/llama2/run_llama2_7b_mixz": (

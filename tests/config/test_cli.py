@@ -80,24 +80,6 @@ def test_numbers_and_paths_beyond_every_limit_are_refused(step, name, value):
         read(step, f"--{name}", value)
 
 
-def test_all_refused_flags_are_reported_in_one_message():
-    with pytest.raises(UserError) as problem:
-        read("sft", "--lora_dim", "128", "--lora_module_name", "layers.", "--only_optimize_lora", "--max_steps", "9")
-    text = str(problem.value)
-    flags = "--lora_dim 128, --only_optimize_lora True, --lora_module_name layers.: LoRA is not available yet"
-    assert flags in text and "--max_steps 9" in text
-    assert "without LoRA all weights are trained" in text and "set --learning_rate to 1e-5 to 2e-5" in text
-    with pytest.raises(UserError) as problem:
-        read("ppo", "--actor_lora_dim", "8", "--critic_lora_dim", "4", "--inference_tp_size", "2")
-    assert "--actor_lora_dim 8, --critic_lora_dim 4: LoRA is not available yet" in str(problem.value)
-    assert "set --actor_learning_rate and --critic_learning_rate to 1e-5 to 2e-5" in str(problem.value)
-    assert "; --inference_tp_size 2: tensor-parallel generation is not" in str(problem.value)
-    assert "\n" not in str(problem.value)
-    with pytest.raises(UserError) as problem:
-        read("ppo", "--inference_tp_size", "2")
-    assert "1e-5" not in str(problem.value)
-
-
 @pytest.mark.parametrize(("step", "given", "meant"), [
     ("sft", "--learning_rat", "learning_rate"), ("sft", "--learning-rat", "learning_rate"),
     ("sft", "--max_seq_length=9", "max_seq_len"), ("ppo", "--actor_learnin_rate", "actor_learning_rate"),

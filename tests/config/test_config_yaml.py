@@ -54,7 +54,7 @@ def test_flags_override_yaml_at_every_position_of_config(tmp_path, place):
         ("seed: {a: 1}\n", "'seed' must be a value"),
         ("seed: many\n", "--seed"),
         ("max_seq_len: 0\n", "--max_seq_len"),
-        ("lora_dim: 8\n", "not available yet"),
+        ("lora_dim: -8\n", "--lora_dim must be"),
     ],
 )
 def test_the_fault_of_a_bad_yaml_file_is_named(tmp_path, text, named):

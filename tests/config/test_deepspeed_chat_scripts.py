@@ -3,8 +3,9 @@
 from itertools import product
 
 import pytest
-from config.deepspeed_chat_scripts import ACTOR_LORA, HYBRID, REFUSED, SCRIPTS
+from config.deepspeed_chat_scripts import ACTOR_LORA, GENERATION_BATCHES, HYBRID, REFUSED, SCRIPTS
 
+from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 
@@ -32,6 +33,18 @@ def test_a_script_is_refused_by_one_reason(name):
     place = words.index(flag)
     after = place + 1 if words[place + 1].startswith("--") else place + 2
     parse("ppo", words[:place] + words[after:])
+
+
+@pytest.mark.parametrize("name", [name for name, s in SCRIPTS.items() if s.step == "ppo" and name not in REFUSED])
+def test_the_batch_sizes_of_step_3_fit_or_the_message_says_what_does(name):
+    words, batches = words_of(name), GENERATION_BATCHES.get(name)
+    if batches is not None:
+        with pytest.raises(
+            UserError, match=f"not a whole number of optimizer steps.* Set --generation_batches {batches}$"
+        ):
+            plan_ppo(parse("ppo", words).ppo, 10_000, 1)
+        words = [*words, "--generation_batches", str(batches)]
+    assert plan_ppo(parse("ppo", words).ppo, 10_000, 1).ppo_steps > 0
 
 
 @pytest.mark.parametrize(("stage", "hybrid", "offload", "lora"), product((2, 3), *[(False, True)] * 3))

@@ -25,7 +25,6 @@ def test_the_size_divides_the_ranks():
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--router_loss_coef 0.1", "set --router_loss_coef 0"),
         ("--kl_estimator full --old_logprobs recompute", "--kl_estimator full would gather"),
         ("--kl_loss_coef 0.1 --kl_loss_estimator full", "--kl_loss_estimator full would gather"),
     ],

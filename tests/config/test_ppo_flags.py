@@ -1,8 +1,9 @@
 """Flags of step 3: ranges and combinations that are refused."""
 
 import pytest
-from command_lines import read
+from command_lines import NEEDED, read
 
+from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 
 
@@ -63,8 +64,36 @@ def test_values_out_of_range_are_refused(step, name, value):
         (["--enable_test_mode"], "--test_stop_step"),
         (["--offload_optimizer"], "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
         (["--offload_optimizer", "--actor_zero_stage", "2"], "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
+        (["--inference_tp_size", "2", "--unpin_actor_parameters"], "use one of the two"),
+        (["--inference_tp_size", "2", "--actor_lora_dim", "8"], "does not divide LoRA layers"),
+        (["--zero_quantized_weights"], r"--zero_quantized_weights \(ZeRO.*--actor_zero_stage or --critic_zero_stage 3"),
+        (["--zero_hpz_partition_size", "2", "--actor_zero_stage", "2"], "--zero_hpz_partition_size .*zero_stage 3"),
+        (["--zero_quantized_weights", "--actor_zero_stage", "3", "--dtype", "fp32"], "--dtype bf16 or fp16"),
+        (["--enable_mixed_precision_lora"], "--actor_zero_stage 3, --actor_lora_dim above 0, --only_optimize_lora"),
     ],
 )
 def test_offload_and_test_mode_name_the_flags_that_they_need(words, named):
     with pytest.raises(UserError, match=named):
         read("ppo", *words)
+
+
+def test_memory_flags_that_fit_together_are_accepted():
+    stages = ["--actor_zero_stage", "3", "--critic_zero_stage", "2"]
+    for words in (
+        ["--sleep_in_rollout"],
+        ["--sleep_in_rollout", "--offload", *stages],
+        ["--offload_optimizer", "--experience_on_host", *stages],
+        ["--zero_hpz_partition_size", "2", "--zero_quantized_weights", "--zero_quantized_gradients", *stages],
+        ["--inference_tp_size", "2", *stages],
+        ["--inference_tp_size", "1", "--actor_lora_dim", "8"],
+        ["--enable_mixed_precision_lora", "--actor_lora_dim", "8", "--only_optimize_lora", "--dtype", "fp16", *stages],
+    ):
+        read("ppo", *words)
+
+
+def test_the_layers_gathered_at_a_time_have_no_effect_without_tensor_parallelism():
+    def idle(*words: str) -> dict[str, str]:
+        return parse("ppo", [*NEEDED["ppo"], *words]).idle()
+
+    assert idle() == idle("--inference_tp_size", "2", "--tp_gather_partition_size", "4") == {}
+    assert set(idle("--tp_gather_partition_size", "4")) == {"tp_gather_partition_size"}

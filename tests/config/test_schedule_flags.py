@@ -4,7 +4,7 @@ import pytest
 from command_lines import NEEDED, read
 
 from dschat_ppo.config.cli import notes, parse
-from dschat_ppo.config.schedule_flags import ScheduleFlags
+from dschat_ppo.config.schedule_flags import ScheduleFlags, ppo_schedules
 from dschat_ppo.errors import UserError
 
 NO_KL = "--kl_coef 0"
@@ -97,7 +97,8 @@ def test_the_reference_has_the_actors_folder_or_its_own():
 
 def test_the_schedule_of_the_critic_is_its_own_or_that_of_the_actor():
     def found(words: str) -> list[tuple]:
-        schedules = parse("ppo", [*NEEDED["ppo"], *words.split()]).schedules
+        config = parse("ppo", [*NEEDED["ppo"], *words.split()])
+        schedules = ppo_schedules(config.ppo, config.ppo_schedule, config.algorithm.has_critic)
         return [(model.kind, model.peak, model.warmup) for model in schedules]
 
     rates = "--actor_learning_rate 0.25 --critic_learning_rate 0.5"

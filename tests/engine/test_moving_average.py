@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.engine.moving_average import MovingAverage
+from dschat_ppo.engine.moving_average import MovingAverage, whole_averages
 from dschat_ppo.errors import UserError
 
 
@@ -109,3 +109,22 @@ def test_a_decay_without_an_average_is_refused():
         parse("ppo", [*words, "--ema_decay", "0.9"])
     with pytest.raises(UserError, match="--ema_decay must be at least 0 and below 1"):
         parse("ppo", [*words, "--enable_ema", "--ema_decay", "1"])
+
+
+def test_whole_averages_are_joined_without_padding_from_whatever_each_rank_holds():
+    shapes = {"a": torch.Size([2, 3]), "b": torch.Size([1]), "never_averaged": torch.Size([4])}
+    parts = [
+        {"a": torch.arange(4.0), "b": torch.tensor([8.0])},
+        {"a": torch.arange(4.0, 8.0), "b": torch.tensor([99.0]), "other": torch.zeros(2)},
+    ]
+    found = whole_averages(iter(parts), shapes)
+    assert {name: value.tolist() for name, value in found.items()} == {"a": [[0, 1, 2], [3, 4, 5]], "b": [8]}
+    whole = [{"a": torch.arange(6.0).view(2, 3)}, {}]  # without ZeRO-3 rank 0 holds everything
+    assert whole_averages(whole, shapes)["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_frozen_parameters_are_not_averaged():
+    model = nn.Linear(2, 2)
+    model.weight.requires_grad_(False)
+    average = MovingAverage(model, 0.5)
+    assert average.state_dict().keys() == average.gathered().keys() == {"bias"}

@@ -19,11 +19,12 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
 
 
-def engine_of(stage: int, dtype: str = "fp32"):
+def engine_of(stage: int, dtype: str = "fp32", frozen: bool = False):
     torch.manual_seed(0)
     config = train_config(stage, dtype, False, 1, 1.0)
     config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 1}
     model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.2), nn.Linear(9, 3)).to(DTYPES[dtype])
+    model[0].requires_grad_(not frozen)
     return train_engine(model, config, SETTINGS)
 
 
@@ -92,14 +93,16 @@ def test_the_first_step_is_adam_by_hand():
     torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize(("bad", "kind"), [
     (nan_loss, "loss"), (infinite_loss_with_finite_gradients, "loss"), (nan_gradient, "gradient"),
     (huge_gradient, "norm"),
 ])  # fmt: skip
-def test_a_bad_number_skips_the_update_and_is_located(stage, bad, kind):
-    """The engine then trains like one that never saw the step."""
-    engine, spared = engine_of(stage), engine_of(stage)
+def test_a_bad_number_skips_the_update_and_is_located(stage, bad, kind, frozen):
+    """The engine then trains like one that never saw the step; also if one layer is frozen."""
+    engine, spared = engine_of(stage, frozen=frozen), engine_of(stage, frozen=frozen)
+    start = [weight.detach().clone() for weight in engine.module[0].parameters()]
     for step in range(4):
         if step == 2:
             before, rate, skipped = weights(engine), learning_rate(engine), engine.skipped_steps
@@ -114,6 +117,8 @@ def test_a_bad_number_skips_the_update_and_is_located(stage, bad, kind):
             results.append(optimizer_step(one, batches(step), good(one)))
         assert results[0] == results[1] and results[0].applied
     assert torch.equal(weights(engine), weights(spared))
+    still = [torch.equal(weight, first) for weight, first in zip(engine.module[0].parameters(), start, strict=True)]
+    assert still == [frozen] * 2
 
 
 def test_the_search_for_a_bad_gradient_repeats_dropout_and_draws_nothing():

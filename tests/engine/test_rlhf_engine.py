@@ -92,9 +92,11 @@ def test_sleep_covers_all_engines(assets):
     assert engines_of(assets).hybrid.sleeping == []
 
 
-def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets):
+@pytest.mark.parametrize("lora", [(), ("--actor_lora_dim", "2", "--only_optimize_lora")])
+def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets, lora):
+    """With LoRA too, where it would otherwise be the actor without its adapter."""
     other = str(assets / "uniform_lm")
-    engines = engines_of(assets, "--ref_model_name_or_path", other, reference=other)
+    engines = engines_of(assets, "--ref_model_name_or_path", other, *lora, reference=other)
     expected = PolicyModel(LlamaForCausalLM.from_pretrained(other), fused=False)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():

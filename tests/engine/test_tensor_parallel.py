@@ -83,13 +83,13 @@ def test_a_row_wise_bias_is_added_once(monkeypatch):
     model = new_model("gpt-neox")
     dense = model.gpt_neox.layers[0].attention.dense
     nn.init.normal_(dense.bias)
-    inputs = torch.randn(3, 32)
-    expected, parts = dense(inputs), []
-    monkeypatch.setattr(dist, "all_reduce", lambda value, group=None: parts.append(value) or value)
+    inputs, parts = torch.randn(3, 32), []
+    expected = dense(inputs)
+    monkeypatch.setattr(dist, "all_reduce", lambda value, group=None: parts.append(value) or sum(parts))
     for rank in (0, 1):
         with divided(model, two(rank)):
-            dense(inputs.chunk(2, dim=-1)[rank])
-    torch.testing.assert_close(parts[0] + parts[1] + dense.bias, expected)
+            found = dense(inputs.chunk(2, dim=-1)[rank])
+    torch.testing.assert_close(found, expected)
 
 
 def test_an_error_restores_weights_and_forward():
@@ -106,6 +106,25 @@ def test_a_layer_that_is_not_linear_is_named():
     model.model.layers[1].mlp.up_proj = nn.Identity()
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj is a Identity"), divided(model, two(0)):
         pass
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_a_division_that_computes_something_else_stops_the_run(adds_up, monkeypatch, said):
+    """In one process: layers compute with their whole weights, or with this rank's half of each sum alone."""
+    model = new_model("llama")
+    whole = {id(layer): layer.weight.detach().clone() for layer in model.modules() if isinstance(layer, nn.Linear)}
+
+    def forward(layer, style, parallel, inputs):
+        return nn.functional.linear(inputs, whole[id(layer)] if adds_up else layer.weight)
+
+    monkeypatch.setattr(module, "_forward", forward)
+    hybrid = HybridEngine(SimpleNamespace(module=model, eval=model.eval, train=model.train), parallel=two(0))
+    if adds_up:
+        hybrid.check_division()
+        assert any("divided over 2 ranks agrees" in line for line in said)
+        return
+    with pytest.raises(RuntimeError, match="--inference_tp_size 2: the divided layers of LlamaForCausalLM differ"):
+        hybrid.check_division()
 
 
 def test_adapters_cannot_be_merged_into_divided_layers():

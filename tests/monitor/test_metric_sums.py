@@ -211,3 +211,15 @@ def test_means_by_data_set_are_merged_restored_emptied_and_selected():
     assert sums.emptied().reduce() == {"loss": 0.0}
     old = {kind: named for kind, named in by_source().state_dict().items() if kind != "parts"}
     assert MetricSums.restored([old], torch.device("cpu")).reduce() == {"loss": 3.0}
+
+
+def test_scaled_sums_have_the_same_means_and_less_weight_beside_others():
+    shared, alone = MetricSums(["a", "b"]), MetricSums()
+    shared.add_mean("x", torch.tensor([1.0, 3.0]))
+    shared.add_max("top", torch.tensor([5.0]))
+    shared.add_by_source("y", torch.tensor([1.0, 3.0]), torch.tensor([0, 1]))
+    half = shared.scaled(0.5)
+    assert half.reduce() == shared.reduce() == {"x": 2.0, "top": 5.0, "y/a": 1.0, "y/b": 3.0}
+    alone.add_mean("x", torch.tensor([8.0]))
+    half.merge(alone)  # 2 values of mean 2 that two ranks count, and one of 8: (2 + 8) / 2 on this rank
+    assert half.reduce()["x"] == 5.0

@@ -1,6 +1,7 @@
 """Every common architecture, tiny and random, through SFT, reward model and PPO on two ZeRO-3 ranks.
 
-The runs share one launch. `--update-docs` writes the table of docs/models.md that the other runs compare with.
+The runs share one launch. `pytest --update-docs` writes what they found to the table of docs/models.md; without the
+option that table is compared.
 """
 
 import json
@@ -11,14 +12,17 @@ from itertools import combinations
 import pytest
 import torch
 from every_architecture import ARCHITECTURES, save_model_of
-from launch import deepspeed, metrics_of, succeed
+from launch import ROOT, deepspeed, metrics_of, succeed
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from workers.architectures import IDS, LENGTHS
 
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.adapters import lora_targets
 from dschat_ppo.models.loading import load_sequence_classifier
 from dschat_ppo.models.model_files import checkpoint_shapes
+from dschat_ppo.models.router import router_top_k
 from dschat_ppo.tools import toy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -35,6 +39,13 @@ PPO = (
     "--num_warmup_steps 0 --actor_learning_rate 0.003 --critic_learning_rate 0.003 --enable_test_mode "
     "--test_stop_step 1 --old_logprobs recompute"
 )
+
+
+# tokenizers without one of these tokens, beside a Llama 2
+WITHOUT = {"without PAD": "pad_token", "without EOS": "eos_token"}
+RUNS = (*ARCHITECTURES, *WITHOUT)
+DOCS = ROOT / "docs/models.md"
+BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 
 
 def stem(name: str) -> str:
@@ -78,9 +89,13 @@ def out(tmp_path_factory):
     for name, part in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     runs, experts = {}, {}
-    for name in ARCHITECTURES:
+    for name in RUNS:
         home, router = folder / stem(name), f"--router_loss_coef {COEF}" if name in ROUTED else ""
-        save_model_of(name, tokenizer, home / "base")
+        save_model_of("Llama 2" if name in WITHOUT else name, tokenizer, home / "base")
+        if name in WITHOUT:
+            file = home / "base/tokenizer_config.json"
+            kept = {key: value for key, value in json.loads(file.read_text()).items() if key != WITHOUT[name]}
+            file.write_text(json.dumps(kept))
         runs |= {
             f"{name}: {step}": (step, [*words.split(), *router.split(), "--output_dir", f"{home}/{step}"])
             for step, words in {
@@ -92,6 +107,9 @@ def out(tmp_path_factory):
         }
         if name in MIXTURES:
             experts[stem(name)] = [str(home / "base"), rows_of_other_experts(home / "base"), COEF if router else 0]
+    step, words = runs["Mixtral: sft"]  # the ranks share rows, twice as many in a micro-batch
+    size = ["--sequence_parallel_size", "2", "--per_device_train_batch_size", "4"]
+    runs["divided"] = (step, [*words, *size, "--output_dir", str(folder / "divided")])
     (folder / "cases.json").write_text(json.dumps({"runs": runs, "experts": experts}))
     succeed(deepspeed(2, "tests/workers/architectures.py", folder, timeout=900))
     return folder
@@ -102,7 +120,7 @@ def logs(out):
     return json.loads((out / "found.json").read_text())
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", RUNS)
 def test_all_losses_are_finite_and_the_weights_move(out, name):
     for step in ("sft", "reward", "ppo"):
         numbers = {key: value for line in metrics_of(out / stem(name) / step) for key, value in line.items()}
@@ -111,7 +129,7 @@ def test_all_losses_are_finite_and_the_weights_move(out, name):
         assert any("grad_norm" in key and value > 0 for key, value in numbers.items())
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", RUNS)
 def test_generation_and_scoring_agree(out, name):
     lines = [line for line in metrics_of(out / stem(name) / "ppo") if "rollout/logprob_diff_max" in line]
     assert lines and all(line["rollout/logprob_diff_max"] < 1e-4 for line in lines)
@@ -126,8 +144,16 @@ def test_the_router_loss_is_among_the_metrics(out, name, step):
     assert found and all(1.5 < loss < 4 for loss in found)
 
 
+def test_ranks_that_share_rows_have_the_same_router_loss_and_updates(out):
+    whole, divided = (
+        [[line[key] for key in ("loss", "router_loss", "grad_norm")] for line in metrics_of(folder) if line["step"]]
+        for folder in (out / "Mixtral/sft", out / "divided")
+    )
+    torch.testing.assert_close(torch.tensor(divided), torch.tensor(whole), rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("part", ["sft", "ppo/actor"])
 def test_plain_transformers_computes_the_log_probs_that_the_run_ended_with(out, name, part):
     folder = out / stem(name) / part
@@ -141,7 +167,7 @@ def test_plain_transformers_computes_the_log_probs_that_the_run_ended_with(out, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("part", ["reward", "ppo/critic"])
 def test_plain_transformers_computes_the_values_that_the_run_ended_with(out, name, part):
     folder = out / stem(name) / part
@@ -178,3 +204,53 @@ def test_ranks_whose_tokens_use_other_experts_make_the_update_of_one_process(out
     found = load_file(out / f"{stem(name)}.experts")
     for key, weight in model.named_parameters():
         torch.testing.assert_close(found[key], weight.detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["sft", "reward", "ppo/actor", "ppo/critic"])
+def test_a_model_is_saved_with_the_eos_that_its_tokenizer_lacked_and_without_pad(out, part):
+    for name, pad, eos in (("without PAD", None, 1), ("without EOS", 0, 1)):
+        folder = out / stem(name) / part
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (pad, eos)
+        if part in ("sft", "ppo/actor"):
+            assert GenerationConfig.from_pretrained(folder).eos_token_id == eos
+
+
+def test_the_log_says_which_eos_is_taken(logs):
+    said = "the tokenizer has no EOS token; answers end with <|end|>, the one of generation_config.json"
+    assert said in logs["without EOS: sft"] and "no EOS token" not in logs["without EOS: reward"]
+
+
+def row_of(name: str, logs: dict[str, str], folder) -> str:
+    """What the runs of an architecture found, as a line of the table."""
+    said = logs[f"{name}: ppo"]
+    unfit = re.search(r"continuous batching does not fit \w+ \((.*)\); padded", said)
+    assert unfit or "continuous batching agrees with" in said
+    padded = re.search(r": (.*), so rows are padded", logs[f"{name}: sft"])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    layers = list(dict.fromkeys(layer.rpartition(".")[2] for layer in lora_targets(model, None)))
+    try:
+        router_top_k(model.config, "")
+        router = "yes"
+    except UserError as problem:
+        router = "no: balanced by a bias" if "bias" in str(problem) else "no"
+    return " | ".join([
+        f"| {name} ({type(model).__name__.removesuffix('ForCausalLM').removesuffix('LMHeadModel')})",
+        f"padded batches: {unfit[1]}" if unfit else "continuous batching",
+        f"no: {padded[1]}" if padded else "yes",
+        ", ".join(f"`{layer}`" for layer in layers),
+        f"{router if name in MIXTURES else '-'} |",
+    ])  # fmt: skip
+
+
+def test_the_table_of_the_docs_is_what_the_runs_found(out, logs, request):
+    head = "| architecture | generation | packed rows | layers that get LoRA | router loss |\n|---|---|---|---|---|"
+    table = "\n".join([head, *(row_of(name, logs, out / stem(name) / "base") for name in ARCHITECTURES)])
+    print(table)
+    text = DOCS.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    written, after = rest.split(END)
+    if request.config.getoption("--update-docs"):
+        DOCS.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+        return
+    assert written.strip() == table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from config.deepspeed_chat_scripts import REFUSED, SCRIPTS
+from config.deepspeed_chat_scripts import GENERATION_BATCHES, REFUSED, SCRIPTS
 from every_architecture import config_of, save_model_of
 from launch import metrics_of, run_steps
 from transformers import AutoModelForSequenceClassification
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 FAMILIES = {"meta-llama": "Llama 2", "facebook": "OPT", "bigscience": "BLOOM", "sberbank-ai": "GPT-2"}
 SUPERVISED = (
     "--per_device_train_batch_size 2 --per_device_eval_batch_size 2 --max_seq_len 48 --learning_rate 0.001 "
-    "--weight_decay 0.1"
+    "--weight_decay 0.1 --gradient_accumulation_steps 2"
 )
 PPO = (
     "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 --max_prompt_seq_len 32 "
     "--max_answer_seq_len 6 --actor_learning_rate 0.001 --critic_learning_rate 0.001 --actor_weight_decay 0.1 "
     "--critic_weight_decay 0.1 --enable_test_mode --test_stop_step 1"
 )
-BOTH = "--num_train_epochs 1 --num_warmup_steps 0 --gradient_accumulation_steps 2 --data_split 2,4,4"
+BOTH = "--num_train_epochs 1 --num_warmup_steps 0 --data_split 2,4,4"
 STARTED = [name for name in SCRIPTS if name not in REFUSED]
 
 
@@ -40,6 +40,8 @@ def command_line(name: str, folder: Path) -> list[str]:
         for role, path in models.items():
             words += [f"--{role}_model_name_or_path", path]
         words += PPO.split()
+        if name in GENERATION_BATCHES:
+            words += "--gradient_accumulation_steps 2 --generation_batches 2".split()
     else:
         family = FAMILIES[words[words.index("--model_name_or_path") + 1].split("/")[0]]
         words += ["--model_name_or_path", f"{folder}/{family}", *SUPERVISED.split()]

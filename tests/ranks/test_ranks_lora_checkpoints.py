@@ -89,6 +89,9 @@ def test_a_resumed_run_has_the_metrics_and_models_of_an_uninterrupted_one(runs, 
     assert models == sorted(path.relative_to(cut) for path in cut.rglob("*.safetensors"))
     folders = {"adapter": {"best", "hf"}, "dora": {"best", "hf"}, "shared": {"actor", "actor_ema", "critic"}}
     assert {path.parts[0] for path in models if len(path.parts) > 1} == folders.get(name, set())
+    if "hf" in folders.get(name, ()):
+        saved = ["models of step 2:" in start["said"] for start in (stopped, resumed)]
+        assert saved == [True, False] and "models of step 4:" in resumed["said"]
     for path in models:
         assert (whole / path).read_bytes() == (cut / path).read_bytes(), path
 

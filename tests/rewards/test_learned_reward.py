@@ -1,5 +1,7 @@
 """Learned rewards: batches of uneven lengths, another tokenizer, ranks with uneven work."""
 
+import math
+
 import pytest
 import torch
 from conftest import tiny_config
@@ -10,7 +12,13 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.rewards import learned_reward as rewards_model
 from dschat_ppo.rewards import reward_source
-from dschat_ppo.rewards.learned_reward import ModelReward, RetokenizedModelReward, scores_in_batches
+from dschat_ppo.rewards.learned_reward import (
+    ModelReward,
+    RetokenizedModelReward,
+    StepScoring,
+    saved_separator,
+    scores_in_batches,
+)
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 from dschat_ppo.types import Rollout
 
@@ -174,3 +182,63 @@ def test_a_row_rejected_on_another_rank_raises_before_the_first_pass(engine, tok
     with pytest.raises(RewardServiceError, match="refused on rank 1"):
         foreign(counting, tokenizer, [("ask", "yes", {})])
     assert counting.shapes == []
+
+
+def step_rollout(tokenizer, answers: list[str]) -> tuple[Rollout, list[list[int]], list[list[int]]]:
+    """A rollout with prompts of two lengths; the ids of its prompts and answers."""
+    ids = [tokenizer.encode(text, add_special_tokens=False) if text else [] for text in answers]
+    prompts = [[5, 6, 7][: 2 + row % 2] for row in range(len(ids))]
+    width = max(map(len, ids))
+    rollout = Rollout(
+        prompt_ids=torch.tensor([[99] * (3 - len(prompt)) + prompt for prompt in prompts]),
+        prompt_mask=torch.tensor([[False] * (3 - len(prompt)) + [True] * len(prompt) for prompt in prompts]),
+        response_ids=torch.tensor([row + [98] * (width - len(row)) for row in ids]),
+        response_mask=torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in ids]),
+        rollout_logprobs=torch.zeros(len(ids), width), finish_reason=torch.zeros(len(ids)),
+    )  # fmt: skip
+    return rollout, prompts, ids
+
+
+@pytest.mark.parametrize(("how", "of"), [
+    ("min", min), ("mean", lambda p: sum(p) / len(p)), ("last", lambda p: p[-1]), ("product", math.prod),
+])  # fmt: skip
+def test_step_scores_are_aggregated(engine, tokenizer, how, of):
+    end = tokenizer.eos_token
+    steps = [["a lamp\n", "in the\n", f"hall{end}"], ["red\n", "blue"], [f"yes\n{end}"], [""]]  # the second one is cut
+    rollout, prompts, ids = step_rollout(tokenizer, ["".join(parts) for parts in steps])
+    expected = []
+    for prompt, answer, parts in zip(prompts, ids, steps, strict=True):
+        text, cuts = "", []
+        for part in parts[:-1]:
+            text += part
+            cuts.append(next(n for n in range(1, len(answer)) if tokenizer.decode(answer[:n]).startswith(text)))
+        scores = alone(engine, [prompt + answer[:cut] for cut in [*cuts, len(answer)]])
+        expected.append(of([1 / (1 + math.exp(-score)) for score in scores]))
+    reward = ModelReward(engine, 40, StepScoring(tokenizer, "\n", how))
+    found = reward(request(*[("", "", {})] * 4), rollout)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    assert ModelReward(engine)(request(*[("", "", {})] * 4), rollout).tolist() == pytest.approx(
+        alone(engine, [prompt + answer for prompt, answer in zip(prompts, ids, strict=True)]), abs=1e-5
+    )
+
+
+def test_steps_of_retokenised_answers(engine, tokenizer):
+    tokenizer.chat_template = None
+    rows = [("a lamp ", "in\nthe hall", {}), ("red red red", "yes", {})]
+    steps = StepScoring(tokenizer, "\n", "min")
+    sequences = [[*tokenizer.encode(prompt), *tokenizer.encode(answer, add_special_tokens=False),
+                  tokenizer.eos_token_id] for prompt, answer, _ in rows]  # fmt: skip
+    first = [*tokenizer.encode("a lamp "), *tokenizer.encode("in\n", add_special_tokens=False)]
+    scores = [1 / (1 + math.exp(-score)) for score in alone(engine, [first, *sequences])]
+    found = foreign(engine, tokenizer, rows, steps=steps)
+    assert found.tolist() == pytest.approx([min(scores[:2]), scores[2]], abs=1e-5)
+    short = len(tokenizer.encode("the hall"))  # the first step is cut off with the prompt
+    expected = alone(engine, [sequence[-short:] for sequence in sequences])
+    found = foreign(engine, tokenizer, rows, max_length=short, steps=steps)
+    assert found.tolist() == pytest.approx([1 / (1 + math.exp(-score)) for score in expected], abs=1e-5)
+
+
+def test_a_model_without_a_step_separator_is_no_process_reward_model():
+    assert saved_separator(tiny_config(step_separator="|"), "prm") == "|"
+    with pytest.raises(UserError, match="--process_reward: prm/config.json has no step_separator; train"):
+        saved_separator(tiny_config(), "prm")

@@ -14,7 +14,7 @@ from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.session.output_folder import check_earlier_outputs, prepare_output_folder
+from dschat_ppo.session.output_folder import check_earlier_outputs, prepare_output_folder, refuse_model_folders
 
 
 def earlier(output: Path, *more: str) -> tuple[str | None, str | None]:
@@ -36,6 +36,23 @@ def test_an_empty_folder_and_an_unfinished_run_with_a_checkpoint_are_accepted(tm
     save_checkpoint(tmp_path, 1)
     assert earlier(tmp_path) == (None, None)
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_an_adapter_folder_counts_as_an_earlier_output(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    problem, _ = earlier(tmp_path)
+    assert problem is not None and "holds earlier outputs (adapter_config.json)" in problem
+
+
+def test_the_output_is_not_written_over_the_base_of_an_adapter(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    refuse_model_folders(tmp_path / "out", [str(adapter)])
+    for output in (base, adapter):
+        with pytest.raises(UserError, match="would be written over a model that is read"):
+            refuse_model_folders(output, [str(adapter)])
 
 
 def test_checkpoints_alone_count_as_earlier_outputs(tmp_path):

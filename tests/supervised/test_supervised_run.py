@@ -52,6 +52,12 @@ def test_a_learning_rate_too_high_for_a_pretrained_model_gives_a_warning(step, r
     assert any(f"--learning_rate {float(rate):g}" in line and "1e-5 to 2e-5" in line for line in lines) is warned
 
 
+@pytest.mark.parametrize(("words", "warned"), [(("--only_optimize_lora",), False), ((), True)])
+def test_the_warning_is_about_weights_that_train(words, warned, first_lines):
+    lines = first_lines("sft", "--learning_rate", "1e-3", "--lora_dim", "8", *words)
+    assert any("1e-5 to 2e-5" in line for line in lines) is warned
+
+
 def test_the_dpo_program_has_the_flags_of_step_2_and_dpo_as_its_objective():
     for program, objective in (("step2_dpo", "dpo"), ("step2_reward", "reward")):
         text = succeed(run([sys.executable, str(ROOT / f"training/{program}/main.py"), "--help"])).stdout

@@ -17,12 +17,14 @@ from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, RankStates
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.export_flags import BestMetric
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.errors import NonFiniteError, StopRequested
+from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles, read_bundle
+from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.supervised.score_rows import score_rows
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
@@ -76,13 +78,13 @@ def config_of(output, *more: str):
     return parse("sft", [*words.split(), "--output_dir", str(output), *more])
 
 
-def make(config, seen: Seen, tokenizer=None, held_out: Dataset | None = HELD_OUT) -> SupervisedTrainer:
+def make(config, seen: Seen, tokenizer=None, held_out: Dataset | None = HELD_OUT, **more) -> SupervisedTrainer:
     torch.manual_seed(5)
     model = PolicyModel(LlamaForCausalLM(tiny_config(attention_dropout=0.1)))
     bundles = ReproBundles("sft", config, tokenizer) if tokenizer else None
     return SupervisedTrainer(
         model, fit_ds_config(config.fit, config.run), TokenRows(TRAIN, held_out), seen.objective, config.fit,
-        config.run, NonFinitePolicy(config.safety, bundles), config.schedule,
+        config.run, NonFinitePolicy(config.safety, bundles), schedule=config.schedule, **more,
     )  # fmt: skip
 
 
@@ -313,6 +315,59 @@ def test_rows_are_prepared_by_the_untrained_engine(tmp_path):
     trainer = make(config_of(tmp_path), seen)
     assert asked == [(trainer.engine, TRAIN)]
     assert trainer.rows.train[0] == TRAIN[6]
+
+
+@pytest.mark.parametrize("higher", [False, True])
+def test_the_best_model_by_the_metric_and_those_of_some_steps_are_kept(tmp_path, higher):
+    (tmp_path / "out").mkdir()
+    config, saved = config_of(tmp_path / "out"), []
+    trainer = make(config, Seen(), best_metric=BestMetric("eval_perplexity", higher))
+
+    def save(folder):
+        saved.append((folder.relative_to(tmp_path).as_posix(), trainer.steps))
+        folder.mkdir(parents=True)
+
+    checkpointer = Checkpointer(trainer)
+    with MetricsWriter(tmp_path / "out", None, None) as writer:
+        trainer.run(writer, checkpointer, "title", KeptModels(tmp_path, 4, True, save))
+    values = {line["step"]: line["eval_perplexity"] for line in lines_of(tmp_path / "out")[1:] if "eval_loss" in line}
+    better, best = (max if higher else min), []
+    for step, value in values.items():
+        if better([value, *(values[earlier] for earlier in best)]) == value:
+            best.append(step)
+    assert best != list(values), "not every evaluation is the best so far"
+    wanted = [("best.partial", step) for step in best] + [(f"hf/step_{s:06d}.partial", s) for s in (4, 8)]
+    assert sorted(saved) == sorted(wanted) and [step for _, step in saved] == sorted(step for _, step in saved)
+    assert [step for step, _, is_best in checkpointer.passed if is_best] == best
+    assert trainer.best.found == (values[best[-1]], best[-1])
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step_000004", "step_000008"}
+
+
+def test_a_metric_that_the_evaluation_lacks_ends_the_run_before_the_first_step(tmp_path):
+    seen = Seen()
+    trainer = make(config_of(tmp_path), seen, best_metric=BestMetric("eval_accuracy", True))
+    with pytest.raises(UserError, match="the evaluation has no eval_accuracy; it has eval_loss, eval_perplexity"):
+        run(trainer, tmp_path)
+    assert seen.of_training == []
+
+
+def test_measurements_belong_to_the_step_at_which_they_were_made(tmp_path):
+    asked, seen = [], Seen()
+
+    def describe(model, rows):
+        asked.append(rows)
+        return {"reward_mean": float(len(asked))}
+
+    seen.objective = replace(seen.objective, describe=describe)
+    trainer = make(config_of(tmp_path), seen)
+    run(trainer, tmp_path)
+    assert len(asked) == 1 and trainer.shared_state()["described"] == {"reward_mean": 1.0}  # after the last step
+    resumed = make(config_of(tmp_path), seen)
+    resumed.load_state(trainer.shared_state(), RankStates({}, lambda: iter(())))
+    assert resumed.describe() == {"reward_mean": 1.0} and len(asked) == 1
+    resumed.steps -= 1
+    assert resumed.shared_state()["described"] is None
+    assert resumed.describe() == {"reward_mean": 2.0}
 
 
 def test_a_saved_model_is_described_and_nan_weights_are_neither_measured_nor_saved(tmp_path, assets):

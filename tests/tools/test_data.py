@@ -304,3 +304,29 @@ def test_it_starts_without_deepspeed(assets, tmp_path):
         [sys.executable, "-c", program, *words], env=dict(os.environ), text=True, capture_output=True, check=False
     )
     assert found.returncode == 0, found.stderr
+
+
+def test_labelled_answers_are_shown_alone_with_their_label(preview, tmp_path):
+    rows = [{"prompt": f"Q{n}:", "completion": f" answer {n}", "label": n % 2 == 0} for n in range(4)]
+    path = write_lines(tmp_path / "kto.jsonl", rows)
+    words = ("--step", 2, "--objective", "kto", "--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0)
+    found = in_json(preview(*words, "--json", "--samples", 4))["sets"][0]
+    shown = {sample["where"]: sample["columns"] for sample in found["samples"]}
+    assert sorted(columns["desirable"] for columns in shown.values()) == [False, False, True, True]
+    trained = [piece for sample in found["samples"] for name, pieces in sample["texts"] for piece in pieces
+               if name == "answer" and piece["trained"]]  # fmt: skip
+    assert len(trained) >= 4, "the answers are trained"
+
+
+def test_labelled_steps_are_shown_with_the_tokens_that_have_labels(preview, tmp_path):
+    rows = [{"prompt": f"Q{n}:", "completions": [" a", " b"], "labels": [True, False]} for n in range(4)]
+    path = write_lines(tmp_path / "steps.jsonl", rows)
+    words = ("--step", 2, "--objective", "process", "--data_path", path, "--data_split", "0,1,0")
+    words += ("--eval_fraction", 0, "--samples", 1)
+    found = in_json(preview(*words, "--step_separator", "|", "--json"))["sets"][0]
+    [sample] = found["samples"]
+    assert sample["columns"]["labels"] == [1.0, 0.0]
+    marked = [piece["text"] for name, pieces in sample["texts"] for piece in pieces if piece["trained"]]
+    assert marked == ["|", "<|end|>"]
+    [unread] = in_json(preview(*words, "--json", tokenizer=False))["sets"][0]["samples"]
+    assert [name for name, _ in unread["texts"]] == ["prompt", "answer", "answer"]

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.collators import PairBatch, PreferenceBatch, SFTBatch
+from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch, SFTBatch
+from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
 from dschat_ppo.engine.skip_update import random_state
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -80,6 +81,15 @@ DPO = PreferenceBatch(
 )
 
 
+ORPO = AnswerBatch(answer_mask=DPO.answer_mask, **PAIRS)
+KTO = LabelledBatch(
+    BAD_SFT.input_ids, BAD_SFT.loss_mask, torch.tensor([True, False, True]), torch.ones(3, dtype=torch.bool),
+    BAD_SFT.input_ids[[2, 0, 2]], BAD_SFT.loss_mask, ref_logprobs=torch.zeros(3, dtype=torch.float64),
+    other_ref_logprobs=torch.zeros(3, dtype=torch.float64), baseline=torch.full((3,), 0.5, dtype=torch.float64),
+)  # fmt: skip
+STEPS = StepBatch(BAD_SFT.input_ids, torch.tensor([3, 3, 2]), BAD_SFT.loss_mask, 0.5 * BAD_SFT.loss_mask)
+
+
 def experience(poisoned_row: int | None = None, **changes) -> Experience:
     """Three answers of 2, 0 and 1 tokens."""
     mask = torch.tensor([[True, True], [False, False], [True, False]])
@@ -107,6 +117,9 @@ CASES = {
     "sft": ("sft", "model", "policy", [GOOD_SFT, BAD_SFT], {"total": 7.0, "rows": [[4, 9], [30, 31, -1]]}, (), 1),
     "reward": ("reward", "model", "scalar", [REWARD], {"total": 2.0, "rows": [[5, 6]]}, (), 1),
     "dpo": ("reward", "model", "policy", [DPO], {"total": 2.0, "rows": [[5, 6]]}, ("--objective", "dpo"), 1),
+    "orpo": ("reward", "model", "policy", [ORPO], {"total": 2.0, "rows": [[5, 6]]}, ("--objective", "orpo"), 1),
+    "kto": ("reward", "model", "policy", [KTO], {"total": 3.0, "rows": [[5, 6, 7]]}, ("--objective", "kto"), 1),
+    "process": ("reward", "model", "scalar", [STEPS], {"total": 4.0}, ("--objective", "process"), 1),
     "actor": ("ppo", "actor", "policy", [experience(), experience(2)], ACTOR, (), 2),
     "actor, whole distributions": (
         "ppo",

@@ -45,9 +45,12 @@ class Case:
     offload: bool = False
     llama: bool = False  # built as the trainers do, under ZeRO-3 in partitions
     begun: int = BEFORE  # steps before the save
+    frozen: bool = False  # most of the weights, among them the tied ones
 
     def __str__(self) -> str:
-        marks = {"offload": self.offload, "llama": self.llama, "unstarted": not self.begun}
+        marks = {
+            "offload": self.offload, "llama": self.llama, "unstarted": not self.begun, "frozen": self.frozen
+        }  # fmt: skip
         return " ".join([f"stage {self.stage} {self.dtype}", *(mark for mark, there in marks.items() if there)])
 
 
@@ -77,7 +80,15 @@ def build(case: Case, seed: int = 0):
     config = train_config(case.stage, case.dtype, case.offload, dist.world_size(), 1.0, overlay)
     betas = (0.85, 0.98)  # their fp32 powers by multiplication and by pow() differ from the third step on
     settings = OptimizerSettings(0.05, 0.3, "cosine", 2, 20, betas, 1e-8)
-    return train_engine(llama(case, config) if case.llama else Tiny(seed), config, settings)
+    return train_engine(llama(case, config) if case.llama else tiny(case, seed), config, settings)
+
+
+def tiny(case: Case, seed: int) -> Tiny:
+    model = Tiny(seed)
+    if case.frozen:  # as loaded from a folder: the same whatever the seed
+        model.embedding.weight, model.head.weight = (Tiny(99).embedding.weight.requires_grad_(False),) * 2
+        model.narrow.weight = Tiny(99).narrow.weight.requires_grad_(False)
+    return model
 
 
 def llama(case: Case, config) -> PolicyModel:
@@ -171,6 +182,8 @@ def save_and_go_on(case: Case, folder: Path) -> dict:
 
 def resume(case: Case, folder: Path) -> dict:
     """Load into a new engine with other weights, and train on."""
+    if case.frozen:
+        refuse_other_parameters(case, folder)
     engine = build(case, seed=1)
     other = digest(engine)
     fits = engine_state.has_layout_of(engine, folder)
@@ -178,6 +191,20 @@ def resume(case: Case, folder: Path) -> dict:
     loaded = digest(engine)
     after = train(engine, range(case.begun, case.begun + AFTER))
     return {"other": other, "fits": fits, "loaded": loaded, "after": after, "end": digest(engine)}
+
+
+def refuse_other_parameters(case: Case, folder: Path) -> None:
+    """An engine in which as many elements train, but of another parameter, loads nothing."""
+    engine = build(case, seed=1)
+    engine.param_names = {weight: f"other.{name}" for weight, name in engine.param_names.items()}
+    before = digest(engine)
+    for load in (engine_state.load_engine, reshard.load_engine_resharded):
+        try:
+            load(engine, folder)
+        except UserError:
+            assert digest(engine) == before
+        else:
+            raise AssertionError(f"{load.__name__}: loaded the states of another model")
 
 
 def reshard_engine(case: Case, folder: Path) -> dict:
@@ -219,6 +246,7 @@ SAVED = {
         *(Case(stage, dtype, offload=True) for stage in (2, 3) for dtype in ("fp32", "bf16")),
         *(Case(stage, "fp16") for stage in (1, 2, 3)),
         *(Case(stage, begun=0) for stage in (0, 2, 3)), Case(3, "bf16", llama=True),
+        *(Case(stage, frozen=True) for stage in range(4)), Case(1, "bf16", frozen=True), Case(3, "bf16", frozen=True),
     ],
     "last": [],
 }  # fmt: skip
@@ -240,6 +268,8 @@ RESHARDED = {
         ("main", Case(2, "fp16"), Case(2, "bf16")),
         ("main", Case(2, begun=0), Case(3, begun=0)),
         ("main", Case(3, "bf16", llama=True), Case(2, "bf16", llama=True)),
+        ("main", Case(0, frozen=True), Case(3, frozen=True)),
+        ("main", Case(3, "bf16", frozen=True), Case(2, "bf16", frozen=True)),
     ],
     "last": [
         ("main", Case(3), Case(2)),
@@ -247,6 +277,8 @@ RESHARDED = {
         ("main", Case(3, "bf16"), Case(2, "bf16")),
         ("main", Case(1, "bf16"), Case(3, "bf16")),
         ("main", Case(3, "bf16", offload=True), Case(1, "bf16")),
+        ("main", Case(3, frozen=True), Case(2, frozen=True)),
+        ("main", Case(2, frozen=True), Case(0, frozen=True)),
     ],
 }  # fmt: skip
 

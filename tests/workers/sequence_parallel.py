@@ -24,6 +24,7 @@ from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.long_sequences import save_activation_memory
 from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -138,6 +139,26 @@ def against_whole_rows(kind: str, packed: bool, scalar: bool = False, **changes)
     return [float((found - whole).abs().max()), float((gradients - expected).abs().max() / expected.abs().max())]
 
 
+def router_against_whole_rows(packed: bool) -> list[float]:
+    """Largest differences of the load of the routers, summed over the ranks, and of its gradients."""
+    lengths, ids = torch.tensor([41, 9, 15]), torch.randint(2, VOCABULARY, (3, 41), generator=torch.manual_seed(3))
+    wanted = torch.arange(41) < lengths.unsqueeze(1)
+    model, results = PolicyModel(new_model("mixtral"), packed=packed), []
+    for divided in (False, True):
+        model.zero_grad()
+        model.divided = divided
+        with recorded_router(torch.tensor([True, True, False]), 2) as recorder:
+            model(ids, wanted)
+        [load] = recorder.loads
+        (load.probability * torch.tensor([1.0, -2.0, 0.5, 3.0])).sum().backward()
+        sums = torch.cat([load.chosen, load.probability.detach(), load.count.view(1)])
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        results.append([dist.all_reduce(x) if divided else x for x in (sums, gradients)])
+    (whole, expected), (found, gradients) = results
+    assert whole[-1] == (40 + 8) * 2 and expected.abs().max() > 1e-3
+    return [float((found - whole).abs().max()), float((gradients - expected).abs().max() / expected.abs().max())]
+
+
 def refusals() -> list[str]:
     """Why models are not divided whose tokens meet outside attention, or whose window is in their mask alone."""
     found = []
@@ -172,6 +193,8 @@ def main() -> None:
         for heads in (1, 3):
             changes = {"num_key_value_heads": heads, "num_attention_heads": 12, "hidden_size": 48}
             found["families"][f"{heads} key heads"] = against_whole_rows("llama", True, **changes)
+        for packed in (False, True):
+            found["families"][f"router{' packed' * packed}"] = router_against_whole_rows(packed)
         found["families"]["scalar"] = against_whole_rows("llama", False, scalar=True)
         found["families"]["scalar packed"] = against_whole_rows("mistral-window", True, scalar=True)
     tasks = {task: partial(supervised, task) for task in ("sft", "reward", "dpo")} | {"ppo": ppo}

@@ -1,0 +1,65 @@
+"""The benchmark of memory: its settings parse, what it counts, and its table."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import memory
+
+from dschat_ppo.config.cli import parse
+
+
+@pytest.mark.parametrize("name", list(memory.SETTINGS))
+def test_every_setting_parses(name):
+    step, words = memory.SETTINGS[name]
+    models = {"ppo": "--actor_model_name_or_path a --critic_model_name_or_path c"}.get(step, "--model_name_or_path m")
+    parse(step, f"{models} --data_path d --output_dir o {words}".split())
+
+
+def test_there_are_twelve_settings_of_step_3_and_some_of_the_others():
+    steps = [step for step, _ in memory.SETTINGS.values()]
+    assert steps.count("ppo") >= 12 and {"sft", "reward"} < set(steps)
+
+
+def engine_of(model: nn.Module, parameters: str, optimizer: str):
+    states = {"w": {"exp_avg": torch.zeros(100), "exp_avg_sq": torch.zeros(100)}}
+    return SimpleNamespace(
+        module=model,
+        basic_optimizer=SimpleNamespace(state=states),
+        optimizer=SimpleNamespace(single_partition_of_fp32_groups=[torch.zeros(100)]),
+        zero_offload_param=lambda: SimpleNamespace(device=parameters),
+        zero_offload_optimizer=lambda: SimpleNamespace(device=optimizer),
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "optimizer", "held"), [("none", "none", 40 + 1200), ("none", "cpu", 40), ("cpu", "cpu", 40)]
+)
+def test_tensors_that_are_offloaded_are_not_held_on_the_device(parameters, optimizer, held):
+    """A weight whose partition is offloaded counts where it is gathered; here it is."""
+    assert memory.held_bytes([engine_of(nn.Linear(9, 1), parameters, optimizer)]) == held
+
+
+def test_shared_memory_counts_once():
+    layer = nn.Linear(9, 1)
+    assert memory.held_bytes([engine_of(layer, "none", "cpu"), engine_of(layer, "none", "cpu")]) == 40
+
+
+def test_the_table_has_the_settings_that_were_measured():
+    found = {
+        "step 1, ZeRO 0": {"peak": {"load": 1.0, "actor": 2.25}, "held": {"training": 0.5}, "seconds": {"actor": 3.0}},
+        "ZeRO 2": {
+            "peak": dict.fromkeys(memory.PHASES, 1.5),
+            "held": {"training": 1.0, "rollout": 0.25},
+            "seconds": {"load": 9.0, "rollout": 1.0, "actor": 1.0},
+        },
+    }
+    lines = memory.table(found).splitlines()
+    assert lines[2] == "| ZeRO 2 | 1.50 | 1.50 | 1.50 | 1.50 | 1.50 | 1.00 | 0.25 | 2.0 |"
+    assert lines[3] == "| step 1, ZeRO 0 | 1.00 |  |  | 2.25 |  | 0.50 |  | 3.0 |"

@@ -1,0 +1,117 @@
+"""Flags of LoRA: ranges, flags that need others, and flags without effect."""
+
+import pytest
+from command_lines import NEEDED, read
+
+from dschat_ppo.config.cli import notes, parse
+from dschat_ppo.errors import UserError
+
+RANK = {"sft": "--lora_dim", "reward": "--lora_dim", "dpo": "--lora_dim", "ppo": "--actor_lora_dim"}
+STAGE = {"sft": "--zero_stage", "reward": "--zero_stage", "dpo": "--zero_stage", "ppo": "--actor_zero_stage"}
+NEEDED = {**NEEDED, "dpo": NEEDED["reward"]}
+
+
+def refused(step: str, *words: str) -> str:
+    with pytest.raises(UserError) as raised:
+        parse(step, [*NEEDED[step], *words])
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def notes_of(step: str, *words: str) -> list[str]:
+    return notes(step, parse(step, [*NEEDED[step], *words]))
+
+
+def test_lora_is_off_by_default():
+    assert (read("sft")["lora_dim"], read("sft")["only_optimize_lora"], read("sft")["lora_alpha"]) == (0, False, 32.0)
+    assert (read("ppo")["actor_lora_dim"], read("ppo")["critic_lora_dim"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("lora_dim", ["-1"]),
+        ("lora_alpha", ["0", "-1"]),
+        ("lora_dropout", ["1", "-0.1"]),
+        ("lora_learning_rate", ["0", "1.5"]),
+    ],
+)
+def test_values_out_of_range_are_refused(name, values):
+    for value in values:
+        assert refused("sft", "--lora_dim", "4", f"--{name}", value).startswith(f"--{name}")
+    if name in ("lora_dim", "lora_learning_rate"):
+        for role in ("actor", "critic"):
+            assert refused("ppo", f"--{role}_{name}", values[-1]).startswith(f"--{role}_{name}")
+
+
+def test_the_decay_does_not_change_the_sign_of_lora():
+    words = ["--lora_learning_rate", "0.5", "--weight_decay", "2"]
+    assert refused("sft", "--lora_dim", "4", *words).startswith("--lora_learning_rate x --weight_decay must be below 1")
+    parse("sft", [*NEEDED["sft"], *words])
+    critic = ["--critic_lora_dim", "4", "--critic_lora_learning_rate", "0.5", "--critic_weight_decay", "2"]
+    assert refused("ppo", *critic).startswith("--critic_lora_learning_rate x --critic_weight_decay")
+
+
+@pytest.mark.parametrize("step", NEEDED)
+@pytest.mark.parametrize("name", ["only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"])
+def test_flags_that_ask_for_something_need_a_rank(step, name):
+    message = refused(step, f"--{name}")
+    assert message.startswith(f"--{name} needs LoRA: set {RANK[step]}") and "1e-5 to 2e-5" in message
+    if not name.startswith("load"):
+        parse(step, [*NEEDED[step], f"--{name}", RANK[step], "8"])
+
+
+@pytest.mark.parametrize("step", NEEDED)
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_quantised_weights_are_frozen_whole_and_not_merged(step, bits):
+    lora = [RANK[step], "8", f"--{bits}"]
+    assert refused(step, *lora) == f"--{bits} freezes the weights that it quantises: add --only_optimize_lora"
+    lora.append("--only_optimize_lora")
+    parse(step, [*NEEDED[step], *lora])
+    assert refused(step, *lora, STAGE[step], "3").startswith(f"--{bits} needs {STAGE[step]} 0, 1 or 2")
+    assert refused(step, *lora, "--lora_merge").startswith(f"--{bits} with --lora_merge would save")
+
+
+def test_a_model_without_lora_may_be_partitioned_beside_a_quantised_one():
+    words = ["--actor_lora_dim", "8", "--only_optimize_lora", "--load_in_4bit", "--critic_zero_stage", "3"]
+    parse("ppo", [*NEEDED["ppo"], *words])
+
+
+def test_only_one_kind_of_quantisation():
+    words = ["--lora_dim", "8", "--only_optimize_lora", "--load_in_4bit", "--load_in_8bit"]
+    assert refused("sft", *words) == "--load_in_4bit and --load_in_8bit: use one of the two"
+
+
+@pytest.mark.parametrize("step", NEEDED)
+def test_frozen_embeddings_get_no_new_rows(step):
+    words = [RANK[step], "8", "--resize_vocabulary"]
+    parse(step, [*NEEDED[step], *words])
+    assert refused(step, *words, "--only_optimize_lora").startswith("--resize_vocabulary adds rows")
+
+
+@pytest.mark.parametrize(
+    ("step", "words", "named"),
+    [
+        ("sft", ["--lora_module_name", "decoder.layers."], "lora_module_name"),
+        ("sft", ["--lora_learning_rate", "1e-3"], "lora_learning_rate"),
+        ("dpo", ["--lora_alpha", "16"], "lora_alpha"),
+        ("reward", ["--lora_merge"], "lora_merge"),
+        ("ppo", ["--lora_dropout", "0.1"], "lora_dropout"),
+        ("ppo", ["--actor_lora_module_name", "layers."], "actor_lora_module_name"),
+        ("ppo", ["--actor_lora_dim", "8", "--critic_lora_learning_rate", "1e-3"], "critic_lora_learning_rate"),
+    ],
+)
+def test_settings_of_lora_without_a_rank_print_a_note(step, words, named):
+    [line] = notes_of(step, *words)
+    assert line.startswith(f"--{named} has no effect: ")
+
+
+def test_settings_with_their_default_or_with_a_rank_print_none():
+    assert notes_of("sft", "--lora_learning_rate", "5e-4", "--lora_dim", "0") == []
+    assert notes_of("sft", "--lora_dim", "4", "--lora_module_name", "layers.", "--lora_alpha", "3") == []
+    assert notes_of("sft", "--lora_dim", "4", "--lora_merge", "--only_optimize_lora") == []
+
+
+def test_merging_is_what_happens_if_all_weights_train():
+    [line] = notes_of("sft", "--lora_dim", "4", "--lora_merge")
+    assert line.startswith("--lora_merge has no effect: all weights are trained")

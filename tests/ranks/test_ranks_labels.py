@@ -1,0 +1,70 @@
+"""KTO, ORPO, SimPO, CPO and process reward models on real ranks: one trajectory for every split."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from launch import deepspeed, succeed
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+KTO = [f"kto stage {stage} micro {micro}" for stage in (0, 3) for micro in (1, 2)] + ["kto packed stage 0 micro 1"]
+OTHERS = ["process stage 3 micro 1", "orpo stage 3 micro 1", "simpo stage 3 micro 1", "cpo stage 2 micro 1"]
+WORDS = ["red", "blue", "a lamp", "here", "yes", "no thanks"]
+
+
+def write(path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def trajectories(assets, tmp_path_factory):
+    """Ranks -> label -> output of the worker."""
+    folder, rng = tmp_path_factory.mktemp("labels"), random.Random(1)
+
+    def text() -> str:
+        return " " + " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 4)))
+
+    # mostly desirable and much alike, so that the policy makes mismatched answers likelier and the baseline is above 0
+    write(folder / "kto.jsonl", [{"prompt": f"Q{n}:", "completion": text(), "label": n % 4 > 0} for n in range(20)])
+    counts = [rng.randint(1, 3) for _ in range(20)]
+    write(folder / "steps.jsonl", [
+        {"prompt": f"Q{n}:", "completions": [text() for _ in range(count)], "labels": [(n + k) % 3 > 0 for k in
+         range(count)]} for n, count in enumerate(counts)
+    ])  # fmt: skip
+    for ranks in (1, 2):
+        succeed(deepspeed(ranks, "tests/workers/labels.py", assets, folder / f"{ranks}.json"))
+    return {ranks: json.loads((folder / f"{ranks}.json").read_text()) for ranks in (1, 2)}
+
+
+def equal(found: dict, expected: dict, label: str) -> None:
+    assert len(found["steps"]) == len(expected["steps"])
+    for one, other in zip([*found["steps"], found["eval"]], [*expected["steps"], expected["eval"]], strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            np.testing.assert_allclose(value, other[name], rtol=2e-4, atol=5e-6, err_msg=f"{label}: {name}")
+
+
+def test_kto_does_not_depend_on_ranks_micro_batches_zero_stage_or_packing(trajectories):
+    reference = trajectories[1]["kto stage 0 micro 2"]
+    assert reference["steps"][0]["kl"] == pytest.approx(0.0, abs=1e-5), "an untrained policy is its own reference"
+    assert max(step["kl"] for step in reference["steps"]) > 0.1, "the baseline stays 0"
+    assert reference["eval"]["eval_kl"] > 0.1
+    assert reference["steps"][0]["loss"] != pytest.approx(reference["steps"][-1]["loss"], abs=1e-2)
+    for ranks, found in trajectories.items():
+        for label in KTO:
+            equal(found[label], reference, f"{label}, {ranks} ranks")
+
+
+@pytest.mark.parametrize("label", OTHERS)
+def test_other_objectives_do_not_depend_on_ranks(trajectories, label):
+    one, two = (trajectories[ranks][label] for ranks in (1, 2))
+    assert abs(one["steps"][0]["loss"] - one["steps"][-1]["loss"]) > 1e-2, "nothing was trained"
+    equal(two, one, label)
+
+
+def test_the_zero_stage_does_not_change_the_training_on_steps(trajectories):
+    equal(trajectories[2]["process stage 0 micro 2"], trajectories[1]["process stage 3 micro 1"], "process")
+    described = [found["process stage 3 micro 1"]["described"] for found in trajectories.values()]
+    assert described[0] == pytest.approx(described[1], rel=1e-4)
+    assert described[0]["step_separator"] == "\n"
