@@ -62,12 +62,24 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
 
 
 def _gather_dora_layers_whole(model: nn.Module) -> None:
-    """Make ZeRO-3 gather all weights of a DoRA layer for the whole call: its adapter reads the weight of its base."""
+    """Make ZeRO-3 gather all weights of a DoRA layer for the whole call: its adapter reads the weight of its base.
+
+    DeepSpeed then reduces the gradients of the layer in a backward hook of the layer, which runs too early if the
+    layer's input has no gradient, as in the first block over a frozen embedding. So the embedding's output gets one.
+    """
     from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 
-    for layer in adapter_layers(model).values():
-        if len(layer.lora_magnitude_vector) > 0:
-            set_z3_leaf_module(layer, True)
+    layers = [layer for layer in adapter_layers(model).values() if len(layer.lora_magnitude_vector) > 0]
+    for layer in layers:
+        set_z3_leaf_module(layer, True)
+    if layers:
+        backbone: Any = model.backbone
+        backbone.get_input_embeddings().register_forward_hook(_require_gradient)
+
+
+def _require_gradient(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook: the output takes part in the backward pass."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def share_gathering(model: nn.Module, engine: Engine) -> None:
