@@ -218,7 +218,8 @@ def _write_adapter(
     def write(unfinished: Path) -> None:
         named = {saved_name(name, adapter): weight.contiguous() for name, weight in state.items()}
         save_file(named, unfinished / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        config: Any = replace(model.peft_config[adapter], inference_mode=True)
+        adapters: Any = model.peft_config
+        config = replace(adapters[adapter], inference_mode=True)
         if not isinstance(config.target_modules, str):
             config.target_modules = sorted(config.target_modules)  # peft's set has another order in each process
         config.save_pretrained(str(unfinished))
