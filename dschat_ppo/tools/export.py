@@ -238,7 +238,7 @@ def build_module(run: SavedRun, role: str, folder: str, device: str | None) -> P
     config, dtype, resize = run.config, run.config.run.dtype, run.config.run.resize_vocabulary
     dropout = config.fit.dropout if role == "model" else getattr(config.ppo, f"{role}_dropout") or 0.0
     adapter = adapter_of(run, role)
-    if role == "critic" or (run.manifest.kind == "reward" and config.reward.objective == "reward"):
+    if role == "critic" or (run.manifest.kind == "reward" and config.reward.trains_classifier):
         return ScalarModel(load_sequence_classifier(folder, dtype, None, True, dropout, resize, adapter, device))
     if run.manifest.kind == "reward":
         dropout = dropout or 0.0
