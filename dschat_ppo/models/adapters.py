@@ -178,7 +178,7 @@ def add_adapter(
         UserError: no layer has a name that the settings ask for; or the adapter of `folder` has another rank or kind,
             or does not fit the model.
     """
-    config = _new_config(model, settings) if folder is None else _config_to_continue(folder, settings)
+    config = _new_config(model, settings) if folder is None else _config_to_continue(model, folder, settings)
     trained = {weight: weight.requires_grad for weight in model.parameters()}
     _inject(model, config, name)
     for parameter, weight in model.named_parameters():
@@ -238,18 +238,16 @@ def _new_config(model: PreTrainedModel, settings: AdapterSettings) -> Any:
     base, revision = base_name(model.config._name_or_path)
     targets = lora_targets(model, settings.targets, settings.flag)
     modules = dict(model.named_modules())
-    is_scalar = hasattr(model, SCORE)
     alpha: Any = int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha
     return LoraConfig(
         r=settings.rank, lora_alpha=alpha, lora_dropout=settings.dropout, target_modules=targets,
         fan_in_fan_out=all(isinstance(modules[name], Conv1D) for name in targets), use_rslora=settings.rslora,
-        use_dora=settings.dora, bias="none", task_type="SEQ_CLS" if is_scalar else "CAUSAL_LM",
-        modules_to_save=[SCORE] if is_scalar else None, base_model_name_or_path=base, revision=revision,
+        use_dora=settings.dora, bias="none", base_model_name_or_path=base, revision=revision, **_of_kind(model),
     )  # fmt: skip
 
 
-def _config_to_continue(folder: str, settings: AdapterSettings) -> Any:
-    """peft's configuration of the adapter in `folder`, to train it further.
+def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSettings) -> Any:
+    """peft's configuration of the adapter in `folder`, to train it further in `model`, which may be of another kind.
 
     Raises:
         UserError: its rank or kind is not that of the settings.
@@ -276,8 +274,14 @@ def _config_to_continue(folder: str, settings: AdapterSettings) -> Any:
     base, revision = base_name(base_folder(folder, "model"))
     return replace(
         config, lora_dropout=settings.dropout, inference_mode=False, init_lora_weights=True,
-        base_model_name_or_path=base, revision=revision,
+        base_model_name_or_path=base, revision=revision, **_of_kind(model),
     )  # fmt: skip
+
+
+def _of_kind(model: PreTrainedModel) -> dict[str, Any]:
+    """The entries of peft's configuration that depend on whether the model has a score head."""
+    has_score = hasattr(model, SCORE)
+    return {"task_type": "SEQ_CLS" if has_score else "CAUSAL_LM", "modules_to_save": [SCORE] if has_score else None}
 
 
 def load_merged(model: PreTrainedModel, folder: str) -> None:

@@ -155,6 +155,19 @@ def test_an_adapter_of_a_language_model_starts_a_reward_model(assets, tmp_path, 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_reward_model_that_continues_an_adapter_of_a_language_model_saves_its_head(assets, tmp_path, lm):
+    folder = str(saved(PolicyModel(lm()), assets, tmp_path / "adapter", merge=False))
+    model = load_sequence_classifier(folder, "fp32", None, True, adapter=LORA)
+    train_a_little(model)
+    continued = str(saved(ScalarModel(model), assets, tmp_path / "continued", merge=False))
+    assert check_sequence_classifier(continued, new_head=False) is False
+    again = load_sequence_classifier(continued, "fp32", None, False)
+    torch.testing.assert_close(again.score.weight, model.score.weight, rtol=0, atol=0)
+    plain = peft.AutoPeftModelForSequenceClassification.from_pretrained(continued, num_labels=1)
+    torch.testing.assert_close(plain.score.weight, model.score.weight, rtol=0, atol=0)
+    torch.testing.assert_close(logits(plain), logits(again), rtol=1e-4, atol=1e-4)
+
+
 def test_the_tokenizer_is_the_folder_s_or_that_of_its_base(assets, tmp_path, lm):
     folder = saved(PolicyModel(lm()), assets, tmp_path / "adapter", merge=False)
     tokenizer = AutoTokenizer.from_pretrained(folder)
