@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
+from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.types import Engine
 
@@ -42,7 +42,6 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
     """A DeepSpeed engine in training mode that trains the parameters of `model` that require gradients with AdamW."""
     optimizer = build_optimizer(model, settings, config)
     scheduler = build_scheduler(optimizer, settings)
-    _gather_dora_layers_whole(model)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
@@ -54,33 +53,10 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
 def eval_engine(model: nn.Module, config: Config) -> Engine:
     """A DeepSpeed engine in eval mode that only runs forward."""
     model.requires_grad_(False)
-    _gather_dora_layers_whole(model)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine
-
-
-def _gather_dora_layers_whole(model: nn.Module) -> None:
-    """Make ZeRO-3 gather all weights of a DoRA layer for the whole call: its adapter reads the weight of its base."""
-    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
-
-    for layer in adapter_layers(model).values():
-        if len(layer.lora_magnitude_vector) > 0:
-            set_z3_leaf_module(layer, True)
-
-
-def share_gathering(model: nn.Module, engine: Engine) -> None:
-    """Make the engine that `model` gets know which parameters `engine` gathers at the moment. Call it before.
-
-    Under ZeRO-3 an engine gathers parameters before they are needed, and records them in its module. Engines over the
-    same parameters must share that record: an engine does not gather a parameter that is under way, and would not know
-    what to wait for. Without shared parameters this changes nothing.
-    """
-    record = getattr(engine.module, "ds_inflight_param_registry", None)
-    held = {id(parameter) for parameter in engine.module.parameters()}
-    if record is not None and any(id(parameter) in held for parameter in model.parameters()):
-        model.ds_inflight_param_registry = record
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) -> torch.optim.Optimizer:
