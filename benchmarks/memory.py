@@ -277,7 +277,9 @@ def table(results: dict[str, Any]) -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(SETTINGS), help="settings to measure; default: all")
+    parser.add_argument(
+        "--only", nargs="*", choices=list(SETTINGS), help="settings to measure; default: all; none: table"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="ranks of each setting")
     parser.add_argument("--work", type=Path, help="keep the models in this folder")
     parser.add_argument("--json", type=Path, help="add the numbers to this file")
@@ -291,7 +293,7 @@ def main() -> None:
         work = (arguments.work or Path(folder)).resolve()
         make_models(work)
         results = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
-        for name in arguments.only or SETTINGS:
+        for name in SETTINGS if arguments.only is None else arguments.only:
             results[name] = measure_in_ranks(name, work, arguments.ranks)
             print(name, json.dumps(results[name]), flush=True)
             if arguments.json:

@@ -56,6 +56,7 @@ class PlainEngine(nn.Module):
         super().__init__()
         self.module = module
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=rate)
+        self.optimizer.param_groups[0]["initial_lr"] = rate  # as a schedule notes it
         self.skipped_steps = 0
 
     def forward(self, *arguments: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import DataFlags
@@ -37,26 +37,8 @@ from dschat_ppo.config.schedule_flags import (
     ppo_schedules,
     require_schedule,
 )
-from dschat_ppo.config.schema import RunFlags, SupervisedFlags, flag, flag_list, require
-
-
-@dataclass(frozen=True)
-class SFTFlags:
-    """Flags of step 1 only."""
-
-    _argument_group_name: ClassVar[str] = "supervised fine-tuning"
-
-    sft_only_data_path: list[str] = flag_list("data sets used whole in this step (--data_split does not apply)", list)
-    train_on_prompt: bool = flag("include prompt tokens in the loss; default: response tokens only", False)
-    train_on: Literal["all", "last"] = flag(
-        "answers of a conversation in the loss: 'all' trains every turn of the assistant, 'last' only the last one",
-        "all",
-    )
-    eot_token: str = flag(
-        "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS",
-        "<|endoftext|>",
-    )
-    print_loss: bool = flag("no effect (kept for old scripts): the loss of every step is printed in any case", False)
+from dschat_ppo.config.schema import RunFlags, SupervisedFlags, require
+from dschat_ppo.config.sft_flags import SFTFlags
 
 
 @dataclass(frozen=True)

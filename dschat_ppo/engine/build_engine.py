@@ -59,6 +59,19 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
     return engine
 
 
+def share_gathering(model: nn.Module, engine: Engine) -> None:
+    """Make the engine that `model` gets know which parameters `engine` gathers at the moment. Call it before.
+
+    Under ZeRO-3 an engine gathers parameters before they are needed, and records them in its module. Engines over the
+    same parameters must share that record: an engine does not gather a parameter that is under way, and would not know
+    what to wait for. Without shared parameters this changes nothing.
+    """
+    record = getattr(engine.module, "ds_inflight_param_registry", None)
+    held = {id(parameter) for parameter in engine.module.parameters()}
+    if record is not None and any(id(parameter) in held for parameter in model.parameters()):
+        model.ds_inflight_param_registry = record
+
+
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) -> torch.optim.Optimizer:
     """AdamW: fused, or DeepSpeed's on the CPU if the config offloads the optimizer."""
     groups = parameter_groups(model, settings)

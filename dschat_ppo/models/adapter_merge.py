@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dschat_ppo.common.heap import freed_memory_returned
 from dschat_ppo.models.adapter_weights import MATRICES, merged_weight
 from dschat_ppo.models.adapters import adapter_layers
 
@@ -36,13 +37,14 @@ def merged(
     layers = {layer for layer in adapter_layers(model).values() if layer.get_base_layer().weight.is_floating_point()}
     places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
     with ExitStack() as stack:
-        for parent, name, child in places:
-            if child in layers:
-                base: Any = child.get_base_layer()  # type: ignore[union-attr,operator]
-                in_place = base.weight in dropped and not _is_own_partition(base.weight)
-                new = _with_adapters(child, base.weight)
-                stack.enter_context(_weight_replaced(base.weight, new, in_place, originals_on_host))
-                stack.enter_context(_child_replaced(parent, name, base))
+        with freed_memory_returned():  # else the heap keeps as much again, from products in fp32
+            for parent, name, child in places:
+                if child in layers:
+                    base: Any = child.get_base_layer()  # type: ignore[union-attr,operator]
+                    in_place = base.weight in dropped and not _is_own_partition(base.weight)
+                    new = _with_adapters(child, base.weight)
+                    stack.enter_context(_weight_replaced(base.weight, new, in_place, originals_on_host))
+                    stack.enter_context(_child_replaced(parent, name, base))
         yield
 
 

@@ -110,7 +110,7 @@ def check_length(folder: str, longest: int, flags: str) -> None:
 
 
 @contextmanager
-def _loading(folder: str, ds_config: dict[str, Any] | None, device: str | None) -> Iterator[None]:
+def _loading(folder: str, ds_config: dict[str, Any] | None, device: str | None = None) -> Iterator[None]:
     """Make `from_pretrained` build each layer already partitioned over the ranks if the config is ZeRO-3.
 
     Ranks then wait for each other inside, so the watchdog is paused only for the other configs.

@@ -81,12 +81,13 @@ def _check_dtype(dtype: str) -> None:
 
 @contextmanager
 def naming(flag: str) -> Iterator[None]:
-    """Prefix a `UserError` of the block with the flag, and add a hint if it is about a score head."""
+    """Prefix a `UserError` of the block with the flag, unless it names another, and add a hint about score heads."""
     try:
         yield
     except UserError as problem:
         hint = " (are actor and critic swapped?)" if "score.weight" in str(problem) else ""
-        raise UserError(f"{flag} {problem}{hint}") from problem.__cause__
+        prefix = "" if str(problem).startswith("--") else f"{flag} "
+        raise UserError(f"{prefix}{problem}{hint}") from problem.__cause__
 
 
 def tensorboard_folder(run: RunFlags) -> Path | None:

@@ -16,8 +16,8 @@ from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.data.collators import AnswerBatch, collate_answers, real_rows
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.reward_objective import pair_size
-from dschat_ppo.supervised.trainer import Objective
 from dschat_ppo.types import Model, to_device
 
 

@@ -17,8 +17,9 @@ from dschat_ppo.models.long_sequences import save_activation_memory
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.supervised_run import adapter_plan, begin_supervised_run, train_and_save
-from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer
+from dschat_ppo.supervised.trainer import SupervisedTrainer
 from dschat_ppo.types import Model, to_device
 
 

@@ -26,11 +26,12 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.supervised.dpo_objective import dpo_loss, dpo_objective
 from dschat_ppo.supervised.kto_objective import kto_loss, kto_objective
+from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.process_objective import process_loss, process_objective
 from dschat_ppo.supervised.reference_free_objective import reference_free_loss, reference_free_objective
 from dschat_ppo.supervised.reward_objective import reward_loss, reward_objective
 from dschat_ppo.supervised.supervised_run import adapter_plan, begin_supervised_run, train_and_save
-from dschat_ppo.supervised.trainer import Objective, SupervisedTrainer
+from dschat_ppo.supervised.trainer import SupervisedTrainer
 
 # --objective -> (pad id, device, config) -> what `SupervisedTrainer` minimises
 OBJECTIVES: dict[str, Callable[..., Objective[Any]]] = {

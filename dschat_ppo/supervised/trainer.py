@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.resumable import Checkpointer, RankStates
@@ -42,41 +41,8 @@ from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.supervised.best_evaluation import BestEvaluation
-from dschat_ppo.types import Engine, Model
-
-Batch = TypeVar("Batch")
-
-
-@dataclass(frozen=True)
-class Objective(Generic[Batch]):
-    """What the model is trained for.
-
-    Attributes:
-        collate: `(rows, indices)` -> a batch on the device.
-        count: a batch's number of units (tokens, pairs) that the loss is a mean over, a scalar tensor.
-        size: a batch's number of samples, and of their tokens (prompt and answers), without padding: (2,) int64.
-        loss: `(model, batch, total, sums)` -> the batch's part of the loss: its sum over units divided by `total`, the
-            units of the whole optimizer step. Adds the batch's metrics to `sums`.
-        real_rows: (rows,) bool, False on the rows that only fill a batch.
-        summary: adds derived numbers to the reduced metrics.
-        headline: names of the metrics in the log line of each step.
-        prepare: `(model, rows)` -> rows with columns computed by the untrained model, or None. Collective.
-        describe: `(model, rows)` -> entries about the trained model for its config and `result.json`, or None.
-            Collective.
-        complete: `(model, batches)` -> this rank's batches of an optimizer step (or of a whole evaluation) with values
-            that depend on those of all ranks, without gradient; or None. Collective.
-    """
-
-    collate: Callable[[Dataset, Sequence[int]], Batch]
-    count: Callable[[Batch], Tensor]
-    size: Callable[[Batch], Tensor]
-    loss: Callable[[Model, Batch, Tensor, MetricSums], Tensor]
-    real_rows: Callable[[Batch], Tensor]
-    summary: Callable[[dict[str, float]], dict[str, float]]
-    headline: tuple[str, ...]
-    prepare: Callable[[Model, TokenRows], TokenRows] | None = None
-    describe: Callable[[Model, TokenRows], dict[str, float | str]] | None = None
-    complete: Callable[[Model, list[Batch]], list[Batch]] | None = None
+from dschat_ppo.supervised.objective import Batch, Objective
+from dschat_ppo.types import Engine
 
 
 @dataclass(frozen=True)

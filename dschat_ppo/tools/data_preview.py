@@ -59,8 +59,7 @@ def use_of(wanted: Wanted) -> Use:
     """What the step reads; in step 2 the objective decides."""
     if wanted.step in ("sft", "ppo"):
         return "sft" if wanted.step == "sft" else "prompt"
-    use: Use = wanted.config.reward.data_use
-    return use
+    return wanted.config.reward.data_use
 
 
 def arguments_of(wanted: Wanted) -> dict[str, Any]:

@@ -104,6 +104,8 @@ def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets, lora
     assert torch.allclose(logprobs(engines.reference).cpu(), expected, atol=1e-5)
     assert not torch.allclose(logprobs(engines.reference), logprobs(engines.actor), atol=1e-2)
     assert engines.reference_sync is None and not engines.reference.module.training
+    kernels = [(engine.module.fused, engine.module.packed) for engine in (engines.reference, engines.actor)]
+    assert kernels[0] == kernels[1], "selected for it by itself; the architecture is the same"
 
 
 def test_the_critic_has_its_own_schedule_and_clip_norm(assets):

@@ -68,7 +68,7 @@ def test_the_schedule_is_past_its_warm_up_and_losses_fall(found):
             assert rates[0] == 0 < rates[1] < rates[2], case
             assert rates[2] > rates[3] > rates[6] > 0, case
         losses = [step[0] for step in saved["before"] + saved["after"]]
-        assert losses[0] - losses[-1] > 0.1, case
+        assert "frozen" in case or losses[0] - losses[-1] > 0.1, case  # what is frozen there is random
 
 
 def test_fp16_overflows_before_and_after_the_save_lower_the_scale_once(found):

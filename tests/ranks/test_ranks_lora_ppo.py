@@ -36,6 +36,13 @@ def test_trajectories_do_not_depend_on_ranks_stages_or_the_number_of_bases(found
                 np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5, err_msg=label)
 
 
+def test_trajectories_of_dora_do_not_depend_on_ranks_or_stages(found):
+    alone, (first, second) = found[0]["dora"]["stage 3"], found[1]["dora"].values()
+    for trajectory in (first, second):
+        for row, expected in zip(trajectory, alone, strict=True):
+            np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_two_hundred_switches_change_no_bit(found):
     assert [len(result["switches"]) for result in found] == [2, 8]
     for result in found:

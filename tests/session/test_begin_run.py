@@ -55,6 +55,8 @@ def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_p
 
 
 def test_errors_of_a_block_name_its_flag():
+    with pytest.raises(UserError, match="^--rank 8: not that of m$"), naming("--model"):
+        raise UserError("--rank 8: not that of m")
     with pytest.raises(UserError, match="^--model m: no such folder$"), naming("--model"):
         raise UserError("m: no such folder")
     hint = r"\(are actor and critic swapped\?\)"

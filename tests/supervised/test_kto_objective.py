@@ -120,13 +120,16 @@ def test_the_baseline_does_not_depend_on_the_micro_batches(policy, rows):
         assert all(batch.baseline.shape == batch.row_mask.shape for batch in batches)
 
 
-def test_the_baseline_has_no_gradient_and_no_dropout(reference, rows):
-    noisy = PolicyModel(language_model(1, attention_dropout=0.5)).train()
-    objective = kto_objective(0, CPU, config_of(*WORDS))
-    [batch] = with_baseline(noisy, [objective.collate(rows, [0, 2, 4])])
-    assert noisy.training and not batch.baseline.requires_grad
-    [again] = with_baseline(PolicyModel(language_model(1)).eval(), [objective.collate(rows, [0, 2, 4])])
-    assert again.baseline.tolist() == pytest.approx(batch.baseline.tolist())
+def test_the_baseline_has_no_gradient_and_no_dropout():
+    objective, found = kto_objective(0, CPU, config_of(*WORDS)), []
+    for policy, reference in ((1, 2), (2, 1)):
+        rows = add_reference(PolicyModel(language_model(reference)), ROWS, 0, CPU, 5, 64)
+        noisy = PolicyModel(language_model(policy, attention_dropout=0.5)).train()
+        [batch] = with_baseline(noisy, [objective.collate(rows, [0, 2, 4])])
+        assert noisy.training and not batch.baseline.requires_grad
+        found.append(baseline_of(language_model(policy), language_model(reference), [0, 2, 4]))
+        assert batch.baseline.tolist() == pytest.approx([found[-1]] * 3, abs=1e-4)
+    assert max(found) > 0.1
 
 
 def test_loss_and_accuracy_by_data_set(policy, reference, rows):

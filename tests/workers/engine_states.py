@@ -121,9 +121,17 @@ def train(engine, steps) -> list[list[float]]:
     return found
 
 
+def own_part(weight) -> torch.Tensor:
+    """The weight, or under ZeRO-3 this rank's part without its padding, which is uninitialised where it is frozen."""
+    if not hasattr(weight, "ds_id"):
+        return weight
+    part = weight.ds_tensor.flatten()
+    return part[: max(0, weight.ds_numel - dist.rank() * part.numel())]
+
+
 def digest(engine) -> str:
     """SHA-256 of the state of this rank: weights, masters, moments, counts, buffers, scale, counters, schedule."""
-    weights = [getattr(weight, "ds_tensor", weight) for weight in engine.module.parameters()]
+    weights = [own_part(weight) for weight in engine.module.parameters()]
     states = [state[key] for state in engine.basic_optimizer.state.values() for key in sorted(state)]
     tensors = [*weights, *engine_state.flat_masters(engine), *engine.module.buffers(), *map(torch.as_tensor, states)]
     hashed = hashlib.sha256()

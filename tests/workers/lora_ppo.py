@@ -108,18 +108,23 @@ def main() -> None:
     quiet_libraries()
     device = init_process_group()
     torch.set_num_threads(1)
-    found: dict = {"trajectories": {}, "switches": {}}
+    found: dict = {"trajectories": {}, "dora": {}, "switches": {}}
     several = dist.world_size() > 1
     for stage in (0, 2, 3) if several else (0,):
         more = CHECKPOINTING if stage == 3 else []
-        for label, words in (("own bases", []), ("one base", ["--share_base"])):
+        labels = {"own bases": [], "one base": ["--share_base"]}
+        if stage == 3:
+            labels["one base, offloaded"] = ["--share_base", "--offload"]
+        for label, words in labels.items():
             ppo = ppo_with(assets, "lm", "reward_adapter", stage, device, "--dtype", "fp32", *FULL_KL, *more, *words)
             found["trajectories"][f"stage {stage} {label}"] = trajectory(ppo, assets)
     for stage in (0, 1, 2, 3) if several else (3,):  # on one rank ZeRO-3 does not copy what it gathers
         critic, kind = ("reward_dora", ["--use_dora"]) if stage % 2 else ("reward_adapter", [])
         for dtype in ("fp32", "bf16"):
             ppo = ppo_with(assets, "lm", critic, stage, device, "--dtype", dtype, "--share_base", *kind)
-            trajectory(ppo, assets)
+            numbers = trajectory(ppo, assets)
+            if kind and dtype == "fp32":
+                found["dora"][f"stage {stage}"] = numbers
             found["switches"][f"stage {stage} {dtype}"] = switch_often(ppo, assets)
     if dist.is_main():
         out.write_text(json.dumps(found))

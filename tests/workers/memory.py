@@ -5,6 +5,7 @@ memory.py ASSETS OUT_FILE
 
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,7 +43,8 @@ def two_steps(assets: Path, *words: object) -> dict:
         metrics.append([found[name] for name in NUMBERS if name in found])
     weights = list(ppo.engines.actor.module.parameters())
     groups = {getattr(weight, "ds_secondary_tensor_group_size", None) for weight in weights}
-    return {"answers": answers, "metrics": metrics, "ranks of a copy": list(groups)}
+    partitioned = sum(weight.numel() == 0 for weight in weights)
+    return {"answers": answers, "metrics": metrics, "ranks of a copy": list(groups), "partitioned": partitioned}
 
 
 @torch.no_grad()
@@ -71,12 +73,18 @@ def divided_models() -> dict:
 
 
 def stages(stage: int) -> tuple[object, ...]:
-    return ("--actor_zero_stage", stage, "--critic_zero_stage", stage)
+    """Flags of a ZeRO stage; at stage 3 every weight is partitioned, the small ones of tiny models too."""
+    return ("--actor_zero_stage", stage, "--critic_zero_stage", stage, "--deepspeed_config", sys.argv[-1] + ".ds.json")
 
 
 def main() -> None:
     be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
+    settings = Path(f"{out}.ds.json")
+    if dist.is_main():
+        settings.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+    while not settings.exists() or not settings.read_text():  # the ranks have not joined yet
+        time.sleep(0.05)
     found = {"stage 3": two_steps(assets, *stages(3))}
     found["hpZ"] = two_steps(assets, *stages(3), "--zero_hpz_partition_size", 2)
     if dist.world_size() == 2:

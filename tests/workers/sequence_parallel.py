@@ -41,6 +41,7 @@ from workers.ppo_setup import experience_of, ppo_of, update_once
 from workers.quick import be_quick
 
 STEPS, BATCH = 3, 8
+SHORT_ROPE = {"phi3-longrope": {"original_max_position_embeddings": 32}}  # so that 41 tokens are a long row
 FAMILIES = ("llama", "mistral-window", "gemma2", "gemma3", "gpt-oss", "opt", "gpt2", "gpt-neox", "phi3-longrope")
 
 
@@ -189,7 +190,7 @@ def main() -> None:
         for kind in FAMILIES:
             for packed in (False, True):
                 label = f"{kind}{' packed' * packed}"
-                found["families"][label] = against_whole_rows(kind, packed)
+                found["families"][label] = against_whole_rows(kind, packed, **SHORT_ROPE.get(kind, {}))
         for heads in (1, 3):
             changes = {"num_key_value_heads": heads, "num_attention_heads": 12, "hidden_size": 48}
             found["families"][f"{heads} key heads"] = against_whole_rows("llama", True, **changes)
