@@ -19,7 +19,9 @@ from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "data.md"
-USES = {"1": "sft", "2": "preference", "3": "prompt"}
+USES = {"1": {"sft"}, "2": {"preference", "unpaired"}, "3": {"prompt"}}
+STEP_FORMS = {"stepwise", "prm800k", "math_shepherd"}  # of which step 2 reads labelled steps, and nothing else
+SHARES = {"sft": "1,0,0", "preference": "0,1,0", "unpaired": "0,1,0", "steps": "0,1,0", "prompt": "0,0,1"}
 # First cell of a line of a table -> (whether the tokenizer has a chat template, flags).
 CASES = {
     "by default": (True, {}),
@@ -43,7 +45,12 @@ class Section:
     @property
     def uses(self) -> set[str]:
         found = re.findall(r"Steps? ([123](?:(?:, | and )[123])*)\.", self.text.replace("\n", " "))
-        return {USES[digit] for digit in found[-1] if digit in USES}
+        return self.uses_of(found[-1])
+
+    def uses_of(self, steps: str) -> set[str]:
+        """What the form serves if it serves these steps."""
+        uses = set().union(*(USES[digit] for digit in steps if digit in USES))
+        return uses - USES["2"] | {"steps"} if self.name in STEP_FORMS else uses
 
     @property
     def table(self) -> list[tuple[str, list[str], list[str]]]:
@@ -72,6 +79,11 @@ def shown(prompt) -> list[str]:
     return [f"{turn['role']}: {turn['content']}" for turn in prompt]
 
 
+def shown_answers(use: str, answers: list[str]) -> list[str]:
+    """The answers that the first example of a row has, of those that the page shows."""
+    return {"sft": answers[:1], "unpaired": answers[:1], "prompt": []}.get(use, answers)
+
+
 PARTS = re.split(
     r"^### `(\w+)`\n", PAGE.read_text(encoding="utf-8").split("## Forms\n")[1].split("\n## ")[0], flags=re.M
 )
@@ -83,9 +95,8 @@ def test_the_page_has_every_form():
     listed = re.findall(r"^\| \[`(\w+)`\]\(#(\w+)\) \|.*\| ([^|]*) \|$", PARTS[0], flags=re.M)
     assert [line[:2] for line in listed] == [(section.name, section.name) for section in SECTIONS]
     for section, (_, _, steps) in zip(SECTIONS, listed, strict=True):
-        always = {USES[digit] for digit in steps.split(";")[0] if digit in USES}
-        assert always <= section.uses, section.name
-        assert section.uses == {USES[digit] for digit in steps if digit in USES} or ";" in steps, section.name
+        assert section.uses_of(steps.split(";")[0]) <= section.uses, section.name
+        assert section.uses == section.uses_of(steps) or ";" in steps, section.name
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
@@ -96,11 +107,10 @@ def test_an_example_is_read_as_the_page_shows(section):
         assert (form.name, set(form.uses)) == (section.name, section.uses)
         for use in form.uses:
             found = form.read(rows[0], use, "data.jsonl, row 1")[0]
-            wanted = {"sft": answers[:1], "preference": answers, "prompt": []}[use]
             assert shown(found.prompt) == prompt, case
-            assert list(found.answers) == wanted, (case, use)
+            assert list(found.answers) == shown_answers(use, answers), (case, use)
             assert form.rendering == ("text" if isinstance(found.prompt, str) else "chat")
-        for use in set(USES.values()) - set(form.uses):
+        for use in SHARES.keys() - set(form.uses):
             with pytest.raises(UserError, match="this step needs"):
                 form.read(rows[0], use, "data.jsonl, row 1")
 
@@ -117,13 +127,12 @@ def test_both_lines_of_an_example_can_be_used(section):
 def test_an_example_becomes_token_rows(section, assets, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     path = write_lines(tmp_path / "rows.jsonl", section.rows)
-    shares = {"sft": "1,0,0", "preference": "0,1,0", "prompt": "0,0,1"}
     _, _, answers = section.table[0]
     for use in section.uses:
-        flags = DataFlags([str(path)], data_split=shares[use], data_output_path=str(tmp_path / "cache"))
+        flags = DataFlags([str(path)], data_split=SHARES[use], data_output_path=str(tmp_path / "cache"))
         rows = prepare(use, tokenizer, flags, 400, all_turns=use == "sft").train
         texts = [[tokenizer.decode(ids) for ids in row["answers"]] for row in rows]
-        wanted = {"sft": answers[:1], "preference": answers, "prompt": []}[use]
+        wanted = ["\n".join(answers)] if use == "steps" else shown_answers(use, answers)
         if section.name == "text":  # some token must come first
             texts = [[tokenizer.decode([*row["prompt_ids"], *row["answers"][0]])] for row in rows]
         assert [f"{answer}{tokenizer.eos_token}" for answer in wanted] in texts
