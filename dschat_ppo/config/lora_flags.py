@@ -37,8 +37,9 @@ class AdapterFlags:
     use_rslora: bool = flag("rank-stabilised LoRA: scale alpha / sqrt(rank)", False)
     use_dora: bool = flag("DoRA: also train the magnitude of each row of the adapted weights", False)
     only_optimize_lora: bool = flag(
-        "train only the LoRA parameters and a score head; else all other weights train too, at their own rate, and the "
-        "adapter is merged into the saved model",
+        "train only the LoRA parameters and a score head; else embeddings, norms, biases and layers without LoRA train "
+        "too, at the rate of whole models, and the adapter is merged into the saved model (the weights under LoRA are "
+        "frozen in any case)",
         False,
     )
     lora_merge: bool = flag(
@@ -206,7 +207,7 @@ def idle_lora_flags(
         names = ["lora_alpha", "lora_dropout", "lora_merge"]
         idle |= dict.fromkeys(_given(adapters, names), "no model has LoRA (rank 0)")
     elif adapters.lora_merge and not adapters.only_optimize_lora:
-        idle["lora_merge"] = "all weights are trained (no --only_optimize_lora), so the adapter is merged in any case"
+        idle["lora_merge"] = "other weights train too (no --only_optimize_lora), so the adapter is merged in any case"
     return idle
 
 

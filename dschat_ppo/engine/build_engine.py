@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
+from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.types import Engine
 
@@ -42,7 +42,6 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
     """A DeepSpeed engine in training mode that trains the parameters of `model` that require gradients with AdamW."""
     optimizer = build_optimizer(model, settings, config)
     scheduler = build_scheduler(optimizer, settings)
-    _gather_dora_layers_whole(model)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
@@ -54,32 +53,10 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
 def eval_engine(model: nn.Module, config: Config) -> Engine:
     """A DeepSpeed engine in eval mode that only runs forward."""
     model.requires_grad_(False)
-    _gather_dora_layers_whole(model)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine
-
-
-def _gather_dora_layers_whole(model: nn.Module) -> None:
-    """Make ZeRO-3 gather all weights of a DoRA layer for the whole call: its adapter reads the weight of its base.
-
-    DeepSpeed then reduces the gradients of the layer in a backward hook of the layer, which runs too early if the
-    layer's input has no gradient, as in the first block over a frozen embedding. So the embedding's output gets one.
-    """
-    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
-
-    layers = [layer for layer in adapter_layers(model).values() if len(layer.lora_magnitude_vector) > 0]
-    for layer in layers:
-        set_z3_leaf_module(layer, True)
-    if layers:
-        backbone: Any = model.backbone
-        backbone.get_input_embeddings().register_forward_hook(_require_gradient)
-
-
-def _require_gradient(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """A forward hook: the output takes part in the backward pass."""
-    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def share_gathering(model: nn.Module, engine: Engine) -> None:

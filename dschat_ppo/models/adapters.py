@@ -45,7 +45,8 @@ class AdapterSettings:
         targets: parts of names of the adapted layers, separated by commas; None: all linear layers of the blocks.
         rslora: rank-stabilised scale (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732).
         dora: also train the magnitudes of the weights (Liu 2024, https://arxiv.org/abs/2402.09353).
-        freeze_base: train the adapter and a score head only.
+        freeze_base: train the adapter and a score head only; else also what has no adapter: embeddings, norms, biases
+            and the other layers. The weights under an adapter never train.
         quantise: bits of the frozen weights (QLoRA); None: not quantised.
         flag: that gives `targets`, for messages.
     """
@@ -165,8 +166,8 @@ def add_adapter(
     given last, equally on every rank and at every ZeRO stage. Under ZeRO-3 the new parameters are whole on every rank;
     `deepspeed.initialize` partitions them.
 
-    With `settings.freeze_base` only the adapter and a score head train, and adapters that were added before; else all
-    that trained before trains too.
+    The weights under the adapter are frozen. With `settings.freeze_base` only the adapter and a score head train, and
+    adapters that were added before; else all other weights that trained before train too.
 
     Args:
         model: whole, or partitioned by ZeRO-3 while it was built.
@@ -182,7 +183,9 @@ def add_adapter(
     trained = {weight: weight.requires_grad for weight in model.parameters()}
     _inject(model, config, name)
     for parameter, weight in model.named_parameters():
-        may_train = not settings.freeze_base or parameter.startswith(f"{SCORE}.") or is_adapter_parameter(parameter)
+        has_adapter = parameter.endswith(".base_layer.weight")
+        is_small = parameter.startswith(f"{SCORE}.") or is_adapter_parameter(parameter)
+        may_train = not has_adapter and (is_small or not settings.freeze_base)
         weight.requires_grad_(may_train and trained.get(weight, True))
     if folder is not None:
         load_adapter_weights(model, folder, name)

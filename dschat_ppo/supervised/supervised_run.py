@@ -92,7 +92,7 @@ def begin_supervised_run(
     adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
     if fit.learning_rate > HIGH_LEARNING_RATE and (adapter is None or not adapter.freeze_base):
         logger().warning(
-            f"--learning_rate {fit.learning_rate:g} trains all weights: that ruins most pretrained models, for which "
+            f"--learning_rate {fit.learning_rate:g} trains whole weights: that ruins most pretrained models, for which "
             "1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
         )
     folder = model_folder(fit.model_name_or_path, MODEL)

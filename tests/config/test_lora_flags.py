@@ -114,4 +114,4 @@ def test_settings_with_their_default_or_with_a_rank_print_none():
 
 def test_merging_is_what_happens_if_all_weights_train():
     [line] = notes_of("sft", "--lora_dim", "4", "--lora_merge")
-    assert line.startswith("--lora_merge has no effect: all weights are trained")
+    assert line.startswith("--lora_merge has no effect: other weights train too")

@@ -170,12 +170,13 @@ def test_a_score_head_trains_too(assets):
     assert {name for name in trained if not is_adapter_parameter(name)} == {"score.weight"}
 
 
-def test_everything_trains_without_a_frozen_base():
+def test_without_a_frozen_base_all_but_the_weights_under_the_adapter_train():
     model = new_model("llama")
     model.lm_head.requires_grad_(False)
-    add_adapter(model, AdapterSettings(4, 8.0, 0.0, None, False, False, freeze_base=False))
+    add_adapter(model, AdapterSettings(4, 8.0, 0.0, "q_proj", False, False, freeze_base=False))
     frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-    assert frozen == {"lm_head.weight"}, "as before"
+    under = {f"model.layers.{layer}.self_attn.q_proj.base_layer.weight" for layer in range(2)}
+    assert frozen == {"lm_head.weight", *under}, "lm_head.weight was frozen before"
 
 
 def test_a_second_adapter_leaves_the_first_as_it_is():

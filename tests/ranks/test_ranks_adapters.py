@@ -25,7 +25,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(assets, folder):
     """(ranks, case, stage) -> what the worker found."""
-    everything = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else tiny tensors stay whole
+    names = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+    everything = {"zero_optimization": {f"stage3_{name}": 0 for name in names}}  # else tiny tensors stay whole
     (folder / "partition_everything.json").write_text(json.dumps(everything))
     results = {}
     for ranks in (1, 2):
