@@ -153,9 +153,7 @@ def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> N
     )
 
 
-def check_ppo_memory(
-    flags: PPOMemoryFlags, actor_stage: int, unpinned: bool, dtype: str, lora_dim: int, lora_alone: bool
-) -> None:
+def check_ppo_memory(flags: PPOMemoryFlags, actor_stage: int, unpinned: bool, dtype: str, lora_dim: int) -> None:
     """Check the memory flags of step 3 against others.
 
     Args:
@@ -164,7 +162,6 @@ def check_ppo_memory(
         unpinned: `--unpin_actor_parameters`.
         dtype: `--dtype`.
         lora_dim: `--actor_lora_dim`.
-        lora_alone: `--only_optimize_lora`.
 
     Raises:
         UserError: flags contradict each other.
@@ -175,14 +172,9 @@ def check_ppo_memory(
         f"--inference_tp_size {size} divides the layers, and --unpin_actor_parameters gathers each layer whole; use "
         "one of the two",
     )
-    require(
-        size == 1 or lora_dim == 0,
-        f"--inference_tp_size {size} does not divide LoRA layers; use --unpin_actor_parameters, which gathers one "
-        "layer at a time, or no --actor_lora_dim",
-    )
-    needed = actor_stage == 3 and lora_dim > 0 and lora_alone and dtype == "fp16"
+    needed = actor_stage == 3 and lora_dim > 0 and dtype == "fp16"
     require(
         not flags.enable_mixed_precision_lora or needed,
-        "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim above 0, --only_optimize_lora and "
-        "--dtype fp16: DeepSpeed quantises only frozen fp16 weights of ZeRO-3",
+        "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16: "
+        "DeepSpeed quantises only frozen fp16 weights of ZeRO-3",
     )

@@ -186,7 +186,7 @@ class PPOConfig:
         check_memory(self.memory, stages, self.run.dtype)
         check_ppo_memory(
             self.ppo_memory, ppo.actor_zero_stage, ppo.unpin_actor_parameters, self.run.dtype,
-            self.lora.actor_lora_dim, self.adapters.only_optimize_lora,
+            self.lora.actor_lora_dim,
         )  # fmt: skip
         require(
             not ppo.offload or min(stages.values()) > 0,

@@ -14,7 +14,7 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
 from dschat_ppo.engine.moving_average import MovingAverage
 from dschat_ppo.engine.reference_sync import ReferenceSync
 from dschat_ppo.engine.role_models import ModelFolders, RoleModels
-from dschat_ppo.engine.tensor_parallel import tensor_parallel
+from dschat_ppo.engine.tensor_parallel import reason_not_to_divide, tensor_parallel
 from dschat_ppo.models.adapter_merge import merged
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.long_sequences import save_activation_memory
@@ -112,8 +112,12 @@ class RLHFEngine:
 
         engines = [self.actor, self.reference, self.critic, self.reward]
         sleeping = [engine for engine in engines if engine is not None] if config.ppo_memory.sleep_in_rollout else []
-        parallel = tensor_parallel(config.ppo_memory.inference_tp_size, config.ppo_memory.tp_gather_partition_size)
-        self.hybrid = HybridEngine(self.actor, not ppo.unpin_actor_parameters, _merge(config), sleeping, parallel)
+        size, parallel = config.ppo_memory.inference_tp_size, None
+        whole = size > 1 and reason_not_to_divide(actor.config, lora.actor_lora_dim) is not None
+        if not whole:
+            parallel = tensor_parallel(size, config.ppo_memory.tp_gather_partition_size)
+        pinned = not (ppo.unpin_actor_parameters or whole)
+        self.hybrid = HybridEngine(self.actor, pinned, _merge(config, pinned), sleeping, parallel)
 
     @property
     def trained(self) -> dict[str, Engine]:
@@ -132,8 +136,8 @@ class RLHFEngine:
             engine.eval()
 
 
-def _merge(config: PPOConfig) -> Merge | None:
+def _merge(config: PPOConfig, pinned: bool) -> Merge | None:
     """How adapters are merged for generation; None without adapters, or if the weights are never whole."""
-    if config.lora.actor_lora_dim == 0 or (config.ppo.unpin_actor_parameters and config.ppo.actor_zero_stage == 3):
+    if config.lora.actor_lora_dim == 0 or (not pinned and config.ppo.actor_zero_stage == 3):
         return None
     return partial(merged, originals_on_host=config.ppo_memory.sleep_in_rollout)

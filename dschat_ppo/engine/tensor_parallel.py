@@ -53,27 +53,41 @@ def tensor_parallel(size: int, layers: int) -> TensorParallel | None:
     return TensorParallel(dist.group_of(size), dist.rank() % size, size, layers)
 
 
-def check_tensor_parallel(config: PretrainedConfig, size: int, ranks: int) -> None:
-    """Check that a model can be divided, before it is loaded.
+def reason_not_to_divide(config: PretrainedConfig, lora_dim: int) -> str | None:
+    """Why `--inference_tp_size` gathers the layers of a model one at a time; None if it divides them.
+
+    Args:
+        config: of the model.
+        lora_dim: `--actor_lora_dim`.
+    """
+    if lora_dim > 0:
+        return "layers with LoRA are not divided"
+    plan, kind = plan_of(config), config.get_text_config().model_type
+    if not plan:
+        return f"transformers has no tensor-parallel plan for {kind} models"
+    unknown = sorted(set(plan.values()) - {*COLUMNS, *ROWS, *WHOLE})
+    return f"the plan of {kind} models has {', '.join(unknown)}, which is not supported" if unknown else None
+
+
+def check_tensor_parallel(config: PretrainedConfig, size: int, ranks: int, lora_dim: int = 0) -> None:
+    """Check that the size suits the ranks and, if its layers are divided, the model, before it is loaded.
 
     Args:
         config: of the model.
         size: `--inference_tp_size`.
         ranks: number of ranks.
+        lora_dim: `--actor_lora_dim`.
 
     Raises:
-        UserError: it cannot; the message names what to use in place of the flag.
+        UserError: it does not; the message names what to use in place of the flag.
     """
     if size == 1:
         return
     flag, text = f"--inference_tp_size {size}", config.get_text_config()
     instead = "use --unpin_actor_parameters, which gathers one layer at a time"
     require(ranks % size == 0, f"{flag} must divide the {ranks} ranks: set it to a divisor")
-    plan = plan_of(config)
-    require(bool(plan), f"{flag}: transformers has no tensor-parallel plan for {text.model_type} models; {instead}")
-    unknown = sorted(set(plan.values()) - {*COLUMNS, *ROWS, *WHOLE})
-    names = ", ".join(unknown)
-    require(not unknown, f"{flag}: the plan of {text.model_type} has {names}, which is not supported; {instead}")
+    if reason_not_to_divide(config, lora_dim):
+        return
     heads = text.num_attention_heads
     for name, count in (
         ("attention heads", heads),

@@ -12,7 +12,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.role_models import ModelFolders, actor_adapter, critic_adapter
-from dschat_ppo.engine.tensor_parallel import check_tensor_parallel
+from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, reason_not_to_divide
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -68,7 +68,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         router_top_k(actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
         _check_reference(config, folders.reference, tokenizer, actor_config, longest)
-    check_tensor_parallel(actor_config, config.ppo_memory.inference_tp_size, dist.world_size())
+    _check_division(config, actor_config)
     if folders.critic is not None:
         flag = config.critic_flag
         with naming(flag):
@@ -81,6 +81,18 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         _check_reward_model(config, folders.reward, tokenizer, longest)
     if config.lora.share_base:
         check_shared_base(config, folders)
+
+
+def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
+    """Check `--inference_tp_size`, and say so if the actor's layers will not be divided."""
+    size, lora_dim = config.ppo_memory.inference_tp_size, config.lora.actor_lora_dim
+    check_tensor_parallel(actor, size, dist.world_size(), lora_dim)
+    reason = reason_not_to_divide(actor, lora_dim)
+    if size > 1 and reason is not None:
+        instead = "generation gathers one layer at a time, as with --unpin_actor_parameters"
+        if config.ppo.actor_zero_stage != 3:
+            instead = "each rank generates with the whole model, which it holds (--actor_zero_stage 3 partitions it)"
+        logger().info(f"note: --inference_tp_size {size}: {reason}; {instead}")
 
 
 def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:

@@ -203,8 +203,6 @@ GENERATION_BATCHES = {"step3/opt/single_gpu/run_1.3b": 2, "step3/opt/single_gpu/
 # Scripts that end with one line: (what it says, the flag without which they parse).
 REFUSED = {
     "step3/llama2/run_llama2_7b_mixz": (
-        "--enable_mixed_precision_lora needs .*--only_optimize_lora and --dtype fp16", "--enable_mixed_precision_lora"
+        "--enable_mixed_precision_lora needs .* and --dtype fp16", "--enable_mixed_precision_lora"
     ),
-    "step3/opt/multi_node/run_66b": ("--inference_tp_size 8 does not divide LoRA layers", "--inference_tp_size"),
-    "step3/opt/single_node/run_13b": ("--inference_tp_size 2 does not divide LoRA layers", "--inference_tp_size"),
 }  # fmt: skip

@@ -65,11 +65,10 @@ def test_values_out_of_range_are_refused(step, name, value):
         (["--offload_optimizer"], "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
         (["--offload_optimizer", "--actor_zero_stage", "2"], "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
         (["--inference_tp_size", "2", "--unpin_actor_parameters"], "use one of the two"),
-        (["--inference_tp_size", "2", "--actor_lora_dim", "8"], "does not divide LoRA layers"),
         (["--zero_quantized_weights"], r"--zero_quantized_weights \(ZeRO.*--actor_zero_stage or --critic_zero_stage 3"),
         (["--zero_hpz_partition_size", "2", "--actor_zero_stage", "2"], "--zero_hpz_partition_size .*zero_stage 3"),
         (["--zero_quantized_weights", "--actor_zero_stage", "3", "--dtype", "fp32"], "--dtype bf16 or fp16"),
-        (["--enable_mixed_precision_lora"], "--actor_zero_stage 3, --actor_lora_dim above 0, --only_optimize_lora"),
+        (["--enable_mixed_precision_lora"], "--actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16"),
     ],
 )
 def test_offload_and_test_mode_name_the_flags_that_they_need(words, named):
@@ -85,7 +84,7 @@ def test_memory_flags_that_fit_together_are_accepted():
         ["--offload_optimizer", "--experience_on_host", *stages],
         ["--zero_hpz_partition_size", "2", "--zero_quantized_weights", "--zero_quantized_gradients", *stages],
         ["--inference_tp_size", "2", *stages],
-        ["--inference_tp_size", "1", "--actor_lora_dim", "8"],
+        ["--inference_tp_size", "2", "--actor_lora_dim", "8"],
         ["--enable_mixed_precision_lora", "--actor_lora_dim", "8", "--only_optimize_lora", "--dtype", "fp16", *stages],
     ):
         read("ppo", *words)

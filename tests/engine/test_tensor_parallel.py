@@ -10,7 +10,13 @@ from torch import nn
 from dschat_ppo.common import dist
 from dschat_ppo.engine import tensor_parallel as module
 from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.engine.tensor_parallel import TensorParallel, check_tensor_parallel, divided, plan_of
+from dschat_ppo.engine.tensor_parallel import (
+    TensorParallel,
+    check_tensor_parallel,
+    divided,
+    plan_of,
+    reason_not_to_divide,
+)
 from dschat_ppo.errors import UserError
 
 
@@ -23,13 +29,8 @@ from dschat_ppo.errors import UserError
         ("llama", 2, 3, "--inference_tp_size 2 must divide the 3 ranks"),
         ("llama", 4, 4, "must divide the model's 2 key-value heads: lower it, or use --unpin_actor_parameters"),
         ("gpt-neox", 8, 8, "must divide the model's 4 attention heads"),
-        ("gpt2", 2, 2, "no tensor-parallel plan for gpt2 models; use --unpin_actor_parameters"),
-        (
-            "mixtral",
-            2,
-            2,
-            "the plan of mixtral has moe_tp_experts, packed_colwise, which is not supported; use",
-        ),
+        ("gpt2", 2, 2, None),  # its layers are not divided
+        ("gpt2", 2, 3, "--inference_tp_size 2 must divide the 3 ranks"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused_before_they_are_loaded(name, size, ranks, refused):
@@ -39,6 +40,16 @@ def test_models_that_cannot_be_divided_are_refused_before_they_are_loaded(name, 
         return
     with pytest.raises(UserError, match=refused):
         check_tensor_parallel(config, size, ranks)
+
+
+def test_layers_are_divided_only_where_transformers_has_a_plan_of_known_parts_and_without_lora():
+    reasons = {name: reason_not_to_divide(new_model(name).config, 0) for name in ("llama", "gpt2", "mixtral")}
+    assert reasons == {
+        "llama": None,
+        "gpt2": "transformers has no tensor-parallel plan for gpt2 models",
+        "mixtral": "the plan of mixtral models has moe_tp_experts, packed_colwise, which is not supported",
+    }
+    assert reason_not_to_divide(new_model("llama").config, 8) == "layers with LoRA are not divided"
 
 
 def two(rank: int, layers: int = 8) -> TensorParallel:

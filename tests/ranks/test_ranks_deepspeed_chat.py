@@ -40,6 +40,8 @@ def command_line(name: str, folder: Path) -> list[str]:
         for role, path in models.items():
             words += [f"--{role}_model_name_or_path", path]
         words += PPO.split()
+        if "--inference_tp_size" in words:  # as many as there are ranks
+            words += ["--inference_tp_size", "2"]
         if name in GENERATION_BATCHES:
             words += "--gradient_accumulation_steps 2 --generation_batches 2".split()
     else:
