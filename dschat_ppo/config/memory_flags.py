@@ -117,7 +117,7 @@ class PPOMemoryFlags:
     )
     tp_gather_partition_size: int = flag("layers that are gathered at a time to divide them for --inference_tp_size", 8)
     enable_mixed_precision_lora: bool = flag(
-        "hold the frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --only_optimize_lora, "
+        "hold the frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --actor_lora_dim, "
         "--dtype fp16 and a GPU)",
         False,
     )
