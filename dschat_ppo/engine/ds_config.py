@@ -93,7 +93,8 @@ def check_zero_plus_plus(memory: MemoryFlags, quantised_frozen: bool, ranks: int
     size = memory.zero_hpz_partition_size
     require(
         ranks % size == 0,
-        f"--zero_hpz_partition_size {size} must divide the {ranks} ranks, because each group of ranks holds one copy",
+        f"--zero_hpz_partition_size {size} must divide the number of ranks, {ranks}, because each group of ranks holds "
+        "one copy",
     )
     quantises = memory.quantises + (["--enable_mixed_precision_lora"] if quantised_frozen else [])
     require(

@@ -85,7 +85,7 @@ def check_tensor_parallel(config: PretrainedConfig, size: int, ranks: int, lora_
         return
     flag, text = f"--inference_tp_size {size}", config.get_text_config()
     instead = "use --unpin_actor_parameters, which gathers one layer at a time"
-    require(ranks % size == 0, f"{flag} must divide the {ranks} ranks: set it to a divisor")
+    require(ranks % size == 0, f"{flag} must divide the number of ranks, {ranks}: set it to a divisor")
     if reason_not_to_divide(config, lora_dim):
         return
     heads = text.num_attention_heads

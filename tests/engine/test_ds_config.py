@@ -47,8 +47,20 @@ def test_zero_plus_plus_reaches_stage_3_alone():
     ("flags", "frozen", "ranks", "device", "refused"),
     [
         ({"zero_hpz_partition_size": 2}, False, 4, "cpu", None),
-        ({"zero_hpz_partition_size": 3}, False, 4, "cuda", "--zero_hpz_partition_size 3 must divide the 4 ranks"),
-        ({"zero_hpz_partition_size": 8}, False, 4, "cuda", "--zero_hpz_partition_size 8 must divide the 4 ranks"),
+        (
+            {"zero_hpz_partition_size": 3},
+            False,
+            4,
+            "cuda",
+            "--zero_hpz_partition_size 3 must divide the number of ranks, 4",
+        ),
+        (
+            {"zero_hpz_partition_size": 8},
+            False,
+            4,
+            "cuda",
+            "--zero_hpz_partition_size 8 must divide the number of ranks, 4",
+        ),
         ({"zero_quantized_weights": True}, False, 2, "cuda", None),
         ({"zero_quantized_weights": True}, False, 2, "cpu", "--zero_quantized_weights: .* CUDA kernels"),
         ({"zero_quantized_gradients": True}, False, 2, "cpu", "--zero_quantized_gradients: .* CUDA kernels"),

@@ -26,11 +26,11 @@ from dschat_ppo.errors import UserError
         ("llama", 2, 4, None),
         ("llama", 1, 3, None),
         ("gpt2", 1, 2, None),
-        ("llama", 2, 3, "--inference_tp_size 2 must divide the 3 ranks"),
+        ("llama", 2, 3, "--inference_tp_size 2 must divide the number of ranks, 3"),
         ("llama", 4, 4, "must divide the model's 2 key-value heads: lower it, or use --unpin_actor_parameters"),
         ("gpt-neox", 8, 8, "must divide the model's 4 attention heads"),
         ("gpt2", 2, 2, None),  # its layers are not divided
-        ("gpt2", 2, 3, "--inference_tp_size 2 must divide the 3 ranks"),
+        ("gpt2", 2, 3, "--inference_tp_size 2 must divide the number of ranks, 3"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused_before_they_are_loaded(name, size, ranks, refused):

@@ -87,7 +87,7 @@ CASES = {
     "LoRA of layers that do not exist": (
         "sft",
         "--lora_dim 4 --lora_module_name decoder.layers.",
-        ["--model_name_or_path", "--lora_module_name decoder.layers.", "give layers."],
+        ["--lora_module_name decoder.layers.", "give layers."],
     ),
     "quantised weights without a GPU": (
         "reward",
@@ -100,14 +100,18 @@ CASES = {
     "ZeRO++ groups of three": (
         "ppo",
         "--actor_zero_stage 3 --zero_hpz_partition_size 3",
-        ["--zero_hpz_partition_size 3 must divide the 2 ranks"],
+        ["--zero_hpz_partition_size 3 must divide the number of ranks, 1"],
     ),
     "quantised gathers in fp32": (
         "sft",
         "--zero_stage 3 --zero_quantized_weights --dtype fp32",
         ["--zero_quantized_weights needs --dtype bf16 or fp16"],
     ),
-    "groups of three that generate": ("ppo", "--inference_tp_size 3", ["--inference_tp_size 3 must divide the 2"]),
+    "groups of three that generate": (
+        "ppo",
+        "--inference_tp_size 3",
+        ["--inference_tp_size 3 must divide the number of ranks, 1"],
+    ),
     "offload at stage 0": ("sft", "--offload", ["--offload", "--zero_stage"]),
     "rows too long": ("sft", "--max_seq_len 2 --truncation drop", ["--max_seq_len 2; raise it"]),
     "number format": ("sft", "--dtype fp64", ["--dtype", "fp64"]),
