@@ -25,7 +25,7 @@ from fault_outcomes import write_docs
 from measure import markdown
 from models import config_of, language_model
 
-MARKS = ("<!-- loading: begin -->", "<!-- loading: end -->")
+MARKS = ("<!-- loading -->", "<!-- /loading -->")
 FILES = ("bf16", "fp32")  # number format of the files; the engine is in bf16
 PAUSE = 0.05  # seconds between two samples of memory
 MIB = 2**20
@@ -136,7 +136,7 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--port", type=int, default=29631, help="port of the ranks, and the three after it")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
