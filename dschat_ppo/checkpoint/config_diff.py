@@ -72,6 +72,11 @@ def _defaults() -> dict[str, list[Any]]:
 
 DEFAULTS = _defaults()
 BEFORE_THE_FLAG = {"train_on": "last"}  # what runs did before there was the flag, where its default is something else
+# Defaults before there was `--max_steps`; they meant what today's defaults mean in the runs of that time.
+FORMER_DEFAULTS = {
+    "lora_module_name": "decoder.layers.", "actor_lora_module_name": "decoder.layers.",
+    "critic_lora_module_name": "decoder.layers.", "beta": 0.1, "nll_coef": 0.2,
+}  # fmt: skip
 FLAGS = frozenset(DEFAULTS)
 
 _ABSENT = object()
@@ -115,7 +120,10 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
             product = PRODUCTS.get(name)
             matters = name not in HARMLESS and not (product in saved and product in now)
             matters = matters and not (name in LENGTH and _rates_ignore_length(saved) and _rates_ignore_length(now))
-            if before is _ABSENT and after in DEFAULTS.get(name, []):  # the checkpoint is older than the flag
+            is_former = "max_steps" not in saved and before == FORMER_DEFAULTS.get(name, _ABSENT)
+            if (before is _ABSENT or is_former) and after in DEFAULTS.get(
+                name, []
+            ):  # the checkpoint is older than the flag or its default
                 matters = False
             changes.append(ConfigChange(name, _as_text(before), _as_text(after), matters))
     return sorted(changes, key=lambda change: not change.matters)

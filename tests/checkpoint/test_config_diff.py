@@ -9,6 +9,7 @@ import pytest
 
 from dschat_ppo.checkpoint.config_diff import (
     FLAGS,
+    FORMER_DEFAULTS,
     HARMLESS,
     LENGTH,
     PRODUCTS,
@@ -109,6 +110,14 @@ def test_a_checkpoint_older_than_train_on_trained_the_last_answers():
     assert compare_configs({}, {"train_on": "last"}) == []
     [change] = compare_configs({}, {"train_on": "all"})
     assert (change.before, change.after, change.matters) == ("last", "all", True)
+
+
+@pytest.mark.parametrize("name, former", FORMER_DEFAULTS.items())
+def test_a_default_of_an_older_version_meant_what_todays_default_means(name, former):
+    [change] = compare_configs({name: former}, {name: None})
+    assert not change.matters
+    for saved, now in (({name: former}, "other"), ({name: "other"}, None), ({name: former, "max_steps": 0}, None)):
+        assert compare_configs(saved, {name: now} | ({"max_steps": 0} if "max_steps" in saved else {}))[0].matters
 
 
 def test_derived_batch_sizes_matter_and_their_factors_alone_do_not():
