@@ -4,6 +4,7 @@ import hashlib
 import os
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,7 +173,7 @@ def test_a_manifest_describes_the_state_at_the_time_of_the_save(tmp_path, engine
     assert (manifest.kind, manifest.step, manifest.update, manifest.world_size) == ("ppo", 5, 0, 1)
     assert (manifest.config, manifest.data, manifest.best) == ({"seed": 7}, "f" * 64, True)
     assert manifest.metrics_offset == length > 0
-    assert manifest.versions["torch"] == torch.__version__ and "dschat_ppo" in manifest.versions
+    assert manifest.versions["torch"] == version("torch") and "dschat_ppo" in manifest.versions
     assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "metrics.jsonl").read_bytes()[:length]
     paths = ["actor/state/weights.pt", "critic/state/weights.pt", "metrics.jsonl", "rank_0.pt", "shared.pt"]
     assert sorted(manifest.files) == paths
