@@ -54,7 +54,7 @@ def runs(assets, tmp_path_factory):
     same = {
         "adapter": ("sft", fit(assets, 2, 3, frozen)),
         "dora": ("sft", fit(assets, 2, 2, frozen, "--use_dora --lora_merge")),
-        "beside": ("sft", fit(assets, 2, 1, "--dtype bf16")),  # all weights train beside LoRA
+        "beside": ("sft", fit(assets, 2, 1, "--dtype bf16")),  # weights without LoRA train too
         "shared": ("ppo", ppo),
     }
     cases = {}
