@@ -181,7 +181,7 @@ class AlgorithmFlags:
         for applies, purpose, names in self._requirements():
             for name in names.split():
                 value = vars(self)[name]
-                message = f"--{name} {value} has no effect: it is for {purpose}; leave it out"
+                message = f"--{name} {value} has no effect: it is for {purpose}; omit it"
                 require(applies or value == defaults[name], message)
         require(
             (self.clip_eps_low or self.clip_eps) < 1, "the lower clip, --clip_eps_low or --clip_eps, must be below 1"

@@ -147,7 +147,7 @@ class DataFlags:
         for name in COLUMN_FLAGS:
             require(
                 getattr(self, name) != "" or name == "system_column",
-                f"--{name} is empty; name a column or leave it out",
+                f"--{name} is empty; name a column or omit the flag",
             )
         if self.answer_pattern is not None:
             try:

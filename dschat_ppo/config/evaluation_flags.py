@@ -36,9 +36,9 @@ class EvaluationFlags:
         given = [f"--{field.name}" for field in others if values[field.name] != field.default]
         require(
             bool(self.eval_data_path) or not given,
-            f"{', '.join(given)}: has no effect without --eval_data_path; leave it out, or give --eval_data_path",
+            f"{', '.join(given)}: has no effect without --eval_data_path; omit it, or give --eval_data_path",
         )
         require(
             not (self.eval_greedy and self.eval_samples > 1),
-            "--eval_greedy gives the same answer every time: leave --eval_samples out",
+            "--eval_greedy gives the same answer every time: omit --eval_samples",
         )

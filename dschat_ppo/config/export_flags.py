@@ -39,7 +39,7 @@ class ExportFlags:
 
     save_hf_steps: int = flag(
         "also save the model as a Hugging Face folder every N optimizer steps, to hf/step_N in --output_dir (step 3: "
-        "every N PPO steps, with actor, critic and actor_ema in it); all of them are kept; 0 = off",
+        "every N PPO steps, with actor, critic and actor_ema in it); all folders are kept; 0 = off",
         0,
     )
 
@@ -54,9 +54,9 @@ class BestFlags:
     _argument_group_name: ClassVar[str] = "best model"
 
     metric_for_best: str | None = flag(
-        "metric of the evaluation, such as eval_loss or eval_accuracy, whose best model is kept in best/ in "
-        "--output_dir; a lower loss or perplexity and a higher accuracy or margin are better, for others write NAME:min"
-        " or NAME:max; not given: no model is kept, and the best checkpoint is that of the lowest eval_loss",
+        "keep the model with the best value of this metric, such as eval_loss or eval_accuracy, in best/ in "
+        "--output_dir. Loss and perplexity are better lower, accuracy and margin higher; for others write NAME:min or "
+        "NAME:max. Not given: no model is kept, and the best checkpoint is that of the lowest eval_loss",
         None,
     )
 

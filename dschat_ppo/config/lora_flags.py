@@ -1,4 +1,4 @@
-"""Flags of LoRA: adapters that train in place of, or beside, the weights of a model."""
+"""Flags of LoRA: adapters that train in place of the weights of a model, or together with some of them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dschat_ppo.config.schema import (
 )
 
 _TARGETS = (
-    "layers that get LoRA: parts of their names, separated by commas, such as 'layers.' or 'q_proj,v_proj'; not given: "
-    "all linear layers of the decoder blocks, without routers"
+    "that get LoRA: parts of their names, separated by commas, such as 'layers.' or 'q_proj,v_proj'; not given: all "
+    "linear layers of the decoder blocks, without routers"
 )
-_BOUND = "an update of AdamW moves each weight by about that"
+_BOUND = "an update of AdamW moves each weight by about this rate"
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,23 @@ class AdapterFlags:
     _argument_group_name: ClassVar[str] = "adapters"
 
     lora_alpha: float = flag(
-        "LoRA scale: updates of weights are multiplied by alpha / rank, with --use_rslora by alpha / sqrt(rank)", 32.0
+        "LoRA scale: the product of the matrices is multiplied by alpha / rank (--use_rslora: / sqrt(rank))", 32.0
     )
-    lora_dropout: float = flag("dropout of the input of LoRA matrices", 0.0)
+    lora_dropout: float = flag("dropout of the adapter's input", 0.0)
     use_rslora: bool = flag("rank-stabilised LoRA: scale alpha / sqrt(rank)", False)
     use_dora: bool = flag("DoRA: also train the magnitude of each row of the adapted weights", False)
     only_optimize_lora: bool = flag(
-        "train only the LoRA parameters and a score head; else embeddings, norms, biases and layers without LoRA train "
-        "too, at the rate of whole models, and the adapter is merged into the saved model (the weights under LoRA are "
-        "frozen in any case)",
+        "train only the adapter and a score head. Without it, embeddings, norms, biases and layers without LoRA train "
+        "too, at the learning rate of whole models, and the saved model has the adapter merged. The weights under LoRA "
+        "are always frozen",
         False,
     )
     lora_merge: bool = flag(
-        "save a model with its adapter merged, for plain transformers, instead of an adapter folder, for peft", False
+        "save a whole model with the adapter merged, for transformers; without it, an adapter folder, for peft", False
     )
     load_in_4bit: bool = flag(
-        "QLoRA: quantise the frozen weights to 4 bits (NF4); needs a GPU, the extra `qlora`, --only_optimize_lora and "
-        "ZeRO stage 0, 1 or 2",
+        "QLoRA: quantise the frozen weights to 4 bits (NF4); needs a GPU, the extra `qlora`, LoRA, "
+        "--only_optimize_lora and ZeRO stage 0, 1 or 2",
         False,
     )
     load_in_8bit: bool = flag("quantise the frozen weights to 8 bits; needs what --load_in_4bit needs", False)
@@ -64,9 +64,11 @@ class LoraFlags:
 
     _argument_group_name: ClassVar[str] = "LoRA"
 
-    lora_dim: int = flag("LoRA rank; 0 = off. An adapter folder as the model is then trained further", 0)
-    lora_module_name: str | None = flag(_TARGETS, None)
-    lora_learning_rate: float = flag("learning rate of the LoRA parameters", 5e-4)
+    lora_dim: int = flag(
+        "LoRA rank; 0 = off. The adapter of an adapter folder is trained further; if off, it is merged", 0
+    )
+    lora_module_name: str | None = flag(f"layers {_TARGETS}", None)
+    lora_learning_rate: float = flag("peak learning rate of the LoRA parameters, at most 1", 5e-4)
 
     def __post_init__(self) -> None:
         require_not_negative(self, "lora_dim")
@@ -81,11 +83,11 @@ class PPOLoraFlags:
     _argument_group_name: ClassVar[str] = "LoRA"
 
     actor_lora_dim: int = flag("LoRA rank of the actor; 0 = off", 0)
-    actor_lora_module_name: str | None = flag(f"actor: {_TARGETS}", None)
-    actor_lora_learning_rate: float = flag("learning rate of the actor's LoRA parameters", 5e-4)
+    actor_lora_module_name: str | None = flag(f"layers of the actor {_TARGETS}", None)
+    actor_lora_learning_rate: float = flag("peak learning rate of the actor's LoRA parameters, at most 1", 5e-4)
     critic_lora_dim: int = flag("LoRA rank of the critic; 0 = off", 0)
-    critic_lora_module_name: str | None = flag(f"critic: {_TARGETS}", None)
-    critic_lora_learning_rate: float = flag("learning rate of the critic's LoRA parameters", 5e-4)
+    critic_lora_module_name: str | None = flag(f"layers of the critic {_TARGETS}", None)
+    critic_lora_learning_rate: float = flag("peak learning rate of the critic's LoRA parameters, at most 1", 5e-4)
     share_base: bool = flag(
         "hold one frozen base for actor, reference, critic and reward model, with an adapter and a head for each "
         "(needs --only_optimize_lora)",
@@ -127,13 +129,13 @@ def require_usable_lora(
     for name in ("only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"):
         require(
             bool(adapted) or not getattr(adapters, name),
-            f"--{name} needs LoRA: set {ranks}, or leave it out; all weights are then trained, and 1e-5 to 2e-5 is a "
-            "usual learning rate for that",
+            f"--{name} needs LoRA: set {ranks}, or omit --{name}; without LoRA all weights train, and 1e-5 to 2e-5 "
+            "is a usual learning rate",
         )
     require(
         not (adapted and adapters.only_optimize_lora and run.resize_vocabulary),
-        "--resize_vocabulary adds rows to the embedding and the head, which --only_optimize_lora would leave as they "
-        "are: leave one of the two out",
+        "--resize_vocabulary adds rows to the embedding and the head, which --only_optimize_lora would "
+        "freeze: omit one of the two",
     )
     bits = "--load_in_4bit" if adapters.load_in_4bit else "--load_in_8bit" if adapters.load_in_8bit else None
     for model in adapted:
@@ -154,7 +156,7 @@ def require_usable_lora(
     )
     require(
         bits is None or not adapters.lora_merge,
-        f"{bits} with --lora_merge would save the rounding errors of quantised weights: leave --lora_merge out; an "
+        f"{bits} with --lora_merge would save the rounding errors of quantised weights: omit --lora_merge; an "
         "adapter folder is merged into unquantised weights wherever it is loaded",
     )
 
@@ -171,12 +173,12 @@ def require_shareable_base(
         return
     require(
         adapters.only_optimize_lora,
-        "--share_base needs --only_optimize_lora: weights that train cannot be those of several models",
+        "--share_base needs --only_optimize_lora: several models cannot share weights that train",
     )
     require(lora.actor_lora_dim > 0, "--share_base needs --actor_lora_dim above 0")
     require(
         has_critic or has_reward_model,
-        "--share_base: there is neither a critic nor a reward model that could use the actor's base; leave it out",
+        "--share_base: there is neither a critic nor a reward model that could use the actor's base; omit it",
     )
     if not has_critic:
         return

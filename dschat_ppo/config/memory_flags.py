@@ -17,13 +17,13 @@ class MemoryFlags:
     _argument_group_name: ClassVar[str] = "memory"
 
     offload_optimizer: bool = flag(
-        "keep optimizer states and fp32 weights in host memory and update there, but keep the parameters on the device "
-        "(see --offload; ZeRO stage 1, 2 or 3)",
+        "keep optimizer states and fp32 weights in host memory and update them on the CPU; parameters stay on the "
+        "device (needs ZeRO stage 1, 2 or 3; --offload moves the parameters of stage 3 too)",
         False,
     )
     offload_activations: bool = flag(
-        "keep activations that the backward pass needs in host memory; with gradient checkpointing, the layers' inputs "
-        "(no effect on a CPU)",
+        "keep in host memory the activations that the backward pass needs; with gradient checkpointing, these are the "
+        "inputs of the layers (no effect on a CPU)",
         False,
     )
     tiled_mlp: bool = flag(
@@ -32,14 +32,14 @@ class MemoryFlags:
         False,
     )
     sequence_parallel_size: int = flag(
-        "divide each sequence over this many neighbouring ranks in scoring and training (Ulysses). They share their "
-        "rows, so a batch size per device is one per such group of ranks. It divides the number of ranks and the "
-        "model's number of attention heads; 1 = off",
+        "number of neighbouring ranks that divide each sequence in scoring and training (Ulysses). They share their "
+        "rows, so a batch size per device counts for all of them together. The number of ranks and that of the "
+        "model's attention heads must be multiples of it; 1 = off",
         1,
     )
     zero_hpz_partition_size: int = flag(
-        "ZeRO++: ranks that hold a secondary copy of the weights together, from which the backward pass gathers, "
-        "usually those of one node; 1 = off (needs ZeRO stage 3)",
+        "ZeRO++: number of ranks, usually those of one node, that together hold a second copy of the weights for the "
+        "backward pass; 1 = off (needs ZeRO stage 3)",
         1,
     )
     zero_quantized_weights: bool = flag(
@@ -47,8 +47,7 @@ class MemoryFlags:
         False,
     )
     zero_quantized_gradients: bool = flag(
-        "ZeRO++: reduce gradients between nodes in 4 bits (needs ZeRO stage 3 and a GPU; on one node DeepSpeed reduces "
-        "them as without it)",
+        "ZeRO++: reduce gradients between nodes in 4 bits (needs ZeRO stage 3 and a GPU; no effect on one node)",
         False,
     )
 
@@ -111,13 +110,13 @@ class PPOMemoryFlags:
         False,
     )
     inference_tp_size: int = flag(
-        "ranks that generate together, each with a part of every layer (tensor parallelism), for an actor that does "
-        "not fit on one device",
+        "number of ranks that generate together, each with a part of every decoder layer (tensor parallelism), for an "
+        "actor that does not fit on one device; 1 = off",
         1,
     )
-    tp_gather_partition_size: int = flag("layers that are gathered at a time to divide them for --inference_tp_size", 8)
+    tp_gather_partition_size: int = flag("decoder layers that --inference_tp_size gathers at a time to divide them", 8)
     enable_mixed_precision_lora: bool = flag(
-        "hold the frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --actor_lora_dim, "
+        "hold the actor's frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --actor_lora_dim, "
         "--dtype fp16 and a GPU)",
         False,
     )
@@ -145,7 +144,7 @@ def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> N
     zero_plus_plus = [*flags.quantises, *(["--zero_hpz_partition_size"] if flags.zero_hpz_partition_size > 1 else [])]
     require(
         not zero_plus_plus or 3 in stages.values(),
-        f"{', '.join(zero_plus_plus)} (ZeRO++) needs {some} 3: only ZeRO-3 gathers weights",
+        f"{', '.join(zero_plus_plus)} (ZeRO++) needs {some} 3: the other stages do not partition weights",
     )
     require(
         not flags.zero_quantized_weights or dtype != "fp32",

@@ -85,11 +85,11 @@ class RewardSourceFlags:
         )
         require(
             self.use_reward_model or self.reward_model_name_or_path is None,
-            "--reward_model_name_or_path has no effect with --use_reward_model False; leave one of them out",
+            "--reward_model_name_or_path has no effect with --use_reward_model False; omit one of them",
         )
         require(
             self.use_reward_model or self.process_reward is None,
-            "--process_reward has no effect with --use_reward_model False; leave one of them out",
+            "--process_reward has no effect with --use_reward_model False; omit one of them",
         )
         for name, sources, is_used in (
             ("reward_model_sources", self.reward_model_sources, self.use_reward_model),

@@ -39,8 +39,8 @@ class ScheduleFlags:
         0.0,
     )
     max_steps: int = flag(
-        "length of the run in optimizer steps (step 3: PPO steps), in place of --num_train_epochs; the learning rate "
-        "is planned for it, and the data is repeated if needed; 0 = by --num_train_epochs",
+        "length of the run in optimizer steps (step 3: PPO steps); replaces --num_train_epochs. The learning rate "
+        "schedule covers it, and the data repeat if needed; 0 = --num_train_epochs sets the length",
         0,
     )
 
@@ -66,7 +66,7 @@ class PPOScheduleFlags:
     _argument_group_name: ClassVar[str] = "critic's schedule and reference"
 
     critic_lr_scheduler_type: SCHEDULERS | None = flag(
-        "learning rate schedule of the critic; not given: --lr_scheduler_type", None
+        "learning rate schedule of the critic; not given: that of --lr_scheduler_type", None
     )
     critic_num_warmup_steps: int | None = flag(
         "warm-up steps of the critic; not given: --warmup_ratio or --num_warmup_steps", None
@@ -87,9 +87,7 @@ class PPOScheduleFlags:
         require_clip_norm(self, "critic_max_grad_norm")
         mixup = self.ref_sync_mixup
         require(0 < mixup <= 1, f"--ref_sync_mixup must be above 0 and at most 1, got {mixup}")
-        require(
-            self.ref_sync_interval > 0 or mixup == 1, "--ref_sync_mixup is for --ref_sync_interval, which is not given"
-        )
+        require(self.ref_sync_interval > 0 or mixup == 1, "--ref_sync_mixup has no effect without --ref_sync_interval")
 
     def require_roles(self, algorithm: AlgorithmFlags, lora: PPOLoraFlags) -> None:
         """Refuse flags of a critic or a reference that the run does not have.
@@ -162,7 +160,7 @@ def require_schedule(flags: ScheduleFlags, models: list[ModelSchedule], group: S
     )
     require(
         ratio == 0 or any(model.kind != WITHOUT_WARMUP and model.warmup is None for model in models),
-        f"--warmup_ratio {ratio}: no model has a warm-up that it sets ({kinds}); use constant_with_warmup, or omit it",
+        f"--warmup_ratio {ratio}: no model has a warm-up to set ({kinds}); use constant_with_warmup, or omit it",
     )
     require(
         flags.min_lr_ratio == 0 or any(model.kind in DECAYING for model in models),

@@ -74,7 +74,7 @@ def require_bounded_updates(flags: object, learning_rate: str, weight_decay: str
     assert rate is not None and decay is not None
     require(
         rate <= 1,
-        f"--{learning_rate} must be at most 1, got {rate}: an update of AdamW moves each weight by about that",
+        f"--{learning_rate} must be at most 1, got {rate}: an update of AdamW moves each weight by about this rate",
     )
     require(
         rate * decay < 1,

@@ -86,7 +86,7 @@ def hub_stream(
     if unreachable:
         raise UserError(
             f"{flag} {spec}: is no local file or folder, and the hub, from which --streaming would read it, cannot be "
-            f"reached ({unreachable}); give a local folder, or if it was downloaded before, leave out --streaming"
+            f"reached ({unreachable}); give a local folder, or if it was downloaded before, omit --streaming"
         )
     try:
         with reading(f"{flag} {spec}"):

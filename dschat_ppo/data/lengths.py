@@ -28,7 +28,7 @@ FITTED_NAMES = {
     Fitted.WHOLE: "kept whole",
     Fitted.PROMPT_CUT: "prompt cut",
     Fitted.ANSWER_CUT: "answer cut",
-    Fitted.DROPPED: "left out",
+    Fitted.DROPPED: "dropped",
 }
 
 
@@ -114,6 +114,6 @@ def describe_lengths(lengths: np.ndarray) -> str:
 
 
 def describe_counts(fitted: np.ndarray) -> str:
-    """How many rows the length limit kept, cut and left out; `fitted` are (N,) values of `Fitted`."""
+    """How many rows the length limit kept, cut and dropped; `fitted` are (N,) values of `Fitted`."""
     counts = ((int((fitted == code).sum()), name) for code, name in FITTED_NAMES.items())
     return ", ".join(f"{count} {name}" for count, name in counts if count)

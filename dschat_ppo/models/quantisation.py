@@ -22,7 +22,7 @@ def require_quantisation(bits: Bits) -> None:
     """
     flag = f"--load_in_{bits}bit"
     if not torch.cuda.is_available():
-        raise UserError(f"{flag} needs a GPU, and there is none here; leave it out to train LoRA on whole weights")
+        raise UserError(f"{flag} needs a GPU, and there is none here; omit it to train LoRA over whole weights")
     if find_spec("bitsandbytes") is None:
         raise UserError(f"{flag} needs the package bitsandbytes: pip install 'dschat_ppo[qlora]'")
 

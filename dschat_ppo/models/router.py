@@ -28,9 +28,9 @@ def router_top_k(config: PretrainedConfig, model: str) -> int:
     """
     refused = f"--router_loss_coef: {model}: {type(config).__name__}"
     if config.model_type in OTHER_BALANCE:
-        raise UserError(f"{refused} has no router loss: {OTHER_BALANCE[config.model_type]}; leave the flag out")
+        raise UserError(f"{refused} has no router loss: {OTHER_BALANCE[config.model_type]}; omit the flag")
     with reading(f"{refused} cannot be built"):
         lm: Any = lm_without_weights(config)
     if not hasattr(lm, "router_aux_loss_coef"):
-        raise UserError(f"{refused} is not a mixture of experts with a router loss in transformers; leave the flag out")
+        raise UserError(f"{refused} is not a mixture of experts with a router loss in transformers; omit the flag")
     return int(lm.num_experts_per_tok)

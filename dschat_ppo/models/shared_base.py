@@ -59,9 +59,7 @@ def classifier_over_base(base: PreTrainedModel, folder: str, adapter: AdapterSet
         classifier = kind(config)
     name = classifier.base_model_prefix
     if type(getattr(classifier, name)) is not type(backbone):
-        raise UserError(
-            f"--share_base: {kind.__name__} has another backbone than {type(base).__name__}; leave the flag out"
-        )
+        raise UserError(f"--share_base: {kind.__name__} has another backbone than {type(base).__name__}; omit the flag")
     setattr(classifier, name, backbone)
     text = config.get_text_config()
     with torch.random.fork_rng(devices=[]):

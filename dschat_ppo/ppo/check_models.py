@@ -109,12 +109,12 @@ def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
         if base != actor_base:
             raise UserError(
                 f"--share_base: the base of {flag} {folder} is {base}, but that of {ACTOR} {folders.actor} is "
-                f"{actor_base}; train both as adapters over one base, or leave --share_base out"
+                f"{actor_base}; train both as adapters over one base, or omit --share_base"
             )
     if folders.reward is not None and not is_adapter_folder(folders.reward):
         raise UserError(
             f"--share_base: {config.reward_flag} {folders.reward} is a whole model; train it as an adapter over the "
-            "actor's base (step 2 with --lora_dim and --only_optimize_lora), or leave --share_base out"
+            "actor's base (step 2 with --lora_dim and --only_optimize_lora), or omit --share_base"
         )
 
 
@@ -125,8 +125,8 @@ def _check_reference(
     model_config = load_config(folder, REFERENCE)
     if load_tokenizer(folder, REFERENCE).get_vocab() != tokenizer.get_vocab():
         raise UserError(
-            f"{REFERENCE} {folder}: its tokenizer differs from the actor's, so its log-probs would be of other text; "
-            "take a model with the same tokenizer"
+            f"{REFERENCE} {folder}: its tokenizer differs from the actor's, so it would score other text; "
+            "use a model with the same tokenizer"
         )
     check_vocabulary(tokenizer, model_config, REFERENCE, folder, resize=config.run.resize_vocabulary)
     with naming(REFERENCE):
@@ -138,7 +138,7 @@ def _check_reference(
     if sizes[0] != sizes[1] and "full" in (config.algorithm.kl_estimator, config.algorithm.kl_loss_estimator):
         raise UserError(
             f"{REFERENCE} {folder}: has {sizes[0]} rows in its vocabulary and the actor {sizes[1]}, but the KL "
-            "estimator 'full' compares all of them; take a reference of the same size or another estimator"
+            "estimator 'full' compares all of them; use a reference of the same size or another estimator"
         )
     if config.ppo_schedule.ref_sync_interval > 0:
         shapes = [_shapes(each, size).items() for each, size in zip((model_config, actor), sizes, strict=True)]

@@ -63,7 +63,7 @@ def form_of(names: list[str]) -> str:
         (one, *_), (other, *_) = list(found.values())[:2]
         raise TypeError(
             f"its arguments '{one}' and '{other}' belong to different forms of reward functions "
-            f"({' or '.join(CALL_FORMS[form].description for form in found)}); leave one of them out"
+            f"({' or '.join(CALL_FORMS[form].description for form in found)}); omit one of them"
         )
     return next(iter(found), "responses")
 

@@ -264,6 +264,6 @@ def saved_separator(config: PretrainedConfig, folder: str) -> str:
     if not isinstance(separator, str) or not separator:
         raise UserError(
             f"--process_reward: {folder}/config.json has no {SEPARATOR}; train the reward model with step 2, "
-            "--objective process, or leave the flag out"
+            "--objective process, or omit the flag"
         )
     return separator

@@ -73,7 +73,7 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, str | None
     config = parse(words.step, others, known)
     if config.data.streaming:
         raise UserError(
-            "--streaming: the preview prepares data sets on the disk; leave out --streaming and --streaming_rows, and "
+            "--streaming: the preview prepares data sets on the disk; omit --streaming and --streaming_rows, and "
             "name a part of the data, such as one file, or NAME[train[:1000]] on the hub"
         )
     model = config.ppo.actor_model_name_or_path if words.step == "ppo" else config.fit.model_name_or_path

@@ -14,5 +14,5 @@ def test_evaluation_flags_need_eval_data_path(given):
 
 
 def test_greedy_evaluation_of_several_samples_is_refused():
-    with pytest.raises(UserError, match="--eval_greedy .*leave --eval_samples out"):
+    with pytest.raises(UserError, match="--eval_greedy .*omit --eval_samples"):
         EvaluationFlags(eval_data_path=["e"], eval_greedy=True, eval_samples=2)

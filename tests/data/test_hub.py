@@ -155,8 +155,8 @@ def test_a_stream_from_a_hub_that_cannot_be_reached(hub_home):
         hub_stream("org/x", "main")
     assert str(refused.value) == (
         "--data_path org/x: is no local file or folder, and the hub, from which --streaming would read it, cannot be "
-        "reached (no answer: Name or service not known); give a local folder, or if it was downloaded before, leave "
-        "out --streaming"
+        "reached (no answer: Name or service not known); give a local folder, or if it was downloaded before, omit "
+        "--streaming"
     )
     assert time.monotonic() - started < 5
 

@@ -112,4 +112,4 @@ def test_lengths_are_described_by_nearest_ranks_and_a_histogram():
 
 def test_counts_name_what_was_done():
     codes = np.array([Fitted.WHOLE] * 3 + [Fitted.DROPPED] * 2 + [Fitted.ANSWER_CUT])
-    assert describe_counts(codes) == "3 kept whole, 1 answer cut, 2 left out"
+    assert describe_counts(codes) == "3 kept whole, 1 answer cut, 2 dropped"

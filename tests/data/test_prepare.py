@@ -69,7 +69,7 @@ def test_dropped_rows_are_counted_and_logged(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "5 rows" in printed
     assert "3 kept whole" in printed
-    assert "2 left out" in printed
+    assert "2 dropped" in printed
 
 
 def test_cut_rows_are_counted_and_end_without_eos_only_if_the_answer_was_cut(tmp_path, capsys):

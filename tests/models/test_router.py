@@ -17,7 +17,7 @@ def test_architectures_have_a_router_loss_or_are_refused(name):
     if name in TOP_K:
         assert router_top_k(config, "--model_name_or_path m") == TOP_K[name]
         return
-    with pytest.raises(UserError, match=r"^--router_loss_coef: --model_name_or_path m: .*leave the flag out$"):
+    with pytest.raises(UserError, match=r"^--router_loss_coef: --model_name_or_path m: .*omit the flag$"):
         router_top_k(config, "--model_name_or_path m")
 
 

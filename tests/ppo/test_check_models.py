@@ -37,7 +37,7 @@ def test_adapters_over_one_base_and_the_base_itself_are_accepted(folders, actor,
 def test_a_folder_of_another_base_is_named(folders):
     with pytest.raises(UserError, match=r"--share_base: the base of --reward_model_name_or_path .*shared_other_r is "):
         check(folders, "shared_a", "shared_r", "shared_other_r")
-    with pytest.raises(UserError, match=r"the base of --critic_model_name_or_path .*/reward is .*leave --share_base"):
+    with pytest.raises(UserError, match=r"the base of --critic_model_name_or_path .*/reward is .*omit --share_base"):
         check(folders, "shared_a", "reward", "shared_r")
 
 

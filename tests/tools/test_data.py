@@ -218,7 +218,7 @@ def test_too_long_rows_are_problems_if_they_end_training(preview, tmp_path):
     words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--max_seq_len", 20)
     code, shown, error = preview(*words, "--truncation", "error")
     assert code == 2 and f"{path}, row 3: longer than the limit of 20 tokens" in error
-    assert "1 left out" in shown
+    assert "1 dropped" in shown
     code, shown, _ = preview(*words, "--truncation", "left")
     assert code == 0 and "1 prompt cut" in shown and "an epoch has 5 rows" in shown
     _, shown, _ = preview(*words, "--truncation", "drop", "--samples", 5)
@@ -279,7 +279,7 @@ def test_colours_replace_brackets(preview, assets):
     ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
     ("--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),
     ("--step 1", "--data_path is required"),
-    ("--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "leave out --streaming"),
+    ("--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "omit --streaming"),
     ("--step 1 --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
 ])  # fmt: skip
 def test_a_wrong_command_is_one_line(preview, words, cause):
