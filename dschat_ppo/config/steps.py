@@ -172,7 +172,7 @@ class PPOConfig:
         )
         require(
             self.rewards.process_reward is None or algorithm.normalize_rewards != "model",
-            "--normalize_rewards model knows the mean of scores at last tokens, not those of --process_reward; use "
+            "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
             "--normalize_rewards running",
         )
         require(

@@ -100,7 +100,7 @@ def check_zero_plus_plus(memory: MemoryFlags, quantised_frozen: bool, ranks: int
     require(
         not quantises or device == "cuda",
         f"{', '.join(quantises)}: DeepSpeed quantises with CUDA kernels, and this run is on the {device}; run it on "
-        "GPUs, or without",
+        "GPUs, or omit the flag",
     )
 
 

@@ -80,7 +80,7 @@ class HybridEngine:
         tensors = [tensor for engine in self.sleeping for tensor in chain(training_states(engine), weights_of(engine))]
         with asleep(tensors, awake=weights_of(self.engine)) as moved:
             if not self._has_slept:
-                logger().info(f"--sleep_in_rollout: {moved / 2**30:.2f} GiB of this rank leave the device in rollouts")
+                logger().info(f"--sleep_in_rollout: rollouts move {moved / 2**30:.2f} GiB of this rank to host memory")
                 self._has_slept = True
             yield
 

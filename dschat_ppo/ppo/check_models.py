@@ -91,7 +91,7 @@ def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
     if size > 1 and reason is not None:
         instead = "generation gathers one layer at a time, as with --unpin_actor_parameters"
         if config.ppo.actor_zero_stage != 3:
-            instead = "each rank generates with the whole model, which it holds (--actor_zero_stage 3 partitions it)"
+            instead = "each rank generates with the whole model; use --actor_zero_stage 3 to gather one layer at a time"
         logger().info(f"note: --inference_tp_size {size}: {reason}; {instead}")
 
 

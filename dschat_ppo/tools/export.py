@@ -4,8 +4,7 @@ CHECKPOINT is a checkpoint of any step, such as OUTPUT/checkpoints/step_000012, 
 newest intact checkpoint is taken. The command runs in one process, on the CPU, whatever the ZeRO stage and the number
 of ranks of the run. OUT then holds what the run itself would save at that step: in steps 1 and 2 the model; in step 3
 `actor`, `critic` and, with --enable_ema, `actor_ema`. A model with LoRA becomes an adapter folder, or is merged if the
-run merges it. Configuration and tokenizer come from the model folder from which
-the run started.
+run merges it. Configuration and tokenizer come from the model folder from which the run started.
 
 Exit code 0: OUT is complete; 2: the checkpoint or a folder cannot be used; 4: OUT cannot be written.
 """

@@ -151,7 +151,7 @@ def loss_function(
     if flags.kl_loss_coef != 0 and flags.kl_loss_estimator == "full":  # compares whole distributions
         path = model_folder(config.reference_folder, "--ref_model_name_or_path or --actor_model_name_or_path")
         if config.ppo_schedule.ref_sync_interval > 0:
-            print("the reference is that before the first step: --ref_sync_interval has moved it since")
+            print("note: the reference is that of the start of the run; --ref_sync_interval may have moved it")
         reference = PolicyModel(load_causal_lm(path, dtype, None, resize=config.run.resize_vocabulary), fused=False)
         reference.to(device).eval().requires_grad_(False)
     actor_loss = ActorLoss(model, reference, flags, config.ppo.temperature)
