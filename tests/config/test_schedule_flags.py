@@ -44,7 +44,7 @@ def test_the_ratio_is_rounded_up_and_replaces_the_number(ratio, number, total, s
         ("ppo", f"{NO_KL} --ref_model_name_or_path r", "--ref_model_name_or_path: there is no reference"),
         ("ppo", f"{NO_KL} --ref_sync_interval 2", "--ref_sync_interval: there is no reference"),
         ("ppo", "--ref_sync_interval -1", "--ref_sync_interval must be finite, 0 or above"),
-        ("ppo", "--ref_sync_mixup 0.5", "--ref_sync_mixup is for --ref_sync_interval"),
+        ("ppo", "--ref_sync_mixup 0.5", "--ref_sync_mixup has no effect without --ref_sync_interval"),
         ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 0", "--ref_sync_mixup must be above 0 and at most 1"),
         ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 1.1", "--ref_sync_mixup must be above 0 and at most 1"),
         ("ppo", "--ref_sync_interval 2 --actor_lora_dim 4 --only_optimize_lora", "--ref_sync_interval: with --actor_l"),
