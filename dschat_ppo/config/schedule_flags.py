@@ -105,8 +105,8 @@ class PPOScheduleFlags:
         require(algorithm.has_reference or self.ref_sync_interval == 0, f"--ref_sync_interval: {none}")
         require(
             lora.actor_lora_dim == 0 or self.ref_sync_interval == 0,
-            "--ref_sync_interval: with --actor_lora_dim the reference is the actor without its adapter, which does not "
-            "move; omit one of the two",
+            "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of the actor are in its "
+            "adapter; omit one of the two",
         )
         require(
             not lora.share_base or self.ref_model_name_or_path is None,
