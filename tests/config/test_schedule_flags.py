@@ -47,7 +47,7 @@ def test_the_ratio_is_rounded_up_and_replaces_the_number(ratio, number, total, s
         ("ppo", "--ref_sync_mixup 0.5", "--ref_sync_mixup has no effect without --ref_sync_interval"),
         ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 0", "--ref_sync_mixup must be above 0 and at most 1"),
         ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 1.1", "--ref_sync_mixup must be above 0 and at most 1"),
-        ("ppo", "--ref_sync_interval 2 --actor_lora_dim 4 --only_optimize_lora", "--ref_sync_interval: with --actor_l"),
+        ("ppo", "--ref_sync_interval 2 --actor_lora_dim 4 --only_optimize_lora", "--ref_sync_interval mixes"),
     ],
 )
 def test_flags_that_contradict_or_have_no_effect_are_refused(step, words, message):
