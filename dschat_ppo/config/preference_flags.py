@@ -87,7 +87,7 @@ class PreferenceFlags:
             value = vars(self)[name]
             require(
                 self.objective in objectives or value == defaults[name],
-                f"--{name} {value} has no effect with --objective {self.objective}; omit it, or use --objective "
+                f"--{name} {value} has no effect with --objective {self.objective}; leave it out, or use --objective "
                 f"{' or '.join(objectives)}",
             )
         if self.objective in ONLY_FOR["label_smoothing"]:

@@ -128,7 +128,7 @@ def lora_targets(model: PreTrainedModel, names: str | None, flag: str = "--lora_
     blocks = next((match[1] for name in usable if (match := re.search(r"(\w+\.)\d+\.", name))), "")
     raise UserError(
         f"{flag} {names}: no linear layer of {type(model).__name__} has this in its name; give {blocks} for all layers "
-        f"of its blocks, or omit the flag, or give names among {', '.join(last[:_MAX_NAMES])}{more}"
+        f"of its blocks, or leave the flag out, or give names among {', '.join(last[:_MAX_NAMES])}{more}"
     )
 
 
@@ -261,19 +261,17 @@ def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSe
     found = read_adapter_config(folder, "model")
     if found["r"] != settings.rank:
         raise UserError(
-            f"{flag} {settings.rank}: the adapter in {folder} has rank {found['r']}; set {flag} {found['r']} to "
-            "train it further, or merge it into its base first (docs/lora.md) to start a new one"
+            f"{flag} {settings.rank}: the adapter in {folder} has rank {found['r']}; give that rank to train it "
+            f"further, or merge it first (--lora_merge) to start a new one of rank {settings.rank}"
         )
     if settings.dora and not found.get("use_dora"):
-        raise UserError(
-            f"--use_dora: the adapter in {folder} is not DoRA; omit the flag, or merge the adapter first (docs/lora.md)"
-        )
+        raise UserError(f"--use_dora: the adapter in {folder} is not DoRA; leave the flag out, or merge it first")
     heads = (SCORE, "classifier")  # peft lists both names for every classifier
     others = [name for name in found.get("modules_to_save") or [] if name not in heads]
     if others:
         raise UserError(
             f"{flag} {settings.rank}: the adapter in {folder} also holds whole layers ({', '.join(others)}), which "
-            "would not be trained; merge it first (docs/lora.md)"
+            "would not be trained; merge it first"
         )
     config = LoraConfig.from_pretrained(folder)
     base, revision = base_name(base_folder(folder, "model"))

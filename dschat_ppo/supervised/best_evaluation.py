@@ -53,4 +53,4 @@ class BestEvaluation:
         if state.get("best_metric", LOWEST_LOSS.name) == self.metric.name:
             self.found = None if state["best"] is None else tuple(state["best"])
         else:
-            logger().info(f"--metric_for_best: the run keeps the best {self.metric.name} from now on")
+            logger().info(f"--metric_for_best: the run looks for the best {self.metric.name} from here on")

@@ -232,7 +232,7 @@ def test_adapters_that_are_more_than_lora_are_refused(assets, tmp_path, lm, entr
 def test_another_rank_is_refused_with_both_numbers(assets, tmp_path, lm):
     folder = str(saved(PolicyModel(lm()), assets, tmp_path / "adapter", merge=False))
     settings = AdapterSettings(16, 8.0, 0.0, None, False, False, True, flag="--actor_lora_module_name")
-    with pytest.raises(UserError, match=r"^--actor_lora_dim 16: the adapter in .* has rank 4; set --actor_lora_dim 4"):
+    with pytest.raises(UserError, match=r"^--actor_lora_dim 16: the adapter in .* has rank 4; give that rank"):
         check_causal_lm(folder, settings)
     with pytest.raises(UserError, match=r"^--use_dora: the adapter in .* is not DoRA"):
         check_causal_lm(folder, AdapterSettings(4, 8.0, 0.0, None, False, True, True))

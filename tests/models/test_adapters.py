@@ -102,7 +102,7 @@ def test_names_that_are_not_found_end_in_one_line_with_names_that_are():
         lora_targets(new_model("llama"), "decoder.layers.", "--actor_lora_module_name")
     assert str(raised.value) == (
         "--actor_lora_module_name decoder.layers.: no linear layer of LlamaForCausalLM has this in its name; give "
-        "layers. for all layers of its blocks, or omit the flag, or give names among down_proj, gate_proj, "
+        "layers. for all layers of its blocks, or leave the flag out, or give names among down_proj, gate_proj, "
         "k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
     )
 

@@ -38,7 +38,7 @@ def test_a_resumed_run_keeps_the_best_unless_the_metric_changed(said):
     resumed.load_state_dict(best.state_dict())
     other.load_state_dict(best.state_dict())
     assert (resumed.found, other.found) == ((0.5, 3), None)
-    assert said == ["--metric_for_best: the run keeps the best eval_loss from now on"]
+    assert said == ["--metric_for_best: the run looks for the best eval_loss from here on"]
     old = BestEvaluation()  # a checkpoint of a version without the flag
     old.load_state_dict({"best": [0.25, 2]})
     assert old.found == (0.25, 2)
