@@ -1,9 +1,10 @@
 """Package definition.
 
-deepspeed, transformers, accelerate, datasets, tensorboard and the extras are pinned to the versions that the tests run
-with. torch is a range (tested with 2.13.0), because its build must match the GPU driver of the machine. bitsandbytes is
-a range from the version that transformers asks for: it needs a GPU, and the tests run without. The other ranges belong
-to libraries that the package imports and that the pinned libraries require anyway; the bounds are theirs.
+The lower bounds are the oldest versions that the tests pass with (tests/versions.sh runs them). constraints.txt has the
+versions that the tests run with otherwise; training_scripts/setup_venv.sh installs those. DeepSpeed before 0.19.8
+cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that transformers asks for: it needs a GPU,
+and the tests run without. Libraries without a bound are imported by the package and required, with bounds, by those
+above them.
 """
 
 from pathlib import Path
@@ -23,40 +24,40 @@ setup(
     package_data={"dschat_ppo": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=[
-        "torch>=2.6",
-        "deepspeed==0.19.8",
-        "transformers==5.23.0",
-        "accelerate==1.15.0",
-        "datasets==5.2.0",
-        "tensorboard==2.21.0",
+        "torch>=2.6.0,<3",
+        "deepspeed>=0.19.8,<0.20",
+        "transformers>=5.20.2,<6",
+        "accelerate>=1.10.0,<2",
+        "datasets>=5.0.0,<6",
+        "tensorboard>=2.18.0,<3",
         # required by the libraries above
-        "filelock>=3.10",
-        "huggingface-hub>=1.31.0,<3.0",
-        "jinja2>=3.1.0",
-        "multiprocess<0.70.20",
-        "numpy>=1.17",
+        "filelock",
+        "huggingface-hub",
+        "jinja2",
+        "multiprocess",
+        "numpy",
         "psutil",
-        "pyarrow>=24.0.0",
-        "PyYAML>=5.1",
-        "safetensors>=0.8.0",
-        "tokenizers>=0.23.1,<0.24.0",
-        "tqdm>=4.66.3",
+        "pyarrow",
+        "PyYAML",
+        "safetensors",
+        "tokenizers",
+        "tqdm",
     ],
     extras_require={
-        "lora": ["peft==0.21.2"],
-        "qlora": ["peft==0.21.2", "bitsandbytes>=0.46.1"],
-        "math": ["math-verify==0.9.0"],
-        "plot": ["matplotlib==3.11.2"],
-        "sentencepiece": ["sentencepiece==0.2.3"],
+        "lora": ["peft>=0.19.0,<1"],
+        "qlora": ["peft>=0.19.0,<1", "bitsandbytes>=0.46.1"],
+        "math": ["math-verify"],
+        "plot": ["matplotlib"],
+        "sentencepiece": ["sentencepiece"],
         "test": [
-            "pytest==9.2.0",
-            "pytest-xdist==3.8.0",
-            "ruff==0.17.5",
-            "mypy==2.4.1",
-            "types-PyYAML==6.0.12.20261113",
-            "hypothesis==6.170.15",
-            "math-verify==0.9.0",
-            "peft==0.21.2",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "hypothesis",
+            "math-verify",
+            "peft>=0.19.0,<1",
         ],
     },
 )

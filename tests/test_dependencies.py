@@ -87,6 +87,21 @@ def test_the_installed_versions_are_the_declared_ones():
         assert requirement.specifier.contains(installed, prereleases=True), f"{requirement}: {installed} is installed"
 
 
+def test_the_tested_versions_are_within_the_declared_ranges():
+    """constraints.txt pins what every bounded requirement installs, but torch and what needs a GPU."""
+    required, extras = declared()
+    bounded = [Requirement(text) for text in [*required, *sum(extras.values(), [])]]
+    bounded = [requirement for requirement in bounded if requirement.specifier]
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [Requirement(line.partition("#")[0]) for line in lines if not line.startswith("#")]
+    assert {r.name for r in bounded} - {pin.name for pin in pinned} == {"torch", "bitsandbytes"}
+    for pin in pinned:
+        (only,) = pin.specifier
+        assert only.operator == "=="
+        for requirement in bounded:
+            assert requirement.name != pin.name or requirement.specifier.contains(only.version), f"{pin}: {requirement}"
+
+
 def test_the_search_sees_imports_inside_functions():
     assert not imported("dschat_ppo/rewards")["math_verify"][1]
     assert imported("dschat_ppo/rewards")["torch"][1]

@@ -98,7 +98,10 @@ def new_model(name: str, **changes) -> PreTrainedModel:
     """A new model in eval mode and fp32, with the same weights each time."""
     kind, config, settings = KINDS[name]
     torch.manual_seed(1)
-    return getattr(transformers, kind)(getattr(transformers, config)(**{**settings, **changes})).eval().float()
+    made = getattr(transformers, config)(**{**settings, **changes})
+    if getattr(made, "attn_logit_softcapping", None):
+        made._attn_implementation = "eager"  # as in load_config
+    return getattr(transformers, kind)(made).eval().float()
 
 
 @cache

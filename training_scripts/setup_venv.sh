@@ -13,7 +13,7 @@ python="${PYTHON:-python3}"
 command -v c++ >/dev/null || command -v g++ >/dev/null ||
     { echo "error: a C++ compiler is required (DeepSpeed compiles its operators); install g++" >&2; exit 2; }
 
-stamp=".venv/.installed-$(cksum <setup.py | cut -d' ' -f1)"
+stamp=".venv/.installed-$(cat setup.py constraints.txt | cksum | cut -d' ' -f1)"
 [ -e "$stamp-${extra:-plain}" ] && exit 0
 [ -z "$extra" ] && compgen -G "$stamp-*" >/dev/null && exit 0 # an installation with an extra includes the plain one
 
@@ -33,6 +33,6 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     .venv/bin/python -m pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
 fi
 echo "installing dschat_ppo and its dependencies; this may take minutes"
-.venv/bin/python -m pip install -q -e ".${extra:+[$extra]}"
+.venv/bin/python -m pip install -q -c constraints.txt -e ".${extra:+[$extra]}"
 sync # before the stamp that marks the installation as complete
 touch "$stamp-${extra:-plain}"

@@ -329,9 +329,11 @@ def _is_rendered_without_system(
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None) -> str:
+    # Templates print None as text. transformers removes these keys itself from 5.21 on.
+    plain = [{k: v for k, v in m.items() if v is not None or k not in ("content", "tool_calls")} for m in messages]
     with reading("the chat template rejects these messages"):
         text = tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, add_generation_prompt=open_answer
+            plain, tools=tools or None, tokenize=False, add_generation_prompt=open_answer
         )
     return str(text)
 

@@ -56,7 +56,10 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
     refused = f"{flag} {folder}: config.json cannot be used"
     check_settings(folder, refused)
     with reading(refused):  # without trust_remote_code=False transformers asks at a terminal
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+            config._attn_implementation = "eager"  # SDPA ignores the soft cap; transformers before 5.21 takes SDPA
+    return config
 
 
 def check_vocabulary(

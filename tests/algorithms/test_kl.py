@@ -161,14 +161,14 @@ def test_k3_by_hand():
 
 
 def test_k3_is_capped_before_its_square_overflows():
-    # Log-ratios -20 (the cap), -21, -1000 and -inf; from above there is no cap.
-    logprobs = torch.tensor([-20.0, -21.0, -1000.0, -math.inf, 0.0], requires_grad=True)
+    # Log-ratios -19, and beyond the cap of -20: -21, -1000 and -inf; from above there is no cap.
+    logprobs = torch.tensor([-19.0, -21.0, -1000.0, -math.inf, 0.0], requires_grad=True)
     estimate = kl_k3(logprobs, torch.tensor([0.0, 0.0, 0.0, 0.0, -1000.0]))
     cap = math.exp(20) - 1 - 20
-    assert estimate.tolist() == pytest.approx([cap, cap, cap, cap, 999.0])
+    assert estimate.tolist() == pytest.approx([math.exp(19) - 1 - 19, cap, cap, cap, 999.0])
     assert (estimate.float() ** 2).sum().isfinite()
     estimate.sum().backward()
-    assert logprobs.grad.tolist() == pytest.approx([1 - math.exp(20), 0.0, 0.0, 0.0, 1.0])
+    assert logprobs.grad.tolist() == pytest.approx([1 - math.exp(19), 0.0, 0.0, 0.0, 1.0])
     assert math.isnan(kl_k3(torch.tensor(math.nan), torch.tensor(0.0)).item())
 
 
