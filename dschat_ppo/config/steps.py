@@ -91,7 +91,7 @@ class PreferenceConfig:
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        return _idle_of_fit(self)
+        return self.reward.idle | _idle_of_fit(self)
 
 
 def _adapted(fit: SupervisedFlags) -> list[AdaptedModel]:
