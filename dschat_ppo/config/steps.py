@@ -58,6 +58,7 @@ class SFTConfig:
     best: BestFlags = field(default_factory=BestFlags)
 
     def __post_init__(self) -> None:
+        self.best.require_one_of("loss", "perplexity")
         _check_fit(self)
 
     def idle(self) -> dict[str, str]:
