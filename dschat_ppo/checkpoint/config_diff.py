@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from dschat_ppo.config.preference_flags import FORMER_PREFERENCES
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.errors import UserError
 
@@ -75,7 +76,7 @@ BEFORE_THE_FLAG = {"train_on": "last"}  # what runs did before there was the fla
 # Defaults before there was `--max_steps`; they meant what today's defaults mean in the runs of that time.
 FORMER_DEFAULTS = {
     "lora_module_name": "decoder.layers.", "actor_lora_module_name": "decoder.layers.",
-    "critic_lora_module_name": "decoder.layers.", "beta": 0.1, "nll_coef": 0.2,
+    "critic_lora_module_name": "decoder.layers.", **FORMER_PREFERENCES,
 }  # fmt: skip
 FLAGS = frozenset(DEFAULTS)
 

@@ -80,3 +80,13 @@ class BestFlags:
             f"{name}:min",
         )
         return BestMetric(name, direction == "max" if direction else kind in _HIGHER)
+
+    def require_one_of(self, *names: str) -> None:
+        """Check that the evaluation of the step has the metric; `names` are those that it has, without `EVAL`.
+
+        Raises:
+            UserError: it does not.
+        """
+        measured = self.best_metric.name.removeprefix(EVAL).split("/")[0]
+        every = " and ".join(f"{EVAL}{name}" for name in names)
+        require(measured in names, f"--metric_for_best {self.metric_for_best}: the evaluation of this step has {every}")

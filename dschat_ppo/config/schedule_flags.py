@@ -52,6 +52,12 @@ class ScheduleFlags:
         """Warm-up steps of a schedule of `total` optimizer steps; `number` is --num_warmup_steps."""
         return times(total, self.warmup_ratio) if self.warmup_ratio > 0 else number
 
+    def warmup_of(self, model: ModelSchedule, number: int, total: int) -> int:
+        """Warm-up steps of the schedule of one model; `number` and `total` as for `warmup_steps`."""
+        if model.kind == WITHOUT_WARMUP:
+            return 0
+        return self.warmup_steps(number, total) if model.warmup is None else model.warmup
+
     def warmup_shown(self, total: int) -> list[tuple[str, str]]:
         """The warm-up by --warmup_ratio as a (name, arithmetic) line for the log; [] without it."""
         if self.warmup_ratio == 0:

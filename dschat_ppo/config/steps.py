@@ -58,6 +58,7 @@ class SFTConfig:
     best: BestFlags = field(default_factory=BestFlags)
 
     def __post_init__(self) -> None:
+        self.best.require_one_of("loss", "perplexity")
         _check_fit(self)
 
     def idle(self) -> dict[str, str]:
@@ -91,7 +92,7 @@ class PreferenceConfig:
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        return _idle_of_fit(self)
+        return self.reward.idle | _idle_of_fit(self)
 
 
 def _adapted(fit: SupervisedFlags) -> list[AdaptedModel]:

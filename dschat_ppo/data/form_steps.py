@@ -73,26 +73,42 @@ def read_prm800k(row: Row, reading: Reading, use: Use) -> list[Draft]:
     labels: list[float] = []
     drafts = []
     for number, step in enumerate(steps, start=1):
-        options, chosen = step.get("completions") or [], step.get("chosen_completion")
-        for place, option in enumerate(options):
-            rating = option.get("rating")
-            if rating not in _RATINGS:
-                raise UserError(f"step {number} of '{column}' has the rating {rating!r}; expected -1, 0 or 1")
-            if place != chosen and rating is not None:
-                only_last = (*[math.nan] * len(path), _RATINGS[rating])
-                drafts.append(
-                    Draft(prompt, [*path, str(option["text"])], f", step {number}, completion {place + 1}", only_last)
-                )
-        if chosen is not None:
-            path.append(str(options[chosen]["text"]))
-            labels.append(_RATINGS[options[chosen].get("rating")])
-        elif step.get("human_completion"):
-            path.append(str(step["human_completion"]["text"]))
-            labels.append(1.0)
-        else:
+        options, chosen, human = _options(step, f"step {number} of '{column}'")
+        for place, (text, label) in enumerate(options):
+            if place != chosen and not math.isnan(label):
+                only_last = (*[math.nan] * len(path), label)
+                drafts.append(Draft(prompt, [*path, text], f", step {number}, completion {place + 1}", only_last))
+        if chosen is None and human is None:
             break
+        text, label = options[chosen] if chosen is not None else (str(human), 1.0)
+        path.append(text)
+        labels.append(label)
     rated = any(not math.isnan(label) for label in labels)
     return [Draft(prompt, list(path), labels=tuple(labels)), *drafts] if rated else drafts
+
+
+def _options(step: Any, where: str) -> tuple[list[tuple[str, float]], int | None, str | None]:
+    """(text and label of each continuation of a step, number of the chosen one, the text that a human wrote).
+
+    Raises:
+        UserError: the step has another layout than those of PRM800K.
+    """
+    if not isinstance(step, dict):
+        raise UserError(f"{where} is {kind_of(step)}; expected an object with 'completions'")
+    found = []
+    for option in step.get("completions") or []:
+        if not isinstance(option, dict) or not isinstance(option.get("text"), str):
+            raise UserError(f"{where} has a completion without 'text'")
+        rating = option.get("rating")
+        if rating not in tuple(_RATINGS):
+            raise UserError(f"{where} has the rating {rating!r}; expected -1, 0 or 1")
+        found.append((option["text"], _RATINGS[rating]))
+    chosen, human = step.get("chosen_completion"), step.get("human_completion")
+    if chosen is not None and chosen not in range(len(found)):
+        raise UserError(f"{where} has {len(found)} completions, but 'chosen_completion' is {chosen!r}")
+    if human and (not isinstance(human, dict) or not isinstance(human.get("text"), str)):
+        raise UserError(f"{where} has a 'human_completion' without 'text'")
+    return found, chosen, human["text"] if human else None
 
 
 def read_math_shepherd(row: Row, reading: Reading, use: Use) -> list[Draft]:

@@ -48,19 +48,25 @@ class StepBatch:
 
 
 def mismatched_rows(rows: Dataset) -> np.ndarray:
-    """For each row the row whose answer it borrows: the nearest one before it, cyclically, with another prompt, (n,)
-    int64; the row before it if all prompts are equal."""
+    """For each row the row whose answer it borrows: one with another prompt, (n,) int64.
+
+    In the order of prompts (rows of a prompt together, prompts as they come first) each row borrows from the one so
+    many places before it as the most frequent prompt has rows. So every answer is borrowed once, and desirable and
+    undesirable ones as often as they occur. If more than half of the rows have one prompt, these share the answers of
+    the others; if all have it, each borrows from the row before.
+    """
     keys: list[int] = []
     for part in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(_CHUNK):
         keys += [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]
-    prompts = np.unique(np.array(keys), return_inverse=True)[1]  # (n,) the same number for the same prompt
-    count = len(prompts)
-    before = np.roll(np.arange(count), 1)
-    other = before.copy()
-    if count and (prompts != prompts[0]).any():
-        place = int(np.flatnonzero(prompts != prompts[before])[0])  # from where the row before has another prompt
-        for row in np.roll(np.arange(count), -place):
-            other[row] = before[row] if prompts[before[row]] != prompts[row] else other[before[row]]
+    _, first, prompts = np.unique(np.array(keys), return_index=True, return_inverse=True)
+    numbers = first[prompts]  # (n,) the first row with the same prompt
+    order = np.argsort(numbers, kind="stable")
+    sizes = np.bincount(numbers, minlength=1)
+    most, other = int(sizes.max()), np.empty(len(order), dtype=np.int64)
+    other[order] = np.roll(order, 1 if most == len(order) else most)
+    if len(order) / 2 < most < len(order):
+        large, rest = order[numbers[order] == sizes.argmax()], order[numbers[order] != sizes.argmax()]
+        other[large] = np.resize(rest, len(large))
     return other
 
 

@@ -56,7 +56,7 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     length = len(separator.rstrip(" ")) or len(separator)
     while found >= 0:
         if text[start:found].strip():
-            ends.append(_token_at(tokenizer, ids, found + length))
+            ends.append(_token_at(tokenizer, ids, text[: found + length]))
         start = found + len(separator)
         found = text.find(separator, start)
     rest = text[start:]
@@ -67,12 +67,15 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     return sorted({*ends, len(ids) - 1})
 
 
-def _token_at(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], length: int) -> int:
-    """Index of the token that completes the first `length` characters of the decoded text."""
+def _token_at(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: str) -> int:
+    """Index of the token that completes `start`, the first characters of the decoded text.
+
+    Texts are compared, not lengths: the bytes of half a character decode to one or several replacement characters.
+    """
     low, high = 1, len(ids)  # the number of tokens that are needed
     while low < high:
         middle = (low + high) // 2
-        if len(_decoded(tokenizer, ids[:middle])) >= length:
+        if _decoded(tokenizer, ids[:middle]).startswith(start):
             high = middle
         else:
             low = middle + 1

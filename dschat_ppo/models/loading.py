@@ -30,7 +30,7 @@ from dschat_ppo.models.adapter_weights import LM_HEADS
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.architectures import SCORE, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
-from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
+from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, odd_expert, weight_files
 from dschat_ppo.models.model_folders import base_folder, saves_head
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import grow_vocabulary
@@ -291,6 +291,12 @@ def _check_weights(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
+    except UserError as problem:
+        odd = odd_expert(checkpoint_shapes(folder))
+        if odd is None:
+            raise
+        fault = f"{folder}: the checkpoint does not fit {type(config).__name__}: wrong shape: {odd}"
+        raise UserError(fault) from problem.__cause__
     finally:
         transformers.logging.set_verbosity(verbosity)
     missing = set(info["missing_keys"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
             with safe_open(file, framework="pt") as weights:
                 shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in list(weights.keys())}
     return shapes
+
+
+def odd_expert(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The first weight of a mixture of experts whose shape is not that of most experts of its layer, with both shapes;
+    None if there is none. transformers joins these weights to one tensor, and fails without a name."""
+    layers: dict[str, list[str]] = {}
+    for name in sorted(shapes):
+        layers.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", name), []).append(name)
+    for names in layers.values():
+        usual = Counter(shapes[name] for name in names).most_common(1)[0][0]
+        for name in names:
+            if shapes[name] != usual:
+                return f"{name} {list(shapes[name])}, other experts {list(usual)}"
+    return None
 
 
 def is_old_buffer(name: str, shape: Sequence[int]) -> bool:

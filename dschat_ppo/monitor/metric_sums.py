@@ -24,13 +24,19 @@ class MetricSums:
     def __init__(self, sources: Sequence[str] = ()) -> None:
         self.sources = tuple(sources)
         self._means: dict[str, Tensor] = {}  # name -> (2,) fp64, sum and count
-        self._parts: dict[str, Tensor] = {}  # the same for means over some rows; not in the result without values
+        self._parts: dict[str, Tensor] = {}  # the same for means over some values; not in the result without them
         self._maxima: dict[str, Tensor] = {}  # name -> scalar fp64
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values`, of any shape, to the mean `name`; with a `mask` (same shape, bool) only where it is True."""
         kept = values if mask is None else values[mask]
         self.add_sum(name, kept.sum(dtype=torch.float64), kept.new_tensor(kept.numel(), dtype=torch.float64))
+
+    def add_mean_if_any(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """As `add_mean`, but the result has no entry for the name if `mask` (bool) is nowhere True on any rank."""
+        kept = values[mask].detach().double()
+        part = torch.stack([kept.sum(), kept.new_tensor(kept.numel())])
+        self._parts[name] = self._parts.get(name, torch.zeros_like(part)) + part
 
     def add_sum(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add a sum over `count` elements (both scalars) to the mean `name`."""

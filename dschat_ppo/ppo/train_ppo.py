@@ -18,6 +18,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, check_evaluation, plan_ppo
+from dschat_ppo.config.schedule_flags import ppo_schedules
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.prepare import TokenRows, prepare
@@ -101,10 +102,13 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     plan = plan_ppo(ppo, len(rows.train), ranks, warmup_rollouts, shared, schedule.max_steps)
     texts = plain_texts(config, plan, tokenizer, device)
     lines = [*plan.table(), *schedule.warmup_shown(plan.actor_updates)]
-    warmups = [(schedule.warmup_steps(ppo.num_warmup_steps, plan.actor_updates), plan.actor_updates)]
-    if config.ppo_schedule.critic_num_warmup_steps is not None:
-        warmups.append((config.ppo_schedule.critic_num_warmup_steps, plan.total_updates))
-    show_plan("PPO: batches", lines, *warmups)
+    schedules = ppo_schedules(ppo, config.ppo_schedule, config.algorithm.has_critic)
+    totals = (plan.actor_updates, plan.total_updates)
+    warmups = [
+        (schedule.warmup_of(model, ppo.num_warmup_steps, total), total)
+        for model, total in zip(schedules, totals, strict=False)  # there may be no critic
+    ]
+    show_plan("PPO: batches", lines, *dict.fromkeys(warmups))
     if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":
         logger().info(
             f"note: in {config.run.dtype} log-probs recorded while sampling differ by about 0.01 from those of the "

@@ -31,6 +31,11 @@ class KeptModels:
     keeps_best: bool
     save: Callable[[Path], None]
 
+    @property
+    def best(self) -> Path:
+        """Folder of the best models."""
+        return self.output / BEST
+
     def is_due(self, step: int) -> bool:
         """Whether the models after `step` steps are kept in `hf/`."""
         return self.every > 0 and step % self.every == 0
@@ -51,7 +56,7 @@ class KeptModels:
         Raises:
             StorageError: they cannot be written; on every rank.
         """
-        self._replace(self.output / BEST)
+        self._replace(self.best)
 
     def _replace(self, folder: Path) -> None:
         partial = folder.with_name(f"{folder.name}{PARTIAL}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
 from dschat_ppo.errors import UserError
@@ -46,11 +48,22 @@ class BestEvaluation:
 
     def state_dict(self) -> dict[str, Any]:
         """Entries of a checkpoint."""
-        return {"best": self.found, "best_metric": self.metric.name}
+        return {"best": self.found, "best_metric": self.metric.name, "best_higher": self.metric.higher}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the entries of a checkpoint, unless they are about another metric."""
-        if state.get("best_metric", LOWEST_LOSS.name) == self.metric.name:
+        name = state.get("best_metric", LOWEST_LOSS.name)
+        if BestMetric(name, state.get("best_higher", self.metric.higher)) == self.metric:
             self.found = None if state["best"] is None else tuple(state["best"])
         else:
             logger().info(f"--metric_for_best: the run looks for the best {self.metric.name} from here on")
+
+    def require_model(self, folder: Path) -> None:
+        """Forget an evaluation whose model was not kept in `folder`: by a run without `--metric_for_best`, or with
+        another `--output_dir`. Collective."""
+        if self.found is not None and not dist.broadcast_object(folder.is_dir()):
+            logger().info(
+                f"--metric_for_best: {folder} does not hold the model of step {self.found[1]}, the best so far; the "
+                "run looks for the best from here on"
+            )
+            self.found = None

@@ -58,8 +58,8 @@ def kto_loss(model: Model, batch: LabelledBatch, num_rows: Tensor, sums: MetricS
     sums.add_mean("kl", batch.baseline, real)
     sums.add_mean("accuracy", right, real)
     for name, kept in (("chosen", real & desirable), ("rejected", real & ~desirable)):
-        sums.add_mean(f"{name}_reward", rewards, kept)
-        sums.add_mean(f"{name}_logprob", logprobs.detach(), kept)
+        sums.add_mean_if_any(f"{name}_reward", rewards, kept)
+        sums.add_mean_if_any(f"{name}_logprob", logprobs, kept)
     sums.add_by_source("loss", losses, batch.data_sources, real)
     sums.add_by_source("accuracy", right, batch.data_sources, real)
     return (masked_sum(losses, real) / num_rows).float()
@@ -148,6 +148,8 @@ def kto_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
         return torch.stack([batch.row_mask.sum(), batch.lengths[batch.row_mask].sum()])
 
     def with_margin(metrics: dict[str, float]) -> dict[str, float]:
+        if not {"chosen_reward", "rejected_reward"} <= metrics.keys():  # answers of one kind only
+            return metrics
         return {**metrics, "margin": metrics["chosen_reward"] - metrics["rejected_reward"]}
 
     return Objective(

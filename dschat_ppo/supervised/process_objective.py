@@ -30,8 +30,8 @@ def process_loss(model: Model, batch: StepBatch, num_steps: Tensor, sums: Metric
     right = ((scores > 0) == good).float()
     sums.add_mean("loss", losses.detach())
     sums.add_mean("accuracy", right)
-    sums.add_mean("accuracy_good", right, good)
-    sums.add_mean("accuracy_bad", right, ~good)
+    sums.add_mean_if_any("accuracy_good", right, good)
+    sums.add_mean_if_any("accuracy_bad", right, ~good)
     sums.add_mean("good_share", good.float())
     if batch.data_sources is not None:
         of_steps = batch.data_sources.repeat_interleave(batch.label_mask.sum(dim=1))  # (N,)

@@ -16,6 +16,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import plan_supervised
+from dschat_ppo.config.schedule_flags import fit_schedules
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.data.chat_templates import with_template_flags
@@ -159,7 +160,8 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: s
     output = run.session.output
     total, schedule = trainer.plan.total_steps, trainer.schedule
     lines = [*trainer.plan.table(), *schedule.warmup_shown(total)]
-    show_plan(f"{title}: batches", lines, (schedule.warmup_steps(trainer.fit.num_warmup_steps, total), total))
+    [model] = fit_schedules(trainer.fit)
+    show_plan(f"{title}: batches", lines, (schedule.warmup_of(model, trainer.fit.num_warmup_steps, total), total))
     started = time.perf_counter()
     announce("train")
 

@@ -143,6 +143,8 @@ class SupervisedTrainer(Generic[Batch]):
             self.before = self.evaluate()
             writer.write(0, self.before)
         self.best.require_metric(self.before)
+        if kept is not None and kept.keeps_best:
+            self.best.require_model(kept.best)
         with progress_bar(title, self.plan.total_steps, self.steps) as bar:
             for micro_batches in self.steps_left():
                 step = self.steps + 1

@@ -29,7 +29,7 @@ from dschat_ppo.checkpoint.manifest import FILE_NAME, Manifest, damage
 from dschat_ppo.checkpoint.reshard import whole_weights
 from dschat_ppo.checkpoint.run_identity import is_fingerprinted_model
 from dschat_ppo.checkpoint.state_file import load_state
-from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, replace_folder
+from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, remove_folder, replace_folder
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.chat_templates import with_template_flags
@@ -144,7 +144,8 @@ def export(
         overwrite: replace `out`.
 
     Raises:
-        UserError: `out` exists; the checkpoint has no such role; or a model folder is missing or another one.
+        UserError: `out` exists, or what is read lies in it; the checkpoint has no such role; or a model folder is
+            missing or another one.
         StorageError: `out` cannot be written.
     """
     roles = run.roles()
@@ -153,6 +154,10 @@ def export(
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists; name another folder, or add --overwrite")
     wanted = roles if role is None else [role]
+    models = [(critic_model if name == "critic" else model) or started_from(run, name)[1] for name in wanted]
+    for read in (run.folder, *(Path(name).expanduser() for name in models)):
+        if read.resolve().is_relative_to(out.resolve()):
+            raise UserError(f"{out} would be written over {read}, which is read; name another folder")
     main_role = "actor" if run.manifest.kind == "ppo" else "model"
     tokenizer_folder = base_folder(run, main_role, model, needs_weights=False)
     tokenizer = with_template_flags(load_tokenizer(tokenizer_folder, started_from(run, main_role)[0]), run.config.data)
@@ -160,10 +165,14 @@ def export(
         partial = empty_folder(out.with_name(f"{out.name}{PARTIAL}"))
     except OSError as problem:
         raise StorageError(f"{out}: cannot be written ({problem.strerror})") from None
-    for name in wanted:
-        place = partial / name if role is None and run.manifest.kind == "ppo" else partial
-        given = critic_model if name == "critic" else model
-        export_role(run, name, place, dtype or run.config.run.dtype, given, tokenizer)
+    try:
+        for name in wanted:
+            place = partial / name if role is None and run.manifest.kind == "ppo" else partial
+            given = critic_model if name == "critic" else model
+            export_role(run, name, place, dtype or run.config.run.dtype, given, tokenizer)
+    except UserError:
+        remove_folder(partial)
+        raise
     try:
         replace_folder(out, partial)
     except OSError as problem:
@@ -261,7 +270,7 @@ def started_from(run: SavedRun, role: str) -> tuple[str, str]:
     """(flag, folder or hub name) of the model from which a role started."""
     if role == "critic":
         return run.config.critic_flag, run.config.critic_folder
-    if role == "actor":
+    if role in ("actor", "actor_ema"):
         return ACTOR, run.config.ppo.actor_model_name_or_path
     return MODEL, run.config.fit.model_name_or_path
 

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from command_lines import read
 
 from dschat_ppo.config.export_flags import BestFlags, BestMetric
 from dschat_ppo.errors import UserError
@@ -36,3 +37,13 @@ def test_better_is_higher_or_lower_and_never_nan():
     assert BestMetric("a", True).is_better(2, 1) and not BestMetric("a", True).is_better(1, 1)
     assert BestMetric("a", False).is_better(1, 2) and not BestMetric("a", False).is_better(2, 2)
     assert not any(BestMetric("a", higher).is_better(math.nan, 1) for higher in (True, False))
+
+
+def test_step_1_measures_the_loss_and_the_perplexity():
+    for text in ("eval_perplexity", "loss", "loss/data", "eval_loss:max"):
+        assert read("sft", "--metric_for_best", text)["metric_for_best"] == text
+    with pytest.raises(
+        UserError, match="^--metric_for_best accuracy: the evaluation of this step has eval_loss and ev"
+    ):
+        read("sft", "--metric_for_best", "accuracy")
+    assert read("reward", "--metric_for_best", "accuracy")["metric_for_best"] == "accuracy"

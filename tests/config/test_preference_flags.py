@@ -3,7 +3,7 @@
 import pytest
 from command_lines import NEEDED, read
 
-from dschat_ppo.config.cli import flatten, parse
+from dschat_ppo.config.cli import flatten, notes, parse
 from dschat_ppo.errors import UserError
 
 DIRECT = ["dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll", "kto", "orpo", "simpo", "cpo"]
@@ -38,6 +38,18 @@ def test_flags_of_other_objectives_are_refused(objective, words, used_by):
         return
     with pytest.raises(UserError, match=f"{name} .*no effect with --objective {objective}.*{used_by[0]}"):
         read("reward", *given)
+
+
+def test_former_defaults_in_saved_configurations_are_accepted_with_a_note(tmp_path):
+    """Before other objectives had their own ones, `config.yaml` named 0.1 and 0.2 for every objective."""
+    (tmp_path / "config.yaml").write_text("beta: 0.1\nnll_coef: 0.2\n")
+    for objective, idle in (("reward", ["beta", "nll_coef"]), ("dpo", ["nll_coef"]), ("dpo_nll", [])):
+        words = ["--config", str(tmp_path / "config.yaml"), "--objective", objective]
+        config = parse("reward", [*NEEDED["reward"], *words])
+        reason = f"has no effect: --objective {objective} does not use it"
+        assert notes("reward", config) == [f"--{name} {reason}" for name in idle]
+        assert config.reward.nll_weight == (0.2 if objective == "dpo_nll" else config.reward.nll_coef)
+    assert notes("reward", parse("reward", NEEDED["reward"])) == []
 
 
 @pytest.mark.parametrize("objective", SMOOTHED)

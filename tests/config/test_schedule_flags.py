@@ -23,6 +23,23 @@ def test_the_ratio_is_rounded_up_and_replaces_the_number(ratio, number, total, s
 
 
 @pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("--lr_scheduler_type constant", [0, 0]),  # 100 is the default of --num_warmup_steps
+        ("--lr_scheduler_type linear", [100, 100]),
+        ("--lr_scheduler_type constant --critic_lr_scheduler_type linear", [0, 100]),
+        ("--critic_num_warmup_steps 3", [100, 3]),
+        ("--warmup_ratio 0.25 --critic_num_warmup_steps 3", [10, 3]),
+        ("--warmup_ratio 0.25 --critic_lr_scheduler_type constant", [10, 0]),
+    ],
+)
+def test_the_warm_up_of_each_model(words, steps):
+    config = parse("ppo", [*NEEDED["ppo"], *words.split()])
+    models = ppo_schedules(config.ppo, config.ppo_schedule, has_critic=True)
+    assert [config.schedule.warmup_of(model, config.ppo.num_warmup_steps, 40) for model in models] == steps
+
+
+@pytest.mark.parametrize(
     ("step", "words", "message"),
     [
         ("sft", "--warmup_ratio 1", "--warmup_ratio must be at least 0 and below 1"),

@@ -117,3 +117,21 @@ def test_prm800k_follows_the_chosen_steps_and_labels_the_others_where_they_end()
     ]
     assert found[2].suffix == ", step 2, completion 1"
     assert all(example.prompt == "2x = 4?" for example in found)
+
+
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [
+        ("a", "is str"),
+        ({"completions": [3]}, "has a completion without 'text'"),
+        ({"completions": [{"rating": 1}]}, "has a completion without 'text'"),
+        ({"completions": [option("a", 2)]}, "has the rating 2; expected -1, 0 or 1"),
+        ({"completions": [option("a", [1])]}, r"has the rating \[1\]"),
+        ({"completions": [option("a", 1)], "chosen_completion": 1}, "has 1 completions, but 'chosen_completion' is 1"),
+        ({"completions": [], "human_completion": {"rating": 1}}, "has a 'human_completion' without 'text'"),
+    ],
+)
+def test_a_bad_step_of_prm800k_is_named(step, problem):
+    row = {**PRM800K, "label": {"steps": [PRM800K["label"]["steps"][0], step]}}
+    with pytest.raises(UserError, match=f"^row 3: step 2 of 'label.steps' {problem}"):
+        form_of([PRM800K]).read(row, "steps", "row 3")

@@ -26,13 +26,29 @@ def test_a_row_borrows_the_answer_of_the_row_before(prompts, expected):
     assert mismatched_rows(rows_of(prompts) if prompts else Dataset.from_dict({"prompt_ids": []})).tolist() == expected
 
 
-def test_rows_of_the_same_prompt_borrow_from_the_nearest_other_one_before():
+def test_rows_of_the_same_prompt_borrow_from_other_prompts_and_every_answer_is_borrowed_once():
     letters = "aabbbca"
     rows = Dataset.from_list([{"prompt_ids": [ord(letter)]} for letter in letters])
-    # 0 and 6 are neighbours with the same prompt in the cycle
-    assert mismatched_rows(rows).tolist() == [5, 5, 1, 1, 1, 4, 5]
+    # in the order of prompts: 0 1 6, 2 3 4, 5; three places back
+    assert mismatched_rows(rows).tolist() == [3, 4, 0, 1, 6, 2, 5]
     for row, other in enumerate(mismatched_rows(rows)):
         assert letters[row] != letters[other]
+
+
+def test_the_answers_of_pairs_are_borrowed_as_often_as_each_other():
+    """Not only the rejected ones, whose log-ratios fall: the baseline of KTO would stay 0."""
+    rows = Dataset.from_list([{"prompt_ids": [pair], "answers": [[side]]} for pair in range(6) for side in (1, 0)])
+    other = mismatched_rows(rows)
+    assert sorted(other) == list(range(12))
+    assert [side for [[side]] in rows.select(other)["answers"]] == [1, 0] * 6
+
+
+@pytest.mark.parametrize("letters", ["aaab", "baaa", "bbaaaac", "bcaaaaa", "aabb", "abcabcab"])
+def test_no_row_borrows_from_its_own_prompt_if_there_is_another(letters):
+    other = mismatched_rows(Dataset.from_list([{"prompt_ids": [ord(letter)]} for letter in letters]))
+    assert all(letters[row] != letters[borrowed] for row, borrowed in enumerate(other))
+    if max(map(letters.count, letters)) <= len(letters) / 2:
+        assert sorted(other) == list(range(len(letters)))
 
 
 def test_equal_prompts_borrow_from_the_row_before():
@@ -41,7 +57,7 @@ def test_equal_prompts_borrow_from_the_row_before():
 
 def test_a_shuffled_table_counts_its_own_rows():
     rows = Dataset.from_list([{"prompt_ids": [n]} for n in range(5)]).select([4, 2, 2, 0])
-    assert mismatched_rows(rows).tolist() == [3, 0, 0, 2]
+    assert mismatched_rows(rows).tolist() == [2, 3, 0, 1]
 
 
 LABELLED = Dataset.from_list(

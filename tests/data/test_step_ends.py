@@ -48,6 +48,18 @@ def test_ends_by_hand(merging, tokens, separator, ends):
     assert step_ends(merging, ids(*tokens), separator) == ends
 
 
+def test_a_character_of_several_byte_tokens_before_the_separator():
+    """Half of it decodes to several characters, as in the SentencePiece tokenizers of Llama 2 and Mistral."""
+    pieces = ["<unk>", "</s>", "a", "\n", *(f"<0x{byte:02X}>" for byte in "😀".encode())]
+    backend = Tokenizer(models.WordLevel({piece: at for at, piece in enumerate(pieces)}, "<unk>"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    answer = [2, 4, 5, 6, 7, 3, 2, 1]  # a 😀 line break a </s>
+    assert tokenizer.decode(answer) == "a😀\na</s>" and len(tokenizer.decode(answer[:4])) == 4
+    assert step_ends(tokenizer, answer, "\n") == [5, 7]
+    assert step_ends(tokenizer, answer, "😀") == [4, 7], "the token that completes it"
+
+
 def test_tokens_without_labels_are_left_out(merging):
     answer = ids("a", "\n", "b", "\n", "c", "</s>")
     assert labelled_ends(merging, answer, (1.0, math.nan, 0.25), "\n") == ([1, 5], [1.0, 0.25])

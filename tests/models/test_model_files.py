@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
+from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, odd_expert, weight_files
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 )
 def test_old_buffers_have_known_names_and_shapes(name, shape, expected):
     assert is_old_buffer(name, shape) is expected
+
+
+def test_an_expert_whose_shape_differs_from_the_others_of_its_layer_is_found():
+    shapes = {f"layers.{layer}.mlp.experts.{n}.up.weight": (4 + layer, 8) for layer in range(2) for n in range(3)}
+    assert odd_expert({**shapes, "embed.weight": (9, 9)}) is None
+    odd = "layers.1.mlp.experts.0.up.weight"
+    assert odd_expert({**shapes, odd: (5, 7)}) == f"{odd} [5, 7], other experts [5, 8]"

@@ -74,6 +74,15 @@ def test_names_without_values_give_zero():
     assert MetricSums().reduce() == {}
 
 
+def test_a_mean_of_some_values_has_no_entry_without_them():
+    sums, none = MetricSums(), torch.zeros(2, dtype=torch.bool)
+    values = torch.tensor([1.0, 4.0], requires_grad=True)
+    sums.add_mean_if_any("some", values, ~none)
+    sums.add_mean_if_any("some", values * 3, torch.tensor([False, True]))
+    sums.add_mean_if_any("no", values, none)
+    assert sums.reduce() == {"some": pytest.approx(17 / 3)}
+
+
 def test_metrics_have_no_gradient():
     sums = MetricSums()
     values = torch.ones(3, requires_grad=True)

@@ -117,3 +117,6 @@ def test_the_best_model_is_that_of_the_best_evaluation(folder):
     best = max(accuracy.values())
     assert result["best_eval_accuracy"] == best
     assert result["best_step"] == min(step for step in accuracy if accuracy[step] == best)
+    kept = output / f"hf/step_{result['best_step']:06d}"
+    if kept.exists():
+        assert same_files(kept, output / "best") == files_of(output / "best") != []

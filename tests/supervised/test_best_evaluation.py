@@ -42,3 +42,23 @@ def test_a_resumed_run_keeps_the_best_unless_the_metric_changed(said):
     old = BestEvaluation()  # a checkpoint of a version without the flag
     old.load_state_dict({"best": [0.25, 2]})
     assert old.found == (0.25, 2)
+
+
+def test_the_other_direction_is_another_metric(said):
+    best, other = BestEvaluation(ACCURACY), BestEvaluation(BestMetric("eval_accuracy", higher=False))
+    best.consider({"eval_accuracy": 0.5}, 3)
+    other.load_state_dict(best.state_dict())
+    assert other.found is None and len(said) == 1
+
+
+def test_the_best_is_sought_again_if_its_model_was_not_kept(said, tmp_path):
+    best = BestEvaluation(ACCURACY)
+    best.require_model(tmp_path / "best")  # none was found yet
+    best.consider({"eval_accuracy": 0.5}, 3)
+    (tmp_path / "best").mkdir()
+    best.require_model(tmp_path / "best")
+    assert best.found == (0.5, 3) and said == []
+    best.require_model(tmp_path / "none")
+    assert best.found is None and "does not hold the model of step 3, the best so far" in said[0]
+    best.consider({"eval_accuracy": 0.25}, 4)
+    assert best.result() == {"best_eval_accuracy": 0.25, "best_step": 4}

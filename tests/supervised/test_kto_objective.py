@@ -23,7 +23,7 @@ ROWS = Dataset.from_list(
         {"prompt_ids": [29], "answers": [[30, 1]], "label": 1.0},
     ]
 )
-OTHERS = [4, 0, 1, 1, 3]  # the row before with another prompt
+OTHERS = [3, 4, 0, 1, 2]  # two rows before, since two rows have the same prompt
 WORDS = ["--objective", "kto", "--beta", "0.3", "--kto_desirable_weight", "1.5", "--kto_undesirable_weight", "0.5"]
 
 
@@ -103,6 +103,14 @@ def test_loss_and_metrics_match_loops_over_single_answers(policy, reference, swa
     expected = metrics_by_hand(policy, reference, numbers, baseline)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-4) and loss.dtype == torch.float32
+
+
+def test_a_step_without_undesirable_answers_has_no_metrics_of_them(policy, reference, rows):
+    objective = kto_objective(0, CPU, config_of(*WORDS))
+    _, metrics, _ = run(objective, policy, rows, [[0, PADDING_ROW], [2, 4]], 3)
+    assert not {"rejected_reward", "rejected_logprob", "margin"} & metrics.keys()
+    mean = sum(ratio(policy, reference, n, n) for n in (0, 2, 4)) / 3
+    assert metrics["chosen_reward"] == pytest.approx(0.3 * mean, rel=1e-4)
 
 
 def test_one_of_the_two_models_has_a_baseline_above_0(policy, reference):

@@ -60,6 +60,11 @@ def run(model, indices, num_steps: float, sources=(), rows=ROWS):
     return loss, sums.reduce()
 
 
+def test_steps_of_one_kind_have_no_accuracy_of_the_other(classifier):
+    _, metrics = run(ScalarModel(classifier), [1, PADDING_ROW], 1)  # its only label is 0.25
+    assert "accuracy_good" not in metrics and metrics["accuracy_bad"] == metrics["accuracy"]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_loss_and_metrics_match_single_steps(classifier, packed):
     model = ScalarModel(classifier)

@@ -343,6 +343,19 @@ def test_the_best_model_by_the_metric_and_those_of_some_steps_are_kept(tmp_path,
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step_000004", "step_000008"}
 
 
+@pytest.mark.parametrize("keeps_best", [False, True])
+def test_a_run_that_begins_to_keep_the_best_model_forgets_a_best_that_was_not_kept(tmp_path, keeps_best):
+    trainer = make(config_of(tmp_path), Seen())
+    trainer.best.found = (-1.0, 0)  # as a checkpoint may hold it; no loss is lower
+    kept = KeptModels(tmp_path, 0, keeps_best, lambda folder: folder.mkdir(parents=True))
+    with MetricsWriter(tmp_path, None, None) as writer:
+        trainer.run(writer, NO_CHECKPOINTS, "title", kept)
+    assert (tmp_path / "best").exists() is keeps_best
+    lines = lines_of(tmp_path)
+    last = best_steps(lines)[-1]
+    assert trainer.best.found == ((lines[last]["eval_loss"], last) if keeps_best else (-1.0, 0))
+
+
 def test_a_metric_that_the_evaluation_lacks_ends_the_run_before_the_first_step(tmp_path):
     seen = Seen()
     trainer = make(config_of(tmp_path), seen, best_metric=BestMetric("eval_accuracy", True))

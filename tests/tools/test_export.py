@@ -111,7 +111,7 @@ def test_numbers_beyond_the_range_of_the_dtype_are_refused(runs, tmp_path, capsy
 
     monkeypatch.setattr(export, "whole_weights", scaled)
     assert "--dtype fp16: lm.model." in refusal(capsys, runs / "whole", tmp_path / "out", "--dtype", "fp16")
-    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_folder_is_replaced_only_if_asked(runs, tmp_path, capsys):
@@ -121,6 +121,18 @@ def test_an_existing_folder_is_replaced_only_if_asked(runs, tmp_path, capsys):
     assert (tmp_path / "out/mine").exists()
     assert run(runs / "whole", tmp_path / "out", "--overwrite") == 0
     assert not (tmp_path / "out/mine").exists() and (tmp_path / "out/config.json").exists()
+
+
+def test_folders_that_are_read_are_never_replaced(runs, tmp_path, capsys):
+    shutil.copytree(runs / "whole", tmp_path / "whole")
+    for out in (tmp_path / "whole", tmp_path / "whole/checkpoints/step_000002", tmp_path):
+        text = refusal(capsys, tmp_path / "whole", out, "--overwrite")
+        assert f"{out} would be written over {tmp_path}/whole/checkpoints/step_000002, which is read" in text
+    assert f"written over {runs}/base" in refusal(capsys, tmp_path / "whole", runs / "base", "--overwrite")
+    shutil.copytree(runs / "base", tmp_path / "moved")
+    text = refusal(capsys, tmp_path / "whole", tmp_path / "moved", "--overwrite", "--model", tmp_path / "moved")
+    assert f"written over {tmp_path}/moved" in text
+    assert CheckpointFolder(tmp_path / "whole").names() and (runs / "base/config.json").exists()
 
 
 def test_what_is_no_checkpoint_is_refused(runs, tmp_path, capsys):
