@@ -1,5 +1,6 @@
 """KTO, ORPO, SimPO, CPO and process reward models on real ranks: one trajectory for every split."""
 
+import copy
 import json
 import random
 
@@ -62,10 +63,13 @@ def test_kto_does_not_depend_on_ranks_micro_batches_zero_stage_or_packing(trajec
 
 @pytest.mark.parametrize("label", SHARED)
 def test_ranks_that_share_rows_compute_what_one_rank_computes(trajectories, label):
-    found, expected = (trajectories[name][label] for name in ("shared", 1))
+    found, expected = (copy.deepcopy(trajectories[name][label]) for name in ("shared", 1))
     assert abs(expected["steps"][0]["loss"] - expected["steps"][-1]["loss"]) > 1e-2, "nothing was trained"
+    first = "accuracy" if label.startswith("kto") else None  # of rewards that are 0 up to rounding: no update yet
+    for entry in (found, expected):
+        entry["steps"][0] = {name: value for name, value in entry["steps"][0].items() if name != first}
     equal(found, expected, label)
-    described, wanted = dict(found["described"]), dict(expected["described"])
+    described, wanted = found["described"], expected["described"]
     assert bool(wanted) == label.startswith("process")
     assert described.pop("step_separator", None) == wanted.pop("step_separator", None)
     assert described == pytest.approx(wanted, rel=1e-4)
