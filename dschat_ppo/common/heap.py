@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -27,7 +28,8 @@ def freed_memory_returned() -> Iterator[None]:
 
     glibc keeps freed blocks of up to 32 MiB for later use. While a model is partitioned, every rank allocates and frees
     each whole tensor once; with several ranks the kept blocks add up to the size of the model. Afterwards the heap
-    works as before, because training allocates the same sizes again and again.
+    works as before, because training allocates the same sizes again and again: by glibc's environment variables, or as
+    after its own adjustment to large tensors.
     """
     library = _glibc()
     if library is None:
@@ -37,6 +39,12 @@ def freed_memory_returned() -> Iterator[None]:
     try:
         yield
     finally:
-        library.mallopt(MMAP_THRESHOLD, LARGEST)
-        library.mallopt(TRIM_THRESHOLD, 2 * LARGEST)
+        mmap_threshold = _of_user("MALLOC_MMAP_THRESHOLD_", LARGEST)
+        library.mallopt(MMAP_THRESHOLD, mmap_threshold)
+        library.mallopt(TRIM_THRESHOLD, _of_user("MALLOC_TRIM_THRESHOLD_", 2 * mmap_threshold))
         library.malloc_trim(0)
+
+
+def _of_user(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default

@@ -41,14 +41,22 @@ def training_states(engine: Engine) -> Iterator[Tensor]:
         yield from [held] if isinstance(held, Tensor) else held or []
 
 
+def gradient_buckets(engine: Engine) -> Iterator[Tensor]:
+    """The buffers in which ZeRO-3 collects gradients during a backward pass. Their contents mean nothing afterwards."""
+    for bucket in getattr(engine.optimizer, "ipg_buckets", {}).values():
+        if isinstance(bucket.buffer, Tensor):  # ZeRO 1 and 2 have a list, which is empty between backward passes
+            yield bucket.buffer
+
+
 def on_device(tensor: Tensor) -> bool:
     """Whether a tensor is in device memory; never on a CPU."""
     return tensor.device.type != "cpu"
 
 
 @contextmanager
-def asleep(tensors: Iterable[Tensor], awake: Iterable[Tensor] = ()) -> Iterator[int]:
-    """Move the memory of `tensors` to the host for the duration of the block; yields the number of bytes moved.
+def asleep(tensors: Iterable[Tensor], awake: Iterable[Tensor] = (), scratch: Iterable[Tensor] = ()) -> Iterator[int]:
+    """Move the memory of `tensors` to the host for the duration of the block; yields the number of bytes that leave the
+    device.
 
     The memory behind the tensors is emptied and filled again, and no tensor is replaced: DeepSpeed holds views of its
     flat buffers (such as `_hp_mapping`), which would keep the memory in use, and would be stale afterwards.
@@ -56,20 +64,27 @@ def asleep(tensors: Iterable[Tensor], awake: Iterable[Tensor] = ()) -> Iterator[
     Args:
         tensors: not used in the block; those in host memory stay as they are.
         awake: tensors that are used in the block; memory that they share with `tensors` is not moved.
+        scratch: tensors whose contents mean nothing; their memory is freed without a copy.
     """
     used = {tensor.untyped_storage().data_ptr() for tensor in awake}
     memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if on_device(tensor)}
     get_accelerator().synchronize()  # a stream other than the current one may still use the memory
     moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+    freed: list[tuple[torch.UntypedStorage, int]] = []
     try:
+        for storage in (tensor.untyped_storage() for tensor in scratch if on_device(tensor)):
+            freed.append((storage, storage.nbytes()))
+            storage.resize_(0)
         for place, storage in memory.items():
             if storage.nbytes() and storage.resizable() and place not in used:
                 host = torch.UntypedStorage(storage.nbytes())
                 host.copy_(storage, non_blocking=False)
                 moved.append((storage, host))
                 storage.resize_(0)
-        yield sum(host.nbytes() for _, host in moved)
+        yield sum(host.nbytes() for _, host in moved) + sum(size for _, size in freed)
     finally:
+        for storage, size in freed:
+            storage.resize_(size)
         for storage, host in moved:
             storage.resize_(host.nbytes())
             storage.copy_(host, non_blocking=False)

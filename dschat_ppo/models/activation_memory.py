@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from dschat_ppo.common import dist
+
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
 EXPERTS = ("experts", "router")  # modules of a mixture of experts
 HOST = "cpu"
@@ -46,6 +48,9 @@ def tile_mlps(backbone: PreTrainedModel) -> None:
 
     Memory for what is between the layers of an MLP is then that of one piece. The backward pass computes each piece
     again. Numbers are the same up to the rounding of sums over tokens in the weights' gradients.
+
+    ZeRO-3 may gather the weights for each piece, so the ranks then agree on the number of pieces: a forward pass is
+    collective, and a rank with fewer tokens runs empty pieces.
     """
     size = backbone.config.get_text_config().hidden_size
     for mlp in mlps_of(backbone)[0]:
@@ -63,9 +68,13 @@ def _tiled(kind: Any) -> Any:
     def forward(self: Any, *values: Tensor) -> Tensor:
         whole = partial(kind.forward, self)
         shape = values[0].shape
-        if shape[:-1].numel() <= self.tile_size:
+        own = count = max(1, -(-shape[:-1].numel() // self.tile_size))
+        if any(layer._forward_pre_hooks for layer in self.children()):  # those of ZeRO-3, which gather its weights
+            count = int(dist.all_reduce(torch.tensor(own, device=values[0].device), "max"))
+        if count == 1:
             return whole(*values)
-        pieces = zip(*(x.reshape(1, -1, x.shape[-1]).split(self.tile_size, dim=1) for x in values), strict=True)
+        rows = [x.reshape(1, -1, x.shape[-1]) for x in values]
+        pieces = zip(*(x.split(self.tile_size, dim=1) + (x[:, :0],) * (count - own) for x in rows), strict=True)
         if torch.is_grad_enabled():
             outputs = [checkpoint(whole, *piece, use_reentrant=False) for piece in pieces]
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,22 +22,34 @@ class RouterRecorder:
     loads: list[RouterLoad] = field(default_factory=list)
 
 
-_RECORDERS: list[RouterRecorder] = []
+_RECORDERS: list[RouterRecorder | None] = [None]  # the last one is active; None: nothing is recorded
 
 
 @contextmanager
 def recorded_router(rows: Tensor, top_k: int) -> Iterator[RouterRecorder]:
     """Record the load of each forward pass of a `PolicyModel` or `ScalarModel` over micro-batches with these rows."""
-    _RECORDERS.append(RouterRecorder(rows, top_k))
+    recorder = RouterRecorder(rows, top_k)
+    with _active(recorder):
+        yield recorder
+
+
+def unrecorded_router() -> AbstractContextManager[None]:
+    """Record nothing in this block: for a second model, which is not the one that trains."""
+    return _active(None)
+
+
+@contextmanager
+def _active(recorder: RouterRecorder | None) -> Iterator[None]:
+    _RECORDERS.append(recorder)
     try:
-        yield _RECORDERS[-1]
+        yield
     finally:
         _RECORDERS.pop()
 
 
 def router_arguments() -> dict[str, bool]:
     """Arguments with which a model returns the logits of its routers, while they are recorded."""
-    return {"output_router_logits": True} if _RECORDERS else {}
+    return {} if _RECORDERS[-1] is None else {"output_router_logits": True}
 
 
 def record_router(output: Any, read: Tensor, lay_out: Callable[[Tensor], Tensor] = torch.flatten) -> None:
@@ -48,9 +60,9 @@ def record_router(output: Any, read: Tensor, lay_out: Callable[[Tensor], Tensor]
         read: (B, T) bool, True on the tokens whose states are read.
         lay_out: a mask (B, T) as the N tokens that this rank's model ran, of padded, packed or divided rows.
     """
-    if not _RECORDERS:
-        return
     recorder = _RECORDERS[-1]
+    if recorder is None:
+        return
     counted = lay_out(read & recorder.rows.unsqueeze(1)).flatten()  # (N,)
     logits = [layer.reshape(len(counted), -1) for layer in output.router_logits if layer is not None]
     recorder.loads.append(router_load(logits, counted, recorder.top_k))

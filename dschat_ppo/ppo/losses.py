@@ -18,6 +18,7 @@ from dschat_ppo.algorithms.kl import kl_k3, kl_loss
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
+from dschat_ppo.models.router_recorder import unrecorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.score import exact_kl
@@ -91,7 +92,7 @@ class ActorLoss:
             assert rows.ref_logprobs is not None
             return kl_loss(scores.logprobs, rows.ref_logprobs, flags.kl_loss_estimator, flags.kl_straight_through)
         assert self.reference is not None
-        with torch.no_grad():
+        with torch.no_grad(), unrecorded_router():  # the router loss is the actor's
             reference = response_scores(self.reference, rows, self.temperature, distributions=True)
         return exact_kl(rows, scores, reference)
 

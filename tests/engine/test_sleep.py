@@ -14,7 +14,7 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train
 from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.optimizer_step import optimizer_step
-from dschat_ppo.engine.sleep import asleep, training_states, weights_of
+from dschat_ppo.engine.sleep import asleep, gradient_buckets, training_states, weights_of
 from dschat_ppo.models.loading import DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -84,6 +84,25 @@ def test_states_masters_and_gradients_leave_the_device_and_the_actors_weights_st
             # two moments and the fp32 weights, 4 bytes each; at stage 3 padded
             assert held_bytes(training_states(engine)) == 0
     assert held_bytes(moments) >= 2 * 4 * weights
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(3, "fp32"), (3, "bf16"), (2, "bf16")])
+def test_the_buckets_of_gradients_leave_the_device_without_a_copy(stage, dtype, simulated):
+    engine = engine_of(stage, dtype)
+    step(engine, 0, dtype)
+    buckets = list(gradient_buckets(engine))
+    size = held_bytes(buckets)
+    assert size == (0 if stage < 3 else engine.optimizer.reduce_bucket_size * DTYPES[dtype].itemsize)
+    copied = held_bytes(training_states(engine))  # the actor's weights stay
+    hybrid = HybridEngine(engine, sleeping=[engine])
+    with hybrid.generating():
+        assert held_bytes(buckets) == 0
+    assert held_bytes(buckets) == size
+    with asleep([], scratch=buckets) as moved:
+        assert moved == size
+    with asleep(training_states(engine), scratch=buckets) as moved:
+        assert moved == size + copied
+    assert step(engine, 1, dtype) > 0
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -71,6 +71,22 @@ def test_the_inside_of_a_tiled_mlp_is_as_small_as_a_piece():
     assert watch.size == 32 * 4096
 
 
+def test_a_rank_with_fewer_tokens_runs_empty_pieces_where_zero_gathers_weights(monkeypatch):
+    plain, tiled = (PolicyModel(new_model("llama")) for _ in range(2))
+    tile_mlps(tiled.backbone)
+    monkeypatch.setattr(activation_memory.dist, "all_reduce", lambda number, op: number.clamp_min(6))  # another rank's
+    sizes = []
+    for layer in tiled.lm.model.layers:
+        layer.mlp.up_proj.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[0].shape[1]))
+    expected, gradients = scores_and_gradients(plain)
+    found, others = scores_and_gradients(tiled)
+    assert sizes[:12] == 2 * [32, 32, 32, 24, 0, 0]  # two layers
+    assert sorted(sizes[12:]) == sorted(sizes[:12]), "each piece once more in the backward pass"
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_a_model_is_tiled_once():
     model = new_model("llama")
     tile_mlps(model.model)

@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
+from tiny_models import new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.data.collators import SFTBatch
-from dschat_ppo.models.forward import ResponseScores
+from dschat_ppo.models.forward import ResponseScores, response_scores
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import losses
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
@@ -121,6 +124,24 @@ def test_the_full_kl_loss_takes_whole_distributions_of_actor_and_reference(loss_
     loss, _, asked = loss_of(kl_loss_coef=0.5, kl_loss_estimator="full")
     assert loss == pytest.approx(POLICY + 0.5 * 3 * kl / 6)
     assert asked == [("actor", 0.7, False, True), ("reference", 0.7, False, True)]
+
+
+@pytest.mark.parametrize("other", ["mixtral", "llama"])
+def test_the_router_loss_beside_the_full_kl_is_that_of_the_actor_alone(other):
+    rows = rows_of(prompt_ids=torch.full((2, 1), 3), response_ids=torch.tensor([[4, 5, 6], [7, 8, 9]]))
+    actor, reference = PolicyModel(new_model("mixtral")), PolicyModel(new_model(other))
+    flags = AlgorithmFlags(kl_loss_coef=0.5, kl_loss_estimator="full")
+    loads = []
+    for model in (None, reference):
+        with recorded_router(torch.ones(2, dtype=torch.bool), 2) as recorder:
+            if model is None:
+                response_scores(actor, rows, 1.0)
+            else:
+                ActorLoss(actor, model, flags, 1.0)(rows, MINIBATCH, 0.0, MetricSums())
+        [load] = recorder.loads
+        loads.append(load)
+    assert torch.equal(loads[0].chosen, loads[1].chosen) and loads[1].probability.requires_grad
+    assert float(loads[1].count) == (3 + 2) * 2, "tokens before the last one, in two layers"
 
 
 @pytest.mark.parametrize(("delta", "advantage", "kept"), [(0.25, -1.0, 1), (0.35, -1.0, 2), (0.25, 1.0, 2)])

@@ -1,7 +1,9 @@
 """Trains on labelled answers, labelled steps and pairs without a reference, in every split of one number of ranks, and
 writes each one's trajectory.
 
-labels.py ASSETS OUT_FILE       reads kto.jsonl and steps.jsonl beside OUT_FILE
+labels.py ASSETS SEQUENCE_RANKS OUT_FILE       reads kto.jsonl and steps.jsonl beside OUT_FILE
+
+Ranks that share rows train some of the splits of one rank.
 """
 
 import json
@@ -28,13 +30,14 @@ SPLITS = [
     *[("kto", stage, micro) for stage in (0, 3) for micro in (1, 2)], ("kto packed", 0, 1), ("process", 0, 2),
     ("process", 3, 1), ("orpo", 3, 1), ("simpo", 3, 1), ("cpo", 2, 1),
 ]  # fmt: skip
+SHARED = [("kto", 0, 2), ("kto", 3, 1), ("process", 3, 1), ("orpo", 3, 1), ("cpo", 2, 1)]
 
 
 def trajectory(assets: Path, folder: Path, name: str, stage: int, micro: int, device) -> dict:
     task = name.split()[0]
     model = str(assets / "lm")
     data = {"kto": folder / "kto.jsonl", "process": folder / "steps.jsonl"}.get(task, assets / "pairs.jsonl")
-    accumulation = GLOBAL_BATCH // (micro * dist.world_size())
+    accumulation = GLOBAL_BATCH // (micro * dist.data_ranks())
     words = ["--model_name_or_path", model, "--data_path", str(data), "--data_split", "0,1,0", "--max_seq_len", "64"]
     words += ["--output_dir", "unused", "--dtype", "fp32", "--zero_stage", str(stage), "--learning_rate", "0.003"]
     words += ["--per_device_train_batch_size", str(micro), "--gradient_accumulation_steps", str(accumulation)]
@@ -48,11 +51,12 @@ def trajectory(assets: Path, folder: Path, name: str, stage: int, micro: int, de
     seed_everything(1)
     trained = load_trained_model(model, config, ds_config)
     fit = SupervisedTrainer(trained, ds_config, rows, OBJECTIVES[task](0, device, config), config.fit, config.run)
+    assert trained.divided == (dist.sequence_ranks() > 1)
     if name.endswith("packed"):
         fit.engine.module.packed = True
     order = [epoch_order(11, 7, epoch) for epoch in range(2)]
     steps = [step for part in order for step in optimizer_steps(
-        part, micro, accumulation, dist.world_size(), dist.rank()
+        part, micro, accumulation, dist.data_ranks(), dist.data_rank()
     )]  # fmt: skip
     metrics = [fit.train_step(indices) for indices in steps[:STEPS]]
     names = [key for key in metrics[0] if key not in ("samples", "tokens")]
@@ -63,12 +67,13 @@ def trajectory(assets: Path, folder: Path, name: str, stage: int, micro: int, de
 
 def main() -> None:
     be_quick()
-    assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
+    assets, shared, out = Path(sys.argv[-3]), int(sys.argv[-2]), Path(sys.argv[-1])
     quiet_libraries()
     device = init_process_group()
     torch.set_num_threads(1)
+    dist.share_rows(shared)
     found = {}
-    for name, stage, micro in SPLITS:
+    for name, stage, micro in SPLITS if shared == 1 else SHARED:
         found[f"{name} stage {stage} micro {micro}"] = trajectory(assets, out.parent, name, stage, micro, device)
     if dist.is_main():
         out.write_text(json.dumps(found))

@@ -1,16 +1,21 @@
 """Divided rows: trajectories of each step, and one model of each architecture against whole rows.
 
 sequence_parallel.py ASSETS SEQUENCE_RANKS OUT_FILE
+
+With DeepSpeed settings in OUT_FILE.ds.json, only the trajectories of `in_groups`.
 """
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from tiny_models import VOCABULARY, new_model
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
@@ -19,6 +24,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.errors import UserError
+from dschat_ppo.models import activation_memory
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm
@@ -177,6 +183,43 @@ def refusals() -> list[str]:
     return found
 
 
+def in_groups(assets: Path, settings: Path, device) -> dict:
+    """SFT and PPO, plain, and at stage 3 with tiled MLPs, for which ranks with uneven rows run uneven pieces."""
+    tiled = ("--deepspeed_config", str(settings), "--tiled_mlp")
+    runs = {
+        "sft": partial(supervised, "sft", assets, 0, True, device),
+        "sft tiled": partial(supervised, "sft", assets, 3, True, device, *tiled, "--gradient_checkpointing"),
+        "ppo": partial(ppo, assets, 0, True, device),
+        "ppo tiled": partial(ppo, assets, 3, True, device, *tiled, "--micro_batch_tokens", "96"),
+    }
+    found = {}
+    for label, run in runs.items():
+        seed_everything(1)
+        with counted_pieces() as pieces:
+            found[label] = {"trajectory": run()}
+        found[label]["pieces"] = dist.gather_objects(pieces)
+    return found
+
+
+@contextmanager
+def counted_pieces() -> Iterator[list[int]]:
+    """The numbers of tokens with which the tiled MLPs run their layers in this block."""
+    seen: list[int] = []
+    before = LlamaMLP.forward
+
+    def forward(self, states):
+        seen.append(states.shape[:-1].numel())
+        return before(self, states)
+
+    LlamaMLP.forward = forward
+    activation_memory._tiled.cache_clear()
+    try:
+        yield seen
+    finally:
+        LlamaMLP.forward = before
+        activation_memory._tiled.cache_clear()
+
+
 def main() -> None:
     be_quick()
     assets, ranks, out = Path(sys.argv[-3]), int(sys.argv[-2]), Path(sys.argv[-1])
@@ -184,6 +227,13 @@ def main() -> None:
     device = init_process_group()
     torch.set_num_threads(1)
     dist.share_rows(ranks)
+    settings = Path(f"{out}.ds.json")
+    if settings.exists():
+        found = in_groups(assets, settings, device)
+        if dist.is_main():
+            out.write_text(json.dumps(found))
+        dist.shutdown()
+        leave(0)
     found = {"families": {}, "trajectories": {}}
     if ranks > 1:
         found["refusals"] = refusals()
