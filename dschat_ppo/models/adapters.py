@@ -229,7 +229,9 @@ def _inject(model: PreTrainedModel, config: Any, name: str, folder: str | None) 
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(injected, model, adapter_name=name)
-        except ValueError as problem:  # the layers of a new adapter are layers of the model
+        except ValueError as problem:
+            if folder is None:  # the layers of a new adapter are layers of the model
+                raise
             raise UserError(f"{folder}: the adapter does not fit {type(model).__name__}: {problem}") from None
     injected.modules_to_save = config.modules_to_save  # for adapter_config.json
     model.peft_config = {**earlier, name: injected}
