@@ -82,10 +82,12 @@ class RLHFEngine:
         self.hybrid = self._build_hybrid(config, actor_stage)
 
     def _build_reference(
-        self, config: PPOConfig, folders: ModelFolders, models: RoleModels, stage: int
+        self, config: PPOConfig, folders: ModelFolders, models: RoleModels, actor_stage: int
     ) -> Engine | None:
         if not config.algorithm.has_reference:
             return None
+        over_actor = folders.reference is None and config.actor_base_is_frozen
+        stage = actor_stage if over_actor else config.ppo.actor_zero_stage
         offload, eight_bits = config.ppo.offload_reference_model, config.memory.zero_quantized_weights
         ds_config = eval_config(stage, config.run.dtype, offload, world_size(), eight_bits)
         reference = models.reference(ds_config)
