@@ -16,7 +16,7 @@ from dschat_ppo.errors import UserError
 WHERE_AND_WHEN = frozenset({
     "output_dir", "overwrite_output_dir", "local_rank", "config",
     "save_steps", "save_minutes", "save_total_limit", "save_best", "resume", "resume_force",
-    "save_hf_steps", "metric_for_best",
+    "save_hf_steps", "metric_for_best", "lora_merge",
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
     "data_output_path", "preprocessing_num_workers",
@@ -122,9 +122,8 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
             matters = name not in HARMLESS and not (product in saved and product in now)
             matters = matters and not (name in LENGTH and _rates_ignore_length(saved) and _rates_ignore_length(now))
             is_former = "max_steps" not in saved and before == FORMER_DEFAULTS.get(name, _ABSENT)
-            if (before is _ABSENT or is_former) and after in DEFAULTS.get(
-                name, []
-            ):  # the checkpoint is older than the flag or its default
+            # the checkpoint is older than the flag or its default
+            if (before is _ABSENT or is_former) and after in DEFAULTS.get(name, []):
                 matters = False
             changes.append(ConfigChange(name, _as_text(before), _as_text(after), matters))
     return sorted(changes, key=lambda change: not change.matters)

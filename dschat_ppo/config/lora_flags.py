@@ -204,10 +204,10 @@ def idle_lora_flags(
     for model in models:
         if _rank(lora, model) == 0:
             names = [f"{model.prefix}lora_module_name", f"{model.prefix}lora_learning_rate"]
-            idle |= dict.fromkeys(_given(lora, names), f"--{model.prefix}lora_dim is 0, so there is no LoRA")
+            idle |= dict.fromkeys(given_among(lora, names), f"--{model.prefix}lora_dim is 0, so there is no LoRA")
     if not any(_rank(lora, model) for model in models):
         names = ["lora_alpha", "lora_dropout", "lora_merge"]
-        idle |= dict.fromkeys(_given(adapters, names), "no model has LoRA (rank 0)")
+        idle |= dict.fromkeys(given_among(adapters, names), "no model has LoRA (rank 0)")
     elif adapters.lora_merge and not adapters.only_optimize_lora:
         idle["lora_merge"] = "other weights train too (no --only_optimize_lora), so the adapter is merged in any case"
     return idle
@@ -217,6 +217,6 @@ def _rank(lora: LoraFlags | PPOLoraFlags, model: AdaptedModel) -> int:
     return int(vars(lora)[f"{model.prefix}lora_dim"])
 
 
-def _given(flags: Any, names: Sequence[str]) -> list[str]:
+def given_among(flags: Any, names: Sequence[str]) -> list[str]:
     """Those flags that differ from their defaults."""
     return [field.name for field in fields(flags) if field.name in names and vars(flags)[field.name] != field.default]

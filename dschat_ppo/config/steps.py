@@ -14,6 +14,7 @@ from dschat_ppo.config.lora_flags import (
     AdapterFlags,
     LoraFlags,
     PPOLoraFlags,
+    given_among,
     idle_lora_flags,
     require_shareable_base,
     require_usable_lora,
@@ -201,10 +202,9 @@ class PPOConfig:
     @property
     def _adapted(self) -> list[AdaptedModel]:
         ppo = self.ppo
-        return [
-            AdaptedModel("actor_", ppo.actor_weight_decay, ppo.actor_zero_stage),
-            AdaptedModel("critic_", ppo.critic_weight_decay, ppo.critic_zero_stage),
-        ]
+        actor = AdaptedModel("actor_", ppo.actor_weight_decay, ppo.actor_zero_stage)
+        critic = AdaptedModel("critic_", ppo.critic_weight_decay, ppo.critic_zero_stage)
+        return [actor, critic] if self.algorithm.has_critic else [actor]
 
     @property
     def reference_folder(self) -> str | None:
@@ -262,6 +262,10 @@ class PPOConfig:
         ppo, memory = self.ppo, self.ppo_memory
         schedules = ppo_schedules(ppo, self.ppo_schedule, self.algorithm.has_critic)
         reasons = idle_lora_flags(self._adapted, self.lora, self.adapters) | idle_flags(self.schedule, schedules, ppo)
+        if not self.algorithm.has_critic:
+            names = ["critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate"]
+            without = f"--advantage_estimator {self.algorithm.advantage_estimator} has no critic"
+            reasons |= dict.fromkeys(given_among(self.lora, names), without)
         if ppo.align_overflow and not self.aligns_overflow:
             reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"
         if ppo.offload_reference_model and self.actor_base_is_frozen and not self.ppo_schedule.ref_model_name_or_path:

@@ -40,46 +40,26 @@ class RLHFEngine:
     """
 
     def __init__(self, config: PPOConfig, plan: PPOPlan, folders: ModelFolders):
-        ppo, run, lora, ranks = config.ppo, config.run, config.lora, world_size()
-        overlay = read_overlay(run.deepspeed_config)
-
-        memory, eight_bits = config.memory, config.memory.zero_quantized_weights
-        own, schedules = config.ppo_schedule, ppo_schedules(ppo, config.ppo_schedule, config.algorithm.has_critic)
-
-        def training(stage: int, clip: float, quantised_frozen: bool = False) -> Config:
-            return train_config(stage, run.dtype, ppo.offload, ranks, clip, overlay, memory, quantised_frozen)
-
-        def adamw(model: ModelSchedule, weight_decay: float, updates: int, of_lora: float) -> OptimizerSettings:
-            warmup, betas = model.warmup, (run.adam_beta1, run.adam_beta2)
-            if warmup is None:
-                warmup = config.schedule.warmup_steps(ppo.num_warmup_steps, updates)
-            return OptimizerSettings(
-                model.peak, weight_decay, model.kind, warmup, updates, betas, run.adam_epsilon, of_lora,
-                config.schedule.min_lr_ratio,
-            )  # fmt: skip
-
         # if other weights train beside an adapter, the adapter alone would not be the model
         self.saves_merged = config.adapters.lora_merge or not config.adapters.only_optimize_lora
-        ds_config = training(ppo.actor_zero_stage, ppo.max_grad_norm, config.ppo_memory.enable_mixed_precision_lora)
+        ppo, own, lora = config.ppo, config.ppo_schedule, config.lora
+        schedules = ppo_schedules(ppo, own, config.algorithm.has_critic)
+        quantised_frozen = config.ppo_memory.enable_mixed_precision_lora
+        ds_config = _training(config, ppo.actor_zero_stage, ppo.max_grad_norm, quantised_frozen)
         models = RoleModels(config, folders, ds_config)
-        actor = models.actor
-        if ppo.actor_gradient_checkpointing:
-            actor.gradient_checkpointing_enable()
-        save_activation_memory(actor, memory)
-        optimizer = adamw(schedules[0], ppo.actor_weight_decay, plan.actor_updates, lora.actor_lora_learning_rate)
-        self.actor = train_engine(actor, ds_config, optimizer)
-        select_kernels(self.actor)
-        self.actor_average = MovingAverage(actor.lm, ppo.ema_decay) if ppo.enable_ema else None
 
-        self.reference: Engine | None = None
-        if config.algorithm.has_reference:
-            ds_config = eval_config(ppo.actor_zero_stage, run.dtype, ppo.offload_reference_model, ranks, eight_bits)
-            reference = models.reference(ds_config)
-            save_activation_memory(reference, memory)
-            share_gathering(reference, self.actor)
-            self.reference = eval_engine(reference, ds_config)
-            if folders.reference is not None:  # else it has the actor's kernels
-                select_kernels(self.reference)
+        if ppo.actor_gradient_checkpointing:
+            models.actor.gradient_checkpointing_enable()
+        save_activation_memory(models.actor, config.memory)
+        rate = lora.actor_lora_learning_rate
+        optimizer = _adamw(config, schedules[0], ppo.actor_weight_decay, plan.actor_updates, rate)
+        self.actor = train_engine(models.actor, ds_config, optimizer)
+        select_kernels(self.actor)
+        self.actor_average = MovingAverage(models.actor.lm, ppo.ema_decay) if ppo.enable_ema else None
+
+        # of the engines that may be over the actor's weights; --deepspeed_config may set another than the flag
+        actor_stage: int = ds_config["zero_optimization"]["stage"]
+        self.reference = self._build_reference(config, folders, models, actor_stage)
         self.reference_sync: ReferenceSync | None = None
         if self.reference is not None and own.ref_sync_interval > 0:
             self.reference_sync = ReferenceSync(self.actor, self.reference, own.ref_sync_mixup)
@@ -87,37 +67,69 @@ class RLHFEngine:
         self.critic: Engine | None = None
         if folders.critic:
             clip = ppo.max_grad_norm if own.critic_max_grad_norm is None else own.critic_max_grad_norm
-            ds_config = training(ppo.critic_zero_stage, clip)
+            ds_config = _training(config, ppo.critic_zero_stage, clip)
             critic = models.critic(folders.critic, ds_config)
             if ppo.critic_gradient_checkpointing:
                 critic.gradient_checkpointing_enable()
-            save_activation_memory(critic, memory)
-            optimizer = adamw(schedules[1], ppo.critic_weight_decay, plan.total_updates, lora.critic_lora_learning_rate)
+            save_activation_memory(critic, config.memory)
+            rate = lora.critic_lora_learning_rate
+            optimizer = _adamw(config, schedules[1], ppo.critic_weight_decay, plan.total_updates, rate)
             share_gathering(critic, self.actor)
             self.critic = train_engine(critic, ds_config, optimizer)
             select_kernels(self.critic)
 
-        self.reward: Engine | None = None
-        if folders.reward:
-            stage = ppo.actor_zero_stage if lora.share_base else ppo.critic_zero_stage
-            ds_config = eval_config(stage, run.dtype, ppo.offload_reward_model, ranks, eight_bits)
-            reward = models.reward(folders.reward, ds_config)
-            save_activation_memory(reward, memory)
-            share_gathering(reward, self.actor)
-            self.reward = eval_engine(reward, ds_config)
-            if self.critic is not None and folders.reward == folders.critic:
-                reward.packed, reward.divided = critic.packed, critic.divided  # the same model, already tested
-            else:
-                select_kernels(self.reward)
+        self.reward = self._build_reward_model(config, folders, models, actor_stage)
+        self.hybrid = self._build_hybrid(config, actor_stage)
 
+    def _build_reference(
+        self, config: PPOConfig, folders: ModelFolders, models: RoleModels, actor_stage: int
+    ) -> Engine | None:
+        if not config.algorithm.has_reference:
+            return None
+        over_actor = folders.reference is None and config.actor_base_is_frozen
+        stage = actor_stage if over_actor else config.ppo.actor_zero_stage
+        offload, eight_bits = config.ppo.offload_reference_model, config.memory.zero_quantized_weights
+        ds_config = eval_config(stage, config.run.dtype, offload, world_size(), eight_bits)
+        reference = models.reference(ds_config)
+        save_activation_memory(reference, config.memory)
+        share_gathering(reference, self.actor)
+        engine = eval_engine(reference, ds_config)
+        if folders.reference is not None:  # else it has the actor's kernels
+            select_kernels(engine)
+        return engine
+
+    def _build_reward_model(
+        self, config: PPOConfig, folders: ModelFolders, models: RoleModels, actor_stage: int
+    ) -> Engine | None:
+        if not folders.reward:
+            return None
+        stage = actor_stage if config.lora.share_base else config.ppo.critic_zero_stage
+        offload, eight_bits = config.ppo.offload_reward_model, config.memory.zero_quantized_weights
+        ds_config = eval_config(stage, config.run.dtype, offload, world_size(), eight_bits)
+        reward = models.reward(folders.reward, ds_config)
+        save_activation_memory(reward, config.memory)
+        share_gathering(reward, self.actor)
+        engine = eval_engine(reward, ds_config)
+        if self.critic is not None and folders.reward == folders.critic:
+            critic = self.critic.module
+            reward.packed, reward.divided = critic.packed, critic.divided  # the same model, already tested
+        else:
+            select_kernels(engine)
+        return engine
+
+    def _build_hybrid(self, config: PPOConfig, actor_stage: int) -> HybridEngine:
+        memory, lora_dim = config.ppo_memory, config.lora.actor_lora_dim
         engines = [self.actor, self.reference, self.critic, self.reward]
-        sleeping = [engine for engine in engines if engine is not None] if config.ppo_memory.sleep_in_rollout else []
-        size, parallel = config.ppo_memory.inference_tp_size, None
-        whole = size > 1 and reason_not_to_divide(actor.config, lora.actor_lora_dim) is not None
+        sleeping = [engine for engine in engines if engine is not None] if memory.sleep_in_rollout else []
+        size, parallel = memory.inference_tp_size, None
+        whole = size > 1 and reason_not_to_divide(self.actor.module.config, lora_dim) is not None
         if not whole:
-            parallel = tensor_parallel(size, config.ppo_memory.tp_gather_partition_size)
-        pinned = not (ppo.unpin_actor_parameters or whole)
-        self.hybrid = HybridEngine(self.actor, pinned, _merge(config, pinned), sleeping, parallel)
+            parallel = tensor_parallel(size, memory.tp_gather_partition_size)
+        pinned = not (config.ppo.unpin_actor_parameters or whole)
+        merge: Merge | None = None
+        if lora_dim > 0 and (pinned or actor_stage != 3):  # else the weights are never whole
+            merge = partial(merged, originals_on_host=memory.sleep_in_rollout)
+        return HybridEngine(self.actor, pinned, merge, sleeping, parallel)
 
     @property
     def trained(self) -> dict[str, Engine]:
@@ -136,8 +148,21 @@ class RLHFEngine:
             engine.eval()
 
 
-def _merge(config: PPOConfig, pinned: bool) -> Merge | None:
-    """How adapters are merged for generation; None without adapters, or if the weights are never whole."""
-    if config.lora.actor_lora_dim == 0 or (not pinned and config.ppo.actor_zero_stage == 3):
-        return None
-    return partial(merged, originals_on_host=config.ppo_memory.sleep_in_rollout)
+def _training(config: PPOConfig, stage: int, clip: float, quantised_frozen: bool = False) -> Config:
+    """The DeepSpeed config of actor or critic."""
+    run, overlay = config.run, read_overlay(config.run.deepspeed_config)
+    offload = config.ppo.offload
+    return train_config(stage, run.dtype, offload, world_size(), clip, overlay, config.memory, quantised_frozen)
+
+
+def _adamw(
+    config: PPOConfig, model: ModelSchedule, weight_decay: float, updates: int, lora_learning_rate: float
+) -> OptimizerSettings:
+    """The optimizer of actor or critic."""
+    run, warmup = config.run, model.warmup
+    if warmup is None:
+        warmup = config.schedule.warmup_steps(config.ppo.num_warmup_steps, updates)
+    return OptimizerSettings(
+        model.peak, weight_decay, model.kind, warmup, updates, (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
+        lora_learning_rate, config.schedule.min_lr_ratio,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from dschat_ppo.models.adapters import (
     AdapterSettings,
     adapter_layers,
     add_adapter,
+    ignored_flags,
     is_linear,
     load_merged,
     lora_targets,
@@ -34,8 +35,10 @@ def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None
     """
     _adapt(model, folder, adapter)
     if is_adapter_folder(folder):
-        done = "is merged into its base model" if adapter is None else "is trained further; it keeps its scale"
-        logger().info(f"model: the adapter in {folder} {done}")
+        ignored = [] if adapter is None else ignored_flags(folder, adapter)
+        done = "is merged into its base model" if adapter is None else "is trained further with its layers and scale"
+        note = f"; {', '.join(ignored)} without effect" if ignored else ""
+        logger().info(f"model: the adapter in {folder} {done}{note}")
     if adapter is not None:
         sizes = [(weight.requires_grad, getattr(weight, "ds_numel", weight.numel())) for weight in model.parameters()]
         trained, total = sum(size for trains, size in sizes if trains), sum(size for _, size in sizes)

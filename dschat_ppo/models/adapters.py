@@ -32,6 +32,7 @@ NOT_CALLED = {
     "falcon_h1": ("out_proj",), "nemotron_h": ("out_proj",), "jamba": ("dt_proj",),
 }  # fmt: skip
 _MAX_NAMES = 8  # of layers, in a message
+_HOW_TO_MERGE = "docs/lora.md"
 
 
 @dataclass(frozen=True)
@@ -106,29 +107,30 @@ def lora_targets(model: PreTrainedModel, names: str | None, flag: str = "--lora_
 
     Args:
         model: before or after adapters are added; a layer with an adapter counts under its own name.
-        names: parts of names, separated by commas, as in DeepSpeed-Chat: a layer is taken if one of them occurs in its
-            name. None: all linear layers of the decoder blocks.
+        names: parts of names, separated by commas: a layer is taken if one of them occurs in its name, as in
+            DeepSpeed-Chat. None: all linear layers of the decoder blocks.
         flag: that gives `names`, for the message.
 
     Raises:
-        UserError: there is no such layer.
+        UserError: a part is in the name of no such layer.
     """
     usable = _linear_layers(model)
     if names is None:
         found = [name for name in usable if re.search(r"\.\d+\.", name)]  # inside a list of blocks
-    else:
-        parts = [part.strip() for part in names.split(",") if part.strip()]
-        found = [name for name in usable if any(part in name for part in parts)]
-    if found:
+        if not found:
+            raise UserError(f"{flag}: {type(model).__name__} has no linear layer in a list of blocks; name its layers")
         return found
-    if names is None:
-        raise UserError(f"{flag}: {type(model).__name__} has no linear layer in a list of blocks; name its layers")
+    parts = [part.strip() for part in names.split(",") if part.strip()]
+    unknown = [part for part in parts if not any(part in name for name in usable)]
+    if parts and not unknown:
+        return [name for name in usable if any(part in name for part in parts)]
     last = sorted({name.rpartition(".")[2] for name in usable})
     more = f" and {len(last) - _MAX_NAMES} more" if len(last) > _MAX_NAMES else ""
     blocks = next((match[1] for name in usable if (match := re.search(r"(\w+\.)\d+\.", name))), "")
     raise UserError(
-        f"{flag} {names}: no linear layer of {type(model).__name__} has this in its name; give {blocks} for all layers "
-        f"of its blocks, or leave the flag out, or give names among {', '.join(last[:_MAX_NAMES])}{more}"
+        f"{flag} {names}: no layer of {type(model).__name__} that can get LoRA has '{', '.join(unknown)}' in its name; "
+        f"give {blocks} for all layers of its blocks, or leave the flag out, or give names among "
+        f"{', '.join(last[:_MAX_NAMES])}{more}"
     )
 
 
@@ -181,7 +183,7 @@ def add_adapter(
     """
     config = _new_config(model, settings) if folder is None else _config_to_continue(model, folder, settings)
     trained = {weight: weight.requires_grad for weight in model.parameters()}
-    _inject(model, config, name)
+    _inject(model, config, name, folder)
     for parameter, weight in model.named_parameters():
         has_adapter = parameter.endswith(".base_layer.weight")
         is_small = parameter.startswith(f"{SCORE}.") or is_adapter_parameter(parameter)
@@ -189,6 +191,19 @@ def add_adapter(
         weight.requires_grad_(may_train and trained.get(weight, True))
     if folder is not None:
         load_adapter_weights(model, folder, name)
+
+
+def ignored_flags(folder: str, settings: AdapterSettings) -> list[str]:
+    """Flags of `settings` that differ from what the adapter in `folder` has and keeps."""
+    from peft import LoraConfig
+
+    config = LoraConfig.from_pretrained(folder)
+    differing = {
+        settings.flag: settings.targets is not None,
+        "--lora_alpha": settings.alpha not in (AdapterFlags().lora_alpha, config.lora_alpha),
+        "--use_rslora": settings.rslora and not config.use_rslora,
+    }
+    return [flag for flag, differs in differing.items() if differs]
 
 
 def is_adapter_parameter(name: str) -> bool:
@@ -201,7 +216,8 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
+def _inject(model: PreTrainedModel, config: Any, name: str, folder: str | None) -> None:
+    """Add peft's layers of `config`, which is that of an adapter in `folder` or of a new one (None)."""
     from peft import inject_adapter_in_model
 
     seed = torch.initial_seed() ^ crc32(name.encode())
@@ -211,7 +227,12 @@ def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _gathered_by_peft(model):
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself, and that there are several adapters
         torch.manual_seed(seed)
-        inject_adapter_in_model(injected, model, adapter_name=name)
+        try:
+            inject_adapter_in_model(injected, model, adapter_name=name)
+        except ValueError as problem:
+            if folder is None:  # the layers of a new adapter are layers of the model
+                raise
+            raise UserError(f"{folder}: the adapter does not fit {type(model).__name__}: {problem}") from None
     injected.modules_to_save = config.modules_to_save  # for adapter_config.json
     model.peft_config = {**earlier, name: injected}
     for layer in adapter_layers(model).values():
@@ -258,22 +279,25 @@ def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSe
     from peft import LoraConfig
 
     flag = settings.flag.replace("module_name", "dim")
-    found = read_adapter_config(folder, "model")
-    if found["r"] != settings.rank:
+    read_adapter_config(folder, "model")
+    config = LoraConfig.from_pretrained(folder)
+    if config.r != settings.rank:
         raise UserError(
-            f"{flag} {settings.rank}: the adapter in {folder} has rank {found['r']}; give that rank to train it "
-            f"further, or merge it first (--lora_merge) to start a new one of rank {settings.rank}"
+            f"{flag} {settings.rank}: the adapter in {folder} has rank {config.r}; give that rank to train it further, "
+            f"or merge it into its base first ({_HOW_TO_MERGE}) to start a new one of rank {settings.rank}"
         )
-    if settings.dora and not found.get("use_dora"):
-        raise UserError(f"--use_dora: the adapter in {folder} is not DoRA; leave the flag out, or merge it first")
+    if settings.dora and not config.use_dora:
+        raise UserError(
+            f"--use_dora: the adapter in {folder} is not DoRA; leave the flag out, or merge it into its base first "
+            f"({_HOW_TO_MERGE})"
+        )
     heads = (SCORE, "classifier")  # peft lists both names for every classifier
-    others = [name for name in found.get("modules_to_save") or [] if name not in heads]
+    others = [name for name in config.modules_to_save or [] if name not in heads]
     if others:
         raise UserError(
             f"{flag} {settings.rank}: the adapter in {folder} also holds whole layers ({', '.join(others)}), which "
-            "would not be trained; merge it first"
+            f"would not be trained; merge it into its base first ({_HOW_TO_MERGE})"
         )
-    config = LoraConfig.from_pretrained(folder)
     base, revision = base_name(base_folder(folder, "model"))
     return replace(
         config, lora_dropout=settings.dropout, inference_mode=False, init_lora_weights=True,
@@ -305,10 +329,7 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
     read_adapter_config(folder, "model")
     config = replace(LoraConfig.from_pretrained(folder), init_lora_weights=False)
     name = "merged"
-    try:
-        _inject(model, config, name)
-    except ValueError as problem:
-        raise UserError(f"{folder}: the adapter does not fit {type(model).__name__}: {problem}") from None
+    _inject(model, config, name, folder)
     weights = load_adapter_weights(model, folder, name)
     for path, layer in adapter_layers(model).items():
         base = layer.get_base_layer()

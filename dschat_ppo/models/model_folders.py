@@ -127,7 +127,7 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
 
 def saves_head(folder: str) -> bool:
     """Whether an adapter folder holds the score head of a reward model or critic."""
-    return SCORE in (read_adapter_config(folder, "model").get("modules_to_save") or [])
+    return f"{SCORE}.weight" in adapter_weights(folder, "default")
 
 
 def adapter_weights(folder: str, name: str) -> dict[str, Tensor]:

@@ -22,10 +22,14 @@ from dschat_ppo.errors import NonFiniteError, StorageError
 from dschat_ppo.models.adapter_weights import MATRICES, merged_weight
 from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.architectures import SCORE, first_position
-from dschat_ppo.models.model_folders import ADAPTER_WEIGHTS, saved_name
+from dschat_ppo.models.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_name
 from dschat_ppo.models.quantisation import is_quantised
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Engine
+
+# Files of the two forms in which a model is saved.
+OF_ADAPTERS = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+OF_WHOLE_MODELS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
 
 
 def require_finite_weights(role: str, engine: Engine) -> None:
@@ -210,7 +214,7 @@ def _write(
         model.save_pretrained(unfinished, state_dict=state)
         tokenizer.save_pretrained(unfinished)
 
-    return _write_files(write, folder)
+    return _write_files(write, folder, OF_ADAPTERS)
 
 
 def _write_adapter(
@@ -236,15 +240,22 @@ def _write_adapter(
             whole.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
 
-    return _write_files(write, folder)
+    return _write_files(write, folder, OF_WHOLE_MODELS)
 
 
-def _write_files(write: Callable[[Path], None], folder: Path) -> str | None:
-    """Let `write` fill a folder inside `folder`, then move the files up; returns why that is impossible, or None."""
+def _write_files(write: Callable[[Path], None], folder: Path, other_form: Sequence[str]) -> str | None:
+    """Let `write` fill a folder inside `folder`, then move the files up; returns why that is impossible, or None.
+
+    `other_form` are patterns of files that an earlier run may have left. With them, the folder would be read as the
+    model of that run: `adapter_config.json` makes it an adapter folder.
+    """
     try:
         unfinished = empty_folder(folder / PARTIAL)
         with torch.no_grad(), watchdog_paused():
             write(unfinished)
+        for pattern in other_form:
+            for file in folder.glob(pattern):
+                file.unlink()
         move_files_up(unfinished)
     except (OSError, SafetensorError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else problem

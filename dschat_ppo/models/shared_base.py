@@ -18,7 +18,7 @@ from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adap
 from dschat_ppo.models.architectures import SCORE
 from dschat_ppo.models.backbone import backbone_of
 from dschat_ppo.models.classifiers import classifier_class, config_for
-from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
+from dschat_ppo.models.model_folders import is_adapter_folder
 
 
 def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> PreTrainedModel:
@@ -73,8 +73,7 @@ def classifier_over_base(base: PreTrainedModel, folder: str, adapter: AdapterSet
 
 def settings_of(folder: str) -> AdapterSettings:
     """The settings of the adapter in a folder, as it is."""
-    found = read_adapter_config(folder, "model")
-    return AdapterSettings(
-        found["r"], found["lora_alpha"], 0.0, None, bool(found.get("use_rslora")), bool(found.get("use_dora")),
-        freeze_base=True,
-    )  # fmt: skip
+    from peft import LoraConfig
+
+    config = LoraConfig.from_pretrained(folder)
+    return AdapterSettings(config.r, config.lora_alpha, 0.0, None, config.use_rslora, config.use_dora, freeze_base=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from dschat_ppo.checkpoint.resumable import RankStates, load_saved, log_starts_from_scratch
 from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -134,6 +135,12 @@ class ResumablePPO:
         """Restore a reference that moves. Checkpoints without `--ref_sync_interval` hold none."""
         sync = self.ppo.engines.reference_sync
         if sync is None:
+            saved = next(ranks.read_all()) if ranks.own is None else ranks.own
+            if saved.get("reference"):
+                logger().info(
+                    "--ref_sync_interval: was on when the checkpoint was saved; the reference starts from its model "
+                    "folder again"
+                )
             return
         own = None if ranks.own is None else ranks.own.get("reference")
         if own is not None and sync.has_layout_of(own):

@@ -73,10 +73,8 @@ from dschat_ppo.session.session import open_session
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
     ppo = config.ppo
-    models = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder} - {
-        None
-    }
-    device, output = begin_run("ppo", config, config.run, [str(name) for name in models])
+    named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
+    device, output = begin_run("ppo", config, config.run, [name for name in named if name is not None])
     read_overlay(config.run.deepspeed_config)
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     check_sources(config.rewards)
@@ -88,32 +86,11 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     check_stop_ids(ppo.stop_token_ids, tokenizer)
 
     announce("prepare data")
-    rows = prepare(
-        "prompt", tokenizer, config.data, ppo.max_prompt_seq_len, eval_paths=config.validation.eval_data_path
-    )
-    if config.validation.eval_data_path and rows.eval is None:
-        raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it, or --truncation left")
-    log_samples(tokenizer, rows.train, rows.sources)
-    check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
-    known = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
-    check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))
-    schedule, warmup_rollouts = config.schedule, config.algorithm.critic_warmup_rollouts
-    ranks, shared = dist.world_size(), dist.sequence_ranks()
-    plan = plan_ppo(ppo, len(rows.train), ranks, warmup_rollouts, shared, schedule.max_steps)
+    rows = prompt_rows(config, tokenizer)
+    warmup_rollouts, max_steps = config.algorithm.critic_warmup_rollouts, config.schedule.max_steps
+    plan = plan_ppo(ppo, len(rows.train), dist.world_size(), warmup_rollouts, dist.sequence_ranks(), max_steps)
     texts = plain_texts(config, plan, tokenizer, device)
-    lines = [*plan.table(), *schedule.warmup_shown(plan.actor_updates)]
-    schedules = ppo_schedules(ppo, config.ppo_schedule, config.algorithm.has_critic)
-    totals = (plan.actor_updates, plan.total_updates)
-    warmups = [
-        (schedule.warmup_of(model, ppo.num_warmup_steps, total), total)
-        for model, total in zip(schedules, totals, strict=False)  # there may be no critic
-    ]
-    show_plan("PPO: batches", lines, *dict.fromkeys(warmups))
-    if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":
-        logger().info(
-            f"note: in {config.run.dtype} log-probs recorded while sampling differ by about 0.01 from those of the "
-            "training forward, so ratios do not begin at 1 (--old_logprobs rollout)"
-        )
+    show_batches(config, plan)
     started = time.perf_counter()
     session = open_session(
         "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
@@ -147,15 +124,47 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 
     announce("save models")
     save_models(engines, tokenizer, output)
-    result |= {
-        "ppo_steps": plan.ppo_steps,
-        "optimizer_steps": plan.total_updates,
-        "world_size": dist.world_size(),
-    }
+    result |= {"ppo_steps": plan.ppo_steps, "optimizer_steps": plan.total_updates, "world_size": dist.world_size()}
     result["seconds"] = round(time.perf_counter() - started, 2)
     write_result(output, result)
     logger().info(f"PPO: saved to {output}/actor" + (f" and {output}/critic" if engines.critic else ""))
     return result
+
+
+def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
+    """The prompts of training and evaluation. Collective.
+
+    Raises:
+        UserError: a data set cannot be used, or does not fit the flags of evaluation and rewards.
+    """
+    rows = prepare(
+        "prompt", tokenizer, config.data, config.ppo.max_prompt_seq_len, eval_paths=config.validation.eval_data_path
+    )
+    if config.validation.eval_data_path and rows.eval is None:
+        raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it, or --truncation left")
+    log_samples(tokenizer, rows.train, rows.sources)
+    check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
+    known = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
+    check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))
+    return rows
+
+
+def show_batches(config: PPOConfig, plan: PPOPlan) -> None:
+    """Log batch sizes, warm-up, and what the flags do to ratios."""
+    ppo, schedule = config.ppo, config.schedule
+    lines = [*plan.table(), *schedule.warmup_shown(plan.actor_updates)]
+    schedules = ppo_schedules(ppo, config.ppo_schedule, config.algorithm.has_critic)
+    totals = (plan.actor_updates, plan.total_updates)
+    warmups = [
+        (schedule.warmup_of(model, ppo.num_warmup_steps, total), total)
+        for model, total in zip(schedules, totals, strict=False)  # there may be no critic
+    ]
+    show_plan("PPO: batches", lines, *dict.fromkeys(warmups))
+    if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":
+        logger().info(
+            f"note: in {config.run.dtype} log-probs recorded while sampling differ by about 0.01 from those of the "
+            "training forward, so ratios do not begin at 1 (--old_logprobs rollout)"
+        )
 
 
 def derived_batch_sizes(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:

@@ -64,7 +64,7 @@ HARMLESS_WORDS = [
     ("sft", "--on_nonfinite skip"), ("sft", "--zero_stage 2"), ("sft", "--gradient_checkpointing True"),
     ("sft", "--preprocessing_num_workers 4"), ("sft", "--per_device_eval_batch_size 3"), ("sft", "--print_loss True"),
     ("sft", "--per_device_train_batch_size 4"), ("sft", "--gradient_accumulation_steps 4"),
-    ("sft", "--deterministic True"), ("sft", "--resize_vocabulary True"),
+    ("sft", "--deterministic True"), ("sft", "--resize_vocabulary True"), ("sft", "--lora_merge True"),
     ("reward", "--num_padding_at_beginning 0"), ("reward", "--offload_reference_model True"),
     ("ppo", "--actor_zero_stage 3"), ("ppo", "--micro_batch_tokens 4096"), ("ppo", "--rollout_engine padded"),
     ("ppo", "--rollout_rows 7"), ("ppo", "--prepack_weights False"), ("ppo", "--reward_workers 5"),

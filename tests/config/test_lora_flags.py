@@ -106,6 +106,19 @@ def test_settings_of_lora_without_a_rank_print_a_note(step, words, named):
     assert line.startswith(f"--{named} has no effect: ")
 
 
+def test_lora_of_a_critic_that_the_run_does_not_have_is_none():
+    grpo = ["--advantage_estimator", "grpo", "--n_samples_per_prompt", "2"]
+    words = [*grpo, "--critic_lora_dim", "8", "--critic_lora_learning_rate", "1e-3"]
+    assert notes_of("ppo", *words) == [
+        f"--{name} has no effect: --advantage_estimator grpo has no critic"
+        for name in ("critic_lora_dim", "critic_lora_learning_rate")
+    ]
+    message = refused("ppo", *words, "--only_optimize_lora")
+    assert message.startswith("--only_optimize_lora needs LoRA: set --actor_lora_dim, or leave it out")
+    quantised = ["--actor_lora_dim", "8", "--only_optimize_lora", "--load_in_4bit", "--critic_zero_stage", "3"]
+    parse("ppo", [*NEEDED["ppo"], *words, *quantised])
+
+
 def test_settings_with_their_default_or_with_a_rank_print_none():
     assert notes_of("sft", "--lora_learning_rate", "5e-4", "--lora_dim", "0") == []
     assert notes_of("sft", "--lora_dim", "4", "--lora_module_name", "layers.", "--lora_alpha", "3") == []

@@ -1,5 +1,7 @@
 """The models of the four roles with LoRA, on one rank: what is shared, and what the reference computes."""
 
+import json
+
 import pytest
 import torch
 from adapter_folders import save_adapter
@@ -111,6 +113,19 @@ def test_one_base_holds_four_models(adapters):
     registries = {id(engine.module.ds_inflight_param_registry) for engine in four}
     assert len(registries) == 1, "engines over one base share the record of what they gather"
     assert not engines.saves_merged
+
+
+def test_the_stage_that_the_deepspeed_config_sets_is_that_of_all_models_over_the_base(adapters, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    words = ("--deepspeed_config", str(tmp_path / "ds.json"), "--share_base", "--unpin_actor_parameters")
+    engines = engines_of(adapters, "role_actor", *FROZEN, *words)
+    engines.eval()
+    assert torch.equal(logprobs(engines.actor), logprobs(engines.reference))
+    with torch.no_grad():
+        ids, lengths = torch.tensor([[5, 6, 7, 8]], device=dist.device()), torch.tensor([4], device=dist.device())
+        assert torch.equal(engines.critic(ids, lengths), engines.reward(ids, lengths))
+    with engines.hybrid.generating() as model:
+        assert adapter_layers(model)
 
 
 def test_the_actor_generates_merged_or_layer_by_layer_with_its_adapter_beside(adapters):

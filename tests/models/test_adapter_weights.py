@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_adapters import IDS, LORA, VARIANTS, logits, train_a_little
 from tiny_models import new_model
 from transformers import (
@@ -75,6 +76,21 @@ def test_plain_transformers_loads_a_merged_folder_with_equal_logits(assets, tmp_
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
 
 
+def test_a_folder_holds_one_form_of_a_model(assets, tmp_path, lm):
+    """The files of an earlier run in the other form would be read in place of the new ones."""
+    earlier, now = lm("lora"), lm("mlp")
+    folder = saved(PolicyModel(earlier), assets, tmp_path / "out", merge=False)
+    (folder / "metrics.jsonl").touch()
+    saved(PolicyModel(now), assets, folder, merge=True)
+    assert not is_adapter_folder(str(folder)) and not (folder / "adapter_model.safetensors").exists()
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder)), logits(now), rtol=1e-4, atol=1e-4)
+    saved(PolicyModel(earlier), assets, folder, merge=False)
+    assert is_adapter_folder(str(folder)) and not list(folder.glob("model*"))
+    assert not (folder / "config.json").exists() and (folder / "metrics.jsonl").exists()
+    loaded = load_causal_lm(str(folder), "fp32", None, adapter=LORA)
+    torch.testing.assert_close(logits(loaded), logits(earlier), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapter_folder_is_a_model_folder(assets, tmp_path, lm, variant):
     model = lm(variant)
@@ -140,6 +156,17 @@ def test_a_reward_model_saves_its_head(assets, tmp_path, from_lm):
     merged = saved(ScalarModel(model), assets, tmp_path / "merged", merge=True)
     whole = AutoModelForSequenceClassification.from_pretrained(merged)
     torch.testing.assert_close(logits(whole).squeeze(1)[0], expected[0], rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_file_without_the_head_that_its_config_names_has_no_trained_head(assets, tmp_path):
+    model = load_sequence_classifier(str(assets / "lm"), "fp32", None, True, adapter=LORA)
+    folder = saved(ScalarModel(model), assets, tmp_path / "adapter", merge=False)
+    file = folder / "adapter_model.safetensors"
+    weights = load_file(file)
+    del weights["base_model.model.score.weight"]
+    save_file(weights, file)
+    with pytest.raises(UserError, match="has no trained scalar head"):
+        check_sequence_classifier(str(folder), new_head=False)
 
 
 def test_an_adapter_of_a_language_model_starts_a_reward_model(assets, tmp_path, lm):
@@ -238,20 +265,34 @@ def test_another_rank_is_refused_with_both_numbers(assets, tmp_path, lm):
         check_causal_lm(folder, AdapterSettings(4, 8.0, 0.0, None, False, True, True))
 
 
+def test_a_config_without_a_rank_means_that_of_peft(assets, tmp_path, lm):
+    folder = saved(PolicyModel(lm()), assets, tmp_path / "adapter", merge=False)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != "r"}))
+    with pytest.raises(UserError, match=r"^--lora_dim 4: the adapter in .* has rank 8"):
+        check_causal_lm(str(folder), LORA)
+
+
 def test_an_adapter_that_continues_keeps_its_scale(assets, tmp_path, lm, said):
     model = lm()
     folder = str(saved(PolicyModel(model), assets, tmp_path / "adapter", merge=False))
     again = load_causal_lm(folder, "fp32", None, adapter=AdapterSettings(4, 32.0, 0.5, "q_proj", True, False, True))
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
-    assert said[-2] == f"model: the adapter in {folder} is trained further; it keeps its scale"
+    kept = f"model: the adapter in {folder} is trained further with its layers and scale"
+    assert said[-2] == f"{kept}; --lora_module_name, --use_rslora without effect", "32 is the default of --lora_alpha"
+    load_causal_lm(folder, "fp32", None, adapter=AdapterSettings(4, 16.0, 0.5, None, False, False, True))
+    assert said[-2] == f"{kept}; --lora_alpha without effect"
+    load_causal_lm(folder, "fp32", None, adapter=AdapterSettings(4, 8.0, 0.5, None, False, False, True))
+    assert said[-2] == kept
     assert {layer.lora_dropout["default"].p for layer in adapter_layers(again).values()} == {0.5}
 
 
 def test_an_adapter_of_another_model_is_refused(assets, tmp_path, lm):
     folder = saved(PolicyModel(lm()), assets, tmp_path / "adapter", merge=False)
     new_model("gpt2").save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(UserError, match=r"adapter: the adapter does not fit GPT2LMHeadModel"):
-        check_causal_lm(changed(folder, base_model_name_or_path=str(tmp_path / "gpt2")))
+    for settings in (None, LORA):
+        with pytest.raises(UserError, match=r"adapter: the adapter does not fit GPT2LMHeadModel"):
+            check_causal_lm(changed(folder, base_model_name_or_path=str(tmp_path / "gpt2")), settings)
     new_model("llama", vocab_size=320, hidden_size=64).save_pretrained(tmp_path / "wide")
     with pytest.raises(
         UserError, match=r"does not fit LlamaForCausalLM: wrong shape: model\.layers\.0\.mlp\.down_proj"

@@ -94,16 +94,24 @@ def test_names_are_parts_of_names():
 
 def test_a_head_gets_an_adapter_only_if_it_is_named_and_not_tied():
     assert lora_targets(new_model("llama"), "lm_head,q_proj")[-1] == "lm_head"
-    assert "lm_head" not in lora_targets(new_model("llama", tie_word_embeddings=True), "lm_head,q_proj")
+    with pytest.raises(UserError, match="no layer of LlamaForCausalLM that can get LoRA has 'lm_head' in its name"):
+        lora_targets(new_model("llama", tie_word_embeddings=True), "lm_head,q_proj")
+
+
+def test_one_name_among_others_that_is_not_found_is_refused():
+    with pytest.raises(UserError, match="--lora_module_name q_proj,v_prj: .* has 'v_prj' in its name"):
+        lora_targets(new_model("llama"), "q_proj,v_prj")
+    with pytest.raises(UserError, match="--lora_module_name ,: "):
+        lora_targets(new_model("llama"), ",")
 
 
 def test_names_that_are_not_found_end_in_one_line_with_names_that_are():
     with pytest.raises(UserError) as raised:
         lora_targets(new_model("llama"), "decoder.layers.", "--actor_lora_module_name")
     assert str(raised.value) == (
-        "--actor_lora_module_name decoder.layers.: no linear layer of LlamaForCausalLM has this in its name; give "
-        "layers. for all layers of its blocks, or leave the flag out, or give names among down_proj, gate_proj, "
-        "k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+        "--actor_lora_module_name decoder.layers.: no layer of LlamaForCausalLM that can get LoRA has "
+        "'decoder.layers.' in its name; give layers. for all layers of its blocks, or leave the flag out, or give "
+        "names among down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
     )
 
 

@@ -172,7 +172,18 @@ def test_a_reference_that_did_not_move_starts_from_its_folder(capsys):
         after.load_state(before.shared_state(), RankStates(state, lambda state=state: iter([state])))
         assert capsys.readouterr().out == f"--ref_sync_interval{BEGINS}"
     assert after.ppo.engines.reference_sync.did == []
-    resume(resumable(sync=True), resumable(), alone=True)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_reference_that_no_longer_moves_is_said_to_start_from_its_folder(capsys, alone):
+    before, after = resumable(sync=True), resumable()
+    own = before.rank_state()
+    states = RankStates(own, lambda: pytest.fail()) if alone else RankStates(None, lambda: iter([own, own]))
+    after.load_state(before.shared_state(), states)
+    assert capsys.readouterr().out == (
+        "--ref_sync_interval: was on when the checkpoint was saved; the reference starts from its model folder again\n"
+    )
+    resume(resumable(), resumable(), alone=True)
     assert capsys.readouterr().out == ""
 
 
