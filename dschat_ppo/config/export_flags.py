@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -80,3 +81,15 @@ class BestFlags:
             f"{name}:min",
         )
         return BestMetric(name, direction == "max" if direction else kind in _HIGHER)
+
+    def require_metric(self, metrics: Sequence[str]) -> None:
+        """Check that the metric is one of an evaluation, or one of them for a data set, such as "loss/NAME".
+
+        Raises:
+            UserError: it is not among `metrics`, names without "eval_".
+        """
+        require(
+            self.metric_for_best is None or self.best_metric.name.removeprefix(EVAL).split("/")[0] in metrics,
+            f"--metric_for_best {self.metric_for_best}: the evaluation has no {self.best_metric.name}; it has "
+            f"{', '.join(f'{EVAL}{name}' for name in metrics)}",
+        )

@@ -262,7 +262,7 @@ def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSe
     if found["r"] != settings.rank:
         raise UserError(
             f"{flag} {settings.rank}: the adapter in {folder} has rank {found['r']}; give that rank to train it "
-            f"further, or merge it first (--lora_merge) to start a new one of rank {settings.rank}"
+            f"further, or merge it first, as docs/lora.md shows, to start a new one of rank {settings.rank}"
         )
     if settings.dora and not found.get("use_dora"):
         raise UserError(f"--use_dora: the adapter in {folder} is not DoRA; leave the flag out, or merge it first")
