@@ -44,7 +44,8 @@ def test_better_is_higher_or_lower_and_never_nan():
     ("sft", "eval_router_loss", False), ("reward", "accuracy/name", True), ("reward", "chosen_score:max", True),
     ("reward", "perplexity", False), ("reward", "centering_loss", False),
     ("reward", "centering_loss --center_rewards_coef 0.1", True), ("reward", "margin --objective dpo", True),
-    ("reward", "chosen_score:max --objective dpo", False), ("reward", "nll --objective dpo", False), ("reward", "nll --objective orpo", True),
+    ("reward", "chosen_score:max --objective dpo", False), ("reward", "nll --objective dpo", False),
+    ("reward", "nll --objective orpo", True),
     ("reward", "margin --objective process", False), ("reward", "accuracy_bad:max --objective process", True),
 ])  # fmt: skip
 def test_a_metric_that_no_evaluation_of_the_step_has_is_refused_by_the_flags_alone(step, words, accepted):
