@@ -75,6 +75,12 @@ def test_plain_transformers_loads_a_merged_folder_with_equal_logits(assets, tmp_
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
 
 
+def test_a_file_is_not_a_model_folder(tmp_path):
+    (tmp_path / "sft.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"^--m .*sft\.jsonl: is a file; name the folder of a model"):
+        model_folder(str(tmp_path / "sft.jsonl"), "--m")
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapter_folder_is_a_model_folder(assets, tmp_path, lm, variant):
     model = lm(variant)
