@@ -26,7 +26,13 @@ _FEWER = "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@R
 _ADVICE = {  # flags of other trainers
     "max_train_steps": "did you mean --max_steps?",
     **dict.fromkeys(("max_train_samples", "max_samples"), _FEWER),
+    **{name: f"use --dtype {name}" for name in ("bf16", "fp16")},
 }
+_SYNONYMS = {  # names of LoRA's settings in peft and other trainers
+    **dict.fromkeys(("lora_r", "lora_rank"), "lora_dim"),
+    **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), "lora_module_name"),
+}
+_ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and 2 with a prefix
 LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # magnitudes beyond overflow or underflow in fp32 products
 
 
@@ -72,7 +78,9 @@ def _yaml_arguments(path: str, known: set[str]) -> list[str]:
     require(isinstance(settings, dict), f"--config {path}: must be a mapping of flag names to values")
     words: list[str] = []
     for key, value in settings.items():
-        require(key in known, f"--config {path}: unknown setting '{key}' (names are those of the flags)")
+        require(
+            key in known, f"--config {path}: unknown setting '{key}'{_suggestion(str(key), known)} (all flags: --help)"
+        )
         require(not isinstance(value, dict), f"--config {path}: '{key}' must be a value or a list, not a mapping")
         if value is None:
             continue
@@ -123,12 +131,19 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     known |= {alias.lstrip("-") for field in fields for alias in field.metadata.get("aliases", [])}
     path = _config_path(argv)
     words = (_yaml_arguments(path, known) if path else []) + list(argv)
-    *parts, unknown = parser.parse_args_into_dataclasses(words, look_for_args_file=False, return_remaining_strings=True)
-    values = {name: value for part in parts for name, value in vars(part).items()}
+    required = [action for action in parser._actions if action.required]
+    for action in required:  # an unknown flag is often a required one under another name, so it is reported first
+        action.required = False
+    found, unknown = parser.parse_known_args(words)
     if unknown:
         raise UserError(
             f"unknown flag or value: {' '.join(unknown)}{_suggestion(unknown[0], known)} (all flags: --help)"
         )
+    missing = [f"--{action.dest}" for action in required if action.dest not in found]
+    if missing:
+        raise UserError(f"required: {', '.join(missing)} (all flags: --help)")
+    parts = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
+    values = {name: value for part in parts for name, value in vars(part).items()}
     _check_values(values)
     return step.config(**{name: part for (name, _), part in zip(groups, parts, strict=True)})
 
@@ -164,11 +179,16 @@ def _check_path(name: str, path: str) -> None:
 
 
 def _suggestion(unknown: str, known: set[str]) -> str:
-    """What to use in place of a flag of other trainers, or the flag that `unknown` misspells; "" if one of its words
-    resembles no word of a flag."""
+    """What to use in place of a flag of other trainers or of another step, or the flag that `unknown` misspells; "" if
+    one of its words resembles no word of a flag."""
     words = unknown.lstrip("-").split("=")[0].replace("-", "_").split("_")
-    if advice := _ADVICE.get("_".join(words)):
+    given = "_".join(words)
+    if advice := _ADVICE.get(given):
         return f"; {advice}"
+    bare = given.removeprefix(_ROLES[0]).removeprefix(_ROLES[1])
+    meant = _SYNONYMS.get(bare, bare)
+    if same := [name for name in (meant, *(role + meant for role in _ROLES)) if name in known]:
+        return f"; this step has {' and '.join(f'--{name}' for name in same)}"
     for name in difflib.get_close_matches("_".join(words), known):
         others = name.split("_")
         pairs = zip(words, others, strict=False)
@@ -189,5 +209,5 @@ def notes(step_name: str, config: Any) -> list[str]:
         field.name: field.default for _, kind in _groups(step) for field in dataclasses.fields(kind)
     } | step.defaults
     values = flatten(config)
-    reasons = {name: reason for name, reason in step.notes.items() if values[name] != defaults[name]} | config.idle()
-    return [f"--{name} has no effect: {reason}" for name, reason in reasons.items()]
+    reasons = (step.notes | config.idle()).items()
+    return [f"--{name} has no effect: {reason}" for name, reason in reasons if values[name] != defaults[name]]

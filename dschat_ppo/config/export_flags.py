@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -81,12 +82,14 @@ class BestFlags:
         )
         return BestMetric(name, direction == "max" if direction else kind in _HIGHER)
 
-    def require_one_of(self, *names: str) -> None:
-        """Check that the evaluation of the step has the metric; `names` are those that it has, without `EVAL`.
+    def require_metric(self, metrics: Sequence[str]) -> None:
+        """Check that the metric is one of an evaluation, or one of them for a data set, such as "loss/NAME".
 
         Raises:
-            UserError: it does not.
+            UserError: it is not among `metrics`, names without "eval_".
         """
-        measured = self.best_metric.name.removeprefix(EVAL).split("/")[0]
-        every = " and ".join(f"{EVAL}{name}" for name in names)
-        require(measured in names, f"--metric_for_best {self.metric_for_best}: the evaluation of this step has {every}")
+        require(
+            self.metric_for_best is None or self.best_metric.name.removeprefix(EVAL).split("/")[0] in metrics,
+            f"--metric_for_best {self.metric_for_best}: the evaluation has no {self.best_metric.name}; it has "
+            f"{', '.join(f'{EVAL}{name}' for name in metrics)}",
+        )

@@ -131,6 +131,18 @@ class PreferenceFlags:
         return self.objective in CLASSIFIERS
 
     @property
+    def eval_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics of an evaluation."""
+        if self.objective == "reward":
+            centred = ("centering_loss",) if self.center_rewards_coef else ()
+            return ("loss", "accuracy", "margin", "chosen_score", "rejected_score", *centred)
+        if self.objective == "process":
+            return ("loss", "accuracy", "accuracy_good", "accuracy_bad", "good_share")
+        own = {"kto": ("kl",), "dpo_nll": ("nll",), **dict.fromkeys(("orpo", "simpo", "cpo"), ("contrast", "nll"))}
+        sides = ("chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
+        return ("loss", "accuracy", "margin", *sides, *own.get(self.objective, ()))
+
+    @property
     def has_reference(self) -> bool:
         """Whether the loss compares the policy with the model before training."""
         return self.objective in PAIRS_WITH_REFERENCE or self.objective == "kto"

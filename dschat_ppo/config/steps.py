@@ -59,12 +59,12 @@ class SFTConfig:
     best: BestFlags = field(default_factory=BestFlags)
 
     def __post_init__(self) -> None:
-        self.best.require_one_of("loss", "perplexity")
+        self.best.require_metric(("loss", "perplexity"))
         _check_fit(self)
 
     def idle(self) -> dict[str, str]:
-        """Given flags that have no effect with the other flags -> the reason."""
-        return _idle_of_fit(self)
+        """Flags that have no effect with the other flags -> the reason."""
+        return _idle_of_fit(self, has_head=False)
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,12 @@ class PreferenceConfig:
             f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
             "it does not go with --streaming",
         )
+        self.best.require_metric(self.reward.eval_metrics)
         _check_fit(self)
 
     def idle(self) -> dict[str, str]:
         """Given flags that have no effect with the other flags -> the reason."""
-        return self.reward.idle | _idle_of_fit(self)
+        return self.reward.idle | _idle_of_fit(self, has_head=self.reward.trains_classifier)
 
 
 def _adapted(fit: SupervisedFlags) -> list[AdaptedModel]:
@@ -112,8 +113,10 @@ def _check_fit(config: SFTConfig | PreferenceConfig) -> None:
     require_schedule(config.schedule, fit_schedules(fit), fit)
 
 
-def _idle_of_fit(config: SFTConfig | PreferenceConfig) -> dict[str, str]:
+def _idle_of_fit(config: SFTConfig | PreferenceConfig, *, has_head: bool) -> dict[str, str]:
     found = idle_lora_flags(_adapted(config.fit), config.lora, config.adapters)
+    if config.lora.lora_dim > 0 and config.adapters.only_optimize_lora and not has_head:
+        found["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
     return found | idle_flags(config.schedule, fit_schedules(config.fit), config.fit)
 
 
@@ -258,7 +261,7 @@ class PPOConfig:
         return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
 
     def idle(self) -> dict[str, str]:
-        """Given flags that have no effect with the other flags -> the reason."""
+        """Flags that have no effect with the other flags -> the reason."""
         ppo, memory = self.ppo, self.ppo_memory
         schedules = ppo_schedules(ppo, self.ppo_schedule, self.algorithm.has_critic)
         reasons = idle_lora_flags(self._adapted, self.lora, self.adapters) | idle_flags(self.schedule, schedules, ppo)
@@ -266,6 +269,8 @@ class PPOConfig:
             names = ["critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate"]
             without = f"--advantage_estimator {self.algorithm.advantage_estimator} has no critic"
             reasons |= dict.fromkeys(given_among(self.lora, names), without)
+        if self.actor_base_is_frozen:
+            reasons["actor_learning_rate"] = "only the actor's LoRA parameters train, with --actor_lora_learning_rate"
         if ppo.align_overflow and not self.aligns_overflow:
             reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"
         if ppo.offload_reference_model and self.actor_base_is_frozen and not self.ppo_schedule.ref_model_name_or_path:

@@ -25,6 +25,7 @@ _STRAY = re.compile(
     r"|(readme|licen[cs]e|copying|notice|changelog|citation|requirements)\b.*",
     re.IGNORECASE,
 )
+_OF_MODELS = ("adapter_config.json", "tokenizer_config.json", "model.safetensors", "model.safetensors.index.json")
 Files = dict[str, list[Path]]  # split -> its files in order
 
 
@@ -42,8 +43,12 @@ def split_files(folder: Path, config: str | None, what: str) -> Files:
         what: flag and data set, for messages.
 
     Raises:
-        UserError: no data files, no such configuration, or several and none is chosen.
+        UserError: no data files, no such configuration, or several and none is chosen; or a folder of a model.
     """
+    if marks := [name for name in _OF_MODELS if (folder / name).is_file()]:
+        raise UserError(
+            f"{what}: the folder holds a model ({marks[0]}), not data; name the files or folder of the data"
+        )
     listed = _configs(folder, what)
     if listed:
         return _configured_files(folder, listed, config, what)

@@ -152,7 +152,8 @@ def _words(answer: str | Message) -> str:
 
 def glued_row(chosen: Candidate) -> Draft | None:
     """A row whose text prompt and answer run into each other, if more than half of the first rows are such."""
-    drafts = [some[0] for some in chosen.drafts.get("sft", []) if some]
+    read = chosen.drafts.get("sft") or chosen.drafts.get("steps") or []
+    drafts = [some[0] for some in read if some]
     glued = [draft for draft in drafts if draft.answers and _is_glued(draft.prompt, draft.answers[0])]
     return glued[0] if 2 * len(glued) > len(drafts) else None
 

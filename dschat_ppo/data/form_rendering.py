@@ -56,10 +56,11 @@ def rendering_of(name: str, chosen: Candidate, has_template: bool, flags: DataFl
             "text", False, about + ("" if wanted is False or not has_template else ", without the chat template")
         )
     text = f"...{glued.prompt[-40:]}{str(glued.answers[0])[:40]}..."
-    if not has_template or kind.rendering == "content":
+    if not has_template or kind.rendering == "content" or "steps" in chosen.drafts:
+        chat = "--apply_chat_template True makes user messages of the prompts, and " if has_template else ""
         return Rendered(
             "text", False, about,
-            f"nothing separates prompt and answer: {text!r}; --input_template puts text around a prompt",
+            f"nothing separates prompt and answer: {text!r}; {chat}--input_template puts text around a prompt",
         )  # fmt: skip
     raise UserError(
         f"{name}: its rows can be read in two ways: as text, {text!r} (--apply_chat_template False), or as chat, "

@@ -29,9 +29,11 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
     hub, of that revision.
 
     Raises:
-        UserError: there is no such folder, and the hub has no such model or cannot be reached.
+        UserError: it is a file, or there is no such folder, and the hub has no such model or cannot be reached.
     """
     name = os.path.expanduser(name)  # a shell does not expand the `~` of `--flag=~/model`
+    if Path(name).is_file():
+        raise UserError(f"{flag} {name}: is a file; name the folder of a model, or a model on the hub")
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists() and not is_adapter_folder(name):
             raise UserError(f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face model")

@@ -95,6 +95,32 @@ def test_a_misspelt_flag_is_suggested_and_an_unrelated_one_is_not(step, given, m
     assert ("did you mean" in str(problem.value)) is (meant is not None)
 
 
+@pytest.mark.parametrize(("step", "given", "named"), [
+    ("sft", "--lora_rank", ["lora_dim"]), ("reward", "--lora-r", ["lora_dim"]),
+    ("reward", "--actor_lora_dim", ["lora_dim"]),
+    ("sft", "--target_modules", ["lora_module_name"]), ("sft", "--actor_zero_stage", ["zero_stage"]),
+    ("ppo", "--lora_dim", ["actor_lora_dim", "critic_lora_dim"]),
+    ("ppo", "--lora_target_modules=q_proj", ["actor_lora_module_name", "critic_lora_module_name"]),
+    ("ppo", "--learning_rate", ["actor_learning_rate", "critic_learning_rate"]),
+    ("ppo", "--critic_temperature", ["temperature"]),
+])  # fmt: skip
+def test_flags_of_another_step_or_of_peft_are_answered_with_those_of_the_step(step, given, named):
+    with pytest.raises(UserError) as problem:
+        read(step, given, "1")
+    assert f"; this step has {' and '.join(f'--{name}' for name in named)} (all flags" in str(problem.value)
+
+
+def test_a_number_format_as_a_flag_is_answered():
+    with pytest.raises(UserError, match=r"--bf16 True; use --dtype bf16 \(all flags"):
+        read("sft", "--bf16", "True")
+
+
+def test_a_required_flag_under_the_name_of_another_step_is_answered():
+    words = [word.replace("--actor_model_name", "--model_name") for word in NEEDED["ppo"]]
+    with pytest.raises(UserError, match=r"--model_name_or_path .*; this step has --actor_model_name_or_path and"):
+        parse("ppo", words)
+
+
 @pytest.mark.parametrize("given", [["--max-train-samples=3"], ["--max_samples", "10"]])
 @pytest.mark.parametrize("step", NEEDED)
 def test_flags_of_other_trainers_that_shorten_a_run_are_answered(step, given):

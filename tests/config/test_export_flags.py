@@ -3,8 +3,9 @@
 import math
 
 import pytest
-from command_lines import read
+from command_lines import NEEDED
 
+from dschat_ppo.config.cli import parse
 from dschat_ppo.config.export_flags import BestFlags, BestMetric
 from dschat_ppo.errors import UserError
 
@@ -15,7 +16,6 @@ from dschat_ppo.errors import UserError
     ("eval_perplexity", "eval_perplexity", False),
     ("accuracy", "eval_accuracy", True),
     ("eval_margin", "eval_margin", True),
-    ("eval_router_loss", "eval_router_loss", False),
     ("eval_accuracy/helpful", "eval_accuracy/helpful", True),
     ("loss/accuracy", "eval_loss/accuracy", False),  # a data set of that name
     ("chosen_score:max", "eval_chosen_score", True),
@@ -39,11 +39,26 @@ def test_better_is_higher_or_lower_and_never_nan():
     assert not any(BestMetric("a", higher).is_better(math.nan, 1) for higher in (True, False))
 
 
-def test_step_1_measures_the_loss_and_the_perplexity():
-    for text in ("eval_perplexity", "loss", "loss/data", "eval_loss:max"):
-        assert read("sft", "--metric_for_best", text)["metric_for_best"] == text
-    with pytest.raises(
-        UserError, match="^--metric_for_best accuracy: the evaluation of this step has eval_loss and ev"
-    ):
-        read("sft", "--metric_for_best", "accuracy")
-    assert read("reward", "--metric_for_best", "accuracy")["metric_for_best"] == "accuracy"
+@pytest.mark.parametrize(("step", "words", "accepted"), [
+    ("sft", "loss", True), ("sft", "eval_perplexity", True), ("sft", "loss/name", True), ("sft", "accuracy", False),
+    ("sft", "eval_router_loss", False), ("reward", "accuracy/name", True), ("reward", "chosen_score:max", True),
+    ("reward", "perplexity", False), ("reward", "centering_loss", False),
+    ("reward", "centering_loss --center_rewards_coef 0.1", True), ("reward", "margin --objective dpo", True),
+    ("reward", "chosen_score:max --objective dpo", False), ("reward", "nll --objective dpo", False),
+    ("reward", "nll --objective orpo", True),
+    ("reward", "margin --objective process", False), ("reward", "accuracy_bad:max --objective process", True),
+])  # fmt: skip
+def test_a_metric_that_no_evaluation_of_the_step_has_is_refused_by_the_flags_alone(step, words, accepted):
+    line = [*NEEDED[step], "--metric_for_best", *words.split()]
+    if accepted:
+        assert parse(step, line).best.metric_for_best == words.split()[0]
+        return
+    with pytest.raises(UserError, match=rf"^--metric_for_best {words.split()[0]}: the evaluation has no eval_\w+; it"):
+        parse(step, line)
+
+
+def test_the_refusal_lists_the_metrics():
+    with pytest.raises(UserError) as problem:
+        parse("sft", [*NEEDED["sft"], "--metric_for_best", "accuracy"])
+    wanted = "--metric_for_best accuracy: the evaluation has no eval_accuracy; it has eval_loss, eval_perplexity"
+    assert str(problem.value) == wanted

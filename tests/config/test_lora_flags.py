@@ -128,3 +128,19 @@ def test_settings_with_their_default_or_with_a_rank_print_none():
 def test_merging_is_what_happens_if_all_weights_train():
     [line] = notes_of("sft", "--lora_dim", "4", "--lora_merge")
     assert line.startswith("--lora_merge has no effect: other weights train too")
+
+
+@pytest.mark.parametrize(("step", "words", "noted"), [
+    ("sft", "--learning_rate 2e-3 --lora_dim 8 --only_optimize_lora", "learning_rate"),
+    ("dpo", "--learning_rate 2e-3 --lora_dim 8 --only_optimize_lora", "learning_rate"),
+    ("ppo", "--actor_learning_rate 1e-3 --actor_lora_dim 8 --only_optimize_lora", "actor_learning_rate"),
+    ("sft", "--lora_dim 8 --only_optimize_lora", None),
+    ("sft", "--learning_rate 2e-3 --lora_dim 8", None),
+    ("reward", "--learning_rate 2e-3 --lora_dim 8 --only_optimize_lora", None),  # of the score head
+    ("ppo", "--critic_learning_rate 1e-3 --critic_lora_dim 8 --only_optimize_lora", None),
+    ("ppo", "--actor_learning_rate 1e-3 --critic_lora_dim 8 --only_optimize_lora", None),
+])  # fmt: skip
+def test_a_learning_rate_of_which_no_weight_has_use_prints_a_note(step, words, noted):
+    found = notes_of(step, *words.split())
+    assert [line.split(" has no effect: ")[0] for line in found] == ([] if noted is None else [f"--{noted}"])
+    assert all("LoRA parameters train, with --" in line for line in found)

@@ -47,5 +47,5 @@ def test_offload_of_a_model_that_is_not_held_is_noted():
         return set(parse("ppo", [*NEEDED["ppo"], *words, *more]).idle())
 
     assert idle() == idle("--actor_lora_dim", "4") == set()
-    assert idle(*LORA) == {"offload_reference_model"}
-    assert idle(*LORA, "--share_base") == {"offload_reference_model", "offload_reward_model"}
+    assert idle(*LORA) == {"offload_reference_model", "actor_learning_rate"}
+    assert idle(*LORA, "--share_base") == {"offload_reference_model", "offload_reward_model", "actor_learning_rate"}

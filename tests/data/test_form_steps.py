@@ -36,6 +36,17 @@ PRM800K = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_first_step_that_is_glued_to_the_prompt_prints_a_warning(has_template):
+    row = {"prompt": "What is 2+3?", "completions": ["2+3 = 5", "So 5"], "labels": [True, True]}
+    form = form_of([row], has_template=has_template)
+    start = "nothing separates prompt and answer: '...What is 2+3?2+3 = 5...'; "
+    chat = "--apply_chat_template True makes user messages of the prompts, and " if has_template else ""
+    assert form.rendering == "text"
+    assert form.warning == f"{start}{chat}--input_template puts text around a prompt"
+    assert form_of([STEPS], has_template=has_template).warning == ""
+
+
 def test_stepwise_rows_give_their_steps_and_labels():
     form = form_of([STEPS])
     assert (form.name, form.rendering, form.uses) == ("stepwise", "text", ("steps", "prompt"))

@@ -96,6 +96,15 @@ def test_other_file_formats_are_rejected(tmp_path):
         load(tmp_path, path)
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "tokenizer_config.json", "model.safetensors"])
+def test_the_folder_of_a_model_is_rejected_as_data(tmp_path, name):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_text("{}")
+    write_jsonl(tmp_path / "model" / "metrics.jsonl", ROWS)
+    with pytest.raises(UserError, match=rf"model: the folder holds a model \({name}\), not data; name the files"):
+        load(tmp_path, tmp_path / "model")
+
+
 def test_folders_without_training_files_are_rejected(tmp_path):
     (tmp_path / "bare").mkdir()
     with pytest.raises(UserError, match="the folder holds no data file; supported are"):

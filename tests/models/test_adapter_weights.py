@@ -91,6 +91,12 @@ def test_a_folder_holds_one_form_of_a_model(assets, tmp_path, lm):
     torch.testing.assert_close(logits(loaded), logits(earlier), rtol=0, atol=0)
 
 
+def test_a_file_is_not_a_model_folder(tmp_path):
+    (tmp_path / "sft.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"^--m .*sft\.jsonl: is a file; name the folder of a model"):
+        model_folder(str(tmp_path / "sft.jsonl"), "--m")
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapter_folder_is_a_model_folder(assets, tmp_path, lm, variant):
     model = lm(variant)

@@ -132,8 +132,10 @@ def test_loss_and_metrics_match_loops_over_single_answers(policy, reference, row
     words += ["--nll_coef", "0.7"] if objective == "dpo_nll" else []
     expected = expected_of(objective, policy, reference, 0.3, 0.7)
     assert 0 < expected["accuracy"] < 1
-    loss, metrics = run_loss(dpo_objective(0, CPU, config_of(*words)), PolicyModel(policy), rows)
+    config = config_of(*words)
+    loss, metrics = run_loss(dpo_objective(0, CPU, config), PolicyModel(policy), rows)
     assert metrics == pytest.approx(expected, rel=1e-4)
+    assert sorted(metrics) == sorted(config.reward.eval_metrics)
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-4)
     assert loss.dtype == torch.float32
 

@@ -102,6 +102,7 @@ def test_loss_and_metrics_match_loops_over_single_answers(policy, reference, swa
     loss, metrics, _ = run(objective, policy, rows, [[4, PADDING_ROW, 0, 3, 1]], 4)
     expected = metrics_by_hand(policy, reference, numbers, baseline)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert sorted(metrics) == sorted(config_of(*WORDS).reward.eval_metrics)
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-4) and loss.dtype == torch.float32
 
 

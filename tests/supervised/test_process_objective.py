@@ -82,6 +82,7 @@ def test_loss_and_metrics_match_single_steps(classifier, packed):
         "accuracy_good": sum(r for r, g in zip(right, good, strict=True) if g) / sum(good),
         "accuracy_bad": sum(r for r, g in zip(right, good, strict=True) if not g) / (6 - sum(good)),
     }, rel=1e-5)  # fmt: skip
+    assert sorted(metrics) == sorted(config_of(*WORDS).reward.eval_metrics)
     part, _ = run(model, [2, PADDING_ROW, 0, 1], 24)
     assert part.item() == pytest.approx(expected / 4, rel=1e-5), "divided by the steps of the whole optimizer step"
 

@@ -65,11 +65,13 @@ def expected_of(objective: str, policy, numbers=REAL) -> dict[str, float]:
 
 @pytest.mark.parametrize("objective", ["orpo", "simpo", "cpo"])
 def test_loss_and_metrics_match_loops_over_single_answers(policy, objective):
-    made = reference_free_objective(0, CPU, config_of(*words_of(objective)))
+    config = config_of(*words_of(objective))
+    made = reference_free_objective(0, CPU, config)
     assert made.prepare is None, "no reference"
     loss, metrics = run_loss(made, PolicyModel(policy), ROWS)
     expected = expected_of(objective, policy)
     assert metrics == pytest.approx(expected, rel=1e-4)
+    assert sorted(metrics) == sorted(config.reward.eval_metrics)
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-4)
     assert loss.dtype == torch.float32
     part, _ = run_loss(made, PolicyModel(policy), ROWS, num_pairs=12)

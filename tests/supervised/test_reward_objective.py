@@ -45,8 +45,10 @@ def test_reward_loss_with_margin_and_centering(classifier, words, coefficient, w
         lead = chosen - rejected - (ROWS[number]["margin"] if with_margin else 0.0)
         centering += (chosen + rejected) ** 2 / 3
         expected += math.log(1 + math.exp(-lead)) / 3
-    objective = reward_objective(0, CPU, config_of(*words))
+    config = config_of(*words)
+    objective = reward_objective(0, CPU, config)
     loss, metrics = run_loss(objective, ScalarModel(classifier), ROWS)
+    assert sorted(metrics) == sorted(config.reward.eval_metrics)
     assert loss.item() == pytest.approx(expected + coefficient * centering, rel=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item())
     assert metrics.get("centering_loss") == (pytest.approx(centering, rel=1e-5) if coefficient else None)
