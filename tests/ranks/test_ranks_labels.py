@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from launch import deepspeed, succeed
+from launch import forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 KTO = [f"kto stage {stage} micro {micro}" for stage in (0, 3) for micro in (1, 2)] + ["kto packed stage 0 micro 1"]
@@ -33,7 +33,7 @@ def trajectories(assets, tmp_path_factory):
          range(count)]} for n, count in enumerate(counts)
     ])  # fmt: skip
     for ranks in (1, 2):
-        succeed(deepspeed(ranks, "tests/workers/labels.py", assets, folder / f"{ranks}.json"))
+        succeed(forked(ranks, "tests/workers/labels.py", assets, folder / f"{ranks}.json"))
     return {ranks: json.loads((folder / f"{ranks}.json").read_text()) for ranks in (1, 2)}
 
 
