@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
@@ -34,17 +33,15 @@ def forked(ranks: int, script: str | Path, *words: object, timeout: int = 300) -
         out, err = Path(folder, "out"), Path(folder, "err")
         out.touch(), err.touch()
         launch = {"ranks": ranks, "port": _free_port(), "script": str(ROOT / script), "words": [*map(str, words)]}
+        launch |= {"out": str(out), "err": str(err), "timeout": timeout}
         server = _fork_server()
-        print(json.dumps(launch | {"out": str(out), "err": str(err)}), file=server.stdin, flush=True)
-        if not select.select([server.stdout], [], [], timeout)[0]:
-            os.killpg(server.pid, signal.SIGKILL)
-            _fork_server.cache_clear()
-            raise subprocess.TimeoutExpired(launch["script"], timeout, out.read_bytes(), err.read_bytes())
+        print(json.dumps(launch), file=server.stdin, flush=True)
         answer = server.stdout.readline()
         assert answer, f"the process that forks ranks ended with exit code {server.wait()}"
-        return subprocess.CompletedProcess(
-            launch["words"], int(answer), *(f.read_text(errors="replace") for f in (out, err))
-        )
+        output = [file.read_text(errors="replace") for file in (out, err)]
+    if int(answer) == -signal.SIGALRM:
+        raise subprocess.TimeoutExpired(launch["script"], timeout, *output)
+    return subprocess.CompletedProcess(launch["words"], int(answer), *output)
 
 
 @cache

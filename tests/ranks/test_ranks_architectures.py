@@ -25,7 +25,7 @@ from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.tools import toy
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.extensive]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 BLANK = {"Llama 4 (text)"}  # transformers has no classifier, so plain transformers cannot load the reward model
 ROUTED = ("GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE")  # with a router loss

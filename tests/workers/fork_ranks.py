@@ -2,7 +2,8 @@
 
 fork_ranks.py      reads a line of JSON for each launch, answers each with its exit code, and ends with its input
 
-    a launch: {"ranks": number, "port": number, "script": path, "words": [text, ...], "out": path, "err": path}
+    a launch: {"ranks": number, "port": number, "script": path, "words": [text, ...], "out": path, "err": path,
+        "timeout": seconds, after which the exit code is -SIGALRM}
 """
 
 import gc
@@ -13,6 +14,8 @@ import runpy
 import signal
 import sys
 import traceback
+
+from dschat_ppo.runtime.processes import signal_when_parent_ends
 
 IMPORTED = (
     "deepspeed.module_inject.auto_ep_layer",
@@ -39,6 +42,7 @@ def redirect(out: str, err: str) -> None:
 
 def run_rank(rank: int, launch: dict) -> None:
     """Run the script as `__main__` with the environment of a rank; ends the process with its exit code."""
+    signal_when_parent_ends(signal.SIGKILL)
     code = 1
     try:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch["ranks"], "LOCAL_WORLD_SIZE": launch["ranks"]}
@@ -63,6 +67,8 @@ def run_launch(launch: dict) -> None:
 
     A process of its own, so that the ranks of each launch have a parent that they share with no other launch.
     """
+    signal_when_parent_ends(signal.SIGKILL)
+    signal.alarm(launch["timeout"])  # ends this process, and with it the ranks
     ranks = []
     for rank in range(launch["ranks"]):
         ranks.append(os.fork())
@@ -81,6 +87,7 @@ def run_launch(launch: dict) -> None:
 
 
 def main() -> None:
+    signal_when_parent_ends(signal.SIGKILL)  # the tests are interrupted
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     for name in IMPORTED:
