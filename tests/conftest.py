@@ -1,5 +1,6 @@
 """Small models, tokenizers and data that the tests share. Nothing is downloaded."""
 
+import gc
 import json
 import logging
 import os
@@ -24,6 +25,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--update-docs", action="store_true", help="write measured tables to docs/ instead of comparing")
+
+
+def pytest_collection_finish() -> None:
+    """DeepSpeed collects garbage for each engine: the modules and tests need not be searched each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def tiny_config(**changes) -> LlamaConfig:

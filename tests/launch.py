@@ -3,11 +3,16 @@
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,6 +20,36 @@ ROOT = Path(__file__).parent.parent
 def deepspeed(ranks: int, script: str | Path, *words: object, timeout: int = 300) -> subprocess.CompletedProcess[str]:
     """Run `script` (relative to the repository) on this many ranks, as a user would; output is kept in the result."""
     return run(deepspeed_command(ranks, script, *words), timeout)
+
+
+def forked(ranks: int, script: str | Path, *words: object, timeout: int = 300) -> subprocess.CompletedProcess[str]:
+    """As `deepspeed`, for a worker: its ranks are forked from a process that has imported the libraries.
+
+    For tests of what ranks compute, not of how they start and end. A forked process cannot use a GPU.
+    """
+    if torch.cuda.is_available():
+        return deepspeed(ranks, script, *words, timeout=timeout)
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        out.touch(), err.touch()
+        launch = {"ranks": ranks, "port": _free_port(), "script": str(ROOT / script), "words": [*map(str, words)]}
+        launch |= {"out": str(out), "err": str(err), "timeout": timeout}
+        server = _fork_server()
+        print(json.dumps(launch), file=server.stdin, flush=True)
+        answer = server.stdout.readline()
+        assert answer, f"the process that forks ranks ended with exit code {server.wait()}"
+        output = [file.read_text(errors="replace") for file in (out, err)]
+    if int(answer) == -signal.SIGALRM:
+        raise subprocess.TimeoutExpired(launch["script"], timeout, *output)
+    return subprocess.CompletedProcess(launch["words"], int(answer), *output)
+
+
+@cache
+def _fork_server() -> subprocess.Popen[str]:
+    """Runs `workers/fork_ranks.py` until this process ends."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, str(ROOT / "tests/workers/fork_ranks.py")]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, start_new_session=True, **pipes)
 
 
 def deepspeed_command(ranks: int, script: str | Path, *words: object) -> list[str]:
@@ -55,7 +90,7 @@ def run_steps(cases: dict[str, tuple[str, list[object]]], folder: Path, ranks: i
     """Each case, name -> (step, words), as a user would run it, all in one launch; see `workers/runs.py`."""
     words = {name: (step, [str(word) for word in flags]) for name, (step, flags) in cases.items()}
     (folder / "cases.json").write_text(json.dumps(words))
-    succeed(deepspeed(ranks, "tests/workers/runs.py", folder / "cases.json", folder / "found.json", timeout=timeout))
+    succeed(forked(ranks, "tests/workers/runs.py", folder / "cases.json", folder / "found.json", timeout=timeout))
     return json.loads((folder / "found.json").read_text())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from launch import deepspeed, succeed
+from launch import forked, succeed
 from transformers import AutoModelForCausalLM
 
 from dschat_ppo.models.adapters import is_adapter_parameter
@@ -31,7 +31,7 @@ def found(assets, folder):
     results = {}
     for ranks in (1, 2):
         out = folder / f"{ranks}.json"
-        succeed(deepspeed(ranks, "tests/workers/adapters.py", assets, folder, out, timeout=600))
+        succeed(forked(ranks, "tests/workers/adapters.py", assets, folder, out, timeout=600))
         for label, result in json.loads(out.read_text()).items():
             case, stage = label.split()
             results[ranks, case, int(stage)] = result

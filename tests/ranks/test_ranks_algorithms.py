@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from launch import deepspeed, succeed
+from launch import forked, succeed
 from workers.algorithms import CASES
 
 
@@ -17,7 +17,7 @@ def updates(assets, stored_rollout, tmp_path_factory):
     found = {}
     for ranks, stage in ((1, 0), (2, 3)):
         out = folder / f"{ranks}.json"
-        succeed(deepspeed(ranks, "tests/workers/algorithms.py", assets, out, stage, timeout=900))
+        succeed(forked(ranks, "tests/workers/algorithms.py", assets, out, stage, timeout=900))
         found |= {(ranks, label): np.array(numbers) for label, numbers in json.loads(out.read_text()).items()}
     return found
 

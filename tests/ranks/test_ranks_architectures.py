@@ -12,7 +12,7 @@ from itertools import combinations
 import pytest
 import torch
 from every_architecture import ARCHITECTURES, save_model_of
-from launch import ROOT, deepspeed, metrics_of, succeed
+from launch import ROOT, forked, metrics_of, succeed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -25,7 +25,7 @@ from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.tools import toy
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.extensive]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 BLANK = {"Llama 4 (text)"}  # transformers has no classifier, so plain transformers cannot load the reward model
 ROUTED = ("GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE")  # with a router loss
@@ -111,7 +111,7 @@ def out(tmp_path_factory):
     size = ["--sequence_parallel_size", "2", "--per_device_train_batch_size", "4"]
     runs["divided"] = (step, [*words, *size, "--output_dir", str(folder / "divided")])
     (folder / "cases.json").write_text(json.dumps({"runs": runs, "experts": experts}))
-    succeed(deepspeed(2, "tests/workers/architectures.py", folder, timeout=900))
+    succeed(forked(2, "tests/workers/architectures.py", folder, timeout=900))
     return folder
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from launch import deepspeed, succeed
+from launch import forked, succeed
 
 from dschat_ppo.checkpoint.engine_state import FROZEN, model_states
 from dschat_ppo.checkpoint.reshard import Fragment, gather, read_shards
@@ -29,7 +29,7 @@ def found(assets, folder):
     """Part -> what each of its ranks reports."""
     reports = {}
     for part, ranks in RANKS.items():
-        succeed(deepspeed(ranks, "tests/workers/engine_states.py", assets, folder, part))
+        succeed(forked(ranks, "tests/workers/engine_states.py", assets, folder, part))
         reports[part] = [json.loads((folder / f"{part}.{rank}").read_text()) for rank in range(ranks)]
     return reports
 

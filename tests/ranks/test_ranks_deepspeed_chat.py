@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from dschat_ppo.config.cli import parse
 from dschat_ppo.tools import toy
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.extensive]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 FAMILIES = {"meta-llama": "Llama 2", "facebook": "OPT", "bigscience": "BLOOM", "sberbank-ai": "GPT-2"}
 SUPERVISED = (

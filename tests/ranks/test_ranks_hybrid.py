@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from launch import deepspeed, succeed
+from launch import forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 def found(assets, stored_rollout, tmp_path_factory):
     """What each rank reports."""
     out = tmp_path_factory.mktemp("hybrid") / "found"
-    succeed(deepspeed(2, "tests/workers/hybrid.py", assets, out))
+    succeed(forked(2, "tests/workers/hybrid.py", assets, out))
     return [json.loads((out.parent / f"found.{rank}").read_text()) for rank in (0, 1)]
 
 
@@ -82,7 +82,7 @@ def test_layer_by_layer_gives_the_same_answers_with_ranks_of_uneven_work(found):
 
 
 def test_answers_do_not_depend_on_the_number_of_ranks(found, assets, tmp_path):
-    succeed(deepspeed(1, "tests/workers/hybrid.py", assets, tmp_path / "one"))
+    succeed(forked(1, "tests/workers/hybrid.py", assets, tmp_path / "one"))
     alone = json.loads((tmp_path / "one").read_text())["answers"]
     assert found[0]["answers"] == found[1]["answers"] == alone
     assert alone[0] != alone[1], "two steps with the same answers"

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from launch import deepspeed, succeed
+from launch import forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 KTO = [f"kto stage {stage} micro {micro}" for stage in (0, 3) for micro in (1, 2)] + ["kto packed stage 0 micro 1"]
@@ -37,7 +37,7 @@ def trajectories(assets, tmp_path_factory):
     ])  # fmt: skip
     found = {}
     for name, ranks, shared in ((1, 1, 1), (2, 2, 1), ("shared", 2, 2)):
-        succeed(deepspeed(ranks, "tests/workers/labels.py", assets, shared, folder / f"{name}.json"))
+        succeed(forked(ranks, "tests/workers/labels.py", assets, shared, folder / f"{name}.json"))
         found[name] = json.loads((folder / f"{name}.json").read_text())
     return found
 

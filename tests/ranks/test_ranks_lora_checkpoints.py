@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from launch import ROOT, deepspeed, metrics_of, succeed
+from launch import ROOT, forked, metrics_of, succeed
 
 from dschat_ppo.checkpoint.engine_state import FROZEN, model_states
 from dschat_ppo.checkpoint.folder import CheckpointFolder
@@ -38,7 +38,7 @@ def launch(cases: dict, folder, ranks: int) -> dict:
     }
     (folder / "cases.json").write_text(json.dumps(words))
     found = folder / "found.json"
-    succeed(deepspeed(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
+    succeed(forked(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
     return json.loads(found.read_text())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from adapter_folders import save_adapter
-from launch import deepspeed, metrics_of, run_steps, succeed
+from launch import forked, metrics_of, run_steps, succeed
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -22,7 +22,7 @@ def found(assets, stored_rollout, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora_ppo")
     results = []
     for ranks in (1, 2):
-        succeed(deepspeed(ranks, "tests/workers/lora_ppo.py", assets, folder / f"{ranks}.json", timeout=300))
+        succeed(forked(ranks, "tests/workers/lora_ppo.py", assets, folder / f"{ranks}.json", timeout=300))
         results.append(json.loads((folder / f"{ranks}.json").read_text()))
     return results
 

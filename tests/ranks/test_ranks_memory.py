@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from launch import deepspeed, succeed
+from launch import forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def reports(assets, folder, ranks: int) -> list[dict]:
-    succeed(deepspeed(ranks, "tests/workers/memory.py", assets, folder / "found"))
+    succeed(forked(ranks, "tests/workers/memory.py", assets, folder / "found"))
     return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(ranks)]
 
 

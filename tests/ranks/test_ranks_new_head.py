@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from launch import deepspeed, metrics_of, succeed
+from launch import forked, metrics_of, succeed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
@@ -72,7 +72,7 @@ def out(assets, base, tmp_path_factory):
         for name, (step, flags, stops, end) in cases.items()
     }
     (folder / "cases.json").write_text(json.dumps(words))
-    succeed(deepspeed(2, "tests/workers/resumes.py", folder / "cases.json", folder / "found.json", timeout=600))
+    succeed(forked(2, "tests/workers/resumes.py", folder / "cases.json", folder / "found.json", timeout=600))
     found = json.loads((folder / "found.json").read_text())
     assert [starts[-1]["ended"] for starts in found.values()] == ["done"] * len(cases)
     return folder

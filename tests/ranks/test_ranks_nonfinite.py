@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import deepspeed, succeed
+from launch import forked, succeed
 
 from dschat_ppo.tools.replay import main
 
@@ -19,7 +19,7 @@ OVERFLOW = [False, True, None]
 @pytest.fixture(scope="module")
 def out(assets, stored_rollout, tmp_path_factory):
     folder = tmp_path_factory.mktemp("nonfinite")
-    succeed(deepspeed(2, "tests/workers/nonfinite.py", assets, folder))
+    succeed(forked(2, "tests/workers/nonfinite.py", assets, folder))
     return folder
 
 

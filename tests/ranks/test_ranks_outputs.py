@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, deepspeed, run, succeed
+from launch import ROOT, deepspeed, forked, run, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def test_saved_models_give_the_same_logits_in_plain_transformers(assets, tmp_path):
-    succeed(deepspeed(2, "tests/workers/outputs.py", assets, tmp_path))
+    succeed(forked(2, "tests/workers/outputs.py", assets, tmp_path))
     printed = succeed(run([sys.executable, str(ROOT / "tests/workers/reload.py"), str(tmp_path)])).stdout
     found = json.loads(printed.splitlines()[-1])
     assert found["size"] > 0.1
@@ -33,7 +33,7 @@ def test_saved_models_give_the_same_logits_in_plain_transformers(assets, tmp_pat
 def bandit(assets, tmp_path_factory):
     """Folder of a run with `--old_logprobs rollout`."""
     folder = tmp_path_factory.mktemp("bandit")
-    succeed(deepspeed(2, "tests/workers/bandit.py", assets, folder / "found"))
+    succeed(forked(2, "tests/workers/bandit.py", assets, folder / "found"))
     return folder
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import deepspeed, succeed
+from launch import forked, succeed
 from one_rank import one_rank  # noqa: F401
 from packed_runs import packed_run
 
@@ -12,7 +12,7 @@ from packed_runs import packed_run
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_packed_training_has_the_same_bits_on_one_rank_and_on_two(tmp_path):
-    succeed(deepspeed(2, "tests/workers/packing.py", tmp_path / "two", tmp_path / "found.json"))
+    succeed(forked(2, "tests/workers/packing.py", tmp_path / "two", tmp_path / "found.json"))
     two = json.loads((tmp_path / "found.json").read_text())
     for task in ("sft", "reward"):
         folder = tmp_path / task

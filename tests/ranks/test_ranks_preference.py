@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from launch import deepspeed, succeed
+from launch import deepspeed, forked, succeed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.config.cli import parse
@@ -21,7 +21,7 @@ def trajectories(assets, tmp_path_factory):
     """Ranks -> label -> output of the worker."""
     folder = tmp_path_factory.mktemp("preference")
     for ranks in (1, 2):
-        succeed(deepspeed(ranks, "tests/workers/preference.py", assets, folder / f"{ranks}.json"))
+        succeed(forked(ranks, "tests/workers/preference.py", assets, folder / f"{ranks}.json"))
     return {ranks: json.loads((folder / f"{ranks}.json").read_text()) for ranks in (1, 2)}
 
 

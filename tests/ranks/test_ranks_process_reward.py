@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from launch import deepspeed, metrics_of, succeed
+from launch import forked, metrics_of, succeed
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -61,7 +61,7 @@ def runs(assets, models, tmp_path_factory):
     }  # fmt: skip
     (folder / "cases.json").write_text(json.dumps(cases))
     found = folder / "found.json"
-    succeed(deepspeed(2, "tests/workers/process_ppo.py", folder / "cases.json", found))
+    succeed(forked(2, "tests/workers/process_ppo.py", folder / "cases.json", found))
     starts = json.loads(found.read_text())
     assert [len(starts[name]) for name in CASES] == [1, 3, 1, 1, 1]
     assert all(of_case[-1]["ended"] == "done" for of_case in starts.values())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from launch import deepspeed, metrics_of, succeed
+from launch import forked, metrics_of, succeed
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -22,7 +22,7 @@ INSIDE = "step_000002_update_0001"  # after the first sync; `step_000002` is sav
 def layouts(assets, tmp_path_factory):
     """What each rank reports of each layout."""
     out = tmp_path_factory.mktemp("layouts") / "found.json"
-    succeed(deepspeed(2, "tests/workers/reference_sync.py", assets, out))
+    succeed(forked(2, "tests/workers/reference_sync.py", assets, out))
     return json.loads(out.read_text())
 
 
@@ -68,7 +68,7 @@ def launch(cases: dict, folder, ranks: int) -> dict:
     """Name -> what each start of the case gave."""
     (folder / "cases.json").write_text(json.dumps(cases))
     found = folder / f"found_{ranks}.json"
-    succeed(deepspeed(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
+    succeed(forked(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
     return json.loads(found.read_text())
 
 

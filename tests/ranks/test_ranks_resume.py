@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from launch import deepspeed, metrics_of, succeed
+from launch import forked, metrics_of, succeed
 from safetensors.torch import load_file
 
 from dschat_ppo.checkpoint.folder import CheckpointFolder
@@ -60,7 +60,7 @@ def launch(cases: dict, folder, ranks: int) -> dict:
     """Name -> what each start of the case gave."""
     (folder / "cases.json").write_text(json.dumps(cases))
     found = folder / f"found_{ranks}.json"
-    succeed(deepspeed(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
+    succeed(forked(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
     return json.loads(found.read_text())
 
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from launch import deepspeed, succeed
+from launch import forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 LAUNCHES = {"alone": (2, 1), "groups": (4, 2)}  # name -> ranks, and how many of them share their rows
@@ -18,7 +18,7 @@ def found(assets, stored_rollout, tmp_path_factory):
         out = folder / name
         # every weight of the tiny models is partitioned, the small ones too
         (folder / f"{name}.ds.json").write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
-        succeed(deepspeed(ranks, "tests/workers/sequence_parallel.py", assets, shared, out, timeout=300))
+        succeed(forked(ranks, "tests/workers/sequence_parallel.py", assets, shared, out, timeout=300))
     return {name: json.loads((folder / name).read_text()) for name in LAUNCHES}
 
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from launch import deepspeed, succeed
+from launch import forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 LAUNCHES = {"one": (1, 1), "shared": (2, 2)}  # name -> ranks, and how many of them share their rows
@@ -17,7 +17,7 @@ def found(assets, stored_rollout, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequence_parallel")
     for name, (ranks, shared) in LAUNCHES.items():
         out = folder / f"{name}.json"
-        succeed(deepspeed(ranks, "tests/workers/sequence_parallel.py", assets, shared, out, timeout=600))
+        succeed(forked(ranks, "tests/workers/sequence_parallel.py", assets, shared, out, timeout=600))
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in LAUNCHES}
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import deepspeed, metrics_of, succeed
+from launch import forked, metrics_of, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 NOT_COMPARED = ("time", "seconds/", "peak_memory_gib/", "tokens_per_second/")
@@ -54,7 +54,7 @@ def runs(assets, tmp_path_factory):
     for ranks, cases in launches.items():
         (folder / "cases.json").write_text(json.dumps(cases))
         words = (folder / "cases.json", folder / f"found_{ranks}.json")
-        succeed(deepspeed(ranks, "tests/workers/resumes.py", *words, timeout=900))
+        succeed(forked(ranks, "tests/workers/resumes.py", *words, timeout=900))
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from conftest import tiny_config
-from launch import deepspeed, metrics_of, run_steps, succeed
+from launch import metrics_of, run_steps
 from transformers import AutoTokenizer, LlamaForSequenceClassification, MixtralConfig, MixtralForCausalLM
 
 from dschat_ppo.tools import toy
@@ -281,7 +281,7 @@ def test_evaluation_writes_answers_and_keeps_the_best(data, runs, tmp_path):
     words = [*COMMON.split(), "--data_path", data / "numbered.jsonl", "--actor_model_name_or_path", data / "lm"]
     words += [*cases_of(data, "")["evaluated"].split(), "--output_dir", tmp_path / "out"]
     words += ["--per_device_generation_batch_size", 4, "--per_device_training_batch_size", 8]
-    succeed(deepspeed(1, "training/step3_ppo/main.py", *words))
+    assert run_steps({"evaluated": ("ppo", words)}, tmp_path, ranks=1)["evaluated"]["error"] is None
     assert check_evaluation(tmp_path / "out", metrics_of(tmp_path / "out")) == two_ranks
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import deepspeed, metrics_of, succeed
+from launch import forked, metrics_of, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -37,7 +37,7 @@ def launch(cases: dict, folder, ranks: int):
     (folder / "cases.json").write_text(json.dumps(cases))
     out = folder / "out.json"
     out.unlink(missing_ok=True)
-    result = deepspeed(ranks, "tests/workers/streams.py", folder / "cases.json", out, timeout=600)
+    result = forked(ranks, "tests/workers/streams.py", folder / "cases.json", out, timeout=600)
     return result, json.loads(out.read_text()) if out.exists() else {}
 
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from launch import deepspeed, succeed
+from launch import forked, succeed
 
 REFERENCE = "stage 0 micro 4"
 
@@ -16,7 +16,7 @@ def trajectories(assets, stored_rollout, tmp_path_factory):
     found = {"sft": {}, "reward": {}, "ppo": {}, "bf16": {}}
     for ranks in (1, 2):
         out = folder / f"{ranks}.json"
-        succeed(deepspeed(ranks, "tests/workers/trajectory.py", assets, out, timeout=900))
+        succeed(forked(ranks, "tests/workers/trajectory.py", assets, out, timeout=900))
         for label, trajectory in json.loads(out.read_text()).items():
             task, how = label.split(" ", 1)
             found[task][f"{ranks} ranks {how}"] = np.array(trajectory)

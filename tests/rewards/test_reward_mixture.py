@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launch import deepspeed, succeed
+from launch import forked, succeed
 
 from dschat_ppo.common import dist
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
@@ -139,7 +139,7 @@ def test_raise_on_any_rank_with_one_rank():
 
 @pytest.mark.ranks
 def test_every_rank_raises_the_same_error(tmp_path):
-    succeed(deepspeed(2, "tests/workers/reward_failure.py", tmp_path))
+    succeed(forked(2, "tests/workers/reward_failure.py", tmp_path))
     for rank in range(2):
         text = (tmp_path / str(rank)).read_text(encoding="utf-8")
         before, _, function = text.partition(" / [")

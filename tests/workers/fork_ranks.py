@@ -1,0 +1,104 @@
+"""Forks ranks from one process that has imported the libraries, which costs a process about seven seconds.
+
+fork_ranks.py      reads a line of JSON for each launch, answers each with its exit code, and ends with its input
+
+    a launch: {"ranks": number, "port": number, "script": path, "words": [text, ...], "out": path, "err": path,
+        "timeout": seconds, after which the exit code is -SIGALRM}
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+
+from dschat_ppo.runtime.processes import signal_when_parent_ends
+
+IMPORTED = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # imports the compiler of torch
+    "dschat_ppo.ppo.train_ppo",
+    "dschat_ppo.supervised.sft",
+    "dschat_ppo.supervised.train_preference",
+    "peft",
+    "torch.utils.tensorboard",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def redirect(out: str, err: str) -> None:
+    """Standard output and error to the ends of these files, and input to nothing, below Python too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):
+        file = os.open(path, flags | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+
+
+def run_rank(rank: int, launch: dict) -> None:
+    """Run the script as `__main__` with the environment of a rank; ends the process with its exit code."""
+    signal_when_parent_ends(signal.SIGKILL)
+    code = 1
+    try:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch["ranks"], "LOCAL_WORLD_SIZE": launch["ranks"]}
+        os.environ.update({key: str(number) for key, number in numbers.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(launch["port"]))
+        redirect(launch["out"], launch["err"])
+        sys.argv = [launch["script"], f"--local_rank={rank}", *launch["words"]]
+        runpy.run_path(launch["script"], run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001  the top level of a process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_launch(launch: dict) -> None:
+    """Start the ranks and wait for them; the first that fails ends the others. Ends the process with its exit code.
+
+    A process of its own, so that the ranks of each launch have a parent that they share with no other launch.
+    """
+    signal_when_parent_ends(signal.SIGKILL)
+    signal.alarm(launch["timeout"])  # ends this process, and with it the ranks
+    ranks = []
+    for rank in range(launch["ranks"]):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            run_rank(rank, launch)
+    failed = 0
+    for _ in ranks:
+        ended, status = os.wait()
+        ranks.remove(ended)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed = code
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+    os._exit(failed % 256)
+
+
+def main() -> None:
+    signal_when_parent_ends(signal.SIGKILL)  # the tests are interrupted
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the ranks share these pages
+    for line in sys.stdin:
+        launch = os.fork()
+        if launch == 0:
+            run_launch(json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(launch, 0)[1]), file=answers, flush=True)
+
+
+main()
