@@ -24,7 +24,7 @@ setup(
     package_data={"dschat_ppo": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=[
-        "torch>=2.6.0,<3",
+        "torch>=2.7.0,<3",
         "deepspeed>=0.19.8,<0.20",
         "transformers>=5.20.2,<6",
         "accelerate>=1.10.0,<2",

@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import quote, unquote, urlparse
 
 import torch
-import torch.distributed as torch_dist
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore, register_rendezvous_handler
 
 from dschat_ppo.common import dist
@@ -55,7 +54,7 @@ def init_process_group(folder: str = "") -> torch.device:
         with subprocesses_may_stop("joined the ranks"):  # on a CPU this compiles an operator
             backend, address = accelerator.communication_backend_name(), address_of(folder)
             deepspeed.init_distributed(dist_backend=backend, timeout=TIMEOUT, init_method=address)
-    except torch_dist.DistNetworkError as problem:
+    except RuntimeError as problem:  # DistNetworkError in newer versions of torch
         if "EADDRINUSE" not in str(problem):
             raise
         port = os.environ.get("MASTER_PORT")

@@ -65,7 +65,7 @@ def cached(root, config: str, numbers: list[int]) -> None:
     rows = root / f"{config}.jsonl"
     rows.write_text("".join(json.dumps({"n": n}) + "\n" for n in numbers))
     datasets.load_dataset("json", data_files=str(rows), cache_dir=str(root / f"made_{config}"))
-    (made,) = (root / f"made_{config}").glob("json/*/*/*/")
+    (made,) = (path for path in (root / f"made_{config}").glob("json/*/*/*") if path.is_dir())
     place = root / f"cache/org___name/{config}/0.0.0/abc"
     shutil.copytree(made, place)
     info = json.loads((place / "dataset_info.json").read_text()) | {"dataset_name": "name", "config_name": config}

@@ -135,7 +135,9 @@ def test_variable_length_flash_attention_is_called_with_the_segments(monkeypatch
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def suits(dtype=torch.bfloat16, head=64, value_head=64, capability=(8, 0), is_cuda=True, **options) -> bool:
+def suits(
+    dtype=torch.bfloat16, head=64, value_head=64, capability=(8, 0), is_cuda=True, kernel=print, **options
+) -> bool:  # fmt: skip
     """`_suits_flash` for tensors that claim to be on a GPU."""
     query, value = (
         SimpleNamespace(is_cuda=is_cuda, dtype=dtype, device="cuda", shape=(1, 4, 9, size))
@@ -143,6 +145,7 @@ def suits(dtype=torch.bfloat16, head=64, value_head=64, capability=(8, 0), is_cu
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        patch.setattr(packing, "_VARLEN", kernel)
         return packing._suits_flash(query, query, value, options)
 
 
@@ -171,9 +174,7 @@ def test_without_the_kernel_of_newer_versions_of_pytorch(monkeypatch):
     for module in (old, None):  # without the arguments, and without the kernel
         monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
         assert packing.varlen_kernel() is None
-    assert suits()
-    monkeypatch.setattr(packing, "_VARLEN", None)
-    assert not suits()
+    assert suits() and not suits(kernel=None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,6 +1,7 @@
 """Every kind of file that a later start reads is on the disk before it counts, in a model of a power loss."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import datasets
@@ -37,7 +38,7 @@ def kept(power, folder) -> dict[str, bytes]:
 def test_the_model_of_a_power_loss_loses_content_that_is_not_synced(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     (tmp_path / "draft").write_text("x")
-    (tmp_path / "draft").rename(tmp_path / "named")
+    os.rename(tmp_path / "draft", tmp_path / "named")
     assert power.left(tmp_path) == {} and power.too_early == [str(tmp_path / "named")]
 
 
