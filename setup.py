@@ -44,8 +44,8 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "lora": ["peft>=0.19.0,<1"],
-        "qlora": ["peft>=0.19.0,<1", "bitsandbytes>=0.46.1"],
+        "lora": ["peft>=0.20.0,<1"],
+        "qlora": ["peft>=0.20.0,<1", "bitsandbytes>=0.46.1"],
         "math": ["math-verify"],
         "plot": ["matplotlib"],
         "sentencepiece": ["sentencepiece"],
@@ -57,7 +57,7 @@ setup(
             "types-PyYAML",
             "hypothesis",
             "math-verify",
-            "peft>=0.19.0,<1",
+            "peft>=0.20.0,<1",
         ],
     },
 )

@@ -84,7 +84,10 @@ WITH_CLASSIFIER = [name for name, (_, _, classifier) in FAMILIES.items() if clas
 
 def model_of(name: str, kind: int):
     torch.manual_seed(0)
-    model = FAMILIES[name][kind](FAMILIES[name][0])
+    config = FAMILIES[name][0]
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # as in load_config
+    model = FAMILIES[name][kind](config)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):  # they are initialised to 0, where no test would notice them
             torch.nn.init.normal_(parameter, std=0.3)
