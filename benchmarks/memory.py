@@ -31,7 +31,7 @@ import torch
 from datasets import Dataset
 from fault_outcomes import write_docs
 from measure import markdown, peak_memory
-from models import classifier, config_of, language_model
+from models import classifier, config_of, language_model, save_reward_adapter
 from torch import Tensor
 
 from dschat_ppo.common import dist
@@ -60,6 +60,7 @@ from dschat_ppo.tools.toy import make_tokenizer
 
 VOCABULARY, LAYERS, HIDDEN = 8192, 8, 768
 ROWS, PROMPT, ANSWER = 8, 64, 32  # of each rank
+RANK = 16
 MARKS = ("<!-- memory -->", "<!-- /memory -->")
 PHASES = ("load", "rollout", "score", "actor", "critic")
 GIB = 2**30
@@ -68,7 +69,7 @@ RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc returns freed tensors at
 _Z0, _Z2, _Z3 = (f"--actor_zero_stage {stage} --critic_zero_stage {stage}" for stage in (0, 2, 3))
 _CHECKPOINTING = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
 _FROZEN = "--offload_reference_model --offload_reward_model"
-_LORA = "--actor_lora_dim 16 --critic_lora_dim 16 --only_optimize_lora"
+_LORA = f"--actor_lora_dim {RANK} --critic_lora_dim {RANK} --only_optimize_lora"
 # name -> (step, flags)
 SETTINGS = {
     "ZeRO 0": ("ppo", _Z0),
@@ -97,12 +98,15 @@ SETTINGS = {
 
 
 def make_models(work: Path) -> None:
-    """Write the folders `lm` and `reward`, unless an earlier run left them."""
+    """Write the folders `lm`, `reward` and `adapter` (over `lm`), unless an earlier run left them."""
     config, tokenizer = config_of(VOCABULARY, LAYERS, HIDDEN), make_tokenizer(["a few words to merge"])
     for name, model in (("lm", language_model), ("reward", classifier)):
         if not (work / name / "config.json").exists():
             model(config).save_pretrained(work / name)
             tokenizer.save_pretrained(work / name)
+    if not (work / "adapter/adapter_config.json").exists():
+        save_reward_adapter(work / "lm", work / "adapter", RANK)
+        tokenizer.save_pretrained(work / "adapter")
 
 
 def held_bytes(engines: Iterable[Any]) -> int:
@@ -156,13 +160,13 @@ class Peaks:
 def measure_ppo(work: Path, words: list[str]) -> dict[str, Any]:
     """Two PPO steps; the numbers of the second."""
     peaks = Peaks()
-    base = ["--actor_model_name_or_path", work / "lm", "--critic_model_name_or_path", work / "reward"]
+    lm, reward = str(work / "lm"), str(work / ("adapter" if "--share_base" in words else "reward"))
+    base: list[Any] = ["--actor_model_name_or_path", lm, "--critic_model_name_or_path", reward]
     base += ["--data_path", "unused", "--output_dir", "unused", "--num_warmup_steps", 0, "--prepack_weights", False]
     base += ["--max_prompt_seq_len", PROMPT, "--max_answer_seq_len", ANSWER, "--min_answer_seq_len", ANSWER]
     base += ["--per_device_generation_batch_size", ROWS, "--per_device_training_batch_size", ROWS]
     flags = parse("ppo", [*map(str, base), *words])
     plan = plan_ppo(flags.ppo, ROWS * dist.world_size() * 2, dist.world_size())
-    lm, reward = str(work / "lm"), str(work / "reward")
     engines = peaks.measure("load", lambda: RLHFEngine(flags, plan, ModelFolders(lm, reward, reward)))
     tokenizer = load_tokenizer(lm, "lm")
     rewards = build_sources(flags.rewards, learned_reward(flags, engines, tokenizer, plan.micro_batch_tokens))

@@ -1,5 +1,6 @@
 """The benchmark of memory: its settings parse, what it counts, and its table."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,16 @@ def test_every_setting_parses(name):
 def test_there_are_twelve_settings_of_step_3_and_some_of_the_others():
     steps = [step for step, _ in memory.SETTINGS.values()]
     assert steps.count("ppo") >= 12 and {"sft", "reward"} < set(steps)
+
+
+def test_the_adapter_fits_the_settings_with_one_base(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "HIDDEN", 128)
+    monkeypatch.setattr(memory, "LAYERS", 1)
+    memory.make_models(tmp_path)
+    adapter = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tmp_path / "lm")
+    shared = [words.split() for _, words in memory.SETTINGS.values() if "--share_base" in words]
+    assert [words[words.index("--critic_lora_dim") + 1] for words in shared] == [str(adapter["r"])]
 
 
 def engine_of(model: nn.Module, parameters: str, optimizer: str):
