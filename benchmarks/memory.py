@@ -109,8 +109,11 @@ def make_models(work: Path) -> None:
         tokenizer.save_pretrained(work / "adapter")
 
 
-def held_bytes(engines: Iterable[Any]) -> int:
-    """Bytes of weights and training states that are on the device, or would be if there were one."""
+def held_bytes(engines: Iterable[Any], originals: Iterable[Tensor] = ()) -> int:
+    """Bytes of weights and training states that are on the device, or would be if there were one.
+
+    `originals`: weights outside the rollout. It may hold them beside merged ones, which replace them in the model.
+    """
     on_device: dict[int, int] = {}
 
     def count(tensors: Iterable[Tensor], offloaded: Any) -> None:
@@ -124,6 +127,7 @@ def held_bytes(engines: Iterable[Any]) -> int:
         count(sleep.training_states(engine), engine.zero_offload_optimizer())
         count(sleep.weights_of(engine), engine.zero_offload_param())
         count([weight.data for weight in engine.module.parameters()], None)  # gathered ones are on the device
+    count(originals, None)
     return sum(on_device.values())
 
 
@@ -194,8 +198,9 @@ def measure_ppo(work: Path, words: list[str]) -> dict[str, Any]:
                               ppo.updates.clock)  # fmt: skip
         ppo.state.finish_step({})
         held["training"] = held_bytes(models) / GIB
+        originals = [weight.data for engine in models for weight in engine.module.parameters()]
         with engines.hybrid.generating():
-            held["rollout"] = held_bytes(models) / GIB
+            held["rollout"] = held_bytes(models, originals) / GIB
     return {"peak": peaks.gib, "seconds": peaks.seconds, "held": held}
 
 

@@ -62,6 +62,15 @@ def test_shared_memory_counts_once():
     assert memory.held_bytes([engine_of(layer, "none", "cpu"), engine_of(layer, "none", "cpu")]) == 40
 
 
+def test_weights_that_merged_ones_replace_count_until_they_are_freed():
+    layer = nn.Linear(9, 1)
+    original = layer.weight.data
+    layer.weight.data = original + 1
+    assert memory.held_bytes([engine_of(layer, "none", "cpu")], [original]) == 40 + 36
+    original.untyped_storage().resize_(0)
+    assert memory.held_bytes([engine_of(layer, "none", "cpu")], [original]) == 40
+
+
 def test_the_table_has_the_settings_that_were_measured():
     found = {
         "step 1, ZeRO 0": {"peak": {"load": 1.0, "actor": 2.25}, "held": {"training": 0.5}, "seconds": {"actor": 3.0}},
