@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py [--only NAME ...] [--ranks 2] [--work DIR] [--json FILE] [--docs docs/memory.md]
 
-Each setting starts new ranks: random Llamas of 66 M parameters in bf16, one update from 8 rows per rank of 64 + 32
+Each setting starts new ranks: random Llamas of 65 M parameters in bf16, one update from 8 rows per rank of 64 + 32
 tokens; the second PPO step (steps 1 and 2: the second update) is measured. "Peak" is what a phase needs beyond an idle
 rank: on a GPU its memory, on a CPU the resident memory. On a CPU, host and device memory are the same, so peaks do not
 show what a setting moves to the host. "Held" counts the tensors of weights, optimizer states and gradient buffers that
