@@ -34,7 +34,7 @@ from measure import markdown, peak_memory
 from models import classifier, config_of, language_model, save_reward_adapter
 from torch import Tensor
 
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, heap
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import plan_ppo
@@ -64,7 +64,7 @@ RANK = 16
 MARKS = ("<!-- memory -->", "<!-- /memory -->")
 PHASES = ("load", "rollout", "score", "actor", "critic")
 GIB = 2**30
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc returns freed tensors at once, so that they do not count
+THRESHOLD = 65536  # glibc returns freed tensors of this size at once, so that they do not count
 
 _Z0, _Z2, _Z3 = (f"--actor_zero_stage {stage} --critic_zero_stage {stage}" for stage in (0, 2, 3))
 _CHECKPOINTING = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
@@ -241,6 +241,7 @@ def measure_here(name: str, work: Path, out: Path) -> None:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
         sleep.on_device = lambda tensor: True  # as on a GPU, so that `held` sees what leaves
+        heap.LARGEST = THRESHOLD  # else loading a model ends with a higher threshold
     found = measure_ppo(work, words) if step == "ppo" else measure_supervised(step, work, words)
     ranks = dist.gather_objects(found)
     if dist.is_main():
@@ -261,7 +262,8 @@ def measure_in_ranks(name: str, work: Path, ranks: int) -> dict[str, Any]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
     command += ["--master_port", str(port), str(Path(__file__).resolve()), "--measure", name, "--work", str(work)]
-    ended = subprocess.run(command, text=True, capture_output=True, check=False, env={**os.environ, **RETURNED})
+    ended = subprocess.run(command, text=True, capture_output=True, check=False,
+                           env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD)})  # fmt: skip
     if ended.returncode or not out.exists():
         sys.exit(f"{name}: exit code {ended.returncode}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")
     return json.loads(out.read_text())
