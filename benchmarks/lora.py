@@ -104,8 +104,8 @@ def rule_rates(work: Path, seeds: int, ranks: int) -> dict[str, dict[str, float]
 def random_models(folder: Path, toy: Path, shape: dict[str, int]) -> int:
     """Write a language model with random weights and a reward adapter over it; returns its number of weights."""
     import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from models import save_reward_adapter
+    from transformers import AutoTokenizer
 
     from dschat_ppo.tools.toy_model import untrained_llama
 
@@ -113,12 +113,7 @@ def random_models(folder: Path, toy: Path, shape: dict[str, int]) -> int:
     model = untrained_llama(tokenizer, 1, **shape).to(torch.bfloat16)
     model.save_pretrained(folder / "lm")
     tokenizer.save_pretrained(folder / "lm")
-    scalar = AutoModelForSequenceClassification.from_pretrained(folder / "lm", num_labels=1)
-    config = LoraConfig(
-        r=RANK, lora_alpha=32, target_modules="all-linear", exclude_modules=["score"], task_type="SEQ_CLS",
-        modules_to_save=["score"],
-    )  # fmt: skip
-    get_peft_model(scalar, config).save_pretrained(folder / "reward")
+    save_reward_adapter(folder / "lm", folder / "reward", RANK)
     tokenizer.save_pretrained(folder / "reward")
     return model.num_parameters()
 

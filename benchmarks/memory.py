@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py [--only NAME ...] [--ranks 2] [--work DIR] [--json FILE] [--docs docs/memory.md]
 
-Each setting starts new ranks: random Llamas of 66 M parameters in bf16, one update from 8 rows per rank of 64 + 32
+Each setting starts new ranks: random Llamas of 65 M parameters in bf16, one update from 8 rows per rank of 64 + 32
 tokens; the second PPO step (steps 1 and 2: the second update) is measured. "Peak" is what a phase needs beyond an idle
 rank: on a GPU its memory, on a CPU the resident memory. On a CPU, host and device memory are the same, so peaks do not
 show what a setting moves to the host. "Held" counts the tensors of weights, optimizer states and gradient buffers that
@@ -31,10 +31,10 @@ import torch
 from datasets import Dataset
 from fault_outcomes import write_docs
 from measure import markdown, peak_memory
-from models import classifier, config_of, language_model
+from models import classifier, config_of, language_model, save_reward_adapter
 from torch import Tensor
 
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, heap
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import plan_ppo
@@ -60,15 +60,16 @@ from dschat_ppo.tools.toy import make_tokenizer
 
 VOCABULARY, LAYERS, HIDDEN = 8192, 8, 768
 ROWS, PROMPT, ANSWER = 8, 64, 32  # of each rank
+RANK = 16
 MARKS = ("<!-- memory -->", "<!-- /memory -->")
 PHASES = ("load", "rollout", "score", "actor", "critic")
 GIB = 2**30
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc returns freed tensors at once, so that they do not count
+THRESHOLD = 65536  # glibc returns freed tensors of this size at once, so that they do not count
 
 _Z0, _Z2, _Z3 = (f"--actor_zero_stage {stage} --critic_zero_stage {stage}" for stage in (0, 2, 3))
 _CHECKPOINTING = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
 _FROZEN = "--offload_reference_model --offload_reward_model"
-_LORA = "--actor_lora_dim 16 --critic_lora_dim 16 --only_optimize_lora"
+_LORA = f"--actor_lora_dim {RANK} --critic_lora_dim {RANK} --only_optimize_lora"
 # name -> (step, flags)
 SETTINGS = {
     "ZeRO 0": ("ppo", _Z0),
@@ -97,16 +98,22 @@ SETTINGS = {
 
 
 def make_models(work: Path) -> None:
-    """Write the folders `lm` and `reward`, unless an earlier run left them."""
+    """Write the folders `lm`, `reward` and `adapter` (over `lm`), unless an earlier run left them."""
     config, tokenizer = config_of(VOCABULARY, LAYERS, HIDDEN), make_tokenizer(["a few words to merge"])
     for name, model in (("lm", language_model), ("reward", classifier)):
         if not (work / name / "config.json").exists():
             model(config).save_pretrained(work / name)
             tokenizer.save_pretrained(work / name)
+    if not (work / "adapter/adapter_config.json").exists():
+        save_reward_adapter(work / "lm", work / "adapter", RANK)
+        tokenizer.save_pretrained(work / "adapter")
 
 
-def held_bytes(engines: Iterable[Any]) -> int:
-    """Bytes of weights and training states that are on the device, or would be if there were one."""
+def held_bytes(engines: Iterable[Any], originals: Iterable[Tensor] = ()) -> int:
+    """Bytes of weights and training states that are on the device, or would be if there were one.
+
+    `originals`: weights outside the rollout. It may hold them beside merged ones, which replace them in the model.
+    """
     on_device: dict[int, int] = {}
 
     def count(tensors: Iterable[Tensor], offloaded: Any) -> None:
@@ -120,6 +127,7 @@ def held_bytes(engines: Iterable[Any]) -> int:
         count(sleep.training_states(engine), engine.zero_offload_optimizer())
         count(sleep.weights_of(engine), engine.zero_offload_param())
         count([weight.data for weight in engine.module.parameters()], None)  # gathered ones are on the device
+    count(originals, None)
     return sum(on_device.values())
 
 
@@ -156,13 +164,13 @@ class Peaks:
 def measure_ppo(work: Path, words: list[str]) -> dict[str, Any]:
     """Two PPO steps; the numbers of the second."""
     peaks = Peaks()
-    base = ["--actor_model_name_or_path", work / "lm", "--critic_model_name_or_path", work / "reward"]
+    lm, reward = str(work / "lm"), str(work / ("adapter" if "--share_base" in words else "reward"))
+    base: list[Any] = ["--actor_model_name_or_path", lm, "--critic_model_name_or_path", reward]
     base += ["--data_path", "unused", "--output_dir", "unused", "--num_warmup_steps", 0, "--prepack_weights", False]
     base += ["--max_prompt_seq_len", PROMPT, "--max_answer_seq_len", ANSWER, "--min_answer_seq_len", ANSWER]
     base += ["--per_device_generation_batch_size", ROWS, "--per_device_training_batch_size", ROWS]
     flags = parse("ppo", [*map(str, base), *words])
     plan = plan_ppo(flags.ppo, ROWS * dist.world_size() * 2, dist.world_size())
-    lm, reward = str(work / "lm"), str(work / "reward")
     engines = peaks.measure("load", lambda: RLHFEngine(flags, plan, ModelFolders(lm, reward, reward)))
     tokenizer = load_tokenizer(lm, "lm")
     rewards = build_sources(flags.rewards, learned_reward(flags, engines, tokenizer, plan.micro_batch_tokens))
@@ -190,8 +198,9 @@ def measure_ppo(work: Path, words: list[str]) -> dict[str, Any]:
                               ppo.updates.clock)  # fmt: skip
         ppo.state.finish_step({})
         held["training"] = held_bytes(models) / GIB
+        originals = [weight.data for engine in models for weight in engine.module.parameters()]
         with engines.hybrid.generating():
-            held["rollout"] = held_bytes(models) / GIB
+            held["rollout"] = held_bytes(models, originals) / GIB
     return {"peak": peaks.gib, "seconds": peaks.seconds, "held": held}
 
 
@@ -232,6 +241,7 @@ def measure_here(name: str, work: Path, out: Path) -> None:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
         sleep.on_device = lambda tensor: True  # as on a GPU, so that `held` sees what leaves
+        heap.LARGEST = THRESHOLD  # else loading a model ends with a higher threshold
     found = measure_ppo(work, words) if step == "ppo" else measure_supervised(step, work, words)
     ranks = dist.gather_objects(found)
     if dist.is_main():
@@ -252,7 +262,8 @@ def measure_in_ranks(name: str, work: Path, ranks: int) -> dict[str, Any]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
     command += ["--master_port", str(port), str(Path(__file__).resolve()), "--measure", name, "--work", str(work)]
-    ended = subprocess.run(command, text=True, capture_output=True, check=False, env={**os.environ, **RETURNED})
+    ended = subprocess.run(command, text=True, capture_output=True, check=False,
+                           env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD)})  # fmt: skip
     if ended.returncode or not out.exists():
         sys.exit(f"{name}: exit code {ended.returncode}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")
     return json.loads(out.read_text())

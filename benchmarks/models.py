@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -54,6 +55,18 @@ def classifier(config: PretrainedConfig, device: str = "cpu") -> PreTrainedModel
     torch.manual_seed(1)
     with torch.device(device):
         return AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def save_reward_adapter(base: Path, folder: Path, rank: int) -> None:
+    """Write a reward model that is an adapter folder over the language model in `base`, with a new head."""
+    from peft import LoraConfig, get_peft_model
+
+    scalar = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    config = LoraConfig(
+        r=rank, lora_alpha=32, target_modules="all-linear", exclude_modules=["score"], task_type="SEQ_CLS",
+        modules_to_save=["score"],
+    )  # fmt: skip
+    get_peft_model(scalar, config).save_pretrained(folder)
 
 
 @dataclass(frozen=True)

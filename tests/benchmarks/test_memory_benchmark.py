@@ -1,5 +1,6 @@
 """The benchmark of memory: its settings parse, what it counts, and its table."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,16 @@ def test_there_are_twelve_settings_of_step_3_and_some_of_the_others():
     assert steps.count("ppo") >= 12 and {"sft", "reward"} < set(steps)
 
 
+def test_the_adapter_fits_the_settings_with_one_base(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "HIDDEN", 128)
+    monkeypatch.setattr(memory, "LAYERS", 1)
+    memory.make_models(tmp_path)
+    adapter = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tmp_path / "lm")
+    shared = [words.split() for _, words in memory.SETTINGS.values() if "--share_base" in words]
+    assert [words[words.index("--critic_lora_dim") + 1] for words in shared] == [str(adapter["r"])]
+
+
 def engine_of(model: nn.Module, parameters: str, optimizer: str):
     states = {"w": {"exp_avg": torch.zeros(100), "exp_avg_sq": torch.zeros(100)}}
     return SimpleNamespace(
@@ -49,6 +60,15 @@ def test_tensors_that_are_offloaded_are_not_held_on_the_device(parameters, optim
 def test_shared_memory_counts_once():
     layer = nn.Linear(9, 1)
     assert memory.held_bytes([engine_of(layer, "none", "cpu"), engine_of(layer, "none", "cpu")]) == 40
+
+
+def test_weights_that_merged_ones_replace_count_until_they_are_freed():
+    layer = nn.Linear(9, 1)
+    original = layer.weight.data
+    layer.weight.data = original + 1
+    assert memory.held_bytes([engine_of(layer, "none", "cpu")], [original]) == 40 + 36
+    original.untyped_storage().resize_(0)
+    assert memory.held_bytes([engine_of(layer, "none", "cpu")], [original]) == 40
 
 
 def test_the_table_has_the_settings_that_were_measured():
