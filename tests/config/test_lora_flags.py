@@ -114,7 +114,7 @@ def test_lora_of_a_critic_that_the_run_does_not_have_is_none():
         for name in ("critic_lora_dim", "critic_lora_learning_rate")
     ]
     message = refused("ppo", *words, "--only_optimize_lora")
-    assert message.startswith("--only_optimize_lora needs LoRA: set --actor_lora_dim, or leave it out")
+    assert message.startswith("--only_optimize_lora needs LoRA: set --actor_lora_dim, or omit --only")
     quantised = ["--actor_lora_dim", "8", "--only_optimize_lora", "--load_in_4bit", "--critic_zero_stage", "3"]
     parse("ppo", [*NEEDED["ppo"], *words, *quantised])
 
