@@ -5,6 +5,7 @@ top="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 [ -d "$top/.venv" ] && export PATH="$top/.venv/bin:$PATH"
 cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || sysctl -n hw.ncpu)" # nproc limits its result by OMP_NUM_THREADS
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)" # respects CUDA_VISIBLE_DEVICES
+if [ "${DS_ACCELERATOR:-}" = cpu ]; then gpus=0; fi
 if [ "$gpus" -gt 0 ]; then default_ranks="$gpus"; elif [ "$cores" -gt 1 ]; then default_ranks=2; else default_ranks=1; fi
 export RANKS="${RANKS:-$default_ranks}"
 threads=$((cores / RANKS))

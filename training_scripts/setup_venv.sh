@@ -2,7 +2,8 @@
 # Create .venv at the top of the repository and install the package into it. Does nothing if that has been done.
 #   setup_venv.sh [EXTRA]        EXTRA: an extra of the package, e.g. "test"
 # PYTHON           the interpreter to use (default: python3), 3.10 or newer
-# TORCH_INDEX_URL  the package index for torch, e.g. that of PyTorch's CPU builds
+# TORCH_INDEX_URL  the package index for torch, e.g. that of PyTorch's CPU builds, or of its builds for an older driver
+# DS_ACCELERATOR   "cpu": train on the CPU although there is a GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra="${1:-}"
@@ -32,6 +33,7 @@ fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     .venv/bin/python -m pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
 fi
+.venv/bin/python -m dschat_ppo.runtime.unused_gpu # a torch that cannot use this machine's GPU ends the script here
 echo "installing dschat_ppo and its dependencies; this may take minutes"
 .venv/bin/python -m pip install -q -c constraints.txt -e ".${extra:+[$extra]}"
 sync # before the stamp that marks the installation as complete

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from dschat_ppo.common.heartbeat import watchdog_paused
 
+# Of every process group: the other ranks wait at a barrier while the first one prepares the data. NCCL's own limit is
+# ten minutes.
+TIMEOUT = timedelta(hours=6)
 Group = Any  # a `torch.distributed.ProcessGroup`, which builds without distributed support do not have
 
 _SHARING = [1]  # ranks that share their rows
@@ -48,8 +52,7 @@ def share_rows(ranks: int) -> None:
     """Let each `ranks` neighbouring ranks share their rows, each with a part of the columns. Collective, after
     `init_process_group`; `ranks` divides the number of ranks. Until the first call no ranks share rows."""
     if ranks not in _SEQUENCE_GROUPS and ranks > 1:
-        groups = [torch_dist.new_group(range(start, start + ranks)) for start in range(0, world_size(), ranks)]
-        _SEQUENCE_GROUPS[ranks] = groups[rank() // ranks]
+        _SEQUENCE_GROUPS[ranks] = group_of(ranks)
     _SHARING[0] = ranks
 
 
@@ -96,12 +99,14 @@ def shutdown() -> None:
 def barrier() -> None:
     """Wait for all ranks."""
     if torch_dist.is_initialized():
-        torch_dist.barrier()
+        on_gpu = torch_dist.get_backend() == "nccl"  # it would guess the device, and warn
+        torch_dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
 
 
 def group_of(size: int) -> Group:
     """The group of this rank, if all ranks are divided into groups of `size` consecutive ones. Collective."""
-    groups = [torch_dist.new_group(range(first, first + size)) for first in range(0, world_size(), size)]
+    firsts = range(0, world_size(), size)
+    groups = [torch_dist.new_group(range(first, first + size), timeout=TIMEOUT) for first in firsts]
     return groups[rank() // size]
 
 
@@ -164,7 +169,7 @@ def main_rank_of_node_first() -> Iterator[None]:
     """Run the block on the first rank of each machine, then on its other ranks, which find the files of the first.
 
     If the first rank fails, the others still run the block, so that all fail in the same way and none waits forever.
-    The watchdog is paused for all of it; `runtime.process_group.TIMEOUT` is the limit.
+    The watchdog is paused for all of it; `TIMEOUT` is the limit.
     """
     with watchdog_paused():
         if local_rank() != 0:

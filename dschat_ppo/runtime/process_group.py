@@ -19,8 +19,9 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.op_builds import guard_builds
 from dschat_ppo.runtime.processes import ancestor
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
+from dschat_ppo.runtime.unused_gpu import require_usable_gpu
 
-TIMEOUT = timedelta(hours=6)  # the other ranks wait at a barrier while the first one prepares the data
+ALLOCATOR = "expandable_segments:True"  # of torch's memory on a GPU
 _SCHEME = "dschat-ppo"
 _OWNER = "dschat_ppo/launch"
 _ANSWER_SECONDS = 120.0  # rank 0 writes as soon as its store is open
@@ -36,7 +37,7 @@ def init_process_group(folder: str = "") -> torch.device:
         folder: the output folder, as given by the flags; it helps to distinguish launches on one port.
 
     Raises:
-        UserError: the port is in use, or another launch has a process group there.
+        UserError: the port is in use, another launch has a process group there, or torch cannot use this machine's GPU.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -47,13 +48,21 @@ def init_process_group(folder: str = "") -> torch.device:
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
+    if accelerator.device_name() == "cpu":
+        require_usable_gpu()
+    else:
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+            # Rows and micro-batches differ in shape, which breaks fixed segments to pieces. torch reads the second name
+            # before version 2.9, and with the first one no warning; it does when it first allocates on a GPU.
+            os.environ.update(dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), ALLOCATOR))
         accelerator.set_device(dist.local_rank())
+        # cuDNN's attention builds a plan for every new shape, up to a second, and here most shapes are new
+        torch.backends.cuda.enable_cudnn_sdp(False)
     guard_builds()
     try:
         with subprocesses_may_stop("joined the ranks"):  # on a CPU this compiles an operator
             backend, address = accelerator.communication_backend_name(), address_of(folder)
-            deepspeed.init_distributed(dist_backend=backend, timeout=TIMEOUT, init_method=address)
+            deepspeed.init_distributed(dist_backend=backend, timeout=dist.TIMEOUT, init_method=address)
     except RuntimeError as problem:  # DistNetworkError in newer versions of torch
         if "EADDRINUSE" not in str(problem):
             raise
@@ -61,8 +70,18 @@ def init_process_group(folder: str = "") -> torch.device:
         raise UserError(
             f"port {port} of this machine is in use, by another run perhaps: deepspeed --master_port N takes another"
         ) from None
+    _give_deepspeeds_group_the_timeout()
     _unlink_all_reduce_buffer()
     return dist.device()
+
+
+def _give_deepspeeds_group_the_timeout() -> None:
+    """Make the group of all ranks in which ZeRO communicates. DeepSpeed would make one with the backend's own timeout,
+    ten minutes for NCCL, after which ranks that wait for one that loads a model are aborted. Collective.
+    """
+    from deepspeed.utils import groups
+
+    groups._WORLD_GROUP = torch_dist.new_group(range(dist.world_size()), timeout=dist.TIMEOUT)
 
 
 def _unlink_all_reduce_buffer() -> None:

@@ -19,7 +19,14 @@ def test_ranks_that_share_rows_have_one_number_of_data(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert (dist.sequence_ranks(), dist.sequence_rank(), dist.data_ranks(), dist.data_rank()) == (1, 0, 8, 5)
     made = []
-    monkeypatch.setattr(dist.torch_dist, "new_group", lambda ranks: made.append(list(ranks)) or str(list(ranks)))
+    timeouts = set()
+
+    def new_group(ranks, timeout):
+        timeouts.add(timeout)
+        made.append(list(ranks))
+        return str(list(ranks))
+
+    monkeypatch.setattr(dist.torch_dist, "new_group", new_group)
     try:
         dist.share_rows(2)
         assert (dist.sequence_ranks(), dist.sequence_rank(), dist.data_ranks(), dist.data_rank()) == (2, 1, 4, 2)
@@ -30,9 +37,21 @@ def test_ranks_that_share_rows_have_one_number_of_data(monkeypatch):
         dist.share_rows(1)
         dist.share_rows(2)
         assert len(made) == 4, "groups are made once"
+        assert timeouts == {dist.TIMEOUT}
     finally:
         dist.shutdown()
     assert dist.data_ranks() == 8
+
+
+@pytest.mark.parametrize(("backend", "devices"), [("gloo", None), ("nccl", [3])])
+def test_a_barrier_on_gpus_names_the_device_of_the_rank(monkeypatch, backend, devices):
+    seen = []
+    monkeypatch.setattr(dist.torch_dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.torch_dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(dist.torch_dist, "barrier", lambda device_ids: seen.append(device_ids))
+    dist.barrier()
+    assert seen == [devices]
 
 
 def test_one_rank_without_a_process_group_gets_its_own_values():

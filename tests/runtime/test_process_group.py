@@ -9,10 +9,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from launch import ROOT, deepspeed_command, environment
+import torch
+from launch import ROOT, deepspeed_command, environment, forked, succeed
 from torch.distributed import DistNetworkError
 
 from dschat_ppo.errors import UserError
+from dschat_ppo.runtime import process_group
 from dschat_ppo.runtime import processes as module
 from dschat_ppo.runtime.process_group import differences, init_process_group, launch_of_this_rank
 from dschat_ppo.runtime.processes import Process
@@ -37,6 +39,7 @@ def processes(monkeypatch):
     return of
 
 
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 LAUNCH = ["python", "-m", "deepspeed.launcher.launch", "--master_port=1"]
 
 
@@ -196,3 +199,79 @@ def test_of_two_launches_on_one_port_one_runs_with_its_own_ranks(tmp_path):
             assert [rank for rank, _ in members] == [0, 1]
             assert len({launcher for _, launcher in members}) == 1
         assert list(folder.glob("b/*")) == []
+
+
+class Accelerator:
+    """Stands for the one that DeepSpeed chooses."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.devices: list[int] = []
+
+    def device_name(self) -> str:
+        return self.kind
+
+    def set_device(self, number: int) -> None:
+        self.devices.append(number)
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+
+def join_as(kind: str, monkeypatch) -> Accelerator:
+    """Join on devices of this kind, up to the meeting of the ranks, which does not take place."""
+    accelerator = Accelerator(kind)
+
+    def joins(**_):
+        raise DistNetworkError("enough")
+
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    monkeypatch.setattr("deepspeed.init_distributed", joins)
+    monkeypatch.setattr(process_group, "require_usable_gpu", lambda: None)
+    with pytest.raises(DistNetworkError, match="enough"):
+        init_process_group()
+    return accelerator
+
+
+@pytest.mark.parametrize(("kind", "cudnn", "devices"), [("cuda", False, [2]), ("cpu", True, [])])
+def test_on_a_gpu_cudnn_computes_no_attention(monkeypatch, kind, cudnn, devices):
+    """It would build a plan for each new shape."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    try:
+        accelerator = join_as(kind, monkeypatch)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is cudnn
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert accelerator.devices == devices
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "expected"),
+    [
+        ("cuda", {}, dict.fromkeys(ALLOCATOR_NAMES, "expandable_segments:True")),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_ALLOC_CONF": "x"}),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "y"}, {"PYTORCH_CUDA_ALLOC_CONF": "y"}),
+        ("cpu", {}, {}),
+    ],
+)
+def test_on_a_gpu_memory_is_in_segments_that_grow_unless_the_user_says_otherwise(monkeypatch, kind, own, expected):
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    for name in ALLOCATOR_NAMES:
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    try:
+        join_as(kind, monkeypatch)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert {name: os.environ[name] for name in ALLOCATOR_NAMES if name in os.environ} == expected
+
+
+@pytest.mark.ranks
+def test_every_group_waits_as_long_as_data_may_take_also_that_of_deepspeed():
+    said = succeed(forked(2, "tests/workers/group_timeouts.py", timeout=100)).stdout
+    assert said.splitlines()[-1] == "zero 6 rows 6 all 6 sum 2"

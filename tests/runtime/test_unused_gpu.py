@@ -1,0 +1,116 @@
+"""A GPU that torch cannot use ends the run. The driver and the devices are files of a folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.runtime import process_group
+from dschat_ppo.runtime.unused_gpu import require_usable_gpu
+
+VERSION = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC version: 12.3\n"
+)
+OPEN_VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Path:
+    """A machine with a driver and one GPU, and a torch that does not find it."""
+    (tmp_path / "version").write_text(VERSION)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def check(machine: Path) -> None:
+    require_usable_gpu(machine / "version", machine / "dev")
+
+
+@pytest.mark.parametrize(
+    ("text", "driver"), [(VERSION, "535.183.01"), (OPEN_VERSION, "580.65.06"), ("?", "of unknown")]
+)
+def test_a_gpu_that_torch_does_not_find_is_an_error_of_one_line(machine, text, driver):
+    (machine / "version").write_text(text)
+    with pytest.raises(UserError, match=f"driver {driver}.* CUDA 13.0 .*TORCH_INDEX_URL.*DS_ACCELERATOR=cpu") as raised:
+        check(machine)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_build_for_cpus_is_named(machine, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UserError, match="built for CPUs only"):
+        check(machine)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("DS_ACCELERATOR", "cpu"), ("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1")]
+)
+def test_who_asks_for_the_cpu_gets_it(machine, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    check(machine)
+
+
+def test_a_gpu_that_torch_finds_is_used(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check(machine)
+
+
+@pytest.mark.parametrize("missing", ["version", "dev/nvidia0"])
+def test_without_driver_or_device_there_is_no_gpu(machine, missing):
+    """A container has the driver's file of its host, also without a device."""
+    (machine / missing).unlink()
+    (machine / "dev/nvidiactl").touch()
+    check(machine)
+
+
+def test_a_run_on_the_cpu_checks_before_it_joins_the_ranks(monkeypatch):
+    def refuse():
+        raise UserError("a GPU is not used")
+
+    monkeypatch.setattr(process_group, "require_usable_gpu", refuse)
+    monkeypatch.setattr("deepspeed.init_distributed", lambda **_: pytest.fail("joined"))
+    monkeypatch.setenv("RANK", "0")
+    if torch.cuda.is_available():
+        pytest.skip("this run is not on the CPU")
+    with pytest.raises(UserError, match="not used"):
+        process_group.init_process_group()
+
+
+def test_as_a_program_it_ends_with_exit_code_2():
+    code = (
+        "import runpy, pathlib; pathlib.Path.exists = lambda self: True; pathlib.Path.glob = lambda self, _: [self];"
+        "pathlib.Path.read_text = lambda self, **_: 'Kernel Module 1.5'; import torch; "
+        "torch.cuda.is_available = lambda: False; runpy.run_module('dschat_ppo.runtime.unused_gpu', {}, '__main__')"
+    )
+    env = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, check=False, capture_output=True, text=True
+    )
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("error: this machine has a GPU with driver 1.5") and result.stderr.count("\n") == 1
+
+
+def test_the_scripts_check_after_the_installation_of_torch_and_count_no_gpu_for_the_cpu(tmp_path):
+    script = (ROOT / "training_scripts/setup_venv.sh").read_text()
+    check, install = script.index("-m dschat_ppo.runtime.unused_gpu"), script.index("torch==")
+    assert install < check < script.index("pip install -q")
+    (tmp_path / "python").write_text("#!/bin/sh\necho 8\n")
+    (tmp_path / "python").chmod(0o755)
+    scripts = tmp_path / "top/training_scripts"
+    scripts.mkdir(parents=True)
+    (scripts / "ranks.sh").write_text((ROOT / "training_scripts/ranks.sh").read_text())
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": "1"}
+    for chosen, ranks in (({}, {"8"}), ({"DS_ACCELERATOR": "cpu"}, {"1", "2"})):
+        command = ["bash", "-c", f"source {scripts / 'ranks.sh'} && echo $RANKS"]
+        said = subprocess.run(command, env=env | chosen, check=True, capture_output=True, text=True).stdout.strip()
+        assert said in ranks
