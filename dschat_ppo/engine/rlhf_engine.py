@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from dschat_ppo.common.dist import world_size
+from dschat_ppo.common.dist import device, world_size
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.schedule_flags import ModelSchedule, ppo_schedules
 from dschat_ppo.config.steps import PPOConfig
@@ -152,7 +152,9 @@ def _training(config: PPOConfig, stage: int, clip: float, quantised_frozen: bool
     """The DeepSpeed config of actor or critic."""
     run, overlay = config.run, read_overlay(config.run.deepspeed_config)
     offload = config.ppo.offload
-    return train_config(stage, run.dtype, offload, world_size(), clip, overlay, config.memory, quantised_frozen)
+    return train_config(
+        stage, run.dtype, offload, world_size(), clip, overlay, config.memory, quantised_frozen, device().type
+    )
 
 
 def _adamw(

@@ -108,4 +108,15 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
         metrics[f"peak_memory_gib/{name}"] = most_gib
         if count:
             metrics[f"tokens_per_second/{name}"] = count / max(most_seconds, 1e-9)
-    return metrics
+    return metrics | _allocator_metrics(device)
+
+
+def _allocator_metrics(device: torch.device) -> dict[str, float]:
+    """Of GPUs: memory that the fullest rank's allocator holds, and how often the most pressed one emptied its cache to
+    find memory, since the start. Far more held than the peak in use means fragments. Collective."""
+    if not torch.cuda.is_available():
+        return {}
+    found = torch.cuda.memory_stats()
+    mine = [found["reserved_bytes.all.current"] / 2**30, found["num_alloc_retries"]]
+    held, retries = all_reduce(torch.tensor(mine, dtype=torch.float64, device=device), "max").tolist()
+    return {"memory/reserved_gib": held, "memory/alloc_retries": retries}

@@ -17,6 +17,7 @@ from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.runtime import stop_requests, watchdog
 from dschat_ppo.runtime.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST, exit_code, peer_disconnected
 from dschat_ppo.runtime.first_failure import FirstFailureRecord, open_failure_record
+from dschat_ppo.runtime.memory_advice import memory_advice, ran_out_of_memory
 from dschat_ppo.runtime.rank_log import log_path, write_to_log
 
 _RANK_0_HEAD_START_SECONDS = 20
@@ -87,8 +88,10 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
             f"rank {dist.rank()} was interrupted a second time ({phases.where()}): the run ends at once; "
             f"{HOW_TO_RESUME}"
         )
+    elif ran_out_of_memory(problem):
+        message += f"\n{memory_advice(phases.current_phase())}"
     logs = log_path()
-    write_to_log(message if message.endswith(trace) else f"{message}\n{trace}")
+    write_to_log(message if trace in message else f"{message}\n{trace}")
     _print_error(message + (f"\n(the logs of all ranks are in {logs.parent})" if logs else ""))
     return code
 

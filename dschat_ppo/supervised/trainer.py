@@ -327,6 +327,8 @@ class SupervisedTrainer(Generic[Batch]):
 def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | None = None) -> Config:
     """The DeepSpeed configuration of steps 1 and 2."""
     memory = memory or MemoryFlags()
-    check_zero_plus_plus(memory, False, dist.world_size(), dist.device().type)
-    overlay = read_overlay(run.deepspeed_config)
-    return train_config(fit.zero_stage, run.dtype, fit.offload, dist.world_size(), fit.max_grad_norm, overlay, memory)
+    ranks, device, overlay = dist.world_size(), dist.device().type, read_overlay(run.deepspeed_config)
+    check_zero_plus_plus(memory, False, ranks, device)
+    return train_config(
+        fit.zero_stage, run.dtype, fit.offload, ranks, fit.max_grad_norm, overlay, memory, device=device
+    )

@@ -92,6 +92,18 @@ def test_the_overlay_takes_precedence_and_arguments_are_not_modified():
     assert config["zero_optimization"]["stage"] == 3
 
 
+@pytest.mark.parametrize(("device", "overlaps"), [("cpu", [False] * 4), ("cuda", [False, False, False, True])])
+def test_on_a_gpu_zero_3_overlaps_and_buckets_are_small(device, overlaps):
+    """DeepSpeed's own buckets have 500 million numbers."""
+    for stage, overlap in enumerate(overlaps):
+        zero = train_config(stage, "fp32", False, 2, 1.0, device=device)["zero_optimization"]
+        sizes = [zero.get(f"{name}_bucket_size") for name in ("reduce", "allgather")]
+        assert (zero["overlap_comm"], sizes) == (overlap, [10**8 if device == "cuda" else None] * 2)
+    mine = {"zero_optimization": {"overlap_comm": False, "reduce_bucket_size": 7}}
+    zero = train_config(3, "bf16", False, 2, 1.0, mine, device="cuda")["zero_optimization"]
+    assert (zero["overlap_comm"], zero["reduce_bucket_size"]) == (False, 7)
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", json.dumps({"gradient_accumulation_steps": 4})])
 def test_invalid_overlay_files_are_named_in_the_error(tmp_path, text):
     path = tmp_path / "mine.json"

@@ -185,3 +185,14 @@ def test_one_overflow_skips_the_updates_of_both_engines_and_lowers_only_its_own_
     assert [scale(engine) for engine in engines] == [256, 128]
     parts = [accumulate(engine, batches(1, "fp16"), good(engine)) for engine in engines]
     assert [result.applied for result in apply_together(parts)] == [True, True]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_never_waits_for_the_device(stage, monkeypatch):
+    """DeepSpeed's throughput timer would, from the third step on, in every forward pass and update."""
+    waits = []
+    engine = engine_of(stage)
+    monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda self, *_: waits.append(1))
+    for number in range(4):
+        assert optimizer_step(engine, batches(number), good(engine)).applied
+    assert waits == []

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics
+from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.monitor import rollout_metrics
+from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics, phase_metrics
 from dschat_ppo.types import Experience
 
 LENGTHS = (4, 1, 0, 3)
@@ -179,3 +181,23 @@ def test_scores_lengths_and_kl_by_data_set_and_none_of_a_data_set_without_rows()
     no_reference = experience(data_sources=rows.data_sources, ref_logprobs=None, kl=None)
     found = experience_metrics(no_reference, KL_COEF, SOURCES, ("maths", "code", "chat"))
     assert not any(name.startswith("kl/") for name in found)
+
+
+def test_phases_have_seconds_tokens_and_on_a_gpu_the_memory_that_the_allocator_holds(monkeypatch):
+    clock = PhaseClock({"train": 2.0}, {"train": 6.0}, {"train": 1.5})
+    plain = {"seconds/train": 2.0, "tokens_per_second/train": 3.0, "peak_memory_gib/train": 1.5}
+    reduced = []
+
+    def all_reduce(value, op="sum"):
+        reduced.append((value.tolist(), op))
+        return value
+
+    monkeypatch.setattr(rollout_metrics, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert phase_metrics(PhaseClock(clock.seconds, clock.tokens, clock.peak_gib), torch.device("cpu")) == plain
+    stats = {"reserved_bytes.all.current": 3 * 2**30, "num_alloc_retries": 4}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    found = phase_metrics(clock, torch.device("cpu"))
+    assert found == plain | {"memory/reserved_gib": 3.0, "memory/alloc_retries": 4.0}
+    assert reduced[-1] == ([3.0, 4.0], "max")

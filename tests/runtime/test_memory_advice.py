@@ -1,0 +1,96 @@
+"""What a run that ran out of memory says."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from launch import ROOT
+
+from dschat_ppo.common.phases import PhaseClock, announce, reset_phases
+from dschat_ppo.config.cli import parse
+from dschat_ppo.runtime import stop_requests
+from dschat_ppo.runtime.launch import run_step
+from dschat_ppo.runtime.memory_advice import memory_advice, ran_out_of_memory
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    yield
+    stop_requests.restore()
+    reset_phases()
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("CUDA error: out of memory"), False),
+    ],
+)
+def test_a_lack_of_memory_is_known_by_class_or_message(problem, expected):
+    assert ran_out_of_memory(problem) is expected
+
+
+def test_an_error_that_replaces_a_lack_of_memory_is_one():
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("the capture ended")
+    assert ran_out_of_memory(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("phase", "flag"),
+    [
+        ("train", "--micro_batch_tokens"), ("score", "--micro_batch_tokens"), ("rollout", "--sleep_in_rollout"),
+        ("rollout", "--unpin_actor_parameters"), ("load models", "--zero_stage 3"), ("reward", "--zero_stage 3"),
+    ],
+)  # fmt: skip
+def test_a_run_without_memory_names_flags_of_its_phase(capsys, phase, flag):
+    def train(_config):
+        announce("load models")
+        if phase == "load models":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        with PhaseClock().phase(phase):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert run_step(lambda argv: argv, train, []) == 1
+    *_, problem, advice = capsys.readouterr().err.splitlines()
+    assert problem.endswith("CUDA out of memory")
+    assert advice.startswith(f"out of memory in phase '{phase}'; what helps, the cheapest first: ") and flag in advice
+
+
+def test_other_failures_get_no_advice(capsys):
+    def train(_config):
+        raise RuntimeError("shapes do not match")
+
+    assert run_step(lambda argv: argv, train, []) == 1
+    assert "out of memory" not in capsys.readouterr().err
+
+
+def flags_of(step: str, **models: str) -> set[str]:
+    """All flags of a step."""
+    words = [word for name, value in models.items() for word in (f"--{name}", value)]
+    config = parse(step, [*words, "--data_path", "d", "--output_dir", "o"])
+    groups = [getattr(config, field.name) for field in dataclasses.fields(config)]
+    return {f"--{field.name}" for group in groups for field in dataclasses.fields(group)}
+
+
+@pytest.mark.parametrize("phase", ["train", "score", "rollout", "load models", "save"])
+def test_every_flag_of_the_advice_exists(phase):
+    named = set(re.findall(r"--\w+", memory_advice(phase)))
+    known = flags_of("sft", model_name_or_path="m")
+    known |= flags_of("ppo", actor_model_name_or_path="m", critic_model_name_or_path="c")
+    assert named and named <= known
+
+
+def test_the_module_needs_no_torch():
+    code = "import sys, dschat_ppo.runtime.memory_advice; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
