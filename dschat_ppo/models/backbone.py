@@ -13,6 +13,10 @@ from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.types import Model
 
+# By type of device: rows are padded to a multiple of so many columns. On a GPU, few shapes steady the memory allocator,
+# and kernels have less to choose and plan; on a CPU padding is computed for nothing.
+COLUMNS = {"cuda": 64}
+
 
 @lru_cache(maxsize=64)
 def _forward_arguments(forward: Any) -> frozenset[str]:
@@ -86,12 +90,22 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
         input_ids: (B, T) int64, each row from slot 0 on.
         lengths: (B,) int64, tokens of each row whose states are read.
     """
+    padded = _in_few_widths(backbone, input_ids)
     output = backbone(
-        input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(backbone, input_ids),
+        input_ids=padded, attention_mask=None, use_cache=False, **slot_arguments(backbone, padded),
         **router_arguments(),
     )  # fmt: skip
-    record_router(output, real_slots(input_ids, lengths))
-    return output.last_hidden_state
+    record_router(output, real_slots(padded, lengths))
+    return output.last_hidden_state[:, : input_ids.shape[1]]
+
+
+def _in_few_widths(backbone: Any, input_ids: Tensor) -> Tensor:
+    """(B, T) ids padded on the right to a multiple of `COLUMNS`, within the positions that the model has; as they are
+    if the config does not name them."""
+    width, grain = input_ids.shape[1], COLUMNS.get(input_ids.device.type, 1)
+    positions = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or 0
+    wider = max(width, min(-(-width // grain) * grain, positions - first_position(backbone.config)))
+    return torch.nn.functional.pad(input_ids, (0, wider - width)) if wider > width else input_ids
 
 
 def real_slots(input_ids: Tensor, lengths: Tensor) -> Tensor:

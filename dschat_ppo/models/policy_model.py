@@ -115,13 +115,15 @@ class PolicyModel(nn.Module):
     def _fused_scores(
         self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        tokens, lengths = input_ids[:, 1:][wanted[:, 1:]], _read_lengths(wanted)
+        # (N,) each: the places of the wanted tokens, found before the forward pass because the host waits for them
+        row, column = wanted[:, 1:].nonzero(as_tuple=True)
+        tokens, lengths = input_ids[row, column + 1], _read_lengths(wanted)
         if self.packed and are_uneven(lengths):
             of_tokens, real = token_states(self.backbone, input_ids, lengths)
             predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
             states = of_tokens[predicts[real]]  # (N, H)
         else:
-            states = backbone_states(self.backbone, input_ids, lengths)[:, :-1][wanted[:, 1:]]  # (N, H)
+            states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
         return self._head_scores(states, tokens, temperature, entropy_grad)
 
     def _divided_scores(

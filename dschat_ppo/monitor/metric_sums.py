@@ -29,13 +29,12 @@ class MetricSums:
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values`, of any shape, to the mean `name`; with a `mask` (same shape, bool) only where it is True."""
-        kept = values if mask is None else values[mask]
-        self.add_sum(name, kept.sum(dtype=torch.float64), kept.new_tensor(kept.numel(), dtype=torch.float64))
+        kept = values if mask is None else _selected(values, mask, 0.0)
+        self.add_sum(name, kept.sum(dtype=torch.float64), _count(values, mask))
 
     def add_mean_if_any(self, name: str, values: Tensor, mask: Tensor) -> None:
         """As `add_mean`, but the result has no entry for the name if `mask` (bool) is nowhere True on any rank."""
-        kept = values[mask].detach().double()
-        part = torch.stack([kept.sum(), kept.new_tensor(kept.numel())])
+        part = torch.stack([_selected(values.detach().double(), mask, 0.0).sum(), _count(values, mask)])
         self._parts[name] = self._parts.get(name, torch.zeros_like(part)) + part
 
     def add_sum(self, name: str, total: Tensor, count: Tensor) -> None:
@@ -55,17 +54,18 @@ class MetricSums:
         if len(self.sources) < 2:
             return
         assert sources is not None
-        kept, groups = (values, sources) if mask is None else (values[mask], sources[mask])
-        pairs = torch.stack([kept.detach().double(), torch.ones_like(kept, dtype=torch.float64)], dim=1)  # (n, 2)
-        totals = pairs.new_zeros(len(self.sources), 2).index_add_(0, groups, pairs)
+        counted = torch.ones_like(values, dtype=torch.float64) if mask is None else mask.double()
+        kept = values.detach().double() if mask is None else torch.where(mask, values.detach().double(), 0.0)
+        pairs = torch.stack([kept, counted], dim=1)  # (n, 2)
+        totals = pairs.new_zeros(len(self.sources), 2).index_add_(0, sources, pairs)
         for source, part in zip(self.sources, totals, strict=True):
             key = f"{name}/{source}"
             self._parts[key] = self._parts.get(key, torch.zeros_like(part)) + part
 
     def add_max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values` to the maximum `name`; `mask` as in `add_mean`."""
-        kept = (values if mask is None else values[mask]).detach().double()
-        part = kept.max() if kept.numel() else kept.new_tensor(-math.inf)
+        kept = (values if mask is None else _selected(values, mask, -math.inf)).detach().double()
+        part = kept.max() if kept.numel() else torch.full((), -math.inf, dtype=torch.float64, device=kept.device)
         self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -139,6 +139,19 @@ class MetricSums:
             values = zip(names, largest.tolist(), strict=True)  # -inf where no rank has values
             result |= {name: 0.0 if value == -math.inf else value for name, value in values}
         return result
+
+
+def _selected(values: Tensor, mask: Tensor, filler: float) -> Tensor:
+    """The `values` where `mask` is True; on a GPU, where the host would wait for their number, all of them, with
+    `filler` in place of the others."""
+    return values[mask] if values.device.type == "cpu" else torch.where(mask, values, filler)
+
+
+def _count(values: Tensor, mask: Tensor | None) -> Tensor:
+    """How many values count, a scalar fp64 on their device, made without waiting for it."""
+    if mask is not None:
+        return mask.sum(dtype=torch.float64)
+    return torch.full((), values.numel(), dtype=torch.float64, device=values.device)
 
 
 def moments(values: Tensor) -> tuple[float, float]:

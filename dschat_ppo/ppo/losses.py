@@ -74,7 +74,7 @@ class ActorLoss:
             sums.add_mean("policy/off_policy_share", 1 - keep.float(), mask.any(dim=1))
             weights = weights * keep.unsqueeze(1)
         loss = aggregate(policy.losses * weights, mask, aggregation, denominators)
-        weight = loss.new_tensor(minibatch.metric_weight)
+        weight = loss.new_full((), minibatch.metric_weight)
         sums.add_sum("policy/loss", loss, weight)
         _measure(rows, scores, policy, sums)
         if entropy_coef > 0:
@@ -117,7 +117,7 @@ def critic_loss(critic: Model, rows: Experience, minibatch: MiniBatch, clip_eps:
     mask = rows.response_mask
     losses, clipped = value_losses(response_values(critic, rows), rows.values, rows.returns, mask, clip_eps)
     loss = losses.sum() / minibatch.value_tokens
-    sums.add_sum("value/loss", loss, loss.new_tensor(minibatch.metric_weight))
+    sums.add_sum("value/loss", loss, loss.new_full((), minibatch.metric_weight))
     sums.add_mean("value/clip_fraction", clipped.float(), mask)
     return loss
 

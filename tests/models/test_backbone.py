@@ -1,10 +1,17 @@
-"""Arguments of forward passes, and windows that only the model's mask limits."""
+"""Arguments of forward passes, windows that only the model's mask limits, and the widths of rows on a GPU."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
+from tiny_models import POSITIONS, VOCABULARY, new_model
 
+from dschat_ppo.models import backbone
 from dschat_ppo.models.backbone import hidden_window
+from dschat_ppo.models.forward import answer_logprobs, last_token_scores, response_scores, response_values
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.types import Rollout
 
 
 def config(**facts) -> SimpleNamespace:
@@ -33,3 +40,62 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 )
 def test_hidden_windows_by_hand(facts, received, hidden):
     assert hidden_window(config(**facts), received) is hidden
+
+
+def rollout_of(prompt: int, response: int, rows: int = 3) -> Rollout:
+    """Rows with a prompt of `prompt` tokens and responses of up to `response`."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.arange(response, response - rows, -1)
+    return Rollout(
+        torch.randint(2, VOCABULARY, (rows, prompt), generator=generator), torch.ones(rows, prompt, dtype=torch.bool),
+        torch.randint(2, VOCABULARY, (rows, response), generator=generator),
+        torch.arange(response) < lengths.unsqueeze(1), torch.zeros(rows, response), torch.zeros(rows, dtype=torch.int8),
+    )  # fmt: skip
+
+
+def numbers_of(policy: PolicyModel, critic: ScalarModel, rows: Rollout) -> list[torch.Tensor]:
+    """Scores of every kind, and the gradients of their sums."""
+    ids = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)
+    lengths = rows.prompt_ids.shape[1] + rows.response_mask.sum(dim=1)
+    answers = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+    answers[:, :3] = False
+    scores = response_scores(policy, rows, 1.0, entropy_grad=True)
+    found = [scores.logprobs, scores.entropy, answer_logprobs(policy, ids, answers)]
+    values = response_values(critic, rows)
+    found += [values * rows.response_mask, last_token_scores(critic, ids, lengths)]
+    found.append(last_token_scores(critic, ids, lengths, last_only=True))
+    leaves = [*policy.parameters(), *critic.parameters()]
+    grads = torch.autograd.grad(sum(part.double().sum() for part in found), leaves, allow_unused=True)
+    return found + [gradient for gradient in grads if gradient is not None]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "width"), [(20, 9, 64), (60, 4, 64), (60, 10, POSITIONS), (80, 16, POSITIONS)]
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_on_a_gpu_rows_have_few_widths_within_the_models_positions_and_the_same_numbers(
+    name, prompt, response, width, monkeypatch
+):
+    """GPT-2 has a table of positions, in which a longer row would find nothing."""
+    policy = PolicyModel(new_model(name))
+    critic = ScalarModel(new_model(name))
+    critic.classifier.score = torch.nn.Linear(32, 1)
+    rows = rollout_of(prompt, response)
+    expected, widths, sdpa = numbers_of(policy, critic, rows), set(), torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, key, *rest, **options):
+        widths.update((query.shape[2], key.shape[2]))
+        return sdpa(query, key, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(backbone, "COLUMNS", {"cpu": 64})
+    found = numbers_of(policy, critic, rows)
+    assert widths == {width}
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_on_a_cpu_rows_are_not_padded():
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    assert backbone._in_few_widths(new_model("llama"), ids) is ids
+    assert backbone.COLUMNS == {"cuda": 64}
