@@ -11,7 +11,9 @@ well. A block of the weight's gradient is then a sum in fp32 of one product for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from torch import Tensor
 BLOCK_BYTES = 8 * 2**20  # size of one block of fp32 logits: it should fit in the cache of a CPU
 GPU_BLOCK_BYTES = 256 * 2**20  # a GPU is faster with few large products
 SMALLEST_BLOCK = 256  # columns: narrower products are inefficient
+HALF = (torch.float16, torch.bfloat16)
+FP32_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()  # `torch.mm(..., out_dtype=...)`, which older versions lack
+Sums = tuple[Tensor, Tensor, Tensor]  # (rows,) each: largest z*, sum of exp(z - z*), sum of exp(z - z*) (z - z*)
 LOWEST = -1e4  # a logit this far below the largest has probability 0 even in fp64, and 0 x -inf would be NaN
 
 
@@ -128,33 +133,76 @@ def _forward_of_rows(
     """Logit of the token, log of the sum of exponentials, and entropy of each row; each (rows,)."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     zeros = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
-    # Each (rows,): running maximum z*, sum of exp(z - z*), sum of exp(z - z*) (z - z*), and the token's own logit.
-    largest = torch.full_like(zeros, torch.finfo(dtype).min / 2)
-    total, weighted, chosen = zeros, zeros, zeros.clone()
+    sums, chosen = (torch.full_like(zeros, torch.finfo(dtype).min / 2), zeros, zeros), zeros.clone()
+    infinite = _may_be_infinite(hidden, bias)
+    with_block: Callable[[Sums, Tensor], Sums] = partial(_with_block, may_be_infinite=infinite)
+    if has_fused_softmax(hidden.device) and not infinite:
+        with_block = _with_block_by_softmax
     for start in range(0, weight.shape[0], columns):
         logits, _ = _block_logits(hidden, weight, bias, slice(start, start + columns), temperature, head)
         column, inside = _in_block(tokens, start, logits.shape[1])
         chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)  # (rows, columns) -> (rows, 1) -> (rows,)
-        before, largest = largest, torch.maximum(largest, logits.amax(dim=1))
-        shrink = torch.exp(before - largest)
-        weighted = (weighted + (before - largest) * total) * shrink
-        logits.sub_(largest.unsqueeze(1)).clamp_(min=LOWEST)
-        powers = torch.exp(logits)
-        total = total * shrink + powers.sum(dim=1)
-        weighted += torch.linalg.vecdot(powers, logits)
+        sums = with_block(sums, logits)
+    largest, total, weighted = sums
     return chosen, largest + total.log(), total.log() - weighted / total
+
+
+def _with_block(sums: Sums, logits: Tensor, may_be_infinite: bool) -> Sums:
+    """The running sums with those of a block of logits (rows, columns), which is overwritten."""
+    before, total, weighted = sums
+    largest = torch.maximum(before, logits.amax(dim=1))
+    shrink = torch.exp(before - largest)
+    weighted = (weighted + (before - largest) * total) * shrink
+    logits.sub_(largest.unsqueeze(1))
+    if may_be_infinite:
+        logits.clamp_(min=LOWEST)
+    powers = torch.exp(logits)
+    return largest, total * shrink + powers.sum(dim=1), weighted + torch.linalg.vecdot(powers, logits)
+
+
+def _with_block_by_softmax(sums: Sums, logits: Tensor) -> Sums:
+    """`_with_block` in fewer passes over the block: a GPU computes the softmax p = exp(z - z*) / S in one.
+
+    Of a block, S is 1 / max p, and the sum of exp(z - z*) (z - z*) is S (sum of p z - z*).
+    """
+    before, total, weighted = sums
+    shares = torch.softmax(logits, dim=1)
+    top, column = shares.max(dim=1)  # (rows,) each
+    highest, mean = logits.gather(1, column.unsqueeze(1)).squeeze(1), torch.linalg.vecdot(shares, logits)
+    largest = torch.maximum(before, highest)
+    shrink, of_block = torch.exp(before - largest), torch.exp(highest - largest) / top
+    weighted = (weighted + (before - largest) * total) * shrink + of_block * (mean - largest)
+    return largest, total * shrink + of_block, weighted
+
+
+def has_fused_softmax(device: torch.device) -> bool:
+    """Whether the softmax of a block is one pass over it; on a CPU the passes cost little, a block is in its cache."""
+    return device.type == "cuda"
+
+
+def _may_be_infinite(hidden: Tensor, bias: Tensor | None) -> bool:
+    """Whether a logit may be -inf in a sound model: by a bias of -inf, or beyond the range of fp16."""
+    return bias is not None or hidden.dtype == torch.float16
 
 
 def _block_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float, head: Head
 ) -> tuple[Tensor, Tensor | None]:
     """Logits / temperature, (N, columns) fp32, and the `tanh` of the soft cap, which the derivative needs."""
-    raw = torch.nn.functional.linear(hidden, weight[block], None if bias is None else bias[block])
-    logits = raw if raw.dtype == torch.float64 else raw.float()
+    logits = _product(hidden, weight[block], None if bias is None else bias[block])
     if head.softcap is None:
-        return logits.mul_(head.scale / temperature), None
+        factor = head.scale / temperature
+        return logits if factor == 1 else logits.mul_(factor), None
     tanh = logits.mul_(head.scale / head.softcap).tanh_()
     return tanh * (head.softcap / temperature), tanh
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The linear layer (N, columns) in fp32, or fp64; on a GPU without rounding to bf16 or fp16 before."""
+    if hidden.is_cuda and hidden.dtype in HALF and bias is None and FP32_PRODUCTS:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    raw = torch.nn.functional.linear(hidden, weight, bias)
+    return raw if raw.dtype == torch.float64 else raw.float()
 
 
 def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block: slice, piece: slice) -> Tensor:
@@ -165,14 +213,18 @@ def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block
     hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
     hidden, tokens, log_total, entropy = hidden[piece], tokens[piece], log_total[piece], entropy[piece]
     logits, tanh = _block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)
-    logprobs = logits.sub_(log_total.unsqueeze(1)).clamp_(min=LOWEST)
+    logprobs = logits.sub_(log_total.unsqueeze(1))
+    if _may_be_infinite(hidden, bias):
+        logprobs.clamp_(min=LOWEST)
     slope = -grad_logprobs.unsqueeze(1)
     if ctx.entropy_grad:
         slope = slope - grad_entropy.unsqueeze(1) * (logprobs + entropy.unsqueeze(1))
     grad = logprobs.exp_().mul_(slope)
     column, inside = _in_block(tokens, block.start, grad.shape[1])
     grad.scatter_add_(1, column, torch.where(inside, grad_logprobs.unsqueeze(1), 0))
-    grad.mul_(ctx.head.scale / ctx.temperature)
+    factor = ctx.head.scale / ctx.temperature
+    if factor != 1:
+        grad.mul_(factor)
     return grad if tanh is None else grad.mul_(1 - tanh * tanh)
 
 

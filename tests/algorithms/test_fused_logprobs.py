@@ -238,3 +238,108 @@ def test_logits_far_below_zero_do_not_underflow():
         fused_token_scores(hidden, weight, low, tokens), whole(hidden, weight, low, tokens, 1.0, Head()), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Sums of a block by its softmax."""
+    monkeypatch.setattr(fused_logprobs, "has_fused_softmax", lambda device: True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("columns", [1, 3, 300, V], ids="columns{}".format)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_sums_by_softmax_give_the_same(monkeypatch, head, temperature, columns):
+    monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 1)
+    monkeypatch.setattr(fused_logprobs, "_with_block", lambda *_: pytest.fail("not by softmax"))
+    hidden, weight, _, tokens = inputs()
+    expected = whole(hidden, weight, None, tokens, temperature, head)
+    found = fused_token_scores(hidden, weight, None, tokens, temperature, head, True, 4 * N * columns)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for a, b in zip(gradients(found, [hidden, weight]), gradients(expected, [hidden, weight]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_sums_by_softmax_stand_large_logits_nan_and_a_bias_of_minus_infinity(narrow):
+    test_large_logits_stay_finite()
+    test_nan_stays_nan()
+    hidden, weight, _, tokens = inputs()
+    with torch.no_grad():
+        weight[3] = torch.nan
+    assert all(scores.isnan().all() for scores in fused_token_scores(hidden, weight, None, tokens, block_bytes=narrow))
+    hidden, weight, bias, tokens = inputs(with_bias=True)
+    bias = bias.detach().masked_fill(torch.arange(V) < 400, -torch.inf)  # the whole first block
+    expected = whole(hidden, weight, bias, tokens.clamp_min(400), 1.0, Head())
+    for a, b in zip(
+        fused_token_scores(hidden, weight, bias, tokens.clamp_min(400), block_bytes=narrow), expected, strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+SINGLE = ("gather", "scatter_add")  # they touch one number of a row
+
+
+def bytes_per_logit(temperature: float, backward: bool) -> float:
+    """Bytes of whole blocks that operations read and write, for each logit; of matrix products only what they write."""
+    moved = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found, name = function(*args, **(kwargs or {})), function._schema.name
+            is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
+            if not is_view and not any(part in name for part in SINGLE):
+                used = (found,) if name == "aten::mm" else (args, kwargs, found)
+                tensors = [t for t in torch.utils._pytree.tree_leaves(used) if isinstance(t, torch.Tensor)]
+                moved.extend(t.nbytes for t in tensors if t.numel() == 512 * 256)
+            return found
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(512, 8, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(1024, 8, generator=generator).bfloat16().requires_grad_()
+    tokens = torch.randint(0, 1024, (512,), generator=generator)
+    with Watch():
+        logprobs, _ = fused_token_scores(hidden, weight, None, tokens, temperature, block_bytes=4 * 512 * 256)
+        forward = sum(moved)
+        moved.clear()
+        logprobs.sum().backward()
+    return (sum(moved) if backward else forward) / (512 * 1024)
+
+
+@pytest.mark.parametrize(("backward", "of_1", "of_others"), [(False, 48, 56), (True, 38, 54)])
+def test_a_temperature_of_1_takes_no_pass_over_the_logits(backward, of_1, of_others):
+    assert bytes_per_logit(1.0, backward) == of_1
+    assert bytes_per_logit(0.7, backward) == of_others
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_sums_by_softmax_take_fewer_passes():
+    """On a GPU 4 bytes less again, because the product is in fp32."""
+    assert bytes_per_logit(1.0, backward=False) == 36
+
+
+def test_products_of_a_gpu_are_not_rounded_before_they_are_fp32(monkeypatch):
+    """On tensors that claim to be on one; `torch.mm` with another dtype of the result needs one."""
+    asked = []
+
+    def mm(a, b, out_dtype):
+        asked.append(out_dtype)
+        return a.float() @ b.float()
+
+    class Claims(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch, "mm", mm)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).bfloat16() for n in (3, 5))
+    on_gpu, bias = hidden.as_subclass(Claims), torch.zeros(5).bfloat16()
+    found = fused_logprobs._product(on_gpu, weight, None).as_subclass(torch.Tensor)
+    torch.testing.assert_close(found, hidden.float() @ weight.float().t())
+    assert asked == [torch.float32]
+    for inputs_ in ((hidden, weight, None), (on_gpu, weight, bias), (on_gpu.float(), weight.float(), None)):
+        assert fused_logprobs._product(*inputs_).dtype == torch.float32
+    monkeypatch.setattr(fused_logprobs, "FP32_PRODUCTS", False)
+    assert fused_logprobs._product(on_gpu, weight, None).dtype == torch.float32
+    assert asked == [torch.float32]

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
 
 def test_hooks_checkpointing_and_gradients_are_off_only_while_generating():
@@ -73,3 +75,23 @@ def test_forward_passes_are_collective_only_if_layers_are_gathered_one_by_one(pa
     max_over_ranks = HybridEngine(SimpleNamespace(module=model), pinned=pinned).max_over_ranks
     assert (max_over_ranks is not None) is collective
     assert max_over_ranks is None or max_over_ranks(7) == 7, "of one rank"
+
+
+def test_a_gather_without_memory_leaves_training_as_it_was(monkeypatch):
+    """The error reaches the top level, which names the flags that help."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    model[0].gradient_checkpointing = True
+    model[0].weight.ds_id, model[0].weight.ds_status = 0, ZeroParamStatus.NOT_AVAILABLE
+    model[0].weight.data = torch.empty(0)
+
+    @contextmanager
+    def gathered(weights, enabled):
+        assert enabled and weights == [model[0].weight]
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    monkeypatch.setattr("deepspeed.zero.GatheredParameters", gathered)
+    with pytest.raises(torch.OutOfMemoryError) as raised, HybridEngine(SimpleNamespace(module=model)).generating():
+        pytest.fail("generates without weights")
+    assert ran_out_of_memory(raised.value)
+    assert model.training and model[0].gradient_checkpointing is True and torch.is_grad_enabled()
