@@ -141,6 +141,15 @@ def gather_sequence_cat(value: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def broadcast(value: Tensor, source: int) -> Tensor:
+    """The tensor of rank `source`, in fp32 and host memory, on every rank; of the other ranks only the shape counts."""
+    if not torch_dist.is_initialized() or world_size() == 1:
+        return value.float().cpu()
+    result = value.to(device(), torch.float32, copy=True).contiguous()
+    torch_dist.broadcast(result, src=source)
+    return result.cpu()
+
+
 def broadcast_object(value: Any) -> Any:
     """Rank 0's picklable `value`, on every rank."""
     if not torch_dist.is_initialized() or world_size() == 1:

@@ -15,8 +15,8 @@ from dschat_ppo.engine.weight_parts import copy_overlaps, is_partitioned
 class MovingAverage:
     """`average = decay * average + (1 - decay) * weights` after each update, in fp32 in host memory (Polyak averaging).
 
-    Under ZeRO-3 each rank averages its partition of each tensor. Otherwise rank 0 averages the whole tensors, and the
-    other ranks hold nothing. Frozen parameters are their own average, so none is held for them.
+    Under ZeRO-3 each rank averages its partition of each tensor. Otherwise the ranks divide the whole tensors among
+    them. Frozen parameters are their own average, so none is held for them.
 
     Args:
         model: its parameters that train are averaged; their current values are the initial average. The average of
@@ -27,30 +27,40 @@ class MovingAverage:
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
         self._parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._owners = _owners({name: p.numel() for name, p in self._parameters.items() if not is_partitioned(p)})
         self._parts = dict[str, Tensor]()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self.begin()
 
     def begin(self) -> None:
         """Reset the average to the current weights."""
-        kept = {name: weight for name, weight in self._parameters.items() if is_partitioned(weight) or dist.is_main()}
+        kept = {name: p for name, p in self._parameters.items() if self._owners.get(name, dist.rank()) == dist.rank()}
         layout = torch.contiguous_format
-        self._parts = {name: _held(weight).float().cpu().clone(memory_format=layout) for name, weight in kept.items()}
+        self._parts = {name: _held(weight).cpu().float().clone(memory_format=layout) for name, weight in kept.items()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average; to be called after each optimizer step."""
         for name, part in self._parts.items():
-            part.lerp_(_held(self._parameters[name]).float().cpu(), 1 - self._decay)
+            part.lerp_(self._on_host(_held(self._parameters[name])).float(), 1 - self._decay)
+
+    def _on_host(self, weight: Tensor) -> Tensor:
+        """A weight in host memory and its dtype, until the next call; from a GPU by pinned memory, which is faster."""
+        if weight.device.type == "cpu":
+            return weight
+        if self._buffer.numel() < weight.nbytes:
+            self._buffer = pinned(max(_held(self._parameters[name]).nbytes for name in self._parts))
+        return self._buffer[: weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight)
 
     def gathered(self) -> dict[str, Tensor]:
         """The whole averages of the parameters that train, in their dtype, on rank 0; {} on other ranks. Collective."""
         whole = {}
         for name, weight in self._parameters.items():
-            part = self._parts.get(name)
             if is_partitioned(weight):
                 part = dist.gather_cat(self._parts[name].to(dist.device())).cpu()
+            else:
+                part = dist.broadcast(self._parts.get(name, weight.detach()), self._owners[name])
             if dist.is_main():
-                assert part is not None
                 shape = torch.Size(getattr(weight, "ds_shape", weight.shape))  # ZeRO-3 empties `shape`
                 whole[name] = part.flatten()[: shape.numel()].view(shape).to(weight.dtype)  # without ZeRO-3's padding
         return whole
@@ -77,8 +87,8 @@ class MovingAverage:
         Returns:
             Whether any rank held a part. If none did, the average does not change.
         """
-        # whole ones are on rank 0
-        return copy_overlaps({name: (dist.rank() * p.numel(), p.view(-1)) for name, p in self._parts.items()}, ranks)
+        firsts = {name: 0 if name in self._owners else dist.rank() * p.numel() for name, p in self._parts.items()}
+        return copy_overlaps({name: (firsts[name], part.view(-1)) for name, part in self._parts.items()}, ranks)
 
 
 def whole_averages(ranks: Iterable[dict[str, Tensor]], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
@@ -94,6 +104,20 @@ def whole_averages(ranks: Iterable[dict[str, Tensor]], shapes: Mapping[str, torc
             parts.setdefault(name, []).append(state[name].flatten())
     # without the padding of ZeRO-3
     return {n: torch.cat(held)[: shapes[n].numel()].view(shapes[n]) for n, held in parts.items()}
+
+
+def pinned(size: int) -> Tensor:
+    """Host memory that a GPU reaches without a copy in between, (size,) uint8."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _owners(sizes: dict[str, int]) -> dict[str, int]:
+    """The rank that averages each tensor, so that all average about as many numbers; the same on every rank."""
+    held, owners = [0] * dist.world_size(), {}
+    for name, size in sizes.items():
+        owners[name] = held.index(min(held))
+        held[owners[name]] += size
+    return owners
 
 
 def _shapes(parts: dict[str, Tensor]) -> dict[str, torch.Size]:

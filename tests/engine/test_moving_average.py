@@ -1,11 +1,16 @@
 """The moving average of the actor's weights."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from launch import forked, succeed
+from pretended_gpu import moved, pretended_gpu
 from torch import nn
 
 from dschat_ppo.config.cli import parse
+from dschat_ppo.engine import moving_average
 from dschat_ppo.engine.moving_average import MovingAverage, whole_averages
 from dschat_ppo.errors import UserError
 
@@ -63,10 +68,22 @@ def test_a_partition_is_restored_from_any_other_partitioning(saved, monkeypatch)
         assert average.state_dict()["weight"].tolist()[: len(expected)] == expected
 
 
-def test_whole_weights_are_averaged_on_rank_0_only(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    model = nn.Linear(2, 1)
-    average = MovingAverage(model, 0.5)
+def as_rank(monkeypatch, rank: int, ranks: int = 2) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+
+
+def test_whole_weights_are_divided_evenly_among_the_ranks(monkeypatch):
+    """Tensors of 6, 3, 3, 1 and 2 numbers: each goes to the rank with the fewest so far."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(2, 1, bias=False))
+    for rank, expected in enumerate(({"0.weight", "1.bias"}, {"0.bias", "1.weight", "2.weight"})):
+        as_rank(monkeypatch, rank)
+        assert set(MovingAverage(model, 0.5).state_dict()) == expected
+
+
+def test_a_rank_with_fewer_tensors_than_ranks_may_hold_none(monkeypatch):
+    as_rank(monkeypatch, 3, 4)
+    average = MovingAverage(nn.Linear(2, 1), 0.5)
     average.begin()
     average.update()
     assert average.state_dict() == {} and average.gathered() == {}
@@ -74,6 +91,60 @@ def test_whole_weights_are_averaged_on_rank_0_only(monkeypatch):
     average.load_state_dict({})
     assert average.load_parts([{"weight": torch.ones(1, 2), "bias": torch.ones(1)}, {}])
     assert average.state_dict() == {}
+
+
+@pytest.mark.parametrize("saved", [
+    [{"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}, {}],  # all on the first rank
+    [{"weight": torch.tensor([[1.0, 2.0]])}, {"bias": torch.tensor([3.0])}],
+    [{"bias": torch.tensor([3.0])}, {}, {"weight": torch.tensor([[1.0, 2.0]])}],
+    [{"weight": torch.tensor([1.0]), "bias": torch.tensor([3.0])}, {"weight": torch.tensor([2.0])}],  # partitions
+])  # fmt: skip
+def test_whole_weights_are_restored_from_any_division(saved, monkeypatch):
+    for rank, expected in enumerate(({"weight": [[1.0, 2.0]]}, {"bias": [3.0]})):
+        as_rank(monkeypatch, rank)
+        average = MovingAverage(nn.Linear(2, 1), 0.5)
+        assert average.load_parts(iter(saved))
+        assert {name: part.tolist() for name, part in average.state_dict().items()} == expected
+
+
+def test_weights_leave_a_gpu_in_their_dtype_by_pinned_memory(monkeypatch):
+    sizes = []
+
+    def pinned(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    def averaged(model: nn.Module) -> MovingAverage:
+        for parameter in model.parameters():
+            parameter.requires_grad_()
+        average = MovingAverage(model, 0.75)
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.data.add_(0.5)
+            average.update()
+        return average
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4)).bfloat16()
+        model[1].bias.data = model[1].bias.data.float()
+        return model
+
+    monkeypatch.setattr(moving_average, "pinned", pinned)
+    with pretended_gpu() as seen:
+        found = averaged(moved(made()))
+    copies = sum(number for (operation, _), number in seen.waits.items() if operation == "copy_")
+    assert copies == 2 * 4, "one of each tensor in each update"
+    assert sizes == [16], "as large as the largest tensors: 2 x 4 in bf16, and 4 in fp32"
+    for name, part in averaged(made()).state_dict().items():
+        assert torch.equal(found.state_dict()[name], part)
+
+
+@pytest.mark.ranks
+def test_two_ranks_average_and_gather_whole_weights():
+    found = json.loads(succeed(forked(2, "tests/workers/moving_averages.py", timeout=100)).stdout.splitlines()[-1])
+    assert found["held"] == [["0.weight", "1.bias"], ["0.bias", "1.weight"]]
+    assert found["gathered"] == found["by_hand"] and len(found["gathered"]) == 4
 
 
 def test_without_saved_parts_the_average_does_not_change():
