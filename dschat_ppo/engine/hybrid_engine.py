@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.engine.sleep import asleep, gradient_buckets, training_states, weights_of
+from dschat_ppo.engine.sleep import HostMemory, asleep, gradient_buckets, training_states, weights_of
 from dschat_ppo.engine.tensor_parallel import TensorParallel, divided, is_missing
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.policy_model import PolicyModel
@@ -55,6 +55,7 @@ class HybridEngine:
         self._merge = merge
         self.sleeping = sleeping
         self._has_slept = False
+        self._host = HostMemory()
         self.parallel = parallel
         self._collective = not pinned and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
         if (self._collective or parallel) and merge is not None:
@@ -79,7 +80,7 @@ class HybridEngine:
         """The engines of `sleeping` in host memory. The first time, the log says how much that moves."""
         tensors = [tensor for engine in self.sleeping for tensor in chain(training_states(engine), weights_of(engine))]
         scratch = chain.from_iterable(gradient_buckets(engine) for engine in self.sleeping)
-        with asleep(tensors, awake=weights_of(self.engine), scratch=scratch) as moved:
+        with asleep(tensors, awake=weights_of(self.engine), scratch=scratch, host=self._host) as moved:
             if not self._has_slept:
                 logger().info(f"--sleep_in_rollout: rollouts move {moved / 2**30:.2f} GiB of this rank to host memory")
                 self._has_slept = True

@@ -14,7 +14,7 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train
 from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.optimizer_step import optimizer_step
-from dschat_ppo.engine.sleep import asleep, gradient_buckets, training_states, weights_of
+from dschat_ppo.engine.sleep import HostMemory, asleep, gradient_buckets, training_states, weights_of
 from dschat_ppo.models.loading import DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -143,18 +143,64 @@ def test_an_error_in_the_block_and_while_falling_asleep_brings_everything_back(s
         raise KeyError
     assert [tensor.sum().item() for tensor in tensors] == [10, 3]
 
-    storage, calls = torch.UntypedStorage, []
+    calls = []
 
     def failing(size):
         calls.append(size)
         if len(calls) == 2:
             raise RuntimeError("no host memory")
-        return storage(size)
+        return torch.UntypedStorage(size)
 
-    monkeypatch.setattr(torch, "UntypedStorage", failing)
+    monkeypatch.setattr(sleep, "host_memory", failing)
     with pytest.raises(RuntimeError, match="no host memory"), asleep(tensors):
         pass
     assert [tensor.sum().item() for tensor in tensors] == [10, 3]
+
+
+def test_host_memory_is_kept_for_tensors_of_the_same_size(simulated, monkeypatch):
+    made = []
+    monkeypatch.setattr(sleep, "host_memory", lambda size: made.append(size) or torch.UntypedStorage(size))
+    tensors, host = [torch.arange(5.0), torch.arange(3.0)], HostMemory()
+    for number in range(3):
+        with asleep(tensors, host=host):
+            assert held_bytes(tensors) == 0
+        assert [tensor.sum().item() for tensor in tensors] == [10 + 5 * number, 3 + 3 * number]
+        for tensor in tensors:
+            tensor += 1
+    assert made == [20, 12]
+    with asleep([torch.arange(5.0), torch.arange(4.0)], host=host):
+        assert made == [20, 12, 16]
+
+
+def test_a_hybrid_engine_takes_host_memory_once(simulated, monkeypatch):
+    made = []
+    monkeypatch.setattr(sleep, "host_memory", lambda size: made.append(size) or torch.UntypedStorage(size))
+    engine = engine_of(3, "bf16")
+    hybrid, counts = HybridEngine(engine, sleeping=[engine]), []
+    for number in range(3):
+        step(engine, number, "bf16")
+        with hybrid.generating():
+            counts.append(len(made))
+    assert counts[0] > 0 and len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_with_a_gpu_host_memory_is_page_locked_in_its_exact_size(monkeypatch, said, error):
+    locked = []
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(place, size, flags):  # noqa: N802  CUDA's name
+            locked.append((place, size, flags))
+            return error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    memory = sleep.host_memory(5000)
+    assert locked == [(memory.data_ptr(), 5000, 0)] and memory.nbytes() == 5000
+    assert len(said) == bool(error) and (not said or "cannot be page-locked (CUDA error 2)" in said[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sleep.host_memory(100).nbytes() == 100 and len(locked) == 1
 
 
 def test_views_and_shared_memory_are_moved_once(simulated):
