@@ -85,10 +85,10 @@ def gather_state(model: nn.Module, wanted: Callable[[str], bool] | None = None) 
         heartbeat()
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             if dist.is_main():
-                state[name] = parameter.detach().cpu().clone()
+                state[name] = parameter.detach().to("cpu", copy=True)
     if dist.is_main() and wanted is None:
         persistent = model.state_dict()
-        state |= {name: b.detach().cpu().clone() for name, b in model.named_buffers() if name in persistent}
+        state |= {name: b.detach().to("cpu", copy=True) for name, b in model.named_buffers() if name in persistent}
     return state
 
 

@@ -43,6 +43,7 @@ class Scores:
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip_special_tokens: bool) -> list[str]:
     """The real tokens of each row, `ids` and `mask` (B, T), as text."""
+    ids, mask = ids.cpu(), mask.cpu()  # at once, not two waits for each row
     rows = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
     return list(tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens))
 

@@ -15,7 +15,7 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.score import ModelScorer, Scores, ScoringSettings
+from dschat_ppo.ppo.score import ModelScorer, Scores, ScoringSettings, texts_of
 from dschat_ppo.types import Experience, Rollout, record_of, tensors_of
 
 MINIBATCH = MiniBatch([], Denominators(tokens=4.0, rows=2.0, constant=9.0), value_tokens=4.0, metric_weight=0.5)
@@ -134,3 +134,19 @@ def test_metrics_make_the_host_wait_only_when_they_are_reduced():
         assert not seen.waits and not seen.mixed
         assert sums.reduce() == expected
         assert operations(seen.waits) == {"tolist": 2}
+
+
+def test_texts_leave_the_gpu_at_once():
+    class Tokenizer:
+        def batch_decode(self, rows, skip_special_tokens):
+            return [str(row) for row in rows]
+
+    ids, mask = torch.arange(12).view(4, 3), torch.ones(4, 3, dtype=torch.bool).tril()
+    with pretended_gpu() as seen:
+        found = texts_of(Tokenizer(), on_gpu(ids), on_gpu(mask), skip_special_tokens=True)
+        assert operations(seen.waits) == {"to": 2}
+    assert (
+        found
+        == texts_of(Tokenizer(), ids, mask, skip_special_tokens=True)
+        == ["[0]", "[3, 4]", "[6, 7, 8]", "[9, 10, 11]"]
+    )
