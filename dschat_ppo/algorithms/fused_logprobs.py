@@ -23,7 +23,7 @@ BLOCK_BYTES = 8 * 2**20  # size of one block of fp32 logits: it should fit in th
 GPU_BLOCK_BYTES = 256 * 2**20  # a GPU is faster with few large products
 SMALLEST_BLOCK = 256  # columns: narrower products are inefficient
 HALF = (torch.float16, torch.bfloat16)
-FP32_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()  # `torch.mm(..., out_dtype=...)`, which older versions lack
+FP32_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")  # `torch.mm(..., out_dtype=...)`, which older versions lack
 Sums = tuple[Tensor, Tensor, Tensor]  # (rows,) each: largest z*, sum of exp(z - z*), sum of exp(z - z*) (z - z*)
 LOWEST = -1e4  # a logit this far below the largest has probability 0 even in fp64, and 0 x -inf would be NaN
 
