@@ -11,9 +11,7 @@ well. A block of the weight's gradient is then a sum in fp32 of one product for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,14 +133,12 @@ def _forward_of_rows(
     zeros = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
     sums, chosen = (torch.full_like(zeros, torch.finfo(dtype).min / 2), zeros, zeros), zeros.clone()
     infinite = _may_be_infinite(hidden, bias)
-    with_block: Callable[[Sums, Tensor], Sums] = partial(_with_block, may_be_infinite=infinite)
-    if has_fused_softmax(hidden.device) and not infinite:
-        with_block = _with_block_by_softmax
+    by_softmax = has_fused_softmax(hidden.device) and not infinite
     for start in range(0, weight.shape[0], columns):
         logits, _ = _block_logits(hidden, weight, bias, slice(start, start + columns), temperature, head)
         column, inside = _in_block(tokens, start, logits.shape[1])
         chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)  # (rows, columns) -> (rows, 1) -> (rows,)
-        sums = with_block(sums, logits)
+        sums = _with_block_by_softmax(sums, logits) if by_softmax else _with_block(sums, logits, infinite)
     largest, total, weighted = sums
     return chosen, largest + total.log(), total.log() - weighted / total
 
