@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching, MaxOverRanks, never
+from dschat_ppo.rollout.cuda_graphs import GraphRecorder
+from dschat_ppo.rollout.fused_norms import fused_norms
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.memory import rows_for_memory
 from dschat_ppo.rollout.padded_batches import PaddedBatches
@@ -34,10 +36,10 @@ POLL = 8  # tokens between two checks for finished sequences, where steps are CU
 class GenerationConfig:
     """How rollouts are generated.
 
-    `samples` responses per prompt; `rows` sequences running at a time, 0 = as many as memory allows, up to `MAX_ROWS`;
-    `prepack` lays the weights out for oneDNN (CPU, bf16), at the cost of their memory; `static` runs decode steps at
-    fixed addresses, as CUDA graphs on a GPU (None: on a GPU, unless every token must be checked on the host); `engine`
-    is "continuous" or "padded".
+    `samples` responses per prompt; `rows` sequences running at a time, 0 = as many as memory allows, up to `MAX_ROWS`
+    or `MAX_ROWS_GPU`; `prepack` lays the weights out for oneDNN (CPU, bf16), at the cost of their memory; `static` runs
+    decode steps at fixed addresses, as CUDA graphs on a GPU (None: on a GPU, unless forward passes are collective);
+    `engine` is "continuous" or "padded".
     """
 
     sampling: SamplingParameters
@@ -52,7 +54,7 @@ class GenerationConfig:
 def generate(
     model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, config: GenerationConfig,
     max_over_ranks: MaxOverRanks | None = None, limits: Tensor | None = None,
-    cancelled: Callable[[], bool] = never,
+    cancelled: Callable[[], bool] = never, recorder: GraphRecorder | None = None,
 ) -> Rollout:  # fmt: skip
     """Sample responses.
 
@@ -65,7 +67,9 @@ def generate(
         max_over_ranks: this rank's number -> the largest number of all ranks. Needed where forward passes are
             collective (ZeRO-3 weights gathered layer by layer): every rank then makes the same number of passes.
         limits: (B * samples,) int64, most tokens of each response, from 1 to `max_new_tokens`; None: `max_new_tokens`.
-        cancelled: called before each token; once it returns True, this rank generates no more tokens.
+        cancelled: called before each token (static steps: each poll); once it returns True, this rank generates no more
+            tokens.
+        recorder: of the CUDA graphs of all rollouts of a run; None: of this one.
 
     Returns:
         B * samples rows, the responses to one prompt one after another, padded to the longest response. After a
@@ -73,18 +77,20 @@ def generate(
 
     Raises:
         ValueError: no prompts; an empty prompt; a number of seeds or limits that does not match; a limit out of range;
-            an end that is no token of the model; or static steps with `max_over_ranks` or stop strings, which need a
-            check on the host after every token.
+            an end that is no token of the model; or static steps with `max_over_ranks`.
     """
     _validate(model, prompts, seeds, config, max_over_ranks, limits)
-    every_token = max_over_ranks is not None or bool(config.stopping.stop_strings)
-    static = prompts.prompt_ids.is_cuda and not every_token if config.static is None else config.static
+    on_gpu = prompts.prompt_ids.is_cuda
+    static = on_gpu and max_over_ranks is None if config.static is None else config.static
     poll = POLL if static else 1
     buffers = SequenceBuffers(
         prompts, seeds, config.samples, config.sampling, config.stopping, vocabulary_size(model), poll, limits
     )
-    prepack = config.prepack and max_over_ranks is None and can_prepack(model)
-    with prepacked(model, TYPICAL_ROWS) if prepack else nullcontext():
+    with ExitStack() as stack:
+        if config.prepack and max_over_ranks is None and can_prepack(model):
+            stack.enter_context(prepacked(model, TYPICAL_ROWS))
+        if on_gpu and max_over_ranks is None:
+            stack.enter_context(fused_norms(model))
         rows = min(config.rows or rows_for_memory(model, buffers.width), buffers.count)
         if config.engine == "padded":
             PaddedBatches(model, buffers, config.sampling, rows, max_over_ranks, cancelled).run()
@@ -97,7 +103,11 @@ def generate(
                 share_from=0 if static else MIN_SHARED_TOKENS,
                 static_cache=KVCache(rows, buffers.width + 1) if static else None,
             )
-            ContinuousBatching(model, buffers, scheduler, config.sampling, max_over_ranks, poll, cancelled).run()
+            if on_gpu and recorder is None:
+                recorder = GraphRecorder()
+            ContinuousBatching(
+                model, buffers, scheduler, config.sampling, max_over_ranks, poll, cancelled, recorder
+            ).run()
     return buffers.rollout()
 
 
@@ -115,5 +125,5 @@ def _validate(
         raise ValueError(f"limits must be {len(seeds)} numbers from 1 to {most}")
     if not all(0 <= number < vocabulary for number in config.stopping.ids):
         raise ValueError(f"the ids that end a response, {config.stopping.ids}, must be below {vocabulary}")
-    if config.static and (max_over_ranks is not None or config.stopping.stop_strings):
-        raise ValueError("static steps support neither synchronised ranks nor stop strings")
+    if config.static and max_over_ranks is not None:
+        raise ValueError("static steps do not support synchronised ranks")
