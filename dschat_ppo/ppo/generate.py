@@ -19,9 +19,9 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rollout.continuous_batching import never
-from dschat_ppo.rollout.cuda_graphs import GraphRecorder
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.memory import rows_for_memory
+from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
@@ -115,7 +115,7 @@ class RolloutGenerator:
         self.pad_id = filler_id(tokenizer)
         self.seed = seed
         self.device = device
-        self.recorder = GraphRecorder()
+        self.graphs = RolloutGraphs()
         note_few_answers(flags, device)
         config = generation_config(flags, tokenizer, hybrid.model)
         if len(config.stopping.eos_ids) > 1:
@@ -127,7 +127,7 @@ class RolloutGenerator:
             )
         hybrid.check_division()
         with hybrid.generating() as model:
-            self.config = choose_engine(model, config, hybrid.max_over_ranks, self.recorder)
+            self.config = choose_engine(model, config, hybrid.max_over_ranks, self.graphs)
 
     def generate(self, indices: list[int], step: int, round_number: int = 0, greedy: bool = False) -> Rollout:
         """Answer the prompts at `indices`, this rank's share of a round of a PPO step. Collective.
@@ -176,7 +176,7 @@ class RolloutGenerator:
                 length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
                 config = replace(config, rows=-largest(-rows_for_memory(model, length)))
             rollout = generate(
-                model, batch, seeds.to(self.device), config, largest, cancelled=cancelled, recorder=self.recorder
+                model, batch, seeds.to(self.device), config, largest, cancelled=cancelled, graphs=self.graphs
             )
         if parallel is None:
             return rollout

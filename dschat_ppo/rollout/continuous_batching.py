@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import DecodeMetadata, PrefillMetadata, RolloutAttention, RolloutCache, installed
-from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, GraphRecorder
+from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, GraphRecorder, StaticMemory
 from dschat_ppo.rollout.decode_batch import DecodeBatch, DecodeInputs
 from dschat_ppo.rollout.flash_decode import flash_decode
 from dschat_ppo.rollout.kv_cache import KVCache
@@ -41,13 +41,14 @@ class ContinuousBatching:
             collective: every rank then makes as many passes as the busiest one. None: ranks are not synchronised.
         poll: with a static cache, tokens generated between two checks for finished sequences.
         cancelled: called before each token; once it returns True, this rank stops and leaves sequences unfinished.
-        recorder: with a static cache, records decode steps as CUDA graphs; None: they run without graphs.
+        memory: with a static cache, that of its decode steps.
+        recorder: records these steps as CUDA graphs; None: they run without graphs.
     """
 
     def __init__(
         self, model: PreTrainedModel, buffers: SequenceBuffers, scheduler: Scheduler, sampling: SamplingParameters,
         max_over_ranks: MaxOverRanks | None = None, poll: int = 1, cancelled: Callable[[], bool] = never,
-        recorder: GraphRecorder | None = None,
+        memory: StaticMemory | None = None, recorder: GraphRecorder | None = None,
     ):  # fmt: skip
         self.model = model
         self.buffers = buffers
@@ -61,14 +62,11 @@ class ContinuousBatching:
         self.poll = poll
         self.cancelled = cancelled
         self.recorder = recorder
-        self.graphed = self._graphed_decoder()
+        self.graphed = None if memory is None else self._graphed_decoder(memory)
 
-    def _graphed_decoder(self) -> GraphedDecoder | None:
-        cache = self.scheduler.static_cache
-        if cache is None:
-            return None
+    def _graphed_decoder(self, memory: StaticMemory) -> GraphedDecoder:
         return GraphedDecoder(
-            self._static_step, self._rewind, cache, self.buffers.count, self.poll, self.device,
+            self._static_step, self._rewind, memory, self.buffers.count, self.poll,
             lambda: self.attention.reads_all_slots, self.recorder,
         )  # fmt: skip
 
@@ -92,7 +90,8 @@ class ContinuousBatching:
                 self.graphed = None
                 self.buffers.reset(self.scheduler.preempt(after))
                 warn_of_memory(before, after)
-                self.graphed = self._graphed_decoder()
+                if (cache := self.scheduler.static_cache) is not None:
+                    self.graphed = self._graphed_decoder(StaticMemory(cache, self.device))
             self.attention.begin([])
         self.graphed = None  # it refers to this object and to the cache: the cycle would keep the memory for a while
 

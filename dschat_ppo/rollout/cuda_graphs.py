@@ -118,6 +118,20 @@ class GraphRecorder:
         _log.warning(f"rollout: {reason}; steps run without CUDA graphs and are slower")
 
 
+class StaticMemory:
+    """What recorded steps refer to by address, and their graphs, by rows, length and search of the whole vocabulary.
+
+    `entries` (3, rows) int64 are the inputs; `marks` (2, rows) bool are finished rows and rows whose nucleus
+    overflowed.
+    """
+
+    def __init__(self, cache: KVCache, device: torch.device):
+        self.cache = cache
+        self.entries = torch.zeros(3, cache.rows, dtype=torch.int64, device=device)
+        self.marks = torch.zeros(2, cache.rows, dtype=torch.bool, device=device)
+        self.graphs: dict[tuple[int, int, bool], Any] = {}
+
+
 class GraphedDecoder:
     """Generates `poll` tokens for every row of a decode batch before the host checks which are finished.
 
@@ -131,30 +145,28 @@ class GraphedDecoder:
     Args:
         step: generates one token for every entry of its inputs.
         rewind: forgets the tokens that the sequences of a batch got in this poll.
-        cache: of all rows; its last slot is spare.
+        memory: with a cache of all rows, whose last slot is spare.
         spare: the spare row of `SequenceBuffers`.
         poll: tokens of one `run`.
-        device: of the cache and the buffers.
         reads_all_slots: whether attention reads all slots up to the length of the metadata, so that short rows need a
             bucket of their own.
         recorder: None: the same steps run without graphs, as on the CPU.
     """
 
     def __init__(
-        self, step: Step, rewind: Callable[[DecodeBatch], None], cache: KVCache, spare: int, poll: int,
-        device: torch.device, reads_all_slots: Callable[[], bool], recorder: GraphRecorder | None,
+        self, step: Step, rewind: Callable[[DecodeBatch], None], memory: StaticMemory, spare: int, poll: int,
+        reads_all_slots: Callable[[], bool], recorder: GraphRecorder | None,
     ):  # fmt: skip
         self.poll = poll
         self._step = step
         self._rewind = rewind
-        self._cache = cache
+        self._memory = memory
+        self._cache = memory.cache
         self._spare = spare
-        self._entries = torch.zeros(3, cache.rows, dtype=torch.int64, device=device)
-        self._inputs = DecodeInputs(*self._entries)
-        self._marks = torch.zeros(2, cache.rows, dtype=torch.bool, device=device)  # finished, overflow
+        self._inputs = DecodeInputs(*memory.entries)
+        self._marks = memory.marks
         self._reads_all_slots = reads_all_slots
         self._recorder = recorder
-        self._graphs: dict[tuple[int, int, bool], Any] = {}
         self._overflows = 0
 
     def run(self, batch: DecodeBatch) -> np.ndarray:
@@ -184,11 +196,11 @@ class GraphedDecoder:
 
     def _load(self, batch: DecodeBatch | None) -> None:
         """Set the inputs to the rows of `batch`, and all other entries idle."""
-        entries = np.empty(self._entries.shape, dtype=np.int64)
+        entries = np.empty(self._memory.entries.shape, dtype=np.int64)
         entries[:] = np.array([[self._spare], [0], [self._cache.capacity - 1]])
         if batch is not None:
             entries[:, : len(batch)] = batch.sequences, batch.positions, batch.slots
-        self._entries.copy_(torch.from_numpy(entries))
+        self._memory.entries.copy_(torch.from_numpy(entries))
         self._marks.zero_()
 
     def _advance(self, rows: int, length: int, whole: bool) -> None:
@@ -210,20 +222,21 @@ class GraphedDecoder:
         def eager() -> None:
             self._advance(rows, length, whole)
 
-        if (rows, length, whole) in self._graphs:
-            replay: Callable[[], None] = self._graphs[rows, length, whole].replay
+        graphs = self._memory.graphs
+        if (rows, length, whole) in graphs:
+            replay: Callable[[], None] = graphs[rows, length, whole].replay
             return replay
         if self._recorder is None or self._recorder.refusal:
             return eager
-        if not self._graphs:
-            release_if_short(self._entries.device)
+        if not graphs:
+            release_if_short(self._memory.entries.device)
         self._load(None)
         self._recorder.warm_up(eager)
         if self._recorder.refusal:
             return eager
-        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        pool = next(iter(graphs.values())).pool() if graphs else None
         try:
-            self._graphs[rows, length, whole] = graph = self._recorder.record(eager, pool)
+            graphs[rows, length, whole] = graph = self._recorder.record(eager, pool)
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise

@@ -29,33 +29,28 @@ class SequenceBuffers:
         vocabulary: V.
         slack: response columns beyond `max_new_tokens`, for tokens generated after the end and before the next check.
         limits: (A,) int64, most response tokens of each sequence; None: `max_new_tokens`.
+        prompt_width: columns for prompts; None: as many as these need.
     """
 
     def __init__(
         self, prompts: PromptBatch, seeds: Tensor, samples: int, sampling: SamplingParameters,
         stopping: StoppingCriteria, vocabulary: int, slack: int, limits: Tensor | None = None,
+        prompt_width: int | None = None,
     ):  # fmt: skip
         device = prompts.prompt_ids.device
-        self.prompts = repeat_rows(prompts, samples)
+        self.samples = samples
         self.stopping = stopping
-        self.count = self.prompts.prompt_ids.shape[0]
+        self.count = len(prompts.prompt_ids) * samples
+        self.prompt_width = prompt_width or prompts.prompt_ids.shape[1]
         self.response_width = stopping.max_new_tokens + slack
-        longest = prompts.prompt_ids.shape[1]
-        self.width = longest + self.response_width + 1
+        self.width = self.prompt_width + self.response_width + 1
         self.prompt_lengths = torch.ones(self.count + 1, dtype=torch.int64, device=device)
-        self.prompt_lengths[:-1] = self.prompts.prompt_mask.sum(dim=1)
-        self.limits = torch.full_like(self.prompt_lengths, stopping.max_new_tokens)
-        if limits is not None:
-            self.limits[:-1] = limits
-        self.token_ids = torch.zeros(self.count + 1, self.width, dtype=torch.int64, device=device)
-        start = longest - self.prompt_lengths[:-1].unsqueeze(1)  # left padding of each prompt
-        columns = (torch.arange(longest, device=device) + start).clamp_max(longest - 1)
-        self.token_ids[:-1, :longest] = self.prompts.prompt_ids.gather(1, columns)
+        self.limits = torch.empty_like(self.prompt_lengths)
+        self.token_ids = torch.empty(self.count + 1, self.width, dtype=torch.int64, device=device)
         self.uniforms = torch.zeros(self.count + 1, self.response_width, device=device)
-        self.uniforms[:-1] = row_uniforms(seeds, self.response_width)
-        self.logprobs = torch.zeros(self.count + 1, self.response_width, device=device)
-        self.response_lengths = torch.zeros(self.count + 1, dtype=torch.int64, device=device)
-        self.finish_reasons = torch.full((self.count + 1,), UNFINISHED, dtype=torch.int8, device=device)
+        self.logprobs = torch.empty(self.count + 1, self.response_width, device=device)
+        self.response_lengths = torch.empty(self.count + 1, dtype=torch.int64, device=device)
+        self.finish_reasons = torch.empty(self.count + 1, dtype=torch.int8, device=device)
         self.is_end = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self.is_end[list(stopping.ids)] = True
         self.is_eos = torch.zeros_like(self.is_end)
@@ -63,7 +58,31 @@ class SequenceBuffers:
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(self.count + 1, vocabulary, dtype=torch.bool, device=device)
+        self.fill(prompts, seeds, limits)
+
+    def fill(self, prompts: PromptBatch, seeds: Tensor, limits: Tensor | None) -> None:
+        """Start again with as many prompts, none wider than `prompt_width`. All tensors stay where they are."""
+        self.prompts = repeat_rows(prompts, self.samples)
+        longest, device = prompts.prompt_ids.shape[1], self.token_ids.device
+        self.prompt_lengths[:-1] = self.prompts.prompt_mask.sum(dim=1)
+        self.limits.fill_(self.stopping.max_new_tokens)
+        if limits is not None:
+            self.limits[:-1] = limits
+        start = longest - self.prompt_lengths[:-1].unsqueeze(1)  # left padding of each prompt
+        columns = (torch.arange(longest, device=device) + start).clamp_max(longest - 1)
+        self.token_ids.zero_()
+        self.token_ids[:-1, :longest] = self.prompts.prompt_ids.gather(1, columns)
+        self.uniforms[:-1] = row_uniforms(seeds, self.response_width)
+        self.logprobs.zero_()
+        self.response_lengths.zero_()
+        self.finish_reasons.fill_(UNFINISHED)
+        if self.seen is not None:
             self.reset(list(range(self.count)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the large tensors."""
+        return sum(t.nbytes for t in (self.token_ids, self.uniforms, self.logprobs, self.seen) if t is not None)
 
     def forbidden(self, counts: Tensor) -> Tensor | None:
         """(n, V) bool, True for ends that may not come after `counts` (n,) tokens; None without a minimum length."""
@@ -155,5 +174,5 @@ class SequenceBuffers:
             response_ids=torch.where(mask, ids, 0),
             response_mask=mask,
             rollout_logprobs=torch.where(mask, self.logprobs[:-1, : mask.shape[1]], 0.0),
-            finish_reason=self.finish_reasons[:-1],
+            finish_reason=self.finish_reasons[:-1].clone(),
         )

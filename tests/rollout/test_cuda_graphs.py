@@ -10,9 +10,10 @@ from tagged_keys import decode_batch_of
 from tiny_models import LENGTHS, model_of, prompts_of
 
 from dschat_ppo.rollout import continuous_batching
-from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, GraphRecorder, length_bucket, row_bucket
+from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory, length_bucket, row_bucket
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import FinishReason
@@ -35,7 +36,8 @@ def test_buckets_of_rows_and_lengths():
 
 
 def decoder_of(step, cache, spare=99, poll=3, rewind=None, reads_all_slots=True) -> GraphedDecoder:
-    return GraphedDecoder(step, rewind, cache, spare, poll, torch.device("cpu"), lambda: reads_all_slots, None)
+    memory = StaticMemory(cache, torch.device("cpu"))
+    return GraphedDecoder(step, rewind, memory, spare, poll, lambda: reads_all_slots, None)
 
 
 def test_idle_and_finished_entries_write_to_spare_places():
@@ -115,10 +117,10 @@ def device(monkeypatch) -> FakeDevice:
     return FakeDevice(monkeypatch)
 
 
-def run(recorder=None, sampling="plain", rows=6, lengths=LENGTHS, model="llama", tokens=12, **stopping):
+def run(graphs=None, sampling="plain", rows=6, lengths=LENGTHS, model="llama", tokens=12, **stopping):
     stopping = StoppingCriteria(tokens, **({"eos_ids": (3, 5, 8, 17)} | stopping))
     config = GenerationConfig(SAMPLINGS[sampling], stopping, rows=rows, static=True)
-    return generate(model_of(model), prompts_of(lengths), torch.arange(len(lengths)), config, recorder=recorder)
+    return generate(model_of(model), prompts_of(lengths), torch.arange(len(lengths)), config, graphs=graphs)
 
 
 def assert_equal(found, expected) -> None:
@@ -135,16 +137,16 @@ def warnings_of(caplog) -> list[str]:
 @pytest.mark.parametrize("model", ["llama", "gpt2", "mistral-window"])
 def test_replayed_steps_equal_those_of_python(model, sampling, device, caplog):
     """No step asks the host, and all of them depend on the buffers alone."""
-    expected, recorder = run(model=model, sampling=sampling), GraphRecorder()
-    assert_equal(run(recorder, model=model, sampling=sampling), expected)
-    assert not warnings_of(caplog) and not recorder.refusal
-    assert recorder.captures == device.attempts > 0 and device.replays > 8
+    expected, graphs = run(model=model, sampling=sampling), RolloutGraphs()
+    assert_equal(run(graphs, model=model, sampling=sampling), expected)
+    assert not warnings_of(caplog) and not graphs.recorder.refusal
+    assert graphs.recorder.captures == device.attempts > 0 and device.replays > 8
     assert device.stream is device.main and device.sync_mode == 0
     assert len(set(map(id, device.pools))) == 1
     assert device.streams == 1 and device.synchronised == device.emptied == 0
 
 
-def test_a_rollout_captures_one_graph_for_each_bucket(device, monkeypatch):
+def test_one_graph_is_captured_for_each_bucket_of_all_rollouts(device, monkeypatch):
     """From 40 rows to none: buckets of 40, 32, 16 and 4 rows."""
     steps, original = [], GraphedDecoder._advance
 
@@ -153,20 +155,20 @@ def test_a_rollout_captures_one_graph_for_each_bucket(device, monkeypatch):
         original(self, rows, *others)
 
     monkeypatch.setattr(GraphedDecoder, "_advance", counting)
-    recorder, lengths = GraphRecorder(), tuple(1 + n % 9 for n in range(40))
-    for rollout in (1, 2):
-        run(recorder, rows=40, lengths=lengths, tokens=48)
-        assert recorder.captures == rollout * len(set(steps)) == rollout * 4
-        assert len(steps) == 2 * recorder.captures + 1  # warm-ups, recordings, and one check for waits in all
+    graphs, lengths = RolloutGraphs(), tuple(1 + n % 9 for n in range(40))
+    for _ in range(3):
+        run(graphs, rows=40, lengths=lengths, tokens=48)
+    assert graphs.recorder.captures == len(set(steps)) == 4
+    assert len(steps) == 2 * 4 + 1  # warm-ups, recordings, and one check for waits
     assert device.streams == 1
-    assert len(set(map(id, device.pools))) == 2  # one pool for each rollout
+    assert len(set(map(id, device.pools))) == 1
 
 
 def test_cached_memory_is_released_only_if_little_is_free(device):
     device.free = 2**30
-    recorder = GraphRecorder()
-    run(recorder)
-    assert device.emptied == 1 < recorder.captures
+    graphs = RolloutGraphs()
+    run(graphs)
+    assert device.emptied == 1 < graphs.recorder.captures
 
 
 def asks_host(monkeypatch) -> None:
@@ -180,12 +182,12 @@ def asks_host(monkeypatch) -> None:
 
 
 def test_steps_that_ask_the_host_are_never_captured(device, monkeypatch, caplog):
-    expected, recorder = run(), GraphRecorder()
+    expected, graphs = run(), RolloutGraphs()
     asks_host(monkeypatch)
     for _ in range(2):
-        assert_equal(run(recorder), expected)
+        assert_equal(run(graphs), expected)
         assert device.stream is device.main and device.sync_mode == 0
-    assert device.attempts == recorder.captures == 0
+    assert device.attempts == graphs.recorder.captures == 0
     (warning,) = warnings_of(caplog)
     assert "waits for the GPU" in warning
 
@@ -193,13 +195,13 @@ def test_steps_that_ask_the_host_are_never_captured(device, monkeypatch, caplog)
 @pytest.mark.parametrize("place", ["inside", "at end"])
 def test_after_a_failed_capture_steps_run_without_graphs(place, device, caplog):
     """The error at the end hides the first one, as in PyTorch. There is one attempt in all rollouts."""
-    expected, recorder = run(), GraphRecorder()
+    expected, graphs = run(), RolloutGraphs()
     if place == "inside":
         device.fail_inside.append((RuntimeError("CUDA error: operation not permitted"), True))
     else:
         device.fail_at_end.append(RuntimeError("CUDA error: operation failed"))
     for _ in range(2):
-        assert_equal(run(recorder), expected)
+        assert_equal(run(graphs), expected)
         assert device.stream is device.main
     assert device.attempts == device.synchronised == 1
     (warning,) = warnings_of(caplog)
@@ -209,19 +211,19 @@ def test_after_a_failed_capture_steps_run_without_graphs(place, device, caplog):
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_capture_that_runs_out_of_memory_halves_the_rows(breaks, device, caplog):
     """If its end fails too, the allocator cannot be trusted with another capture."""
-    expected, recorder = run(), GraphRecorder()
+    expected, graphs = run(), RolloutGraphs()
     device.fail_inside.append((OUT_OF_MEMORY, breaks))
-    found = run(recorder)
+    found = run(graphs)
     assert found.response_ids.tolist() == expected.response_ids.tolist()
     assert device.stream is device.main
     warnings = warnings_of(caplog)
     assert "out of memory with 6 rows; continuing with 3" in warnings[-1]
-    assert bool(recorder.refusal) is breaks and len(warnings) == 1 + breaks
+    assert bool(graphs.recorder.refusal) is breaks and len(warnings) == 1 + breaks
     assert (device.attempts == 1) is breaks
 
 
 def test_memory_that_runs_out_before_a_capture_halves_the_rows(device, monkeypatch, caplog):
-    expected, recorder, original = run(), GraphRecorder(), KVCache.write_decode
+    expected, graphs, original = run(), RolloutGraphs(), KVCache.write_decode
 
     def failing(self, *args):
         if device.stream is not device.main and self.rows == 6:
@@ -229,8 +231,8 @@ def test_memory_that_runs_out_before_a_capture_halves_the_rows(device, monkeypat
         return original(self, *args)
 
     monkeypatch.setattr(KVCache, "write_decode", failing)
-    assert run(recorder).response_ids.tolist() == expected.response_ids.tolist()
-    assert device.stream is device.main and recorder.captures and not recorder.refusal
+    assert run(graphs).response_ids.tolist() == expected.response_ids.tolist()
+    assert device.stream is device.main and graphs.recorder.captures and not graphs.recorder.refusal
     assert len(warnings_of(caplog)) == 1
 
 
@@ -240,8 +242,8 @@ def test_other_errors_of_a_step_are_raised(device, monkeypatch):
 
     monkeypatch.setattr(KVCache, "write_decode", fail)
     with pytest.raises(RuntimeError, match="shape"):
-        run(recorder := GraphRecorder())
-    assert device.attempts == 0 and not recorder.refusal and device.stream is device.main
+        run(graphs := RolloutGraphs())
+    assert device.attempts == 0 and not graphs.recorder.refusal and device.stream is device.main
 
 
 @pytest.mark.parametrize("sampling", ["truncated", "penalised nucleus"])
@@ -257,7 +259,7 @@ def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(sampl
 
     monkeypatch.setattr(GraphedDecoder, "_generate", noting)
     monkeypatch.setattr(continuous_batching, "NUCLEUS_STATIC", 4)
-    assert_equal(run(GraphRecorder() if recorded else None, sampling, tokens=40), expected)
+    assert_equal(run(RolloutGraphs() if recorded else None, sampling, tokens=40), expected)
     assert whole[:4] == [False, True, False, True] and len(whole) > 6 and all(whole[4:])
 
 
@@ -266,7 +268,7 @@ def test_stop_strings_are_found_in_answers_of_graphs(device):
         return ["".join(chr(97 + token // 7) + chr(65 + token % 7) for token in row) for row in rows]
 
     ends = {"stop_strings": ("Ab", "dC"), "decode": decode, "tokens": 30}
-    expected, recorder = run(**ends), GraphRecorder()
-    assert_equal(run(recorder, **ends), expected)
-    assert recorder.captures and not recorder.refusal
+    expected, graphs = run(**ends), RolloutGraphs()
+    assert_equal(run(graphs, **ends), expected)
+    assert graphs.recorder.captures and not graphs.recorder.refusal
     assert (expected.finish_reason == FinishReason.STOP).any()

@@ -19,6 +19,7 @@ from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout import flash_decode
 from dschat_ppo.rollout.attention import PrefillMetadata, _products, installed
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
+from dschat_ppo.rollout.cuda_graphs import StaticMemory
 from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
 from dschat_ppo.rollout.fused_norms import rms_norm
 from dschat_ppo.rollout.kv_cache import KVCache
@@ -60,7 +61,8 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool) -> Co
             setattr(buffers, name, value.to("meta"))
     cache = KVCache(ROWS, 64)
     scheduler = Scheduler(np.full(ROWS, 8), np.arange(ROWS), ROWS, static_cache=cache)
-    engine = ContinuousBatching(model, buffers, scheduler, sampling, poll=8)
+    memory = StaticMemory(cache, torch.device("meta"))
+    engine = ContinuousBatching(model, buffers, scheduler, sampling, poll=8, memory=memory)
     engine.attention._flash = FlashDecode(varlen_kernel) if flash else None
     columns = torch.arange(ROWS, device="meta")
     with installed(model, engine.attention), torch.no_grad():
