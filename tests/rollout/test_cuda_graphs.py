@@ -103,9 +103,8 @@ def test_a_poll_in_which_a_nucleus_overflows_is_repeated_over_the_whole_vocabula
     log.clear()
     decoder.run(both)
     assert [whole for whole, *_ in log] == [True, True] and len(rewound) == 2
-    overflowing.add(99)
-    decoder = decoder_of(step, KVCache(4, 40), rewind=rewound.append)
-    decoder.run(decode_batch_of([4], position=3))
+    overflowing = {99}  # row 5 is idle once it has finished
+    assert decoder_of(step, KVCache(4, 40), rewind=rewound.append).run(decode_batch_of([5], position=3)).all()
     assert len(rewound) == 2
 
 
