@@ -67,7 +67,9 @@ class PPOFlags:
     min_answer_seq_len: int = flag("minimum new tokens of an answer; EOS and stop tokens are suppressed until then", 0)
     stop_strings: list[str] = flag_list("strings that end an answer; they are part of it", list)
     stop_token_ids: list[int] = flag_list("token ids that end an answer, in addition to EOS", list)
-    rollout_rows: int = flag("maximum answers decoded at a time per device; 0 = as many as memory allows, up to 256", 0)
+    rollout_rows: int = flag(
+        "maximum answers decoded at a time per device; 0 = as many as memory allows, up to 256 (GPU: 1024)", 0
+    )
     rollout_engine: Literal["auto", "padded"] = flag(
         "'auto' uses continuous batching if a self-check at the start confirms it for the model, else padded batches; "
         "'padded' always uses padded batches, which wait for their longest answer",

@@ -21,11 +21,14 @@ from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.memory import rows_for_memory
+from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.types import Rollout, select_rows, to_device
+
+BUSY_ROWS = 64  # answers that a GPU generates in about the time of one
 
 
 def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -74,6 +77,16 @@ def generation_config(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model
     )
 
 
+def note_few_answers(flags: PPOFlags, device: torch.device) -> None:
+    """Log that a PPO step has too few answers to keep a GPU busy: a decode step reads the weights for any number."""
+    answers = flags.per_device_generation_batch_size * flags.generation_batches * flags.n_samples_per_prompt
+    if device.type == "cuda" and answers < BUSY_ROWS:
+        logger().info(
+            f"note: a PPO step generates {answers} answers per GPU, which is about as fast as {BUSY_ROWS}; "
+            "raise --per_device_generation_batch_size or --generation_batches"
+        )
+
+
 def greedily(config: GenerationConfig) -> GenerationConfig:
     """The same configuration with greedy decoding; log-probs are still computed at the temperature."""
     return replace(config, sampling=replace(config.sampling, top_k=1))
@@ -102,6 +115,8 @@ class RolloutGenerator:
         self.pad_id = filler_id(tokenizer)
         self.seed = seed
         self.device = device
+        self.graphs = RolloutGraphs()
+        note_few_answers(flags, device)
         config = generation_config(flags, tokenizer, hybrid.model)
         if len(config.stopping.eos_ids) > 1:
             names = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in config.stopping.eos_ids)
@@ -112,7 +127,7 @@ class RolloutGenerator:
             )
         hybrid.check_division()
         with hybrid.generating() as model:
-            self.config = choose_engine(model, config, hybrid.max_over_ranks)
+            self.config = choose_engine(model, config, hybrid.max_over_ranks, self.graphs)
 
     def generate(self, indices: list[int], step: int, round_number: int = 0, greedy: bool = False) -> Rollout:
         """Answer the prompts at `indices`, this rank's share of a round of a PPO step. Collective.
@@ -160,7 +175,9 @@ class RolloutGenerator:
             if parallel is not None and largest is not None and config.rows == 0:  # as many for each rank of a group
                 length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
                 config = replace(config, rows=-largest(-rows_for_memory(model, length)))
-            rollout = generate(model, batch, seeds.to(self.device), config, largest, cancelled=cancelled)
+            rollout = generate(
+                model, batch, seeds.to(self.device), config, largest, cancelled=cancelled, graphs=self.graphs
+            )
         if parallel is None:
             return rollout
         rows = torch.arange(own * config.samples, device=self.device)

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class DecodeMetadata:
     """Rows `first .. first + count - 1` of a decode step; their KV cache is the first `count` rows of `cache`.
 
     `slots` (count,) int64 is where the new token of each row goes. Attention covers the first `length` slots; a row
-    attends to slots up to and including its own.
+    attends to slots up to and including its own. The outputs of `idle` (count,) bool rows are not used.
     """
 
     first: int
@@ -63,6 +64,7 @@ class DecodeMetadata:
     slots: Tensor
     length: int
     prefix: SharedPrefix | None
+    idle: Tensor | None = None
 
 
 class RolloutCache(Cache):
@@ -82,16 +84,35 @@ class RolloutCache(Cache):
         return 0
 
 
+class DecodeKernel(Protocol):
+    """Attention of decode steps by one kernel; see `FlashDecode`."""
+
+    def begin(self) -> None: ...
+
+    def supports(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None
+    ) -> bool: ...
+
+    def __call__(
+        self, batch: DecodeMetadata, layer: int, query: Tensor, scale: float, window: int | None
+    ) -> Tensor: ...
+
+
 class RolloutAttention:
     """The attention function of one generation.
 
     `metadata` describes the next forward pass: `PrefillMetadata`, or one `DecodeMetadata` per decode batch. `windows`
     records the sliding window that each layer asks for.
+
+    Args:
+        flash: one kernel for decode steps, used in the layers that it supports; None: products and a softmax.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, flash: DecodeKernel | None = None) -> None:
         self.metadata: PrefillMetadata | list[DecodeMetadata] = []
         self.windows: dict[int, int | None] = {}
+        self._flash = flash
+        self._flash_layers: set[int] = set()
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # shared by the layers of a forward pass
         self._slot_mappings: dict[tuple[int, int], Tensor] = {}
 
@@ -100,6 +121,13 @@ class RolloutAttention:
         self.metadata = metadata
         self._masks = {}
         self._slot_mappings = {}
+        if self._flash is not None:
+            self._flash.begin()
+
+    @property
+    def reads_all_slots(self) -> bool:
+        """Whether a decode step reads all slots up to `length` of its metadata in some layer. Known after a prefill."""
+        return len(self._flash_layers) < max(1, len(self.windows))
 
     def __call__(
         self,
@@ -129,6 +157,8 @@ class RolloutAttention:
         self.windows[layer] = sliding_window
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         if isinstance(self.metadata, PrefillMetadata):
+            if self._flash is not None and self._flash.supports(query, key, value, sliding_window, softcap):
+                self._flash_layers.add(layer)
             self.metadata.cache.write_prefill(layer, self.metadata.rows, self.metadata.source, key, value)
             return causal_attention(query, key, value, scale, sliding_window, softcap).transpose(1, 2), None
         outputs, heads = [], key.shape[1]
@@ -137,6 +167,9 @@ class RolloutAttention:
             if (number, heads) not in self._slot_mappings:
                 self._slot_mappings[number, heads] = batch.cache.slot_mapping(batch.slots, heads)
             batch.cache.write_decode(layer, self._slot_mappings[number, heads], key[rows], value[rows])
+            if self._flash is not None and layer in self._flash_layers and batch.prefix is None:
+                outputs.append(self._flash(batch, layer, query[rows], scale, sliding_window))
+                continue
             if (number, sliding_window) not in self._masks:
                 self._masks[number, sliding_window] = decode_mask(batch, sliding_window)
             mask = self._masks[number, sliding_window]
@@ -172,7 +205,7 @@ def decode_attention(
     values = batch.cache.values[layer][:count, :, : batch.length]
     query, scale = _scaled(query, scale)
     folded = query.reshape(count * keys.shape[1], -1, width)  # (count * kv_heads, heads / kv_heads, d)
-    scores = torch.bmm(folded, keys.flatten(0, 1).transpose(1, 2)).view(count, heads, -1)
+    scores = _products(folded, keys.flatten(0, 1)).view(count, heads, -1)
     if batch.prefix is not None:
         scores = torch.cat([scores, prefix_scores(batch.prefix, layer, query)], dim=2)
     scores = scores.float().mul_(scale)
@@ -184,6 +217,19 @@ def decode_attention(
     if batch.prefix is not None:
         mixed += prefix_values(batch.prefix, layer, weights[:, :, batch.length :])
     return mixed
+
+
+@cache
+def _has_wide_products() -> bool:
+    """Whether a product of half-precision matrices on a GPU can give fp32 (PyTorch 2.8)."""
+    return "dtype" in torch.ops.aten.bmm.overloads() and torch.version.hip is None
+
+
+def _products(query: Tensor, keys: Tensor) -> Tensor:
+    """(n, q, d) and (n, k, d) -> (n, q, k) products; on a GPU in fp32, because bf16 rounds a score of 16 by 0.06."""
+    if query.is_cuda and query.dtype != torch.float32 and _has_wide_products():
+        return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)
+    return torch.bmm(query, keys.transpose(1, 2))
 
 
 def _scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -201,7 +247,7 @@ def prefix_scores(prefix: SharedPrefix, layer: int, query: Tensor) -> Tensor:
     prompts, kv_heads, length, width = keys.shape
     grid = query.squeeze(2).unflatten(1, (kv_heads, -1))[prefix.grid]  # prompts, row, kv_heads, group, d
     folded = grid.transpose(1, 2).reshape(prompts * kv_heads, -1, width)
-    scores = torch.bmm(folded, keys.flatten(0, 1).transpose(1, 2))
+    scores = _products(folded, keys.flatten(0, 1))
     cells = scores.view(prompts, kv_heads, prefix.grid.shape[1], -1, length).transpose(1, 2)
     return cells.reshape(-1, query.shape[1], length)[prefix.cells]
 

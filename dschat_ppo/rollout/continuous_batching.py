@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,11 +12,12 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import DecodeMetadata, PrefillMetadata, RolloutAttention, RolloutCache, installed
-from dschat_ppo.rollout.cuda_graphs import GraphedDecoder
-from dschat_ppo.rollout.decode_batch import DecodeInputs
+from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, GraphRecorder, StaticMemory
+from dschat_ppo.rollout.decode_batch import DecodeBatch, DecodeInputs
+from dschat_ppo.rollout.flash_decode import flash_decode
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.memory import is_out_of_memory, warn_of_memory
-from dschat_ppo.rollout.sampling import SamplingParameters, sample
+from dschat_ppo.rollout.sampling import ASK_DEVICE, NUCLEUS_STATIC, NucleusSearch, SamplingParameters, sample
 from dschat_ppo.rollout.scheduler import Prefill, Scheduler
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 
@@ -39,11 +41,14 @@ class ContinuousBatching:
             collective: every rank then makes as many passes as the busiest one. None: ranks are not synchronised.
         poll: with a static cache, tokens generated between two checks for finished sequences.
         cancelled: called before each token; once it returns True, this rank stops and leaves sequences unfinished.
+        memory: with a static cache, that of its decode steps.
+        recorder: records these steps as CUDA graphs; None: they run without graphs.
     """
 
     def __init__(
         self, model: PreTrainedModel, buffers: SequenceBuffers, scheduler: Scheduler, sampling: SamplingParameters,
         max_over_ranks: MaxOverRanks | None = None, poll: int = 1, cancelled: Callable[[], bool] = never,
+        memory: StaticMemory | None = None, recorder: GraphRecorder | None = None,
     ):  # fmt: skip
         self.model = model
         self.buffers = buffers
@@ -51,18 +56,19 @@ class ContinuousBatching:
         self.sampling = sampling
         self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda number: number)
         self.synchronised = max_over_ranks is not None
-        self.attention = RolloutAttention()
+        self.attention = RolloutAttention(flash_decode(buffers.token_ids.device))
         self.cache = RolloutCache()
         self.device = buffers.token_ids.device
         self.poll = poll
         self.cancelled = cancelled
-        self.graphed = self._graphed_decoder()
+        self.recorder = recorder
+        self.graphed = None if memory is None else self._graphed_decoder(memory)
 
-    def _graphed_decoder(self) -> GraphedDecoder | None:
-        cache = self.scheduler.static_cache
-        if cache is None:
-            return None
-        return GraphedDecoder(self._generate_tokens, cache, self.buffers.count, self.poll, self.device)
+    def _graphed_decoder(self, memory: StaticMemory) -> GraphedDecoder:
+        return GraphedDecoder(
+            self._static_step, self._rewind, memory, self.buffers.count, self.poll,
+            lambda: self.attention.reads_all_slots, self.recorder,
+        )  # fmt: skip
 
     @torch.no_grad()
     def run(self) -> None:
@@ -84,7 +90,8 @@ class ContinuousBatching:
                 self.graphed = None
                 self.buffers.reset(self.scheduler.preempt(after))
                 warn_of_memory(before, after)
-                self.graphed = self._graphed_decoder()
+                if (cache := self.scheduler.static_cache) is not None:
+                    self.graphed = self._graphed_decoder(StaticMemory(cache, self.device))
             self.attention.begin([])
         self.graphed = None  # it refers to this object and to the cache: the cycle would keep the memory for a while
 
@@ -110,12 +117,19 @@ class ContinuousBatching:
             for batch in batches:
                 metadata.append(batch.metadata(first, inputs.slots[first : first + len(batch)]))
                 first += len(batch)
-            done = self._generate_tokens(inputs, metadata)
-            if self.buffers.stopping.stop_strings:
-                counts = inputs.positions + 2 - self.buffers.prompt_lengths[inputs.sequences]
-                done |= self.buffers.find_stop_strings(inputs.sequences, counts, torch.ones_like(done))
-            finished = done.cpu().numpy()
+            finished = self._generate_tokens(inputs, metadata).cpu().numpy()
+        if self.buffers.stopping.stop_strings:
+            sequences, counts = (np.concatenate(parts) for parts in zip(*map(self._counts, batches), strict=True))
+            finished = finished | self.buffers.find_stop_strings(sequences, counts, tokens)
         self.scheduler.advance(finished, tokens)
+
+    def _counts(self, batch: DecodeBatch) -> tuple[np.ndarray, np.ndarray]:
+        """The sequences of a batch and the number of response tokens that each has, both (n,) int64."""
+        return batch.sequences, batch.positions + 1 - self.scheduler.prompt_lengths[batch.sequences]
+
+    def _rewind(self, batch: DecodeBatch) -> None:
+        sequences, counts = self._counts(batch)
+        self.buffers.reset(sequences.tolist(), counts.tolist())
 
     def _prefill(self, prefill: Prefill) -> None:
         sequences = torch.from_numpy(prefill.sequences).to(self.device)
@@ -131,7 +145,15 @@ class ContinuousBatching:
             self.attention.begin(PrefillMetadata(KVCache(1, 1), zero, zero))
             self._forward(zero.unsqueeze(0), zero.unsqueeze(0))
 
-    def _generate_tokens(self, inputs: DecodeInputs, metadata: list[DecodeMetadata]) -> Tensor:
+    def _static_step(
+        self, inputs: DecodeInputs, metadata: list[DecodeMetadata], overflow: Tensor, whole: bool
+    ) -> Tensor:
+        """`_generate_tokens` without a question to the device; see `GraphedDecoder`."""
+        return self._generate_tokens(inputs, metadata, NucleusSearch(None if whole else NUCLEUS_STATIC, overflow))
+
+    def _generate_tokens(
+        self, inputs: DecodeInputs, metadata: list[DecodeMetadata], search: NucleusSearch = ASK_DEVICE
+    ) -> Tensor:
         """Generate one token for each of n sequences; returns which are finished, (n,) bool."""
         buffers = self.buffers
         self.attention.begin(metadata)
@@ -144,6 +166,7 @@ class ContinuousBatching:
             buffers.uniforms.view(-1)[inputs.sequences * buffers.response_width + counts],
             seen=None if buffers.seen is None else buffers.seen[inputs.sequences],
             forbidden=buffers.forbidden(counts),
+            search=search,
         )
         return buffers.append(inputs.sequences, counts, tokens, logprobs)
 

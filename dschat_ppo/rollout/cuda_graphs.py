@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +14,22 @@ from torch import Tensor
 from dschat_ppo.rollout.attention import DecodeMetadata
 from dschat_ppo.rollout.decode_batch import DecodeBatch, DecodeInputs
 from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.memory import is_out_of_memory
+from dschat_ppo.rollout.memory import is_out_of_memory, release_if_short
 
 _log = logging.getLogger(__name__)
 
 LENGTH_STEP = 256  # slots between two length buckets
-Step = Callable[[DecodeInputs, list[DecodeMetadata]], Tensor]
+SMALL_ROWS = (4, 16)  # buckets below 32 rows: with fewer rows a step on a GPU takes as long
+OVERFLOWS = 2  # polls that needed the whole vocabulary, after which the rest of the rollout searches it at once
+_SYNC = "called a synchronizing CUDA operation"  # PyTorch's message in the sync debug mode "error"
+
+# (inputs, metadata, overflow (n,) bool, search the whole vocabulary for the nucleus) -> finished (n,) bool
+Step = Callable[[DecodeInputs, list[DecodeMetadata], Tensor, bool], Tensor]
 
 
 def row_bucket(count: int, most: int) -> int:
-    """Rows of the bucket for `count` rows: the next power of two, at most `most`."""
-    return min(1 << (count - 1).bit_length(), most)
+    """Rows of the bucket for `count` rows: 4, 16, then the next power of two, at most `most`."""
+    return min(next((rows for rows in SMALL_ROWS if count <= rows), 1 << (count - 1).bit_length()), most)
 
 
 def length_bucket(length: int, capacity: int) -> int:
@@ -31,30 +37,137 @@ def length_bucket(length: int, capacity: int) -> int:
     return min(-(-length // LENGTH_STEP) * LENGTH_STEP, capacity)
 
 
+class GraphRecorder:
+    """Records decode steps as CUDA graphs, on one stream. One object serves all rollouts of a run.
+
+    `refusal` is the reason why nothing is recorded any more, "" as long as graphs are recorded; `captures` counts them.
+    """
+
+    def __init__(self) -> None:
+        self.refusal = ""
+        self.captures = 0
+        self._stream: Any = None
+        self._tried = False
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Run `step` once on the recording stream, because libraries choose kernels and allocate in their first run.
+
+        The first time, `step` runs once more and must not wait for the GPU: a capture that fails half-way may leave the
+        allocator in a state in which it no longer releases memory. (Before PyTorch 2.12; pytorch issue 180395)
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(self._stream):
+                step()
+                if not self._tried:
+                    self._tried = True
+                    self._check_for_waits(step)
+        finally:  # memory that a failed step used may be given to others right away
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _check_for_waits(self, step: Callable[[], None]) -> None:
+        before = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch calls the mode a prototype
+                torch.cuda.set_sync_debug_mode("error")
+            step()
+        except RuntimeError as problem:
+            if _SYNC not in str(problem):
+                raise
+            self._refuse("a step of this model waits for the GPU")
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def record(self, step: Callable[[], None], pool: Any) -> Any:
+        """Record `step` as a graph.
+
+        Unlike the context manager `torch.cuda.graph`, this leaves the recording stream whatever fails, and keeps the
+        memory that the allocator has cached.
+
+        Args:
+            step: was run by `warm_up`.
+            pool: memory pool of an earlier graph, or None.
+
+        Raises:
+            RuntimeError: the capture failed. Unless memory ran out and the capture ended in order, nothing is recorded
+                any more.
+        """
+        graph, ended = torch.cuda.CUDAGraph(), False
+        try:
+            with torch.cuda.stream(self._stream):
+                # Only calls of this thread matter: NCCL's watchdog and pinning threads may call CUDA meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    step()
+                finally:
+                    graph.capture_end()
+                    ended = True
+        except RuntimeError as problem:
+            torch.cuda.synchronize()
+            if not (ended and is_out_of_memory(problem)):
+                self._refuse(f"a CUDA graph of this model cannot be captured ({problem})")
+            raise
+        self.captures += 1
+        return graph
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        _log.warning(f"rollout: {reason}; steps run without CUDA graphs and are slower")
+
+
+class StaticMemory:
+    """What recorded steps refer to by address, and their graphs, by rows, length and search of the whole vocabulary.
+
+    `entries` (3, rows) int64 are the inputs; `marks` (2, rows) bool are finished rows and rows whose nucleus
+    overflowed.
+    """
+
+    def __init__(self, cache: KVCache, device: torch.device):
+        self.cache = cache
+        self.entries = torch.zeros(3, cache.rows, dtype=torch.int64, device=device)
+        self.marks = torch.zeros(2, cache.rows, dtype=torch.bool, device=device)
+        self.graphs: dict[tuple[int, int, bool], Any] = {}
+
+
 class GraphedDecoder:
     """Generates `poll` tokens for every row of a decode batch before the host checks which are finished.
 
     Buffers, cache and outputs never move. Entries beyond the rows of the batch are idle: they write to the last slot
-    of the cache, which no sequence uses, and to the spare row of `SequenceBuffers`. On the CPU the same steps run
-    without a graph.
+    of the cache, which no sequence uses, and to the spare row of `SequenceBuffers`.
+
+    Top-p needs the likeliest tokens in order, and a graph cannot choose how many. So steps look at a fixed number of
+    them and mark the rows for which these are too few; the host then repeats the `poll` tokens over the whole
+    vocabulary.
 
     Args:
         step: generates one token for every entry of its inputs.
-        cache: of all rows; its last slot is spare.
+        rewind: forgets the tokens that the sequences of a batch got in this poll.
+        memory: with a cache of all rows, whose last slot is spare.
         spare: the spare row of `SequenceBuffers`.
         poll: tokens of one `run`.
-        device: of the cache and the buffers.
+        reads_all_slots: whether attention reads all slots up to the length of the metadata, so that short rows need a
+            bucket of their own.
+        recorder: None: the same steps run without graphs, as on the CPU.
     """
 
-    def __init__(self, step: Step, cache: KVCache, spare: int, poll: int, device: torch.device):
+    def __init__(
+        self, step: Step, rewind: Callable[[DecodeBatch], None], memory: StaticMemory, spare: int, poll: int,
+        reads_all_slots: Callable[[], bool], recorder: GraphRecorder | None,
+    ):  # fmt: skip
         self.poll = poll
         self._step = step
-        self._cache = cache
+        self._rewind = rewind
+        self._memory = memory
+        self._cache = memory.cache
         self._spare = spare
-        self._inputs = DecodeInputs(*torch.zeros(3, cache.rows, dtype=torch.int64, device=device))
-        self._finished = torch.zeros(cache.rows, dtype=torch.bool, device=device)
-        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
-        self._pool: Any = None
+        self._inputs = DecodeInputs(*memory.entries)
+        self._marks = memory.marks
+        self._reads_all_slots = reads_all_slots
+        self._recorder = recorder
+        self._overflows = 0
 
     def run(self, batch: DecodeBatch) -> np.ndarray:
         """Generate `poll` tokens for every row of `batch`.
@@ -62,59 +175,70 @@ class GraphedDecoder:
         Returns:
             (n,) bool, True for finished rows; some may have finished before the last token.
         """
-        rows = row_bucket(len(batch), self._cache.rows)
-        length = length_bucket(int(batch.slots.max()) + self.poll, self._cache.capacity)
-        advance = self._graphs.get((rows, length)) or self._capture(rows, length)
-        self._reset()
-        running = self._inputs.first(len(batch))
-        running.sequences.copy_(torch.from_numpy(batch.sequences))
-        running.positions.copy_(torch.from_numpy(batch.positions))
-        running.slots.copy_(torch.from_numpy(batch.slots))
+        whole = self._overflows >= OVERFLOWS
+        finished, overflow = self._generate(batch, whole)
+        if overflow.any() and not whole:
+            self._overflows += 1
+            self._rewind(batch)
+            finished, _ = self._generate(batch, True)
+        return finished
+
+    def _generate(self, batch: DecodeBatch, whole: bool) -> np.ndarray:
+        """(2, n) bool: finished rows, and rows whose nucleus was larger than the tokens searched."""
+        rows, capacity = row_bucket(len(batch), self._cache.rows), self._cache.capacity
+        length = length_bucket(int(batch.slots.max()) + self.poll, capacity) if self._reads_all_slots() else capacity
+        advance = self._advance_of(rows, length, whole)
+        self._load(batch)
         for _ in range(self.poll):
             advance()
-        return self._finished[: len(batch)].cpu().numpy()
+        marks: np.ndarray = self._marks.cpu().numpy()
+        return marks[:, : len(batch)]
 
-    def _reset(self) -> None:
-        """Make all entries idle."""
-        self._inputs.sequences.fill_(self._spare)
-        self._inputs.positions.zero_()
-        self._inputs.slots.fill_(self._cache.capacity - 1)
-        self._finished.zero_()
+    def _load(self, batch: DecodeBatch | None) -> None:
+        """Set the inputs to the rows of `batch`, and all other entries idle."""
+        entries = np.empty(self._memory.entries.shape, dtype=np.int64)
+        entries[:] = np.array([[self._spare], [0], [self._cache.capacity - 1]])
+        if batch is not None:
+            entries[:, : len(batch)] = batch.sequences, batch.positions, batch.slots
+        self._memory.entries.copy_(torch.from_numpy(entries))
+        self._marks.zero_()
 
-    def _advance(self, rows: int, length: int) -> None:
-        inputs = self._inputs.first(rows)
-        finished = self._step(inputs, [DecodeMetadata(0, rows, self._cache, inputs.slots, length, None)])
-        self._finished[:rows] |= finished
+    def _advance(self, rows: int, length: int, whole: bool) -> None:
+        inputs, overflow = self._inputs.first(rows), torch.zeros_like(self._marks[1, :rows])
+        idle = inputs.sequences == self._spare
+        metadata = DecodeMetadata(0, rows, self._cache, inputs.slots, length, None, idle)
+        finished = self._step(inputs, [metadata], overflow, whole)
+        self._marks[0, :rows] |= finished
+        self._marks[1, :rows] |= overflow & ~idle
         # A finished entry is idle until the next check: its next position may be beyond the model's last one.
         inputs.sequences.masked_fill_(finished, self._spare)
         running = inputs.sequences != self._spare
         inputs.positions.add_(1).mul_(running)
         inputs.slots.add_(1).masked_fill_(~running, self._cache.capacity - 1)
 
-    def _capture(self, rows: int, length: int) -> Callable[[], None]:
-        """The step for one bucket, as a CUDA graph captured while all entries are idle; on the CPU, the step itself."""
+    def _advance_of(self, rows: int, length: int, whole: bool) -> Callable[[], None]:
+        """The step for one bucket; where it can be recorded, as a CUDA graph, recorded while all entries are idle."""
 
         def eager() -> None:
-            self._advance(rows, length)
+            self._advance(rows, length, whole)
 
-        if not self._finished.is_cuda:
-            return eager  # not kept in `_graphs`: it refers to this object
+        graphs = self._memory.graphs
+        if (rows, length, whole) in graphs:
+            replay: Callable[[], None] = graphs[rows, length, whole].replay
+            return replay
+        if self._recorder is None or self._recorder.refusal:
+            return eager
+        if not graphs:
+            release_if_short(self._memory.entries.device)
+        self._load(None)
+        self._recorder.warm_up(eager)
+        if self._recorder.refusal:
+            return eager
+        pool = next(iter(graphs.values())).pool() if graphs else None
         try:
-            self._reset()
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):  # in their first runs libraries choose kernels and allocate; do not record that
-                    eager()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                eager()
-            self._pool = graph.pool()
-            self._graphs[rows, length] = graph.replay
+            graphs[rows, length, whole] = graph = self._recorder.record(eager, pool)
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise
-            _log.warning(f"rollout: a CUDA graph of this model cannot be captured ({problem}); steps are slower")
-            self._graphs[rows, length] = eager
-        return self._graphs[rows, length]
+            return eager
+        return graph.replay

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching, MaxOverRanks, never
+from dschat_ppo.rollout.cuda_graphs import StaticMemory
+from dschat_ppo.rollout.fused_norms import fused_norms
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.memory import rows_for_memory
 from dschat_ppo.rollout.padded_batches import PaddedBatches
 from dschat_ppo.rollout.prepack import can_prepack, prepacked
+from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.scheduler import Scheduler
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -27,6 +30,7 @@ EngineName = Literal["continuous", "padded"]
 
 TYPICAL_ROWS = 32  # of a product with packed weights, a hint for their layout
 MIN_SHARED_TOKENS = 32  # shorter prompts are copied for each sample; longer ones are read from one copy
+WIDTH_STEP = 64  # of prompts, so that buffers and graphs of one rollout fit the next
 POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
 
 
@@ -34,10 +38,10 @@ POLL = 8  # tokens between two checks for finished sequences, where steps are CU
 class GenerationConfig:
     """How rollouts are generated.
 
-    `samples` responses per prompt; `rows` sequences running at a time, 0 = as many as memory allows, up to `MAX_ROWS`;
-    `prepack` lays the weights out for oneDNN (CPU, bf16), at the cost of their memory; `static` runs decode steps at
-    fixed addresses, as CUDA graphs on a GPU (None: on a GPU, unless every token must be checked on the host); `engine`
-    is "continuous" or "padded".
+    `samples` responses per prompt; `rows` sequences running at a time, 0 = as many as memory allows, up to `MAX_ROWS`
+    or `MAX_ROWS_GPU`; `prepack` lays the weights out for oneDNN (CPU, bf16), at the cost of their memory; `static` runs
+    decode steps at fixed addresses, as CUDA graphs on a GPU (None: on a GPU, unless forward passes are collective);
+    `engine` is "continuous" or "padded".
     """
 
     sampling: SamplingParameters
@@ -52,7 +56,7 @@ class GenerationConfig:
 def generate(
     model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, config: GenerationConfig,
     max_over_ranks: MaxOverRanks | None = None, limits: Tensor | None = None,
-    cancelled: Callable[[], bool] = never,
+    cancelled: Callable[[], bool] = never, graphs: RolloutGraphs | None = None,
 ) -> Rollout:  # fmt: skip
     """Sample responses.
 
@@ -65,7 +69,9 @@ def generate(
         max_over_ranks: this rank's number -> the largest number of all ranks. Needed where forward passes are
             collective (ZeRO-3 weights gathered layer by layer): every rank then makes the same number of passes.
         limits: (B * samples,) int64, most tokens of each response, from 1 to `max_new_tokens`; None: `max_new_tokens`.
-        cancelled: called before each token; once it returns True, this rank generates no more tokens.
+        cancelled: called before each token (static steps: each poll); once it returns True, this rank generates no more
+            tokens.
+        graphs: CUDA graphs of all rollouts of a run; None: of this one.
 
     Returns:
         B * samples rows, the responses to one prompt one after another, padded to the longest response. After a
@@ -73,32 +79,59 @@ def generate(
 
     Raises:
         ValueError: no prompts; an empty prompt; a number of seeds or limits that does not match; a limit out of range;
-            an end that is no token of the model; or static steps with `max_over_ranks` or stop strings, which need a
-            check on the host after every token.
+            an end that is no token of the model; or static steps with `max_over_ranks`.
     """
     _validate(model, prompts, seeds, config, max_over_ranks, limits)
-    every_token = max_over_ranks is not None or bool(config.stopping.stop_strings)
-    static = prompts.prompt_ids.is_cuda and not every_token if config.static is None else config.static
-    poll = POLL if static else 1
-    buffers = SequenceBuffers(
-        prompts, seeds, config.samples, config.sampling, config.stopping, vocabulary_size(model), poll, limits
-    )
-    prepack = config.prepack and max_over_ranks is None and can_prepack(model)
-    with prepacked(model, TYPICAL_ROWS) if prepack else nullcontext():
+    on_gpu = prompts.prompt_ids.is_cuda
+    static = on_gpu and max_over_ranks is None if config.static is None else config.static
+    with ExitStack() as stack:
+        if config.prepack and max_over_ranks is None and can_prepack(model):
+            stack.enter_context(prepacked(model, TYPICAL_ROWS))
+        if on_gpu and max_over_ranks is None:
+            stack.enter_context(fused_norms(model))
+        if static and config.engine == "continuous":
+            graphs = RolloutGraphs() if graphs is None and on_gpu else graphs
+            return _generate_static(model, prompts, seeds, config, limits, cancelled, graphs)
+        buffers = SequenceBuffers(
+            prompts, seeds, config.samples, config.sampling, config.stopping, vocabulary_size(model), 1, limits
+        )
         rows = min(config.rows or rows_for_memory(model, buffers.width), buffers.count)
         if config.engine == "padded":
             PaddedBatches(model, buffers, config.sampling, rows, max_over_ranks, cancelled).run()
         else:
-            scheduler = Scheduler(
-                buffers.prompt_lengths[:-1].cpu().numpy(),
-                torch.arange(len(prompts.prompt_ids)).repeat_interleave(config.samples).numpy(),
-                rows,
-                config.samples,
-                share_from=0 if static else MIN_SHARED_TOKENS,
-                static_cache=KVCache(rows, buffers.width + 1) if static else None,
-            )
-            ContinuousBatching(model, buffers, scheduler, config.sampling, max_over_ranks, poll, cancelled).run()
+            scheduler = Scheduler(*_lengths_and_prompts(buffers), rows, config.samples, MIN_SHARED_TOKENS)
+            ContinuousBatching(model, buffers, scheduler, config.sampling, max_over_ranks, cancelled=cancelled).run()
     return buffers.rollout()
+
+
+def _generate_static(
+    model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, config: GenerationConfig, limits: Tensor | None,
+    cancelled: Callable[[], bool], graphs: RolloutGraphs | None,
+) -> Rollout:  # fmt: skip
+    """Continuous batching with decode steps at fixed addresses; `graphs` records them, or reuses those that it kept."""
+    key, width = (config, len(seeds)), prompts.prompt_ids.shape[1]
+    kept = graphs.take(key, width, model) if graphs else None
+    if kept:
+        buffers, memory = kept
+        buffers.fill(prompts, seeds, limits)
+    else:
+        room = -(-width // WIDTH_STEP) * WIDTH_STEP if graphs else width
+        buffers = SequenceBuffers(
+            prompts, seeds, config.samples, config.sampling, config.stopping, vocabulary_size(model), POLL, limits, room
+        )
+        rows = min(config.rows or rows_for_memory(model, buffers.width), buffers.count)
+        memory = StaticMemory(KVCache(rows, buffers.width + 1), prompts.prompt_ids.device)
+    scheduler = Scheduler(*_lengths_and_prompts(buffers), memory.cache.rows, config.samples, static_cache=memory.cache)
+    recorder = graphs.recorder if graphs else None
+    ContinuousBatching(model, buffers, scheduler, config.sampling, None, POLL, cancelled, memory, recorder).run()
+    if graphs and scheduler.static_cache is memory.cache:  # else memory ran out, and the rows were halved
+        graphs.keep(key, model, buffers, memory)
+    return buffers.rollout()
+
+
+def _lengths_and_prompts(buffers: SequenceBuffers) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt length and prompt number of each sequence, (A,) int64."""
+    return buffers.prompt_lengths[:-1].cpu().numpy(), np.arange(buffers.count) // buffers.samples
 
 
 def _validate(
@@ -115,5 +148,5 @@ def _validate(
         raise ValueError(f"limits must be {len(seeds)} numbers from 1 to {most}")
     if not all(0 <= number < vocabulary for number in config.stopping.ids):
         raise ValueError(f"the ids that end a response, {config.stopping.ids}, must be below {vocabulary}")
-    if config.static and (max_over_ranks is not None or config.stopping.stop_strings):
-        raise ValueError("static steps support neither synchronised ranks nor stop strings")
+    if config.static and max_over_ranks is not None:
+        raise ValueError("static steps do not support synchronised ranks")

@@ -21,6 +21,11 @@ class KVCache:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers that are allocated."""
+        return sum(cached.nbytes for cached in (*self.keys.values(), *self.values.values()))
+
     def _layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.keys:
             for cached, like in ((self.keys, keys), (self.values, values)):

@@ -11,11 +11,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dschat_ppo.common.dist import is_main, local_world_size, rank
 from dschat_ppo.common.logging import print_line
+from dschat_ppo.models.forward import vocabulary_size
 
 _log = logging.getLogger(__name__)
 
-MAX_ROWS = 256  # chosen from memory; more rows make a step longer and no token cheaper
-MEMORY_SHARE = 0.5  # share of the free memory that the KV cache may take
+MAX_ROWS = 256  # on a CPU, more rows make a step longer and no token cheaper
+MAX_ROWS_GPU = 1024  # on a GPU, rows share the time of reading the weights
+MEMORY_SHARE = 0.5  # share of a CPU's free memory that the KV cache may take
+RESERVE_SHARE, RESERVE_BYTES = 0.1, 2 * 2**30  # of a GPU's free memory: the larger of both is left for everything else
+LOGITS_SHARE = 0.1  # share of a GPU's free memory that the logits of a step may take
+LOGITS_BYTES = 6 * 4  # per row and token of the vocabulary: sampling holds about six fp32 copies
 _MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -30,19 +35,45 @@ def bytes_per_token(model: PreTrainedModel) -> int:
 
 
 def rows_for_memory(model: PreTrainedModel, length: int) -> int:
-    """How many sequences of `length` tokens fit into `MEMORY_SHARE` of the free memory, at least 1."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + unused
-    else:
+    """How many sequences of `length` tokens fit into the free memory, at least 1.
+
+    On a CPU they get `MEMORY_SHARE` of it; on a GPU all but a reserve, because generation needs little else.
+    """
+    device, per_row = next(model.parameters()).device, bytes_per_token(model) * length
+    if device.type != "cuda":
         free = psutil.virtual_memory().available // local_world_size()
-    return max(1, min(MAX_ROWS, int(MEMORY_SHARE * free / (bytes_per_token(model) * length))))
+        return max(1, min(MAX_ROWS, int(MEMORY_SHARE * free / per_row)))
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + unused
+    logits = vocabulary_size(model) * LOGITS_BYTES
+    fitting = min((free - reserve(free)) / (per_row + logits), LOGITS_SHARE * free / logits)
+    return max(1, min(MAX_ROWS_GPU, int(fitting)))
 
 
-def is_out_of_memory(problem: RuntimeError) -> bool:
-    """Whether memory ran out: PyTorch's CUDA allocator has an exception class, the other allocators only messages."""
-    return isinstance(problem, torch.OutOfMemoryError) or any(message in str(problem) for message in _MESSAGES)
+def reserve(free: int) -> int:
+    """Bytes of `free` memory of a GPU that the KV cache leaves: prefill, CUDA graphs and libraries need some."""
+    return max(RESERVE_BYTES, int(RESERVE_SHARE * free))
+
+
+def release_if_short(device: torch.device) -> None:
+    """Give cached memory back to the device if less than `RESERVE_BYTES` is free there: a CUDA graph needs its own."""
+    if torch.cuda.mem_get_info(device)[0] < RESERVE_BYTES:
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether memory ran out: PyTorch's CUDA allocator has an exception class, the other allocators only messages.
+
+    An error that replaced such an error counts too: the end of a CUDA graph capture fails after it.
+    """
+    seen: BaseException | None = problem
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError):
+            return True
+        if isinstance(seen, RuntimeError) and any(message in str(seen) for message in _MESSAGES):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def warn_of_memory(before: int, after: int) -> None:

@@ -128,7 +128,8 @@ class PaddedBatches:
             targets = torch.where(running, rows, spare)
             finished = buffers.append(targets, torch.where(running, counts, 0), tokens, logprobs)
             if buffers.stopping.stop_strings:
-                finished |= buffers.find_stop_strings(targets, counts + 1, running)
+                checked = rows[running].cpu().numpy(), counts[running].cpu().numpy()
+                finished[running] |= torch.from_numpy(buffers.find_stop_strings(*checked, 1)).to(device)
             running = running & ~finished
             ids, counts = tokens.unsqueeze(1), counts + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)

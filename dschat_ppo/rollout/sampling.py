@@ -12,6 +12,7 @@ from dschat_ppo.common.seeding import SPLITMIX_STEP, splitmix64
 
 BLOCK = 128  # tokens of one block of the two-level search
 NUCLEUS_GUESS = 1024  # the nucleus is first searched among this many of the likeliest tokens, then among all
+NUCLEUS_STATIC = 4096  # the same number in steps that cannot ask whether it was enough
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,23 @@ def _first_above(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
     return ((cumulative > below_end) & positive).to(torch.uint8).argmax(dim=1, keepdim=True)
 
 
-def _truncated(weights: Tensor, sampling: SamplingParameters) -> Tensor:
+@dataclass(frozen=True)
+class NucleusSearch:
+    """Where a step looks for the nucleus of `top_p`.
+
+    `tokens`: among how many of the likeliest tokens; None: all. `overflow` (B,) bool is set for rows whose nucleus is
+    larger, and their result is then wrong. Without `overflow`, such rows are searched again among all tokens, which
+    needs an answer from the device.
+    """
+
+    tokens: int | None = NUCLEUS_GUESS
+    overflow: Tensor | None = None
+
+
+ASK_DEVICE = NucleusSearch()
+
+
+def _truncated(weights: Tensor, sampling: SamplingParameters, search: NucleusSearch) -> Tensor:
     """Weights (B, V) with 0 for all tokens but the `top_k` likeliest; of those, the nucleus; of those, `min_p`.
 
     The result depends on the weights alone, and not on the order in which equal ones are sorted.
@@ -116,19 +133,24 @@ def _truncated(weights: Tensor, sampling: SamplingParameters) -> Tensor:
         floor = weights.topk(sampling.top_k, dim=1).values[:, -1:]
         weights = torch.where(weights >= floor, weights, 0.0)
     if sampling.top_p < 1:
-        weights = torch.where(weights >= _nucleus_floor(weights, sampling.top_p), weights, 0.0)
+        weights = torch.where(weights >= _nucleus_floor(weights, sampling.top_p, search), weights, 0.0)
     if sampling.min_p > 0:
         weights = torch.where(weights >= sampling.min_p * weights.amax(dim=1, keepdim=True), weights, 0.0)
     return weights
 
 
-def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
+def _nucleus_floor(weights: Tensor, top_p: float, search: NucleusSearch) -> Tensor:
     """Least weight (B, 1) in the smallest set of likeliest tokens with a share of `top_p`. (Holtzman et al. 2020)"""
     mass = top_p * weights.sum(dim=1, keepdim=True)
-    ordered = weights.topk(min(NUCLEUS_GUESS, weights.shape[1]), dim=1).values
-    capturing = ordered.is_cuda and torch.cuda.is_current_stream_capturing()  # the host cannot read a result then
-    if capturing or not bool((ordered.sum(dim=1, keepdim=True) >= mass).all()):
+    if search.tokens is None or search.tokens >= weights.shape[1]:
         ordered = weights.sort(dim=1, descending=True).values
+    else:
+        ordered = weights.topk(search.tokens, dim=1).values
+        held = ordered.sum(dim=1, keepdim=True) >= mass
+        if search.overflow is not None:
+            search.overflow.logical_or_(~held.squeeze(1))
+        elif not bool(held.all()):
+            ordered = weights.sort(dim=1, descending=True).values
     inside = _running_sums(ordered) - ordered < mass
     return torch.where(inside, ordered, float("inf")).amin(dim=1, keepdim=True)
 
@@ -139,6 +161,7 @@ def sample(
     uniforms: Tensor,
     seen: Tensor | None = None,
     forbidden: Tensor | None = None,
+    search: NucleusSearch = ASK_DEVICE,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
@@ -148,6 +171,7 @@ def sample(
         uniforms: (B,) fp32 in [0, 1), the only source of randomness.
         seen: (B, V) bool, True for tokens already in the row; needed for a repetition penalty.
         forbidden: (B, V) bool, True for tokens that must not be drawn.
+        search: how the nucleus of `top_p` is found.
 
     Returns:
         (tokens (B,) int64, logprobs (B,) fp32 of those tokens under `softmax(logits / temperature)`). That is the
@@ -162,6 +186,6 @@ def sample(
         steered = plain if seen is None else penalise_repetition(plain, seen, sampling.repetition_penalty)
         steered = steered if forbidden is None else steered.masked_fill(forbidden, float("-inf"))
         weights = torch.softmax(steered / sampling.temperature, dim=1)
-    tokens = weights.argmax(dim=1) if sampling.top_k == 1 else draw(_truncated(weights, sampling), uniforms)
+    tokens = weights.argmax(dim=1) if sampling.top_k == 1 else draw(_truncated(weights, sampling, search), uniforms)
     chosen = scaled.gather(1, tokens.unsqueeze(1))
     return tokens, (chosen - top).squeeze(1) - log_total

@@ -25,6 +25,7 @@ from dschat_ppo.rollout.attention import (
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks
 from dschat_ppo.rollout.generator import EngineName, GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout, position_ids_of
@@ -61,8 +62,9 @@ class CheckResult:
 
 
 def choose_engine(
-    model: PreTrainedModel, config: GenerationConfig, max_over_ranks: MaxOverRanks | None = None
-) -> GenerationConfig:
+    model: PreTrainedModel, config: GenerationConfig, max_over_ranks: MaxOverRanks | None = None,
+    graphs: RolloutGraphs | None = None,
+) -> GenerationConfig:  # fmt: skip
     """Return `config` with an engine that passes the self-check on `model`.
 
     That is continuous batching if it passes, else padded batches, with a warning. Collective.
@@ -70,7 +72,7 @@ def choose_engine(
     Args:
         model: as lent for generation.
         config: of the rollouts; `engine` "padded" is kept.
-        max_over_ranks: see `generate`.
+        max_over_ranks, graphs: see `generate`.
 
     Raises:
         NonFiniteError: the model's log-probs are not finite.
@@ -79,7 +81,7 @@ def choose_engine(
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
     name = type(model).__name__
     if config.engine == "continuous":
-        result = check_engine(model, config, "continuous", max_over_ranks)
+        result = check_engine(model, config, "continuous", max_over_ranks, graphs)
         if result.passes(tolerance):
             _log.info(f"rollout: continuous batching agrees with {name} ({result})")
             return config
@@ -96,8 +98,9 @@ def choose_engine(
 
 
 def check_engine(
-    model: PreTrainedModel, config: GenerationConfig, engine: EngineName, max_over_ranks: MaxOverRanks | None = None
-) -> CheckResult:
+    model: PreTrainedModel, config: GenerationConfig, engine: EngineName, max_over_ranks: MaxOverRanks | None = None,
+    graphs: RolloutGraphs | None = None,
+) -> CheckResult:  # fmt: skip
     """Generate greedy tokens from a few random prompts; compare with one forward pass without a cache. Collective."""
     if engine == "continuous" and (reason := reason_unsupported(model)):
         return CheckResult(0.0, 0.0, reason)
@@ -108,13 +111,11 @@ def check_engine(
     mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - lengths
     longest = int(lengths.max())
     prompts = PromptBatch(ids[:, -longest:].to(device), mask[:, -longest:].to(device))
-    # With stop strings the run's steps are not static, and neither are those of the check.
-    static = False if config.stopping.stop_strings else config.static
     greedy = replace(
         config, sampling=SamplingParameters(top_k=1), stopping=StoppingCriteria(NEW_TOKENS), samples=2, rows=4,
-        engine=engine, static=static,
+        engine=engine,
     )  # fmt: skip
-    rollout = generate(model, prompts, torch.arange(2 * len(LENGTHS)), greedy, max_over_ranks)
+    rollout = generate(model, prompts, torch.arange(2 * len(LENGTHS)), greedy, max_over_ranks, graphs=graphs)
     logits = plain_logits(model, rollout)
     logprobs = token_logprobs(logits, rollout.response_ids)
     best = token_logprobs(logits, logits.argmax(dim=-1))

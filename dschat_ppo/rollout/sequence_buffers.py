@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,49 +29,60 @@ class SequenceBuffers:
         vocabulary: V.
         slack: response columns beyond `max_new_tokens`, for tokens generated after the end and before the next check.
         limits: (A,) int64, most response tokens of each sequence; None: `max_new_tokens`.
+        prompt_width: columns for prompts; None: as many as these need.
     """
 
     def __init__(
         self, prompts: PromptBatch, seeds: Tensor, samples: int, sampling: SamplingParameters,
         stopping: StoppingCriteria, vocabulary: int, slack: int, limits: Tensor | None = None,
+        prompt_width: int | None = None,
     ):  # fmt: skip
         device = prompts.prompt_ids.device
-        self.prompts = repeat_rows(prompts, samples)
+        self.samples = samples
         self.stopping = stopping
-        self.count = self.prompts.prompt_ids.shape[0]
+        self.count = len(prompts.prompt_ids) * samples
+        self.prompt_width = prompt_width or prompts.prompt_ids.shape[1]
         self.response_width = stopping.max_new_tokens + slack
-        longest = prompts.prompt_ids.shape[1]
-        self.width = longest + self.response_width + 1
+        self.width = self.prompt_width + self.response_width + 1
         self.prompt_lengths = torch.ones(self.count + 1, dtype=torch.int64, device=device)
-        self.prompt_lengths[:-1] = self.prompts.prompt_mask.sum(dim=1)
-        self.limits = torch.full_like(self.prompt_lengths, stopping.max_new_tokens)
-        if limits is not None:
-            self.limits[:-1] = limits
-        self.token_ids = torch.zeros(self.count + 1, self.width, dtype=torch.int64, device=device)
-        start = longest - self.prompt_lengths[:-1].unsqueeze(1)  # left padding of each prompt
-        columns = (torch.arange(longest, device=device) + start).clamp_max(longest - 1)
-        self.token_ids[:-1, :longest] = self.prompts.prompt_ids.gather(1, columns)
+        self.limits = torch.empty_like(self.prompt_lengths)
+        self.token_ids = torch.empty(self.count + 1, self.width, dtype=torch.int64, device=device)
         self.uniforms = torch.zeros(self.count + 1, self.response_width, device=device)
-        self.uniforms[:-1] = row_uniforms(seeds, self.response_width)
-        self.logprobs = torch.zeros(self.count + 1, self.response_width, device=device)
-        self.response_lengths = torch.zeros(self.count + 1, dtype=torch.int64, device=device)
-        self.finish_reasons = torch.full((self.count + 1,), UNFINISHED, dtype=torch.int8, device=device)
+        self.logprobs = torch.empty(self.count + 1, self.response_width, device=device)
+        self.response_lengths = torch.empty(self.count + 1, dtype=torch.int64, device=device)
+        self.finish_reasons = torch.empty(self.count + 1, dtype=torch.int8, device=device)
         self.is_end = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self.is_end[list(stopping.ids)] = True
         self.is_eos = torch.zeros_like(self.is_end)
         self.is_eos[list(stopping.eos_ids)] = True
-        self._replaceable = torch.tensor([UNFINISHED, FinishReason.LENGTH], dtype=torch.int8, device=device)
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(self.count + 1, vocabulary, dtype=torch.bool, device=device)
-            self._mark_prompts(torch.arange(self.count, device=device))
+        self.fill(prompts, seeds, limits)
 
-    def _mark_prompts(self, sequences: Tensor) -> None:
-        """Mark the prompt tokens, and no others, of some sequences as seen."""
+    def fill(self, prompts: PromptBatch, seeds: Tensor, limits: Tensor | None) -> None:
+        """Start again with as many prompts, none wider than `prompt_width`. All tensors stay where they are."""
+        self.prompts = repeat_rows(prompts, self.samples)
+        longest, device = prompts.prompt_ids.shape[1], self.token_ids.device
+        self.prompt_lengths[:-1] = self.prompts.prompt_mask.sum(dim=1)
+        self.limits.fill_(self.stopping.max_new_tokens)
+        if limits is not None:
+            self.limits[:-1] = limits
+        start = longest - self.prompt_lengths[:-1].unsqueeze(1)  # left padding of each prompt
+        columns = (torch.arange(longest, device=device) + start).clamp_max(longest - 1)
+        self.token_ids.zero_()
+        self.token_ids[:-1, :longest] = self.prompts.prompt_ids.gather(1, columns)
+        self.uniforms[:-1] = row_uniforms(seeds, self.response_width)
+        self.logprobs.zero_()
+        self.response_lengths.zero_()
+        self.finish_reasons.fill_(UNFINISHED)
         if self.seen is not None:
-            for number in sequences.tolist():
-                self.seen[number] = False
-                self.seen[number, self.prompts.prompt_ids[number][self.prompts.prompt_mask[number]]] = True
+            self.reset(list(range(self.count)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the large tensors."""
+        return sum(t.nbytes for t in (self.token_ids, self.uniforms, self.logprobs, self.seen) if t is not None)
 
     def forbidden(self, counts: Tensor) -> Tensor | None:
         """(n, V) bool, True for ends that may not come after `counts` (n,) tokens; None without a minimum length."""
@@ -103,31 +115,51 @@ class SequenceBuffers:
         self.response_lengths[sequences] = torch.where(new, counts + 1, self.response_lengths[sequences])
         return finished
 
-    def find_stop_strings(self, sequences: Tensor, counts: Tensor, running: Tensor) -> Tensor:
-        """Finish the sequences whose last token completed a stop string. An EOS or stop token has precedence over it.
+    def find_stop_strings(self, sequences: np.ndarray, counts: np.ndarray, new: int) -> np.ndarray:
+        """Cut the sequences in which one of the last tokens completed a stop string after the first such token.
+
+        An EOS or stop token that ended a sequence has precedence over a stop string that it completes.
 
         Args:
-            sequences: (n,) int64. counts: (n,) int64, response tokens of each. running: (n,) bool, True to check.
+            sequences: (n,) int64.
+            counts: (n,) int64, response tokens of each before the last `new` ones.
+            new: tokens to check.
 
         Returns:
             (n,) bool, True where a stop string is found.
         """
+        device = self.token_ids.device
+        rows, before = torch.from_numpy(sequences).to(device), torch.from_numpy(counts).to(device)
         reach = min(self.stopping.reach, self.response_width)
-        first = self.prompt_lengths[sequences] + counts - reach
-        columns = first.unsqueeze(1) + torch.arange(reach, device=sequences.device)
-        last = self.token_ids[sequences].gather(1, columns.clamp_min(0)).tolist()
-        tails = [ids[max(0, reach - n) :] for ids, n in zip(last, counts.tolist(), strict=True)]
-        found = torch.tensor(self.stopping.found_in_text(tails), device=sequences.device) & running
-        new = found & torch.isin(self.finish_reasons[sequences], self._replaceable)
-        reasons = torch.where(new, FinishReason.STOP, self.finish_reasons[sequences])
-        self.finish_reasons[sequences] = reasons.to(torch.int8)
-        self.response_lengths[sequences] = torch.where(new, counts, self.response_lengths[sequences])
+        first = self.prompt_lengths[rows] + before + 1 - reach
+        columns = first.unsqueeze(1) + torch.arange(reach + new - 1, device=device)
+        ids = self.token_ids[rows].gather(1, columns.clamp_(0, self.width - 1)).tolist()
+        reasons, lengths = self.finish_reasons[rows].tolist(), self.response_lengths[rows].tolist()
+        ends, tails = [], []  # the row of each prefix that a sequence had, its length, and its last tokens
+        for row, count in enumerate(counts.tolist()):
+            last = count + new if reasons[row] == UNFINISHED else lengths[row]
+            for length in range(count + 1, last + 1):
+                end = reach + length - count - 1
+                ends.append((row, length))
+                tails.append(ids[row][end - min(reach, length) : end])
+        found = np.zeros(len(sequences), dtype=bool)
+        for (row, length), hit in zip(ends, self.stopping.found_in_text(tails), strict=True):
+            if hit and not found[row]:
+                found[row] = True
+                if length < lengths[row] or reasons[row] in (UNFINISHED, FinishReason.LENGTH):
+                    self.finish_reasons[int(sequences[row])] = FinishReason.STOP
+                    self.response_lengths[int(sequences[row])] = length
         return found
 
-    def reset(self, sequences: list[int]) -> None:
-        """Forget the responses of some sequences."""
+    def reset(self, sequences: list[int], counts: list[int] | None = None) -> None:
+        """Forget the response tokens of some sequences, or all but the first `counts` of each."""
         self.finish_reasons[sequences] = UNFINISHED
-        self._mark_prompts(torch.tensor(sequences))
+        self.response_lengths[sequences] = 0
+        if self.seen is not None:
+            prompts = self.prompt_lengths[sequences].tolist()
+            for number, prompt, count in zip(sequences, prompts, counts or [0] * len(sequences), strict=True):
+                self.seen[number] = False
+                self.seen[number, self.token_ids[number, : prompt + count]] = True
 
     def rollout(self) -> Rollout:
         """The finished responses, padded to the longest one; unfinished sequences have no response token."""
@@ -142,5 +174,5 @@ class SequenceBuffers:
             response_ids=torch.where(mask, ids, 0),
             response_mask=mask,
             rollout_logprobs=torch.where(mask, self.logprobs[:-1, : mask.shape[1]], 0.0),
-            finish_reason=self.finish_reasons[:-1],
+            finish_reason=self.finish_reasons[:-1].clone(),
         )

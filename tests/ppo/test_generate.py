@@ -11,7 +11,13 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.generate import check_stop_ids, end_ids, generation_config, greedily
+from dschat_ppo.ppo.generate import (
+    check_stop_ids,
+    end_ids,
+    generation_config,
+    greedily,
+    note_few_answers,
+)
 from dschat_ppo.runtime import stop_requests
 
 NEEDED = [
@@ -64,6 +70,19 @@ def test_the_plain_flags_ask_for_the_fast_engine_and_whatever_memory_allows(toke
     assert (how.samples, how.rows, how.prepack, how.engine, how.static) == (1, 0, True, "continuous", None)
     assert not how.sampling.changes_distribution
     assert how.stopping.decode is None
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "noted"),
+    [
+        ("cuda", "--per_device_generation_batch_size 15 --generation_batches 2 --n_samples_per_prompt 2", "60 answers"),
+        ("cuda", "--per_device_generation_batch_size 16 --generation_batches 2 --n_samples_per_prompt 2", ""),
+        ("cpu", "--per_device_generation_batch_size 1", ""),
+    ],
+)
+def test_too_few_answers_for_a_gpu_are_noted(device, words, noted, said):
+    note_few_answers(parse("ppo", [*NEEDED, *words.split()]).ppo, torch.device(device))
+    assert [noted in line for line in said] == [True] * bool(noted)
 
 
 def test_a_stop_token_that_is_none_is_refused_by_name(tokenizer):

@@ -1,16 +1,43 @@
-"""Decode steps at fixed addresses. Without a GPU the same steps run without a graph."""
+"""Decode steps at fixed addresses, and graphs of them on a stand-in for a GPU."""
+
+import logging
 
 import numpy as np
+import pytest
 import torch
+from fake_graphs import FakeDevice
 from tagged_keys import decode_batch_of
+from tiny_models import LENGTHS, model_of, prompts_of
 
-from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, length_bucket, row_bucket
+from dschat_ppo.rollout import continuous_batching
+from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory, length_bucket, row_bucket
+from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.types import FinishReason
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+SAMPLINGS = {
+    "plain": SamplingParameters(temperature=1.3),
+    "greedy": SamplingParameters(top_k=1),
+    "truncated": SamplingParameters(temperature=0.8, top_p=0.9, top_k=30, min_p=0.01),
+    "penalty": SamplingParameters(temperature=0.9, repetition_penalty=1.3),
+    "penalised nucleus": SamplingParameters(1.5, top_p=0.95, repetition_penalty=1.5),
+}
 
 
 def test_buckets_of_rows_and_lengths():
-    assert [row_bucket(n, 12) for n in (1, 2, 3, 4, 5, 8, 9, 12)] == [1, 2, 4, 4, 8, 8, 12, 12]
+    counts = (1, 4, 5, 16, 17, 32, 33, 64, 65, 700)
+    assert [row_bucket(n, 700) for n in counts] == [4, 4, 16, 16, 32, 32, 64, 64, 128, 700]
+    assert [row_bucket(n, 3) for n in (1, 3)] == [3, 3]
     assert [length_bucket(n, 700) for n in (1, 256, 257, 512, 513, 700)] == [256, 256, 512, 512, 700, 700]
+
+
+def decoder_of(step, cache, spare=99, poll=3, rewind=None, reads_all_slots=True) -> GraphedDecoder:
+    memory = StaticMemory(cache, torch.device("cpu"))
+    return GraphedDecoder(step, rewind, memory, spare, poll, lambda: reads_all_slots, None)
 
 
 def test_idle_and_finished_entries_write_to_spare_places():
@@ -18,19 +45,20 @@ def test_idle_and_finished_entries_write_to_spare_places():
     seen, spare, last = [], 99, 49
     cache = KVCache(7, last + 1)
 
-    def step(inputs, metadata):
+    def step(inputs, metadata, overflow, whole):
         seen.append([part.tolist() for part in (inputs.sequences, inputs.positions, inputs.slots)])
         (batch,) = metadata
         assert (batch.first, batch.count, batch.cache, batch.prefix) == (0, 7, cache, None)
         assert batch.length == last + 1
+        assert batch.idle.tolist() == [sequence == spare for sequence in seen[-1][0]]
+        assert not whole and not overflow.any()
         finished = torch.zeros(7, dtype=torch.bool)
         finished[1] = len(seen) == 2
         return finished
 
-    decoder = GraphedDecoder(step, cache, spare, 3, torch.device("cpu"))
     batch = decode_batch_of([20, 21, 22, 23, 24], position=6)
     batch.positions += np.arange(5)
-    assert decoder.run(batch).tolist() == [False, True, False, False, False]
+    assert decoder_of(step, cache, spare).run(batch).tolist() == [False, True, False, False, False]
     idle = [(spare, 0, last)] * 2
     for number, parts in enumerate(seen):
         inputs = list(zip(*parts, strict=True))
@@ -39,3 +67,207 @@ def test_idle_and_finished_entries_write_to_spare_places():
             expected[1] = idle[0]
         assert inputs == expected + idle
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(("reads_all_slots", "expected"), [(True, 256), (False, 600)])
+def test_the_length_is_a_bucket_only_if_attention_reads_all_of_it(reads_all_slots, expected):
+    lengths = []
+
+    def step(inputs, metadata, overflow, whole):
+        lengths.append(metadata[0].length)
+        return torch.zeros(len(inputs.slots), dtype=torch.bool)
+
+    decoder_of(step, KVCache(2, 600), reads_all_slots=reads_all_slots).run(decode_batch_of([1], position=6))
+    assert set(lengths) == {expected}
+
+
+def test_a_poll_in_which_a_nucleus_overflows_is_repeated_over_the_whole_vocabulary():
+    """Also for a row that overflows and then finishes; not for an idle one. After two such polls at once."""
+    log, overflowing = [], {5}
+
+    def step(inputs, metadata, overflow, whole):
+        log.append((whole, inputs.sequences.tolist(), inputs.positions.tolist()))
+        if not whole:
+            overflow |= torch.tensor([int(sequence) in overflowing for sequence in inputs.sequences])
+        return inputs.sequences == 5
+
+    rewound = []
+    decoder = decoder_of(step, KVCache(4, 40), poll=2, rewind=rewound.append)
+    both = decode_batch_of([4, 5], position=3)
+    tokens = [([4, 5, 99, 99], [3, 3, 0, 0]), ([4, 99, 99, 99], [4, 0, 0, 0])]
+    for _ in range(2):
+        log.clear()
+        assert decoder.run(both).tolist() == [False, True]
+        assert log == [(whole, *parts) for whole in (False, True) for parts in tokens]
+    assert rewound == [both, both]
+    log.clear()
+    decoder.run(both)
+    assert [whole for whole, *_ in log] == [True, True] and len(rewound) == 2
+    overflowing = {99}  # row 5 is idle once it has finished
+    assert decoder_of(step, KVCache(4, 40), rewind=rewound.append).run(decode_batch_of([5], position=3)).all()
+    assert len(rewound) == 2
+
+
+# Graphs
+
+
+@pytest.fixture
+def device(monkeypatch) -> FakeDevice:
+    return FakeDevice(monkeypatch)
+
+
+def run(graphs=None, sampling="plain", rows=6, lengths=LENGTHS, model="llama", tokens=12, **stopping):
+    stopping = StoppingCriteria(tokens, **({"eos_ids": (3, 5, 8, 17)} | stopping))
+    config = GenerationConfig(SAMPLINGS[sampling], stopping, rows=rows, static=True)
+    return generate(model_of(model), prompts_of(lengths), torch.arange(len(lengths)), config, graphs=graphs)
+
+
+def assert_equal(found, expected) -> None:
+    assert torch.equal(found.response_ids, expected.response_ids)
+    assert torch.equal(found.rollout_logprobs, expected.rollout_logprobs)
+    assert torch.equal(found.finish_reason, expected.finish_reason)
+
+
+def warnings_of(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("dschat_ppo") and r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("sampling", ["plain", "greedy", "truncated", "penalty"])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "mistral-window"])
+def test_replayed_steps_equal_those_of_python(model, sampling, device, caplog):
+    """No step asks the host, and all of them depend on the buffers alone."""
+    expected, graphs = run(model=model, sampling=sampling), RolloutGraphs()
+    assert_equal(run(graphs, model=model, sampling=sampling), expected)
+    assert not warnings_of(caplog) and not graphs.recorder.refusal
+    assert graphs.recorder.captures == device.attempts > 0 and device.replays > 8
+    assert device.stream is device.main and device.sync_mode == 0
+    assert len(set(map(id, device.pools))) == 1
+    assert device.streams == 1 and device.synchronised == device.emptied == 0
+
+
+def test_one_graph_is_captured_for_each_bucket_of_all_rollouts(device, monkeypatch):
+    """From 40 rows to none: buckets of 40, 32, 16 and 4 rows."""
+    steps, original = [], GraphedDecoder._advance
+
+    def counting(self, rows, *others):
+        steps.append(rows)
+        original(self, rows, *others)
+
+    monkeypatch.setattr(GraphedDecoder, "_advance", counting)
+    graphs, lengths = RolloutGraphs(), tuple(1 + n % 9 for n in range(40))
+    for _ in range(3):
+        run(graphs, rows=40, lengths=lengths, tokens=48)
+    assert graphs.recorder.captures == len(set(steps)) == 4
+    assert len(steps) == 2 * 4 + 1  # warm-ups, recordings, and one check for waits
+    assert device.streams == 1
+    assert len(set(map(id, device.pools))) == 1
+
+
+def test_cached_memory_is_released_only_if_little_is_free(device):
+    device.free = 2**30
+    graphs = RolloutGraphs()
+    run(graphs)
+    assert device.emptied == 1 < graphs.recorder.captures
+
+
+def asks_host(monkeypatch) -> None:
+    original = continuous_batching.ContinuousBatching._static_step
+
+    def asking(self, inputs, *others):
+        bool(inputs.positions.max() > 0)
+        return original(self, inputs, *others)
+
+    monkeypatch.setattr(continuous_batching.ContinuousBatching, "_static_step", asking)
+
+
+def test_steps_that_ask_the_host_are_never_captured(device, monkeypatch, caplog):
+    expected, graphs = run(), RolloutGraphs()
+    asks_host(monkeypatch)
+    for _ in range(2):
+        assert_equal(run(graphs), expected)
+        assert device.stream is device.main and device.sync_mode == 0
+    assert device.attempts == graphs.recorder.captures == 0
+    (warning,) = warnings_of(caplog)
+    assert "waits for the GPU" in warning
+
+
+@pytest.mark.parametrize("place", ["inside", "at end"])
+def test_after_a_failed_capture_steps_run_without_graphs(place, device, caplog):
+    """The error at the end hides the first one, as in PyTorch. There is one attempt in all rollouts."""
+    expected, graphs = run(), RolloutGraphs()
+    if place == "inside":
+        device.fail_inside.append((RuntimeError("CUDA error: operation not permitted"), True))
+    else:
+        device.fail_at_end.append(RuntimeError("CUDA error: operation failed"))
+    for _ in range(2):
+        assert_equal(run(graphs), expected)
+        assert device.stream is device.main
+    assert device.attempts == device.synchronised == 1
+    (warning,) = warnings_of(caplog)
+    assert "cannot be captured" in warning
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_capture_that_runs_out_of_memory_halves_the_rows(breaks, device, caplog):
+    """If its end fails too, the allocator cannot be trusted with another capture."""
+    expected, graphs = run(), RolloutGraphs()
+    device.fail_inside.append((OUT_OF_MEMORY, breaks))
+    found = run(graphs)
+    assert found.response_ids.tolist() == expected.response_ids.tolist()
+    assert device.stream is device.main
+    warnings = warnings_of(caplog)
+    assert "out of memory with 6 rows; continuing with 3" in warnings[-1]
+    assert bool(graphs.recorder.refusal) is breaks and len(warnings) == 1 + breaks
+    assert (device.attempts == 1) is breaks
+
+
+def test_memory_that_runs_out_before_a_capture_halves_the_rows(device, monkeypatch, caplog):
+    expected, graphs, original = run(), RolloutGraphs(), KVCache.write_decode
+
+    def failing(self, *args):
+        if device.stream is not device.main and self.rows == 6:
+            raise OUT_OF_MEMORY
+        return original(self, *args)
+
+    monkeypatch.setattr(KVCache, "write_decode", failing)
+    assert run(graphs).response_ids.tolist() == expected.response_ids.tolist()
+    assert device.stream is device.main and graphs.recorder.captures and not graphs.recorder.refusal
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_other_errors_of_a_step_are_raised(device, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr(KVCache, "write_decode", fail)
+    with pytest.raises(RuntimeError, match="shape"):
+        run(graphs := RolloutGraphs())
+    assert device.attempts == 0 and not graphs.recorder.refusal and device.stream is device.main
+
+
+@pytest.mark.parametrize("sampling", ["truncated", "penalised nucleus"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(sampling, recorded, device, monkeypatch):
+    """Steps search 4 of 48 tokens. Two polls are repeated, and later ones search all tokens at once."""
+    expected = run(sampling=sampling, tokens=40)
+    whole, original = [], GraphedDecoder._generate
+
+    def noting(self, batch, everywhere):
+        whole.append(everywhere)
+        return original(self, batch, everywhere)
+
+    monkeypatch.setattr(GraphedDecoder, "_generate", noting)
+    monkeypatch.setattr(continuous_batching, "NUCLEUS_STATIC", 4)
+    assert_equal(run(RolloutGraphs() if recorded else None, sampling, tokens=40), expected)
+    assert whole[:4] == [False, True, False, True] and len(whole) > 6 and all(whole[4:])
+
+
+def test_stop_strings_are_found_in_answers_of_graphs(device):
+    def decode(rows):
+        return ["".join(chr(97 + token // 7) + chr(65 + token % 7) for token in row) for row in rows]
+
+    ends = {"stop_strings": ("Ab", "dC"), "decode": decode, "tokens": 30}
+    expected, graphs = run(**ends), RolloutGraphs()
+    assert_equal(run(graphs, **ends), expected)
+    assert graphs.recorder.captures and not graphs.recorder.refusal
+    assert (expected.finish_reason == FinishReason.STOP).any()

@@ -1,11 +1,15 @@
 """How many rows fit into memory, and which errors mean that it ran out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import model_of
 
 from dschat_ppo.rollout import memory
 from dschat_ppo.rollout.memory import bytes_per_token, is_out_of_memory, rows_for_memory
+
+GIB = 2**30
 
 
 def test_bytes_of_a_token_by_hand():
@@ -25,6 +29,53 @@ def test_rows_follow_the_free_memory(monkeypatch):
     assert rows_with(2**50) == memory.MAX_ROWS
 
 
+def rows_on_gpu(monkeypatch, free: int, length: int = 100, unused: int = 0) -> int:
+    """For a model whose tokens take 256 bytes, and whose logits take 24 x 48 = 1152 bytes a row."""
+    model = SimpleNamespace(
+        parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]),
+        get_output_embeddings=lambda: SimpleNamespace(out_features=48),
+    )
+    monkeypatch.setattr(memory, "bytes_per_token", lambda model: 256)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - unused, 2**50))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7 + unused)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7)
+    return rows_for_memory(model, length)
+
+
+@pytest.mark.parametrize("unused", [0, 2**30])
+def test_rows_on_a_gpu_take_all_memory_but_a_reserve_and_the_logits(unused, monkeypatch):
+    row = 256 * 100 + 1152
+    assert rows_on_gpu(monkeypatch, 2 * GIB + 10 * row, unused=unused) == 10
+    assert rows_on_gpu(monkeypatch, 2 * GIB + 10 * row - 1, unused=unused) == 9
+    assert rows_on_gpu(monkeypatch, 100 * GIB, length=90 * GIB // 256 // 500, unused=unused) == 499  # and the logits
+    assert rows_on_gpu(monkeypatch, 100 * GIB, unused=unused) == memory.MAX_ROWS_GPU
+    assert rows_on_gpu(monkeypatch, 2 * GIB, unused=unused) == 1
+
+
+def test_logits_take_a_tenth_of_a_gpus_memory_at_most(monkeypatch):
+    monkeypatch.setattr(memory, "vocabulary_size", lambda model: 2**20)  # 24 MiB of logits a row
+    assert rows_on_gpu(monkeypatch, 4800 * 2**20) == 20
+
+
+def test_cached_memory_is_released_only_if_little_is_free(monkeypatch):
+    released = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(True))
+    for free, expected in ((2 * GIB, 0), (2 * GIB - 1, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2**50))
+        memory.release_if_short(torch.device("cuda"))
+        assert len(released) == expected
+
+
+def error_after(first: Exception, then: Exception) -> Exception:
+    try:
+        try:
+            raise first
+        finally:
+            raise then
+    except Exception as problem:  # noqa: BLE001
+        return problem
+
+
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
@@ -32,6 +83,8 @@ def test_rows_follow_the_free_memory(monkeypatch):
         (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (error_after(torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("capture failed")), True),
+        (error_after(RuntimeError("operation not permitted"), RuntimeError("capture failed")), False),
         (RuntimeError("shape mismatch"), False),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
     ],

@@ -13,7 +13,15 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from dschat_ppo.rollout.sampling import BLOCK, NUCLEUS_GUESS, SamplingParameters, draw, row_uniforms, sample
+from dschat_ppo.rollout.sampling import (
+    BLOCK,
+    NUCLEUS_GUESS,
+    NucleusSearch,
+    SamplingParameters,
+    draw,
+    row_uniforms,
+    sample,
+)
 
 DRAWS = 40_000
 LAST = 1 - 2.0**-24  # the largest uniform number
@@ -162,6 +170,30 @@ def test_a_nucleus_beyond_the_first_guess_is_found_among_all_tokens(spread):
     inside = np.delete(np.arange(size), edge)  # rounding decides at the edge
     assert counts[edge].sum() < 200
     check_chi_square(counts[inside], exact[inside] / exact[inside].sum())
+
+
+def test_a_search_that_may_not_ask_marks_the_rows_whose_nucleus_it_cannot_hold():
+    """The other rows, and a search of all tokens, draw what a search that asks draws."""
+    sampling, points = SamplingParameters(top_p=0.9), uniforms(40)
+    spread = torch.linspace(0.1, 6, 40).unsqueeze(1)
+    logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(3)) * spread
+    expected = sample(logits, sampling, points)
+    sizes = [int((exact_distribution(row.numpy(), sampling) > 0).sum()) for row in logits]
+    overflow = torch.zeros(40, dtype=torch.bool)
+    tokens, _ = sample(logits, sampling, points, search=NucleusSearch(500, overflow))
+    assert overflow.tolist() == [size > 500 for size in sizes]
+    assert 5 < overflow.sum() < 35
+    assert torch.equal(tokens[~overflow], expected[0][~overflow])
+    assert not torch.equal(tokens, expected[0])
+    found = sample(logits, sampling, points, search=NucleusSearch(None, overflow := torch.zeros_like(overflow)))
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and not overflow.any()
+
+
+def test_a_mark_of_an_earlier_token_stays():
+    overflow = torch.tensor([True, False])
+    sample(torch.tensor([[9.0, 0, 0], [9.0, 0, 0]]), SamplingParameters(top_p=0.5), torch.zeros(2),
+           search=NucleusSearch(1, overflow))  # fmt: skip
+    assert overflow.tolist() == [True, False]
 
 
 def test_prohibition_moves_the_nucleus():

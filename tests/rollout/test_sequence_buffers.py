@@ -1,5 +1,6 @@
 """Sequence buffers by hand: two prompts with two samples each, of 3 tokens and a vocabulary of 10."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,14 +82,36 @@ def test_a_stop_string_finishes_a_sequence_unless_its_token_already_did(token, r
     found = buffers(stop_strings=("39", "33"), decode=lambda rows: ["".join(map(str, row)) for row in rows])
     append(found, [2, 3], [0, 0], [3, 3])
     append(found, [2, 3], [1, 1], [token, 5])
-    result = found.find_stop_strings(torch.tensor([2, 3]), torch.tensor([2, 2]), torch.tensor([True, True]))
+    result = found.find_stop_strings(np.array([2, 3]), np.array([1, 1]), 1)
     assert result.tolist() == [True, False]
     assert found.finish_reasons[2:4].tolist() == [reason, UNFINISHED]
     assert found.response_lengths[2] == 2
 
 
-def test_a_sequence_that_is_not_running_is_not_searched_for_stop_strings():
-    found = buffers(stop_strings=("3",), decode=lambda rows: ["3"] * len(rows))
-    append(found, [0], [0], [3])
-    assert not found.find_stop_strings(torch.tensor([0]), torch.tensor([1]), torch.tensor([False])).any()
-    assert found.finish_reasons[0] == UNFINISHED
+@pytest.mark.parametrize(
+    ("tokens", "found", "reason", "length"),
+    [
+        ((4, 3, 5), True, STOP, 2),  # in the middle
+        ((3, 3, 9), True, STOP, 1),  # the first of two, before the end
+        ((4, 9, 3), False, EOS, 2),  # after the end
+        ((4, 4, 3), True, STOP, 3),  # with the last token that the limit allows
+        ((4, 4, 4), False, LENGTH, 3),
+    ],
+)
+def test_several_tokens_are_cut_at_the_first_stop_string(tokens, found, reason, length):
+    sequences = buffers(stop_strings=("3",), decode=lambda rows: ["".join(map(str, row)) for row in rows])
+    for count, token in enumerate(tokens):
+        append(sequences, [3], [count], [token])
+    assert sequences.find_stop_strings(np.array([3]), np.array([0]), 3).tolist() == [found]
+    assert (int(sequences.finish_reasons[3]), int(sequences.response_lengths[3])) == (reason, length)
+
+
+def test_a_reset_may_keep_the_first_tokens():
+    found = buffers(penalty=1.5)
+    for count, token in enumerate((2, 1, 9)):
+        append(found, [0, 2], [count] * 2, [token] * 2)
+    found.reset([0, 2], [1, 2])
+    assert found.seen[0].nonzero().flatten().tolist() == [2, 7]
+    assert found.seen[2].nonzero().flatten().tolist() == [1, 2, 4, 5, 6]
+    assert found.finish_reasons[[0, 2]].tolist() == [UNFINISHED] * 2
+    assert found.response_lengths[[0, 2]].tolist() == [0, 0]

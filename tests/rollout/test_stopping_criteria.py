@@ -29,11 +29,6 @@ def way(request) -> dict:
     return WAYS[request.param]
 
 
-@pytest.fixture(params=[name for name in WAYS if name != "static"])
-def text_way(request) -> dict:
-    return WAYS[request.param]
-
-
 def run(way: dict, stopping: StoppingCriteria, sampling: SamplingParameters = WARM, lengths=LENGTHS) -> Rollout:
     how = GenerationConfig(sampling, stopping, **way)
     return generate(model_of("llama"), prompts_of(lengths), torch.arange(50, 50 + len(lengths)), how)
@@ -167,22 +162,22 @@ def expected_of(*strings: str) -> tuple[list, list]:
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (1, 3), (6, 8), (7, 12), (1, 20), (2 * NEW - 3, 2 * NEW), (0, 1)])
-def test_a_stop_string_ends_a_response_whose_text_contains_it(text_way, start, end):
+def test_a_stop_string_ends_a_response_whose_text_contains_it(way, start, end):
     """Whole tokens, parts of them, many of them, at the very first token and at the last one."""
     stop = text(whole()[1])[start:end]
     responses, reasons = expected_of(stop)
     assert STOP in reasons
-    assert_is(run(text_way, with_strings(stop)), responses, reasons)
+    assert_is(run(way, with_strings(stop)), responses, reasons)
 
 
-def test_any_of_several_strings_ends_a_response(text_way):
+def test_any_of_several_strings_ends_a_response(way):
     strings = [text(whole()[row])[start : start + 4] for row, start in ((0, 3), (3, 8), (5, 15))]
     responses, reasons = expected_of(*strings)
     assert reasons.count(STOP) >= 3
-    assert_is(run(text_way, with_strings(*strings)), responses, reasons)
+    assert_is(run(way, with_strings(*strings)), responses, reasons)
 
 
-def test_a_string_in_the_prompt_ends_nothing(text_way):
+def test_a_string_in_the_prompt_ends_nothing(way):
     """Neither does one that begins in the prompt and ends in the response."""
     prompts = prompts_of()
     sequences = [text(ids[mask].tolist()) for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
@@ -190,25 +185,25 @@ def test_a_string_in_the_prompt_ends_nothing(text_way):
     inside = sequences[2][4:12]
     responses, reasons = expected_of(bridge, inside)
     assert reasons[2] == LENGTH
-    assert_is(run(text_way, with_strings(bridge, inside)), responses, reasons)
+    assert_is(run(way, with_strings(bridge, inside)), responses, reasons)
 
 
-def test_eos_and_stop_token_have_precedence_over_a_string_that_they_complete(text_way):
+def test_eos_and_stop_token_have_precedence_over_a_string_that_they_complete(way):
     number, row = next((n, row) for n, row in enumerate(whole()) if row[4] not in row[:4])
     token, stop = row[4], text(row)[6:10]  # completed by the fifth token
     responses, reasons = expected_of(stop)
     assert (len(responses[number]), reasons[number]) == (5, STOP)
     for reason, ends in ((EOS, {"eos_ids": (token,)}), (STOP, {"stop_ids": (token,)})):
-        rollout = run(text_way, with_strings(stop, **ends))
+        rollout = run(way, with_strings(stop, **ends))
         assert tokens_of(rollout)[number] == list(row[:5])
         assert rollout.finish_reason[number] == reason
 
 
-def test_a_string_completed_by_the_last_token_the_limit_allows_is_a_stop(text_way):
+def test_a_string_completed_by_the_last_token_the_limit_allows_is_a_stop(way):
     number, stop = next((n, text(row)[-4:]) for n, row in enumerate(whole()) if text(row)[-4:] not in text(row)[:-1])
     responses, reasons = expected_of(stop)
     assert (len(responses[number]), reasons[number]) == (NEW, STOP)
-    assert_is(run(text_way, with_strings(stop)), responses, reasons)
+    assert_is(run(way, with_strings(stop)), responses, reasons)
 
 
 def test_strings_need_a_decoder():
@@ -233,9 +228,16 @@ def test_only_the_last_tokens_of_a_long_response_are_decoded(way):
     assert StoppingCriteria(4).found_in_text([[1], [2]]) == [False, False]
 
 
-def test_static_steps_are_refused_with_stop_strings():
-    with pytest.raises(ValueError, match="static"):
-        run(WAYS["static"], with_strings("x"))
+def test_static_steps_decode_the_text_of_all_tokens_of_a_poll_at_once():
+    """Responses of 16 tokens take two polls of 8: two calls, with one text for each token."""
+    calls = []
+
+    def watching(rows):
+        calls.append(len(rows))
+        return decode(rows)
+
+    run(WAYS["static"] | {"rows": 8}, StoppingCriteria(NEW, stop_strings=("no such text",), decode=watching))
+    assert calls == [COUNT * 8] * 2
 
 
 @pytest.mark.parametrize("number", [-1, 48, 10**6])

@@ -1,0 +1,138 @@
+"""What a decode step launches on a GPU, from meta tensors: operations and shapes without numbers.
+
+Meta tensors refuse operands on the CPU, and questions of the host about their numbers.
+"""
+
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CONTINUOUS, new_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from dschat_ppo.models.forward import vocabulary_size
+from dschat_ppo.rollout import flash_decode
+from dschat_ppo.rollout.attention import PrefillMetadata, _products, installed
+from dschat_ppo.rollout.continuous_batching import ContinuousBatching
+from dschat_ppo.rollout.cuda_graphs import StaticMemory
+from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
+from dschat_ppo.rollout.fused_norms import rms_norm
+from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.scheduler import Scheduler
+from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.types import PromptBatch
+
+VIEWS = set(
+    "view _unsafe_view expand transpose unsqueeze squeeze slice select t permute split alias detach as_strided unbind "
+    "lift_fresh _reshape_alias split_with_sizes unfold".split()
+)
+ROWS, VOCABULARY = 4, 5000
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that launch a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[1]
+        if name not in VIEWS:
+            self.counts[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool) -> Counter:
+    """Operations of one static step."""
+    model, vocabulary = model.to("meta"), vocabulary_size(model)
+    prompts = PromptBatch(torch.ones(ROWS, 8, dtype=torch.int64), torch.ones(ROWS, 8, dtype=torch.bool))
+    stopping = StoppingCriteria(9, (3,), min_new_tokens=2)
+    buffers = SequenceBuffers(prompts, torch.arange(ROWS), 1, sampling, stopping, vocabulary, 8)
+    for name, value in vars(buffers).items():
+        if isinstance(value, torch.Tensor):
+            setattr(buffers, name, value.to("meta"))
+    cache = KVCache(ROWS, 64)
+    scheduler = Scheduler(np.full(ROWS, 8), np.arange(ROWS), ROWS, static_cache=cache)
+    memory = StaticMemory(cache, torch.device("meta"))
+    engine = ContinuousBatching(model, buffers, scheduler, sampling, poll=8, memory=memory)
+    engine.attention._flash = FlashDecode(varlen_kernel) if flash else None
+    columns = torch.arange(ROWS, device="meta")
+    with installed(model, engine.attention), torch.no_grad():
+        engine.attention.begin(PrefillMetadata(cache, columns, columns))
+        engine._forward(buffers.token_ids[:ROWS, :7], torch.arange(7, device="meta").expand(ROWS, -1))
+        with Kernels() as kernels:
+            engine.graphed._advance(ROWS, 64, False)
+    assert engine.attention.reads_all_slots is not bool(kernels.counts["_flash_attention_forward"])
+    return kernels.counts
+
+
+def qwen2(layers: int, norms: bool) -> nn.Module:
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for layer in model.to("meta").modules() if norms else ():
+        if type(layer).__name__ == "Qwen2RMSNorm":
+            layer.forward = partial(rms_norm, layer.weight, 1e-6)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def as_on_gpu(monkeypatch) -> None:
+    """Norms are one kernel on a GPU and many elsewhere; the flash kernel cannot be compared without numbers."""
+    monkeypatch.setattr(nn.functional, "rms_norm", lambda states, *_: torch.neg(states))
+    monkeypatch.setattr(flash_decode, "_agrees", lambda *_: True)
+
+
+def per_layer(flash: bool, norms: bool) -> Counter:
+    two, four = (counts_of(qwen2(layers, norms), SamplingParameters(), flash) for layers in (2, 4))
+    return Counter({name: (four[name] - two[name]) // 2 for name in four if four[name] != two[name]})
+
+
+def test_a_layer_runs_28_kernels():
+    """7 products, 10 for the rotary positions, 2 x 2 for norms, 2 to write the cache, 1 for attention, 4 others."""
+    found = per_layer(flash=True, norms=True)
+    assert found["_flash_attention_forward"] == 1
+    assert found["addmm"] + found["mm"] == 7 and found["index_copy_"] == 2 and found["neg"] == 2 + 2
+    assert sum(found.values()) == 28
+
+
+def test_products_and_separate_norms_run_47():
+    found = per_layer(flash=False, norms=False)
+    assert found["bmm"] == 2 and found["_softmax"] == 1 and found["rsqrt"] == 2
+    assert sum(found.values()) == 47
+
+
+def test_a_nucleus_is_searched_without_a_sort_of_the_vocabulary():
+    plain = counts_of(qwen2(1, True), SamplingParameters(), True)
+    found = counts_of(qwen2(1, True), SamplingParameters(top_p=0.9), True)
+    assert found["topk"] == 1 and found["sort"] == 0
+    assert sum(found.values()) - sum(plain.values()) < 20
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("name", [name for name in CONTINUOUS if name != "mixtral"])
+def test_no_architecture_asks_the_host_or_mixes_devices(name, flash):
+    """The routing of Mixtral cannot run without numbers."""
+    sampling = SamplingParameters(0.8, top_p=0.9, top_k=30, min_p=0.01, repetition_penalty=1.2)
+    found = counts_of(new_model(name).bfloat16(), sampling, flash)
+    assert (found["_flash_attention_forward"] > 0) is (flash and name != "gemma2")
+
+
+def test_scores_of_half_precision_are_fp32_on_a_gpu():
+    with FakeTensorMode():
+        query = torch.empty(4, 2, 8, dtype=torch.bfloat16, device="cuda")
+        keys = torch.empty(4, 5, 8, dtype=torch.bfloat16, device="cuda")
+        scores = _products(query, keys)
+        assert (scores.dtype, scores.shape) == (torch.float32, (4, 2, 5))
+        assert _products(query.float(), keys.float()).dtype == torch.float32
+    assert _products(torch.ones(1, 2, 8).bfloat16(), torch.ones(1, 3, 8).bfloat16()).dtype == torch.bfloat16

@@ -1,0 +1,163 @@
+"""Flash attention for decode steps, with a loop over the rows in place of the GPU's kernel."""
+
+import logging
+
+import pytest
+import torch
+from tiny_models import LENGTHS, model_of, prompts_of
+from torch import Tensor
+
+from dschat_ppo.rollout import continuous_batching, flash_decode
+from dschat_ppo.rollout.attention import DecodeMetadata, decode_attention, decode_mask
+from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
+from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+
+
+class LoopingKernel:
+    """`varlen_kernel`, one query after another in fp64; `calls` holds (used, longest, window) of each call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, query, keys, values, numbers, starts, used, longest, scale, window) -> Tensor:
+        self.calls.append((used.tolist(), longest, window))
+        assert {numbers.dtype, starts.dtype, used.dtype} == {torch.int32}
+        assert numbers.tolist() == list(range(len(query) + 1))
+        assert int(starts[-1]) <= len(keys) == len(values) and int(used.max()) <= longest
+        outputs = []
+        for one, start, count in zip(query.double(), starts.tolist(), used.tolist(), strict=False):
+            seen = slice(start + max(0, count - (window or count)), start + count)
+            scores = one @ keys[seen, 0].double().T * scale
+            outputs.append(torch.softmax(scores, dim=-1) @ values[seen, 0].double())
+        return torch.stack(outputs).to(query.dtype)
+
+
+def flash_with(kernel) -> FlashDecode:
+    return FlashDecode(kernel, (torch.float32,))
+
+
+def decode_batch(idle=None) -> tuple[DecodeMetadata, Tensor]:
+    """3 of the 5 rows of a cache of 16 slots, 4 heads over 2 of 8 numbers; the query."""
+    generator = torch.Generator().manual_seed(0)
+    cache = KVCache(5, 16)
+    cache.keys[3], cache.values[3] = (torch.randn(5, 2, 16, 8, generator=generator) for _ in range(2))
+    query = torch.randn(3, 4, 1, 8, generator=generator)
+    return DecodeMetadata(0, 3, cache, torch.tensor([0, 11, 5]), 12, None, idle), query
+
+
+@pytest.mark.parametrize(("window", "given"), [(None, None), (4, 4), (12, None)])
+def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, given):
+    batch, query = decode_batch()
+    kernel = LoopingKernel()
+    found = flash_with(kernel)(batch, 3, query, 0.3, window)
+    expected = decode_attention(batch, 3, query, decode_mask(batch, window), 0.3, None)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert kernel.calls == [([1, 1, 12, 12, 6, 6], 12, given)]  # a window over all slots is none
+
+
+def test_an_idle_row_reads_one_key():
+    batch, query = decode_batch(torch.tensor([False, True, False]))
+    flash_with(kernel := LoopingKernel())(batch, 3, query, 0.3, None)
+    assert kernel.calls[0][0] == [1, 1, 1, 1, 6, 6]
+
+
+def test_the_lengths_are_those_of_the_step():
+    batch, query = decode_batch()
+    attention = flash_with(kernel := LoopingKernel())
+    attention(batch, 3, query, 0.3, None)
+    batch.slots.sub_(torch.tensor([0, 1, 2]))
+    attention.begin()
+    attention(batch, 3, query, 0.3, None)
+    assert [used for used, *_ in kernel.calls] == [[1, 1, 12, 12, 6, 6], [1, 1, 11, 11, 4, 4]]
+
+
+# Which layers use it
+
+
+def heads(count=4, kv_heads=2, width=8, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    key = torch.zeros(1, kv_heads, 3, width, dtype=dtype)
+    return torch.zeros(1, count, 3, width, dtype=dtype), key, key
+
+
+@pytest.mark.parametrize(
+    ("expected", "softcap", "shape"),
+    [
+        (True, None, {}),
+        (True, None, {"kv_heads": 4}),
+        (False, 2.0, {}),
+        (False, None, {"width": 12}),
+        (False, None, {"width": 264}),
+        (False, None, {"dtype": torch.float16}),
+    ],
+)
+def test_layers_that_the_kernel_supports(expected, softcap, shape):
+    assert flash_with(LoopingKernel()).supports(*heads(**shape), None, softcap) is expected
+
+
+def test_values_of_another_width_are_not_supported():
+    query, key, _ = heads()
+    assert not flash_with(LoopingKernel()).supports(query, key, torch.zeros(1, 2, 3, 16), None, None)
+
+
+def ignores_used(query, keys, values, numbers, starts, used, longest, scale, window):
+    return LoopingKernel()(query, keys, values, numbers, starts, torch.full_like(used, longest), longest, scale, window)
+
+
+def ignores_window(*arguments):
+    return LoopingKernel()(*arguments[:-1], None)
+
+
+def fails(*arguments):
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+
+@pytest.mark.parametrize(("kernel", "words"), [(ignores_used, "off by"), (ignores_window, "off by"), (fails, "Ampere")])
+def test_a_kernel_that_fails_or_gives_other_numbers_is_not_used(kernel, words, caplog):
+    for _ in range(2):
+        assert not flash_with(kernel).supports(*heads(), 50, None)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert words in record.getMessage()
+
+
+def test_a_cpu_and_an_old_gpu_have_no_kernel(monkeypatch):
+    assert flash_decode.flash_decode(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    for capability, expected in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
+        assert (flash_decode.flash_decode(torch.device("cuda")) is not None) is expected
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_operator_of_this_torch_takes_the_arguments(window):
+    numbers = torch.zeros(7, dtype=torch.int32, device="meta")
+    query = torch.empty(6, 2, 8, dtype=torch.bfloat16, device="meta")
+    keys = torch.empty(60, 1, 8, dtype=torch.bfloat16, device="meta")
+    assert varlen_kernel(query, keys, keys, numbers, numbers, numbers[:6], 10, 0.3, window).shape == query.shape
+    names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+    assert names[:10] == (
+        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask".split()
+    )
+
+
+# Generation
+
+
+@pytest.mark.parametrize("how", [{"static": True}, {"static": False}, {"static": False, "samples": 3}])
+@pytest.mark.parametrize(("name", "flash"), [("llama", True), ("mistral-window", True), ("gemma2", False)])
+def test_answers_are_those_of_products(name, flash, how, monkeypatch):
+    """Gemma 2 caps its scores, which the kernel does not. Rows that share a prompt read it by products."""
+    config = GenerationConfig(SamplingParameters(1.3), StoppingCriteria(10, eos_ids=(3, 9)), rows=5, **how)
+    seeds, kernel = torch.arange(len(LENGTHS) * config.samples), LoopingKernel()
+    expected = generate(model_of(name), prompts_of(), seeds, config)
+    monkeypatch.setattr(continuous_batching, "flash_decode", lambda device: flash_with(kernel))
+    flash_decode._agrees.cache_clear()
+    found = generate(model_of(name), prompts_of(), seeds, config)
+    assert torch.equal(found.response_ids, expected.response_ids)
+    torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, atol=2e-5, rtol=0)
+    assert (len(kernel.calls) > 10) is flash
+    if how["static"] and flash:  # lengths are no buckets: one graph for each number of rows
+        capacity = max(LENGTHS) + 10 + 8 + 2
+        assert {longest for _, longest, _ in kernel.calls if longest != 256} == {capacity}
