@@ -199,9 +199,9 @@ def test_flash_attention_on_a_gpu(monkeypatch, name):
     torch.testing.assert_close(found[0][1], found[1][1], rtol=0.05, atol=0.05)
 
 
-def test_the_reason_not_to_pack_is_named():
+def test_the_reason_not_to_pack_is_named(monkeypatch):
     assert reason_not_to_pack(model_of("llama", 1)) is None
     assert reason_not_to_pack(model_of("bloom", 1)) == "transformers does not let its attention be replaced"
     eager = model_of("llama", 1)
-    eager.config._attn_implementation = "eager"
+    monkeypatch.setattr(eager.config, "_attn_implementation", "eager")  # the other tests have the same configuration
     assert reason_not_to_pack(eager) == "its attention is 'eager' and not 'sdpa'"
