@@ -16,7 +16,7 @@ from torch import Tensor
 from dschat_ppo.models.backbone import real_slots
 
 LEAST_TOKENS = 8  # shorter beginnings (a BOS, a role's name) save less than an attention call costs
-LEAST_SAVING = 0.1  # share of the tokens that a micro-batch must save, else its rows stay separate
+LEAST_SAVING = 0.05  # share of the tokens that a micro-batch must save, else its rows stay separate
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,8 @@ def test_rows_stay_separate_where_sharing_saves_little(shared):
     ids[1, :shared] = ids[0, :shared]
     assert lay_out(ids, torch.tensor([100, 100]), packs=True, shares=True) is None
     assert lay_out(ids, torch.tensor([100, 99]), packs=True, shares=True).seen is None
+    ids[1, :10] = ids[0, :10]  # a twentieth of the tokens
+    assert lay_out(ids, torch.tensor([100, 100]), packs=True, shares=True).lengths == [100, 90]
 
 
 def test_a_row_without_a_common_beginning_is_laid_out_as_packed_rows():
