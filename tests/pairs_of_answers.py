@@ -19,6 +19,12 @@ ROWS = Dataset.from_list(
         {"prompt_ids": [29], "answers": [[30, 1], [1]], "margin": 1.0},
     ]
 )
+LONG_PROMPTS = Dataset.from_list(
+    [
+        {"prompt_ids": list(range(3 + number, 33 + number)), "answers": answers, "margin": 0.5}
+        for number, answers in enumerate([[[8, 9, 1], [10, 1]], [[12, 13, 14], [12, 13, 1]], [[5] * 9, [1]]])
+    ]
+)
 REAL = [4, 0, 2]  # the pairs of the batch below, besides a filler
 
 
@@ -35,3 +41,12 @@ def run_loss(objective, engine, rows, indices=(4, PADDING_ROW, 0, 2), num_pairs:
     sums = MetricSums()
     loss = objective.loss(engine, objective.collate(rows, indices), torch.tensor(num_pairs), sums)
     return loss, objective.summary(sums.reduce())
+
+
+def tokens_run(module) -> list[int]:
+    """The tokens of each forward pass from now on."""
+    counts: list[int] = []
+    module.backbone.register_forward_pre_hook(
+        lambda _, args, named: counts.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    return counts

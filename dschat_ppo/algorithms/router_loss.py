@@ -27,15 +27,16 @@ def router_load(logits: Sequence[Tensor], counted: Tensor, top_k: int) -> Router
 
     Args:
         logits: of each layer's router, (N, E) for N tokens.
-        counted: (N,) bool, False on padding.
+        counted: (N,) bool or int64, how often each token counts: 0 on padding, above 1 for a token of several rows.
         top_k: experts per token.
     """
-    kept = [torch.softmax(layer[counted].float(), dim=-1) for layer in logits]  # (n, E) each
+    times = counted[counted > 0].float().unsqueeze(1)  # (n, 1)
+    kept = [torch.softmax(layer[counted > 0].float(), dim=-1) for layer in logits]  # (n, E) each
     chosen = torch.zeros_like(kept[0][:0].sum(dim=0))  # (E,)
     for probabilities in kept:
-        experts = probabilities.topk(top_k, dim=-1).indices.flatten()  # (n k,)
-        chosen = chosen.index_add(0, experts, torch.ones_like(experts, dtype=chosen.dtype))
-    probability = torch.stack([layer.sum(dim=0) for layer in kept]).sum(dim=0)
+        experts = probabilities.topk(top_k, dim=-1).indices  # (n, k)
+        chosen = chosen.index_add(0, experts.flatten(), times.expand_as(experts).flatten())
+    probability = torch.stack([(times * layer).sum(dim=0) for layer in kept]).sum(dim=0)
     return RouterLoad(chosen.detach(), probability, counted.sum().float() * len(kept))
 
 

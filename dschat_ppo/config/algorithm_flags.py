@@ -258,6 +258,11 @@ class AlgorithmFlags:
         return "constant" if self.advantage_estimator == "dr_grpo" else "token_mean"
 
     @property
+    def full_kl_loss(self) -> bool:
+        """Whether the loss has a KL of whole distributions."""
+        return self.kl_loss_coef > 0 and self.kl_loss_estimator == "full"
+
+    @property
     def selects_tokens(self) -> bool:
         """Whether the policy loss acts on selected tokens (clip_cov, kl_cov)."""
         return self.policy_loss in COVARIANCE_LOSSES

@@ -112,7 +112,8 @@ class RLHFEngine:
         engine = eval_engine(reward, ds_config)
         if self.critic is not None and folders.reward == folders.critic:
             critic = self.critic.module
-            reward.packed, reward.divided = critic.packed, critic.divided  # the same model, already tested
+            # the same model, already tested
+            reward.packed, reward.divided, reward.shares = critic.packed, critic.divided, critic.shares
         else:
             select_kernels(engine)
         return engine

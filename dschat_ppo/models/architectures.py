@@ -45,6 +45,12 @@ CLASSIFIERS_ONLY = frozenset({"mistral4"})
 
 SCORE = "score"  # name of the scalar head in the classifiers of decoders
 
+# Settings of configurations.
+DROPOUTS = (
+    "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
+    "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
+)  # fmt: skip
+
 
 def check_architecture(config: PretrainedConfig, folder: str, needs_lm: bool) -> None:
     """Refuse models that are not decoders. Rows are right-padded and models get no mask, so attention must be causal.

@@ -10,6 +10,7 @@ from torch import Tensor
 from dschat_ppo.common.dist import all_reduce, sequence_ranks
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.architectures import DROPOUTS
 from dschat_ppo.models.backbone import hidden_window, unwrap
 from dschat_ppo.models.packing import reason_not_to_pack, recorded_windows
 from dschat_ppo.models.policy_model import PolicyModel
@@ -26,13 +27,13 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 
 @torch.no_grad()
 def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
-    """Set `fused` and `packed` of the model inside, and `divided` where ranks share rows.
+    """Set `fused`, `packed` and `shares` of the model inside, and `divided` where ranks share rows.
 
     Collective: every rank calls it, and all make the same choice.
 
     Args:
         engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`, or the model itself.
-        pack_on_gpu: try packed rows on a GPU too.
+        pack_on_gpu: pack rows on a GPU too.
 
     Returns:
         Why rows are not packed; None if they are.
@@ -48,10 +49,12 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     if isinstance(module, PolicyModel):
         _select_fused(engine, module, ids)
     reason = reason_not_to_pack(module.backbone)
-    if reason is None and engine.device.type != "cpu" and not pack_on_gpu:
-        reason = "packing has been measured on CPUs only"
     if reason is None:
         reason = _select_packed(engine, module, ids)
+    if reason is None and sequence_ranks() == 1:
+        _select_shared(engine, module, ids)
+    if reason is None and engine.device.type != "cpu" and not pack_on_gpu:
+        module.packed, reason = False, "packing has been measured on CPUs only"
     if sequence_ranks() > 1:
         _divide(engine, module, ids)
     engine.train(was_training)
@@ -100,6 +103,26 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
         reason = "packed rows do not give the numbers of padded rows"
     module.packed = reason is None
     return reason
+
+
+def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
+    """Run the beginning that rows share once, if that gives the numbers of packed rows.
+
+    Only the attention differs from that of packed rows. A model with dropout would draw one noise for all rows.
+    """
+    if isinstance(module, PolicyModel) and not module.fused or _has_dropout(module):
+        return
+    ids = torch.cat([ids[:1, : TOKENS // 2].expand(ROWS, -1), ids[:, TOKENS // 2 :]], dim=1)
+    separate = _outputs(engine, ids)
+    module.shares = True
+    difference = (_outputs(engine, ids) - separate).abs().mean(dim=-1) / separate.std(dim=-1)
+    module.shares = bool(all_reduce(difference.max(), "max") < PACKED_TOLERANCE[module.backbone.dtype])
+
+
+def _has_dropout(module: PolicyModel | ScalarModel) -> bool:
+    text = module.config.get_text_config()
+    layers = any(isinstance(layer, torch.nn.Dropout) and layer.p > 0 for layer in module.modules())
+    return layers or any(getattr(text, name, None) for name in DROPOUTS)
 
 
 def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:

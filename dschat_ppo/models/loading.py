@@ -28,7 +28,7 @@ from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapted_base import adapted, check_adapter, quantised_base
 from dschat_ppo.models.adapter_weights import LM_HEADS
 from dschat_ppo.models.adapters import AdapterSettings
-from dschat_ppo.models.architectures import SCORE, check_architecture, first_position
+from dschat_ppo.models.architectures import DROPOUTS, SCORE, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, odd_expert, weight_files
 from dschat_ppo.models.model_folders import base_folder, saves_head
@@ -39,10 +39,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_WEIGHT = f"{SCORE}.weight"
 MAX_EXTRAPOLATION = 4  # rotary positions beyond this multiple of those trained are assumed to be a mistake
 MAX_NAMES = 6  # of weights, in a message
-_DROPOUTS = (
-    "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-    "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
-)  # fmt: skip
 
 
 def load_config(folder: str, flag: str) -> PretrainedConfig:
@@ -261,7 +257,7 @@ def _resized(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 def _with_dropout(config: PretrainedConfig, dropout: float | None) -> PretrainedConfig:
     if dropout is not None:
-        for name in _DROPOUTS:
+        for name in DROPOUTS:
             if hasattr(config, name):
                 setattr(config, name, dropout)
     return config

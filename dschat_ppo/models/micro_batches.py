@@ -1,27 +1,80 @@
-"""Divide rows of uneven lengths among ranks and into micro-batches."""
+"""Divide rows of uneven lengths among ranks and into micro-batches.
+
+Models that share prompts (`shared_prompts.py`) run the prompt of several answers once. So answers to one prompt stay
+together, and their prompt counts once.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
+from dschat_ppo.models.backbone import unwrap
+from dschat_ppo.models.shared_prompts import LEAST_SAVING, LEAST_TOKENS, common_beginnings
+from dschat_ppo.types import Model
+
+# Each answer but the first copies the keys and values of its prompt, which take about this fraction of the memory that
+# all activations of the same tokens take.
+COPIED = 8
 
 
-def split_by_tokens(lengths: Tensor, budget: int) -> list[Tensor]:
+@dataclass(frozen=True)
+class RowPrompts:
+    """The prompts of n rows, for models that share them.
+
+    Attributes:
+        groups: (n,) int64, equal for rows with the same prompt.
+        tokens: (n,) int64, of the prompt.
+    """
+
+    groups: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def found(cls, input_ids: Tensor, lengths: Tensor) -> RowPrompts:
+        """The common beginnings of right-padded rows (n, T) with lengths (n,)."""
+        _, shared, leaders = common_beginnings(input_ids, lengths)
+        tokens = [0] * len(leaders)
+        for leader, count in zip(leaders, shared, strict=True):
+            tokens[leader] = max(tokens[leader], count)
+        device = lengths.device
+        groups = torch.tensor(leaders, device=device)
+        return cls(groups, torch.tensor(tokens, device=device)[groups])
+
+    def at(self, index: Tensor) -> RowPrompts:
+        """Those of the rows at `index`."""
+        return RowPrompts(self.groups[index], self.tokens[index])
+
+
+def share_prompts(*engines: Model | None) -> bool:
+    """Whether all of these models that are not None run the prompt of several rows once."""
+    return all(getattr(unwrap(engine), "shares", False) for engine in engines if engine is not None)
+
+
+def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> list[Tensor]:
     """Row numbers of micro-batches, longest rows first, each micro-batch with `rows x longest <= budget`.
 
-    A row longer than the budget is a micro-batch by itself.
+    A row longer than the budget is a micro-batch by itself. Rows that share their prompt come first, in micro-batches
+    without padding, which hold at most `budget` tokens and copies of prompts.
 
     Args:
         lengths: (n,) int64, tokens of each row.
         budget: largest number of tokens of a micro-batch, padding included.
+        prompts: of the rows, if the models share them.
 
     Returns:
         Parts that together contain each of 0 .. n-1 once.
     """
-    order = torch.argsort(lengths, descending=True, stable=True)
-    parts, start, ordered = [], 0, lengths[order].tolist()
+    groups, rows = ([], torch.arange(len(lengths))) if prompts is None else _sharing(lengths, prompts)
+    parts = []
+    if groups and prompts is not None:
+        parts = [torch.tensor(part, device=lengths.device) for part in _Filling(lengths, prompts).parts(groups, budget)]
+    rows = rows.to(lengths.device)
+    order = rows[torch.argsort(lengths[rows], descending=True, stable=True)]
+    start, ordered = 0, lengths[order].tolist()
     while start < len(ordered):
         size = max(1, budget // max(1, ordered[start]))
         parts.append(order[start : start + size])
@@ -29,26 +82,94 @@ def split_by_tokens(lengths: Tensor, budget: int) -> list[Tensor]:
     return parts
 
 
-def even_passes(lengths: Tensor, budget: int) -> tuple[list[Tensor], int]:
+def even_passes(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> tuple[list[Tensor], int]:
     """`split_by_tokens`, with the last part repeated so that every rank has the same number of parts. Collective.
 
     Returns:
         (parts, number of them without the repetitions).
     """
-    parts = split_by_tokens(lengths, budget)
+    parts = split_by_tokens(lengths, budget, prompts)
     passes = int(dist.all_reduce(torch.tensor(len(parts), device=lengths.device), "max"))
     return parts + (passes - len(parts)) * parts[-1:], len(parts)
 
 
-def deal(lengths: Tensor, ranks: int) -> list[Tensor]:
-    """Row numbers for each rank: the same number of rows and nearly the same number of tokens.
+def deal(lengths: Tensor, ranks: int, prompts: RowPrompts | None = None) -> list[Tensor]:
+    """Row numbers for each rank, with nearly the same number of tokens.
 
-    Rows are dealt from the longest to the shortest, alternately forwards and backwards over the ranks.
+    Rows are dealt from the longest to the shortest, alternately forwards and backwards over the ranks, the same number
+    to each. If rows share prompts, they are divided group after group instead, such that the rank with the most tokens
+    has as few as possible; then a rank may have no rows.
 
     Args:
         lengths: (n,) int64, tokens of each row; n a multiple of `ranks`.
         ranks: number of ranks.
+        prompts: of the rows, if the models share them.
     """
-    rounds = torch.argsort(lengths, descending=True, stable=True).view(-1, ranks)
-    rounds[1::2] = rounds[1::2].flip(1)
-    return list(rounds.unbind(dim=1))
+    groups, rest = ([], torch.empty(0)) if prompts is None else _sharing(lengths, prompts)
+    if not groups or prompts is None:
+        rounds = torch.argsort(lengths, descending=True, stable=True).view(-1, ranks)
+        rounds[1::2] = rounds[1::2].flip(1)
+        return list(rounds.unbind(dim=1))
+    filling = _Filling(lengths, prompts)
+    groups += [[row] for row in rest.tolist()]
+    low, high = int(lengths.max()), int(lengths.sum())
+    while low < high:  # bisect for the smallest capacity with which the ranks hold all rows
+        middle = (low + high) // 2
+        enough = len(filling.parts(groups, middle, divide=True)) <= ranks
+        low, high = (low, middle) if enough else (middle + 1, high)
+    parts = filling.parts(groups, low, divide=True)
+    parts += (ranks - len(parts)) * [[]]
+    return [torch.tensor(part, dtype=torch.int64, device=lengths.device) for part in parts]
+
+
+def _sharing(lengths: Tensor, prompts: RowPrompts) -> tuple[list[list[int]], Tensor]:
+    """Groups of rows whose prompt is worth sharing, those with the most tokens first, and the other rows (k,)."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(prompts.groups.tolist()):
+        members.setdefault(group, []).append(row)
+    sizes, shared = lengths.tolist(), prompts.tokens.tolist()
+    groups = [
+        rows for rows in members.values()
+        if shared[rows[0]] >= LEAST_TOKENS
+        and (len(rows) - 1) * shared[rows[0]] >= 2 * LEAST_SAVING * sum(sizes[row] for row in rows)
+    ]  # fmt: skip
+    groups.sort(key=lambda rows: -sum(sizes[row] for row in rows))
+    together = {row for rows in groups for row in rows}
+    return groups, torch.tensor([row for row in range(len(sizes)) if row not in together], dtype=torch.int64)
+
+
+class _Filling:
+    """Fills parts of a limited capacity with groups of rows that share their prompt, one after another."""
+
+    def __init__(self, lengths: Tensor, prompts: RowPrompts):
+        self.prompt: list[int] = prompts.tokens.tolist()
+        self.own: list[int] = (lengths - prompts.tokens).tolist()  # tokens after the prompt
+
+    def cost(self, row: int, is_first: bool) -> int:
+        """Tokens that a row adds to a part, as the first one of its prompt or not."""
+        return self.own[row] + (self.prompt[row] if is_first else self.prompt[row] // COPIED)
+
+    def parts(self, groups: list[list[int]], capacity: int, divide: bool = False) -> list[list[int]]:
+        """Rows of each part, none empty. A row above the capacity is a part by itself.
+
+        Args:
+            groups: rows with the same prompt.
+            capacity: of a part.
+            divide: divide every group that does not fit into what is left of a part; else only those that do not fit
+                into a part at all.
+        """
+        parts: list[list[int]] = []
+        room = 0
+        for rows in groups:
+            whole = sum(self.cost(row, row == rows[0]) for row in rows)
+            if not divide and room < whole <= capacity:
+                room = 0  # begin the next part
+            is_first = True
+            for row in rows:
+                if self.cost(row, is_first) > room:
+                    parts.append([])
+                    room, is_first = capacity, True
+                parts[-1].append(row)
+                room -= self.cost(row, is_first)
+                is_first = False
+        return parts

@@ -1,6 +1,7 @@
 """Packed rows: rows laid end to end as one row without padding, with attention inside each segment.
 
-On the CPU the attention runs segment by segment. On a GPU in half precision it is one call of PyTorch's variable-length
+A segment may also attend to tokens of another one: the beginning that its row shares (`shared_prompts.py`). On the CPU
+the attention runs segment by segment. On a GPU in half precision it is one call of PyTorch's variable-length
 FlashAttention, where PyTorch has that kernel and it supports the layer. The attention function is registered with
 transformers under the name `dschat_packed`, for which transformers builds no mask. A context manager switches it on;
 activation checkpointing, which runs layers again in the backward pass, switches it on again.
@@ -20,7 +21,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_ppo.models.architectures import MASK_IS_READ
-from dschat_ppo.models.backbone import backbone_states, position_arguments, real_slots
+from dschat_ppo.models.backbone import position_arguments, real_slots
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.sequence_parallel import (
     Columns,
@@ -30,6 +31,7 @@ from dschat_ppo.models.sequence_parallel import (
     of_own_heads,
     rotary_of_whole_rows,
 )
+from dschat_ppo.models.shared_prompts import PackedRows, VarlenSegments, are_uneven
 
 NAME = "dschat_packed"
 LARGEST_FLASH_HEAD = 256
@@ -57,19 +59,21 @@ class _Running:
         config: of its model.
         lengths: of the segments of its only row; None: rows are not packed.
         divided: whether ranks share the rows, and each has a part of the columns.
+        seen: for each segment, the columns (start, end) that it attends to before its own; None: no segment has any.
     """
 
     config: PretrainedConfig
     lengths: list[int] | None
     divided: bool = False
+    seen: list[tuple[int, int]] | None = None
 
-    made: dict[torch.device, Tensor] = field(default_factory=dict)
+    made: dict[torch.device, VarlenSegments] = field(default_factory=dict)
 
-    def bounds(self, device: torch.device) -> Tensor:
-        """(segments + 1,) int32: where each segment begins, and the end of the last one."""
+    def of_varlen(self, device: torch.device) -> VarlenSegments:
+        """The segments for variable-length attention, copied to the device once and not in each layer."""
         assert self.lengths is not None
-        if device not in self.made:  # one copy to the device, not one in each layer
-            self.made[device] = torch.tensor([0, *self.lengths]).cumsum(0).int().to(device)
+        if device not in self.made:
+            self.made[device] = VarlenSegments.of(self.lengths, self.seen, device)
         return self.made[device]
 
 
@@ -78,16 +82,20 @@ _WINDOWS: list[dict[int, int | None]] = []
 
 
 @contextmanager
-def segments(config: PretrainedConfig, lengths: list[int] | None, divided: bool = False) -> Iterator[None]:
+def segments(
+    config: PretrainedConfig, lengths: list[int] | None, divided: bool = False,
+    seen: list[tuple[int, int]] | None = None,
+) -> Iterator[None]:  # fmt: skip
     """Make models of `config` treat a single row as segments of these lengths.
 
     Args:
         config: of the model.
         lengths: of the segments; None: rows are not packed.
         divided: the model gets this rank's columns of rows that ranks share; lengths are those of whole rows.
+        seen: for each segment, the columns (start, end) of the row that it attends to before its own.
     """
     before = config._attn_implementation
-    _RUNNING.append(_Running(config, lengths, divided))
+    _RUNNING.append(_Running(config, lengths, divided, seen))
     config._attn_implementation = NAME
     try:
         yield
@@ -123,20 +131,36 @@ def _segment_attention(
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]
 ) -> Tensor:
-    lengths = _RUNNING[-1].lengths
+    lengths, seen = _RUNNING[-1].lengths, _RUNNING[-1].seen
     if lengths is not None and _suits_flash(query, key, value, options):
         return _flash_attention(query, key, value, window, options.get("scaling"))
     parts = [(query, key, value)]
     if lengths is not None:
         parts = list(zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True))
     outputs = []
-    for q, k, v in parts:
-        band = _band(q.shape[2], window, q.device)
-        if options.get("softcap") is None and options.get("s_aux") is None:
-            outputs.append(sdpa_attention_forward(module, q, k, v, band, **options)[0])
-        else:
+    for number, (q, k, v) in enumerate(parts):
+        if seen is not None and seen[number][0] < seen[number][1]:
+            before = slice(*seen[number])
+            k, v = torch.cat([key[:, :, before], k], dim=2), torch.cat([value[:, :, before], v], dim=2)
+        band = _band(q.shape[2], k.shape[2], window, q.device)
+        if options.get("softcap") is not None or options.get("s_aux") is not None:
             outputs.append(_capped_attention(module, q, k, v, band, **options))
+        elif q.shape[2] < k.shape[2] and q.device.type == "cpu":
+            outputs.append(_grouped_attention(q, k, v, band, **options))
+        else:
+            outputs.append(sdpa_attention_forward(module, q, k, v, band, **options)[0])
     return torch.cat(outputs, dim=1)
+
+
+def _grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, band: Tensor | None, scaling: float | None = None, **_: Any
+) -> Tensor:
+    """`sdpa_attention_forward` without dropout, and without the copies that it makes with a mask: of the keys, for each
+    head of their group. (b, heads, T, d) -> (b, T, heads, d)."""
+    found = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, band, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return found.transpose(1, 2)
 
 
 def _capped_attention(
@@ -146,17 +170,17 @@ def _capped_attention(
     """Attention that PyTorch has no kernel for: with a soft cap of its logits (Gemma 2), or with one more logit for
     each head that no value belongs to (the sinks of GPT-OSS, `s_aux` (heads,)). (b, heads, T, d) -> (b, T, heads, d).
     """
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    groups, length, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    causal = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
     logits = logits.masked_fill(~(causal if band is None else band), -torch.inf)
     if s_aux is not None:
         sinks = s_aux.to(logits.dtype).view(1, -1, 1, 1).expand(len(logits), -1, length, 1)
         logits = torch.cat([logits, sinks], dim=-1)
-    shares = torch.softmax(logits.float(), dim=-1)[..., :length].to(value.dtype)
+    shares = torch.softmax(logits.float(), dim=-1)[..., :keys].to(value.dtype)
     shares = torch.nn.functional.dropout(shares, dropout, module.training)
     return (shares @ value).transpose(1, 2)
 
@@ -181,24 +205,27 @@ def _suits_flash(query: Tensor, key: Tensor, value: Tensor, options: dict[str, A
 
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
     """`_segment_attention` of all segments in one call: (1, heads, T, d) -> (1, T, heads, d)."""
-    running = _RUNNING[-1]
+    parts = _RUNNING[-1].of_varlen(query.device)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
+    if parts.columns is not None:
+        k, v = k[parts.columns], v[parts.columns]  # the gradients of a shared key add up in fp32, always in one order
     before = -1 if window is None else window - 1  # keys before its own that a query sees; -1: all
-    assert _VARLEN is not None and running.lengths is not None
-    bounds, longest = running.bounds(query.device), max(running.lengths)
-    found: Any = _VARLEN(
-        q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(before, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+    assert _VARLEN is not None
+    found: Any = _VARLEN(  # its window ends at the last query and the last key of a segment
+        q, k, v, parts.queries, parts.keys, parts.most_queries, parts.most_keys, scale=scale,
+        window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return found.unsqueeze(0)
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Keys that a query sees, (1, 1, length, length) bool: its own and the `window - 1` before it; None: all before."""
-    if window is None or length <= window:
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Keys that each query sees, (1, 1, queries, keys) bool: its own and the `window - 1` before it. The last query's
+    own key is the last one. None: a kernel that is causal by itself does, or every query sees every key."""
+    is_whole = window is None or keys <= window
+    if is_whole and queries in (1, keys):
         return None
-    visible = torch.ones(length, length, dtype=torch.bool, device=device)
-    return visible.tril().triu(1 - window)[None, None]
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return (visible if window is None else visible.triu(keys - queries + 1 - window))[None, None]
 
 
 AttentionInterface.register(NAME, _segment_attention)
@@ -218,38 +245,25 @@ def reason_not_to_pack(model: PreTrainedModel) -> str | None:
     return None
 
 
-def are_uneven(lengths: Tensor) -> bool:
-    """Whether rows differ in length (B,), so that packing saves padding."""
-    return bool(lengths.min() < lengths.max())
-
-
-def last_states(backbone: Any, input_ids: Tensor, lengths: Tensor, packed: bool) -> Tensor:
-    """Last hidden states (B, T, H): packed if asked for and rows differ in length; meaningless after a row's end."""
-    if packed and are_uneven(lengths):
-        return packed_states(backbone, input_ids, lengths)
-    return backbone_states(backbone, input_ids, lengths)
-
-
-def token_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Last hidden states of the real tokens alone, from packed rows; the backbone must take `position_ids`.
+def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor, rows: PackedRows) -> Tensor:
+    """Last hidden states (N, H) of a packed row; the backbone must take `position_ids`.
 
     Args:
         backbone: the base model of a Hugging Face decoder.
         input_ids: (B, T) int64, right-padded.
         lengths: (B,) int64, above 0.
-
-    Returns:
-        `(states (N, H), real (B, T) bool)`: row after row, the states of the N tokens where `real` is True.
+        rows: their layout.
     """
-    slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    real = real_slots(input_ids, lengths)
-    with segments(backbone.config, lengths.tolist()):
+    with segments(backbone.config, rows.lengths, seen=rows.seen):
         output = backbone(
-            input_ids=input_ids[real].unsqueeze(0), attention_mask=None, use_cache=False,
-            **position_arguments(backbone, slots[real].unsqueeze(0)), **router_arguments(),
+            input_ids=input_ids.flatten()[rows.tokens].unsqueeze(0), attention_mask=None, use_cache=False,
+            **position_arguments(backbone, rows.positions.unsqueeze(0)), **router_arguments(),
         )  # fmt: skip
-    record_router(output, real, lambda mask: mask[real])
-    return output.last_hidden_state[0], real
+    record_router(  # a token that several rows share counts for each of them
+        output, real_slots(input_ids, lengths),
+        lambda mask: torch.bincount(rows.places[mask], minlength=len(rows.tokens)),
+    )  # fmt: skip
+    return output.last_hidden_state[0]
 
 
 @dataclass(frozen=True)
@@ -306,18 +320,12 @@ class DividedRows:
         return whole.new_zeros(self.real.shape).masked_scatter(self.real, whole)
 
 
-def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Last hidden states (B, T, H) of packed rows, 0 after a row's end; see `token_states`."""
-    states, real = token_states(backbone, input_ids, lengths)
-    padded = states.new_zeros((*input_ids.shape, states.shape[-1]))
-    return padded.masked_scatter(real.unsqueeze(-1), states)
-
-
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """`context_fn` of `torch.utils.checkpoint`: packs the recomputation of a packed forward pass."""
     if not _RUNNING:
         return nullcontext(), nullcontext()
-    return nullcontext(), segments(_RUNNING[-1].config, _RUNNING[-1].lengths, _RUNNING[-1].divided)
+    running = _RUNNING[-1]
+    return nullcontext(), segments(running.config, running.lengths, running.divided, running.seen)
 
 
 CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}

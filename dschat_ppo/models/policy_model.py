@@ -20,8 +20,9 @@ from dschat_ppo.models.backbone import (
     real_slots,
     slot_arguments,
 )
-from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, are_uneven, token_states
+from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states
 from dschat_ppo.models.router_recorder import record_router, router_arguments
+from dschat_ppo.models.shared_prompts import lay_out
 
 
 class PolicyModel(nn.Module):
@@ -36,13 +37,18 @@ class PolicyModel(nn.Module):
         fused: whether to use the fused head.
         packed: run rows end to end as one row, without padding; needs `fused`.
         divided: ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns.
+        shares: run the beginning that rows share once; needs `fused`.
     """
 
-    def __init__(self, lm: PreTrainedModel, fused: bool = True, packed: bool = False, divided: bool = False):
+    def __init__(
+        self, lm: PreTrainedModel, fused: bool = True, packed: bool = False, divided: bool = False,
+        shares: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.lm: Any = lm
         self.packed = packed
         self.divided = divided
+        self.shares = shares
         self.offload_activations = False  # keep what the backward pass needs in host memory
         self.fused = fused and type(lm.get_output_embeddings()).forward is nn.Linear.forward
         text = lm.config.get_text_config()
@@ -118,10 +124,9 @@ class PolicyModel(nn.Module):
         # (N,) each: the places of the wanted tokens, found before the forward pass because the host waits for them
         row, column = wanted[:, 1:].nonzero(as_tuple=True)
         tokens, lengths = input_ids[row, column + 1], _read_lengths(wanted)
-        if self.packed and are_uneven(lengths):
-            of_tokens, real = token_states(self.backbone, input_ids, lengths)
-            predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
-            states = of_tokens[predicts[real]]  # (N, H)
+        rows = lay_out(input_ids, lengths, self.packed, self.shares)
+        if rows is not None:
+            states = packed_states(self.backbone, input_ids, lengths, rows)[rows.places[row, column]]  # (N, H)
         else:
             states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
         return self._head_scores(states, tokens, temperature, entropy_grad)

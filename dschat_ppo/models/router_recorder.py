@@ -58,7 +58,8 @@ def record_router(output: Any, read: Tensor, lay_out: Callable[[Tensor], Tensor]
     Args:
         output: of a model called with `router_arguments`.
         read: (B, T) bool, True on the tokens whose states are read.
-        lay_out: a mask (B, T) as the N tokens that this rank's model ran, of padded, packed or divided rows.
+        lay_out: a mask (B, T) -> how often each of the N tokens that this rank's model ran is in it, bool or int64, of
+            padded, packed or divided rows.
     """
     recorder = _RECORDERS[-1]
     if recorder is None:

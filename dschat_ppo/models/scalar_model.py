@@ -10,7 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import backbone_states
-from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, are_uneven, last_states, token_states
+from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states
+from dschat_ppo.models.shared_prompts import lay_out
 
 
 class ScalarModel(nn.Module):
@@ -21,12 +22,14 @@ class ScalarModel(nn.Module):
     Args:
         classifier: with a head named `score`.
         packed: run rows end to end as one row, without padding.
+        shares: run the beginning that rows share once.
     """
 
-    def __init__(self, classifier: PreTrainedModel, packed: bool = False):
+    def __init__(self, classifier: PreTrainedModel, packed: bool = False, shares: bool = False):
         super().__init__()
         self.classifier: Any = classifier
         self.packed = packed
+        self.shares = shares
         self.divided = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
         self.offload_activations = False  # keep what the backward pass needs in host memory
 
@@ -61,29 +64,25 @@ class ScalarModel(nn.Module):
             return self._values(input_ids, lengths, last_only, wanted)
 
     def _values(self, input_ids: Tensor, lengths: Tensor, last_only: bool, wanted: Tensor | None) -> Tensor:
-        head = self.classifier.score
         if self.divided:
             rows = DividedRows.of(input_ids, lengths, self.packed)
-            states = rows.run(self.backbone, input_ids).last_hidden_state  # (b, n, H)
-            values = rows.values(head(states.to(head.weight.dtype)).squeeze(-1).float())  # (B, T)
+            values = rows.values(self._head(rows.run(self.backbone, input_ids).last_hidden_state))  # (B, T)
             if wanted is not None:
                 return values[wanted]
             return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1) if last_only else values
+        packed = lay_out(input_ids, lengths, self.packed, self.shares)
+        if packed is not None:
+            states, places = packed_states(self.backbone, input_ids, lengths, packed), packed.places
+        else:
+            states = backbone_states(self.backbone, input_ids, lengths).flatten(0, 1)
+            places = torch.arange(len(states), device=states.device).view(input_ids.shape)
         if wanted is not None:
-            if self.packed and are_uneven(lengths):
-                of_tokens, real = token_states(self.backbone, input_ids, lengths)
-                chosen = of_tokens[wanted[real]]  # (N, H)
-            else:
-                chosen = backbone_states(self.backbone, input_ids, lengths)[wanted]
-            return head(chosen.to(head.weight.dtype)).squeeze(-1).float()
+            return self._head(states[places[wanted]])
         if last_only:
-            ends = lengths - 1  # (B,)
-            if self.packed and are_uneven(lengths):
-                states, _ = token_states(self.backbone, input_ids, lengths)
-                last = states[lengths.cumsum(0) - 1]  # (B, H)
-            else:
-                states = backbone_states(self.backbone, input_ids, lengths)
-                last = states[torch.arange(len(ends), device=ends.device), ends]
-            return head(last.to(head.weight.dtype)).squeeze(-1).float()
-        states = last_states(self.backbone, input_ids, lengths, self.packed)
+            return self._head(states[places.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)])
+        return self._head(states)[places]
+
+    def _head(self, states: Tensor) -> Tensor:
+        """(..., H) -> (...) fp32."""
+        head = self.classifier.score
         return head(states.to(head.weight.dtype)).squeeze(-1).float()  # Mamba's states are in fp32

@@ -148,6 +148,7 @@ class ReproBundles:
             "model": context.model if module is None else MODEL,
             "fused": getattr(module, "fused", True),
             "packed": getattr(module, "packed", False),
+            "shares": getattr(module, "shares", False),
             "records": [type(record).__name__ for record in context.records],
             "constants": context.constants,
             "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},

@@ -44,7 +44,7 @@ class ActorLoss:
         self.reference = reference
         self.flags = flags
         self.temperature = temperature
-        self.full_kl = flags.kl_loss_coef > 0 and flags.kl_loss_estimator == "full"
+        self.full_kl = flags.full_kl_loss
         self.settings = PolicyLossSettings(
             clip_eps_low=flags.clip_eps if flags.clip_eps_low is None else flags.clip_eps_low,
             clip_eps_high=flags.clip_eps if flags.clip_eps_high is None else flags.clip_eps_high,

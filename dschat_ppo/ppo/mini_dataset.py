@@ -11,7 +11,7 @@ from torch import Tensor
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.models.micro_batches import deal, split_by_tokens
+from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
 from dschat_ppo.types import (
     Experience,
     ScoredRollout,
@@ -46,22 +46,24 @@ class MiniDataset:
         max_length: longest answer in tokens, for the constant denominator.
         seed: of the shuffle.
         device: of the micro-batches; None: that of the rows, which may be in host memory (`--experience_on_host`).
+        shares_prompts: the models run the prompt of several rows once, so answers to one prompt stay together.
     """
 
     def __init__(
         self, rows_per_update: int, micro_batch_tokens: int, max_length: int, seed: int,
-        device: torch.device | None = None,
+        device: torch.device | None = None, shares_prompts: bool = False,
     ):  # fmt: skip
         self._rows_per_update = rows_per_update
         self._micro_batch_tokens = micro_batch_tokens
         self._max_length = max_length
         self._seed = seed
         self.device = device
+        self._shares_prompts = shares_prompts
 
     def minibatches(self, rows: Experience, ppo_epochs: int, step: int) -> Iterator[MiniBatch]:
         """Mini-batches of `rows` for `ppo_epochs` passes, shuffled again in each pass; this rank's share of each.
 
-        Shuffling decides which rows form an optimizer step. Inside the step, rows are sorted by length.
+        Shuffling decides which rows form an optimizer step. Inside the step, rows are sorted by prompt and length.
 
         Args:
             rows: experience of all ranks; a multiple of `rows_per_update`.
@@ -83,9 +85,13 @@ class MiniDataset:
         collective.
         """
         lengths = row_lengths(rows)
-        shares = deal(lengths, dist.data_ranks())
-        splits = [[share[part] for part in split_by_tokens(lengths[share], self._micro_batch_tokens)]
-                  for share in shares]  # fmt: skip
+        prompts = prompts_of(rows) if self._shares_prompts else None
+        shares = deal(lengths, dist.data_ranks(), prompts)
+        budget = self._micro_batch_tokens
+        splits = [
+            [share[part] for part in split_by_tokens(lengths[share], budget, prompts and prompts.at(share))]
+            for share in shares
+        ]
         micro_batches = [select_rows(rows, part) for part in splits[dist.data_rank()]]
         most = max(len(parts) for parts in splits)
         micro_batches += (most - len(micro_batches)) * [_empty_micro_batch(rows)]
@@ -106,6 +112,11 @@ def _empty_micro_batch(rows: Experience) -> Experience:
     shortest = select_rows(rows, row_lengths(rows).argmin().unsqueeze(0))
     nothing = torch.zeros_like(shortest.response_mask)
     return replace(shortest, response_mask=nothing, loss_mask=nothing)
+
+
+def prompts_of(rows: ScoredRollout) -> RowPrompts:
+    """Which rows answer the same prompt."""
+    return RowPrompts(rows.groups, rows.prompt_mask.sum(dim=1))
 
 
 def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:

@@ -15,8 +15,8 @@ from dschat_ppo.algorithms.kl import KL_ESTIMATORS, kl_full
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
-from dschat_ppo.models.micro_batches import even_passes
-from dschat_ppo.ppo.mini_dataset import gather_rows
+from dschat_ppo.models.micro_batches import even_passes, share_prompts
+from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import (
@@ -149,7 +149,9 @@ class ModelScorer:
             values=None, source_scores=scores.by_source, scores=scores.total, baselines=scores.baselines, groups=groups,
         )  # fmt: skip
         shared = unscored if dist.sequence_ranks() == 1 else gather_rows(unscored, of_group=True)
-        parts, own = even_passes(row_lengths(shared), self.scoring.micro_batch_tokens)
+        shares = share_prompts(self.actor, self.reference, self.critic) and self.scoring.kl_estimator != "full"
+        prompts = prompts_of(shared) if shares else None
+        parts, own = even_passes(row_lengths(shared), self.scoring.micro_batch_tokens, prompts)
         scored = [self._score_micro_batch(select_rows(shared, part)) for part in parts][:own]
         order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout
         return select_rows(concat_rows(scored), order.chunk(dist.sequence_ranks())[dist.sequence_rank()])

@@ -20,6 +20,7 @@ from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
+from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.nonfinite.finite_experience import FiniteExperience
@@ -163,8 +164,9 @@ class PPOComponents:
         # between updates and in a pool of rows; scoring and the advantage computation are on the device in any case
         self.experience_device = torch.device("cpu") if config.ppo_memory.experience_on_host else device
         self.mini_dataset = MiniDataset(
-            plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed, device
-        )
+            plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed, device,
+            share_prompts(engines.actor, engines.critic) and not algorithm.full_kl_loss,
+        )  # fmt: skip
         self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
         if algorithm.entropy_target is not None:
             self.entropy_coef = AdaptiveEntropy(

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlparse
 
 import torch
+import torch.distributed as torch_dist
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore, register_rendezvous_handler
 
 from dschat_ppo.common import dist

@@ -120,9 +120,11 @@ def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> P
     scalar = what["role"] in ("critic", "reward")
     if what["step_name"] == "reward":
         scalar = config.reward.trains_classifier
+    packed, shares = what["packed"], what.get("shares", False)  # bundles of earlier versions do not have the latter
     if scalar:
-        return ScalarModel(load_sequence_classifier(path, dtype, None, new_head=False, resize=resize), what["packed"])
-    return PolicyModel(load_causal_lm(path, dtype, None, resize=resize), what["fused"], what["packed"])
+        classifier = load_sequence_classifier(path, dtype, None, new_head=False, resize=resize)
+        return ScalarModel(classifier, packed, shares)
+    return PolicyModel(load_causal_lm(path, dtype, None, resize=resize), what["fused"], packed, shares=shares)
 
 
 def tokenizer_folder(folder: Path, what: dict[str, Any], config: Any) -> str:

@@ -1,5 +1,6 @@
 """Packed rows. test_forward.py compares their numbers with those of rows alone, for each family."""
 
+import itertools
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -9,9 +10,10 @@ from test_forward import FAMILIES, model_of, rollout
 
 from dschat_ppo.models import packing
 from dschat_ppo.models.forward import response_scores, response_values
-from dschat_ppo.models.packing import NAME, packed_states, reason_not_to_pack, segments, token_states
+from dschat_ppo.models.packing import NAME, packed_states, reason_not_to_pack, segments
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.shared_prompts import lay_out
 
 
 def seen_by_the_backbone(module) -> list[tuple[torch.Size, str]]:
@@ -39,13 +41,6 @@ def test_a_reward_model_runs_the_real_tokens():
     seen = seen_by_the_backbone(model)
     response_values(model, rollout())
     assert seen == [(torch.Size([1, 10 + 12 + 6 + 6 + 5]), NAME)]
-
-
-def test_states_after_a_rows_end_are_zero():
-    states = packed_states(model_of("llama", 1).base_model, torch.ones(2, 4, dtype=torch.int64), torch.tensor([4, 1]))
-    assert states.shape == (2, 4, 32)
-    assert not states[1, 1:].any()
-    assert states[1, 0].any()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gpt2", "opt"])
@@ -78,12 +73,18 @@ def test_the_models_own_attention_is_restored_after_an_error_in_packed_rows():
     assert config._attn_implementation == before
 
 
-def test_token_states_are_those_of_the_real_tokens_row_after_row():
+def token_states(model, ids, lengths):
+    """The hidden states of the real tokens, row after row."""
+    rows = lay_out(ids, lengths, packs=True, shares=False)
+    real = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
+    return packed_states(model, ids, lengths, rows)[rows.places[real]]
+
+
+def test_states_are_those_of_each_row_alone():
     model, lengths = model_of("llama", 1).base_model, torch.tensor([4, 1, 3])
     ids = torch.arange(12).view(3, 4)
-    states, real = token_states(model, ids, lengths)
-    assert real.tolist() == [[True] * 4, [True, False, False, False], [True, True, True, False]]
-    assert torch.equal(states, packed_states(model, ids, lengths)[real])
+    states = token_states(model, ids, lengths)
+    assert states.shape == (8, 32)
     alone = model(input_ids=ids[2:, :3]).last_hidden_state[0]
     torch.testing.assert_close(states[5:], alone, rtol=0, atol=1e-5)
 
@@ -103,16 +104,18 @@ def flash_by_hand(calls):
     """PyTorch's `varlen_attn` as its documentation defines it, by loops over queries."""
 
     def varlen_attn(q, k, v, starts_q, starts_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert starts_q.dtype == torch.int32 and torch.equal(starts_q, starts_k)
+        assert starts_q.dtype == starts_k.dtype == torch.int32
         assert all(x.is_contiguous() for x in (q, k, v))
-        assert max_q == max_k == int(starts_q.diff().max())
+        assert (max_q, max_k) == (int(starts_q.diff().max()), int(starts_k.diff().max()))
         assert enable_gqa == (q.shape[1] != k.shape[1]) and window_size[1] == 0
         calls.append(window_size[0])
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         rows = []
-        for start, end in zip(starts_q.tolist(), starts_q.tolist()[1:], strict=False):
+        of_queries, of_keys = (itertools.pairwise(starts.tolist()) for starts in (starts_q, starts_k))
+        for (start, end), (first, stop) in zip(of_queries, of_keys, strict=True):
             for token in range(start, end):
-                seen = slice(start if window_size[0] < 0 else max(start, token - window_size[0]), token + 1)
+                own = stop - (end - token)  # the last query's key is the last one
+                seen = slice(first if window_size[0] < 0 else max(first, own - window_size[0]), own + 1)
                 weights = torch.einsum("hd,thd->ht", q[token], k[seen]) * (scale or q.shape[-1] ** -0.5)
                 rows.append(torch.einsum("ht,thd->hd", weights.softmax(dim=-1), v[seen]))
         return torch.stack(rows)
@@ -127,10 +130,10 @@ def test_variable_length_flash_attention_is_called_with_the_segments(monkeypatch
     model, calls = model_of(name, 1).base_model, []
     ids = torch.randint(0, 300, (3, 9), generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([9, 1, 6])
-    expected, _ = token_states(model, ids, lengths)
+    expected = token_states(model, ids, lengths)
     monkeypatch.setattr(packing, "_VARLEN", flash_by_hand(calls))
     monkeypatch.setattr(packing, "_suits_flash", lambda *_: True)
-    found, _ = token_states(model, ids, lengths)
+    found = token_states(model, ids, lengths)
     assert set(calls) == windows
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
@@ -188,7 +191,7 @@ def test_flash_attention_on_a_gpu(monkeypatch, name):
         if not flash:
             monkeypatch.setattr(packing, "_suits_flash", lambda *_: False)
         model.zero_grad()
-        states, _ = token_states(model, ids, torch.tensor([9, 1, 6]).cuda())
+        states = token_states(model, ids, torch.tensor([9, 1, 6]).cuda())
         states.float().square().sum().backward()
         gradients = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
         found.append((states.float(), torch.stack(gradients)))
@@ -196,9 +199,9 @@ def test_flash_attention_on_a_gpu(monkeypatch, name):
     torch.testing.assert_close(found[0][1], found[1][1], rtol=0.05, atol=0.05)
 
 
-def test_the_reason_not_to_pack_is_named():
+def test_the_reason_not_to_pack_is_named(monkeypatch):
     assert reason_not_to_pack(model_of("llama", 1)) is None
     assert reason_not_to_pack(model_of("bloom", 1)) == "transformers does not let its attention be replaced"
     eager = model_of("llama", 1)
-    eager.config._attn_implementation = "eager"
+    monkeypatch.setattr(eager.config, "_attn_implementation", "eager")  # the other tests have the same configuration
     assert reason_not_to_pack(eager) == "its attention is 'eager' and not 'sdpa'"

@@ -4,15 +4,24 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
+from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
+from dschat_ppo.models.forward import response_scores, response_values
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo.mini_dataset import MiniDataset, gather_rows
 from dschat_ppo.types import Experience, concat_rows, tensors_of
 
 LENGTHS = (3, 1, 4, 0, 2, 5, 1, 3)
 CUT = 4  # a row that trains no policy
 LONGEST = 9
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": None,
+}  # fmt: skip
 
 
 def experience(rows: range) -> Experience:
@@ -214,3 +223,65 @@ def test_rows_in_host_memory_are_moved_to_the_device_one_mini_batch_at_a_time():
                 assert value.device.type == "meta", name
                 assert value.shape == getattr(part, name).shape, name
     assert {value.device.type for value in tensors_of(rows).values()} == {"cpu"}
+
+
+# Shared prompts
+
+
+def grouped() -> Experience:
+    """Four answers each to three prompts, five to another and three to a last one, in random order."""
+    generator = torch.Generator().manual_seed(5)
+    numbers = torch.tensor([0, 1, 2, 3] * 4 + [3, 4, 4, 4])[torch.randperm(20, generator=generator)]
+    prompts = torch.randint(2, VOCABULARY, (5, 24), generator=generator)
+    mask = torch.arange(12) < torch.randint(1, 13, (20, 1), generator=generator)
+    noise = torch.randn(mask.shape, generator=generator) * mask
+    return Experience(
+        prompts[numbers], torch.arange(24) >= numbers.unsqueeze(1),
+        torch.randint(2, VOCABULARY, mask.shape, generator=generator), mask, noise, torch.zeros(20, dtype=torch.int8),
+        old_logprobs=noise, ref_logprobs=noise, entropies=noise, kl=None, values=noise,
+        source_scores=torch.zeros(20, 1), scores=torch.arange(20.0), baselines=None, groups=numbers, rewards=noise,
+        advantages=noise, returns=noise, loss_mask=mask, loss_weights=noise, selected=None,
+    )  # fmt: skip
+
+
+def test_answers_to_one_prompt_are_served_together():
+    rows = grouped()
+    [separate] = MiniDataset(20, 120, 12, 0).minibatches(rows, 1, 1)
+    [shared] = MiniDataset(20, 120, 12, 0, shares_prompts=True).minibatches(rows, 1, 1)
+    assert Counter(served([shared])) == Counter(served([separate])) == Counter(range(20))
+    assert (shared.denominators, shared.value_tokens) == (separate.denominators, separate.value_tokens)
+    assert len(shared.micro_batches) == 4 < len(separate.micro_batches)
+    kept = [group for part in shared.micro_batches for group in part.groups.unique().tolist()]
+    assert sorted(kept) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_gradients_of_shared_prompts_are_those_of_separate_rows_on_one_and_two_ranks(monkeypatch, kind):
+    rows, found = grouped(), []
+    model = new_model("llama")
+    if kind == "critic":
+        torch.manual_seed(2)
+        model = transformers.LlamaForSequenceClassification(type(model.config)(**SMALL, num_labels=1)).eval()
+    for shares, ranks in ((False, 1), (True, 1), (True, 2)):
+        dataset = MiniDataset(20, 300, 12, 0, shares_prompts=shares)
+        if ranks == 1:
+            updates = list(dataset.minibatches(rows, 1, 1))
+        else:
+            updates = [rank[0] for rank in updates_of_two_ranks(dataset, rows, monkeypatch)]
+        module = (PolicyModel if kind == "policy" else ScalarModel)(model, packed=True, shares=shares)
+        ran = []
+        hook = module.backbone.register_forward_pre_hook(
+            lambda _, args, named, ran=ran: ran.append(named["input_ids"].numel()), with_kwargs=True
+        )
+        model.zero_grad()
+        for part in (part for update in updates for part in update.micro_batches):
+            outputs = response_scores(module, part, 1.0).logprobs if kind == "policy" else response_values(module, part)
+            ((outputs * part.advantages * part.response_mask).sum() / updates[0].value_tokens).backward()
+        hook.remove()
+        found.append((sum(ran), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+    (separate, expected), *others = found
+    for tokens, gradients in others:
+        assert tokens < 0.6 * separate
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)

@@ -240,3 +240,32 @@ def test_roles_that_are_not_there_leave_their_fields_out(models):
 
 def test_scoring_leaves_no_gradient(models):
     assert not any(value.requires_grad for value in tensors_of(scored(models, rollout())).values())
+
+
+@pytest.mark.parametrize("budget", [60, 1000])
+@pytest.mark.parametrize("kl", ["k1", "full"])
+def test_shared_prompts_give_the_numbers_of_rows_alone(models, budget, kl, monkeypatch):
+    generator = torch.Generator().manual_seed(4)
+    prompts = torch.randint(0, VOCABULARY, (3, 12), generator=generator)[[0, 0, 1, 2, 2]]  # as in GROUPS
+    rows = replace(rollout(), prompt_ids=prompts, prompt_mask=torch.ones(5, 12, dtype=torch.bool))
+    for model in models.values():
+        monkeypatch.setattr(model, "shares", True)
+    found = scored(models, rows, budget=budget, kl=kl)
+    for row in range(5):
+        expected = row_alone(models, rows, row)
+        expected["kl"] = expected[kl]
+        for name in ("old_logprobs", "ref_logprobs", "entropies", "values", "kl"):
+            real = getattr(found, name)[row][found.response_mask[row]].tolist()
+            assert real == pytest.approx(expected[name], abs=3e-5), (name, row)
+
+
+def test_answers_to_one_prompt_are_scored_in_one_pass_if_all_models_share(models, monkeypatch):
+    rows = replace(rollout(), prompt_ids=torch.arange(12).repeat(5, 1), prompt_mask=torch.ones(5, 12).bool())
+    for name, passes in (("actor", 3), ("reference", 3), ("critic", 2)):
+        monkeypatch.setattr(models[name], "shares", True)
+        seen = watched_passes(monkeypatch)
+        scored(models, rows, budget=40)
+        assert len(seen) == passes, name
+    seen = watched_passes(monkeypatch)
+    scored(models, rows, budget=40, kl="full")  # which needs whole logits
+    assert len(seen) == 3

@@ -75,6 +75,18 @@ def test_sequences_are_scored_in_passes_of_a_token_budget(engine):
     assert counting.shapes == [(1, 6), (1, 5), (1, 3), (1, 2), (1, 1)]
 
 
+def test_answers_to_one_prompt_are_scored_in_one_pass(engine, monkeypatch):
+    prompts = [list(range(5, 25)), list(range(30, 50))]
+    rows = [[*prompts[number % 2], 50 + number, *range(number)] for number in range(6)]
+    monkeypatch.setattr(engine, "shares", True)
+    passes = []
+    hook = engine.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0][:, 0].tolist()))
+    scores = scores_in_batches(engine, *right_padded(rows, 0), 40)
+    hook.remove()
+    assert passes == [[30, 30, 30], [5, 5, 5]]  # 20 + 12 and 20 + 9 tokens, and 2 x 2 for copies
+    assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
+
+
 def test_a_rank_with_fewer_passes_repeats_its_last(engine, monkeypatch):
     counting, requested = Counting(engine), []
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from pairs_of_answers import CPU, REAL, ROWS, config_of, language_model, run_loss
+from pairs_of_answers import CPU, LONG_PROMPTS, REAL, ROWS, config_of, language_model, run_loss, tokens_run
 from transformers import LlamaForCausalLM
 
 from dschat_ppo.data.prepare import TokenRows
@@ -187,3 +187,22 @@ def test_gradients_match_plain_transformers(reference, rows):
     (total / 3).backward()
     for name, parameter in trained.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients(reference):
+    found = []
+    for shares in (False, True):
+        trained = PolicyModel(language_model(1), packed=True, shares=shares)
+        rows = add_reference(PolicyModel(reference, shares=shares), LONG_PROMPTS, 0, CPU, batch_size=2)
+        tokens = tokens_run(trained)
+        loss, metrics = run_loss(dpo_objective(0, CPU, config_of("--objective", "dpo")), trained, rows, (2, 0, 1))
+        loss.backward()
+        found.append((metrics, {name: p.grad for name, p in trained.named_parameters()}, tokens))
+    (metrics, gradients, separate), (same, shared_gradients, shared) = found
+    assert (separate, shared) == (
+        [6 * 29 + 21],
+        [6 * 29 + 21 - 3 * 30 - 2],
+    )  # two answers begin with the same two tokens
+    assert same == pytest.approx(metrics, abs=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(shared_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_config
-from pairs_of_answers import CPU, REAL, ROWS, config_of, run_loss
+from pairs_of_answers import CPU, LONG_PROMPTS, REAL, ROWS, config_of, run_loss, tokens_run
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import LlamaForSequenceClassification as LlamaClassifier
 
@@ -92,3 +92,20 @@ def test_score_statistics_use_evaluation_rows_if_there_are_any(classifier, held_
     config = AutoConfig.from_pretrained(tmp_path)
     assert {name: getattr(config, name) for name in described} == described
     AutoModelForSequenceClassification.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("words", [(), ("--packing", "--max_seq_len", "64")])
+def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients(words):
+    found = []
+    for shares in (False, True):
+        torch.manual_seed(3)
+        model = ScalarModel(LlamaClassifier(tiny_config(num_labels=1)).eval(), packed=True, shares=shares)
+        tokens = tokens_run(model)
+        loss, metrics = run_loss(reward_objective(0, CPU, config_of(*words)), model, LONG_PROMPTS, (2, 0, 1))
+        loss.backward()
+        found.append((metrics, {name: p.grad for name, p in model.named_parameters()}, tokens))
+    (metrics, gradients, separate), (same, shared_gradients, shared) = found
+    assert (separate, shared) == ([6 * 30 + 21], [3 * 30 + 21 - 2])  # two answers begin with the same two tokens
+    assert same == pytest.approx(metrics, abs=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(shared_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)

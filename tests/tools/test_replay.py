@@ -201,12 +201,12 @@ def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys):
 
 def test_the_model_uses_the_kernels_of_the_run(assets, tmp_path):
     engine = engine_of("policy")
-    engine.module.fused, engine.module.packed = False, True
+    engine.module.fused, engine.module.packed, engine.module.shares = False, True, True
     what = json.loads(
         (Path(bundle(assets, tmp_path, "sft", "model", FailureContext([], {}, engine))) / "what.json").read_text()
     )
     model = load_model(tmp_path / "nonfinite/step_000007_rank_0", what, config_of(assets, tmp_path, "sft"), "fp32")
-    assert (model.fused, model.packed) == (False, True)
+    assert (model.fused, model.packed, model.shares) == (False, True, True)
 
 
 def test_an_infinite_loss_with_finite_gradients_counts(assets, tmp_path, capsys):

@@ -1,0 +1,163 @@
+"""Rows laid end to end as one packed row, in which rows that begin alike hold their common beginning once.
+
+Answers to one prompt become `[prompt | answer 1 | answer 2 | ...]`. The first row of a group is whole; the others keep
+the tokens after the common beginning, with the positions that they have in their own rows, and attend to the beginning
+of the first. The outputs are those of separate rows, and the gradients of all answers flow into one prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.models.backbone import real_slots
+
+LEAST_TOKENS = 8  # shorter beginnings (a BOS, a role's name) save less than an attention call costs
+LEAST_SAVING = 0.05  # share of the tokens that a micro-batch must save, else its rows stay separate
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Right-padded rows (B, T) as one packed row of N tokens.
+
+    Attributes:
+        tokens: (N,) int64, where each packed token is in the rows, flattened to (B x T).
+        positions: (N,) int64, its column there.
+        places: (B, T) int64, where each token of a row is in the packed row; any valid place after a row's end.
+        lengths: of the segments of the packed row, none 0.
+        seen: for each segment, the columns (start, end) of the packed row that it attends to before its own, empty if
+            start = end; None: no segment has any.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    places: Tensor
+    lengths: list[int]
+    seen: list[tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True)
+class VarlenSegments:
+    """Segments of a packed row for variable-length attention.
+
+    Attributes:
+        queries, keys: (segments + 1,) int32, where the queries and the keys of each segment begin, and the last end.
+        most_queries, most_keys: of a segment.
+        columns: (keys,) int64, columns of the packed row that are the keys; None: all columns in order.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+    columns: Tensor | None
+
+    @classmethod
+    def of(cls, lengths: list[int], seen: list[tuple[int, int]] | None, device: torch.device) -> VarlenSegments:
+        """Each segment's keys are the columns that it sees before its own, and its own."""
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        queries, most = ends.int().to(device), max(lengths)
+        if seen is None:
+            return cls(queries, queries, most, most, None)
+        own = itertools.pairwise(ends.tolist())
+        columns = [torch.arange(*span) for pair in zip(seen, own, strict=True) for span in pair]
+        counts = [end - start + length for (start, end), length in zip(seen, lengths, strict=True)]
+        keys = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+        return cls(queries, keys, most, max(counts), torch.cat(columns).to(device))
+
+
+def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedRows | None:
+    """The packed row for right-padded `input_ids` (B, T) with `lengths` (B,), all above 0; None: rows stay padded.
+
+    Args:
+        input_ids: int64.
+        lengths: int64.
+        packs: pack rows that differ in length.
+        shares: pack rows that begin alike, if that saves enough.
+    """
+    if shares and len(lengths) > 1:
+        order, shared, leaders = common_beginnings(input_ids, lengths)
+        if sum(shared) >= LEAST_SAVING * int(lengths.sum()):
+            return _packed(input_ids, lengths, order, shared, leaders)
+    if packs and are_uneven(lengths):
+        rows = list(range(len(lengths)))
+        return _packed(input_ids, lengths, rows, [0] * len(rows), rows)
+    return None
+
+
+def are_uneven(lengths: Tensor) -> bool:
+    """Whether rows differ in length (B,), so that packing saves padding."""
+    return bool(lengths.min() < lengths.max())
+
+
+def _packed(input_ids: Tensor, lengths: Tensor, order: list[int], shared: list[int], leaders: list[int]) -> PackedRows:
+    """Lay rows out in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`."""
+    device, width = input_ids.device, input_ids.shape[1]
+    ordered, led = torch.tensor(order, device=device), torch.tensor(leaders, device=device)  # (B,)
+    left_out = torch.tensor(shared, device=device).unsqueeze(1)  # (B, 1)
+    slots = torch.arange(width, device=device)
+    kept = (real_slots(input_ids, lengths) & (slots >= left_out))[ordered]  # (B, T) in the order of the packed row
+    places = torch.empty_like(input_ids)
+    places[ordered] = kept.flatten().cumsum(0).view(kept.shape) - 1
+    places = torch.where(slots < left_out, places[led], places)
+    tokens = (ordered.unsqueeze(1) * width + slots)[kept]  # (N,)
+    starts, segments, seen, end = {}, [], [], 0
+    sizes = lengths.tolist()
+    for row in order:
+        starts[row] = end
+        if own := sizes[row] - shared[row]:  # a row may be the beginning of another
+            segments.append(own)
+            seen.append((starts[leaders[row]], starts[leaders[row]] + shared[row]))
+            end += own
+    return PackedRows(tokens, tokens % width, places, segments, seen if any(shared) else None)
+
+
+def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], list[int], list[int]]:
+    """Groups of rows whose first tokens are equal, such that the fewest tokens are left.
+
+    Args:
+        input_ids: (B, T) int64, right-padded.
+        lengths: (B,) int64, above 0.
+
+    Returns:
+        `(order, shared, leaders)`: all rows, group after group; for each row its tokens that its leader holds for it (0
+        for a leader); for each row the first row of its group.
+    """
+    ids, sizes = input_ids.cpu(), lengths.cpu()
+    words = [row[:size].numpy().tobytes() for row, size in zip(ids, sizes.tolist(), strict=True)]
+    order = sorted(range(len(words)), key=words.__getitem__)  # rows that begin alike are neighbours
+    equal = (ids[order[1:]] == ids[order[:-1]]).long().cumprod(dim=1).sum(dim=1)  # (B - 1,)
+    common = torch.minimum(equal, torch.minimum(sizes[order[1:]], sizes[order[:-1]])).tolist()
+    shared, leaders = [0] * len(words), list(range(len(words)))
+    for start, end in _groups(common):
+        for place in range(start + 1, end):
+            shared[order[place]], leaders[order[place]] = min(common[start : end - 1]), order[start]
+    return order, shared, leaders
+
+
+def _groups(common: list[int]) -> list[tuple[int, int]]:
+    """Divide sorted rows into groups `[start, end)` that save the most tokens: each row of a group but the first saves
+    the beginning that all of them share.
+
+    Args:
+        common: how many first tokens each row and the next one share.
+    """
+    saved, begin = [0], [0]  # of the first `end` rows: the most tokens saved, and the start of their last group
+    for end in range(1, len(common) + 2):
+        best, start, shared = saved[-1], end - 1, common[end - 2] if end > 1 else 0
+        for first in range(end - 2, -1, -1):
+            shared = min(shared, common[first])
+            if shared < LEAST_TOKENS:
+                break
+            if (total := saved[first] + (end - 1 - first) * shared) > best:
+                best, start = total, first
+        saved.append(best)
+        begin.append(start)
+    groups, end = [], len(common) + 1
+    while end > 0:
+        groups.append((begin[end], end))
+        end = begin[end]
+    return groups[::-1]
