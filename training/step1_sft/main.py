@@ -1,6 +1,6 @@
 """Step 1: supervised fine-tuning.
 
-deepspeed training/step1_sft/main.py --help
+python training/step1_sft/main.py --help
 """
 
 import sys
@@ -11,7 +11,7 @@ from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: SFTConfig) -> None:
-    # Not at the top, so that --help does not load DeepSpeed.
+    # not at the top, so that --help and flag errors do not wait for torch
     from dschat_ppo.supervised.sft import train_sft
 
     train_sft(config)

@@ -1,6 +1,6 @@
 """Step 2 without a reward model: train the policy itself on preference pairs (default: `--objective dpo`).
 
-deepspeed training/step2_dpo/main.py --help
+python training/step2_dpo/main.py --help
 """
 
 import sys
@@ -11,7 +11,7 @@ from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: PreferenceConfig) -> None:
-    # Not at the top, so that --help does not load DeepSpeed.
+    # not at the top, so that --help and flag errors do not wait for torch
     from dschat_ppo.supervised.train_preference import train_preferences
 
     train_preferences(config)

@@ -1,6 +1,6 @@
 """Step 3: PPO and related policy gradient methods, with learned, rule-based or remote rewards.
 
-deepspeed training/step3_ppo/main.py --help
+python training/step3_ppo/main.py --help
 """
 
 import sys
@@ -11,7 +11,7 @@ from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: PPOConfig) -> None:
-    # Not at the top, so that --help does not load DeepSpeed.
+    # not at the top, so that --help and flag errors do not wait for torch
     from dschat_ppo.ppo.train_ppo import train_ppo
 
     train_ppo(config)
