@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,9 +10,10 @@ import deepspeed
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
+from dschat_ppo.algorithms.learning_rate import rate_factor
 from dschat_ppo.common.logging import quiet_prints
+from dschat_ppo.config.schedule_flags import POLYNOMIAL_END
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
@@ -85,32 +85,24 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Confi
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> LambdaLR:
-    """The schedule of transformers that `settings` name: the rate of each parameter group is its peak times a factor.
+    """The schedule that `settings` name: the rate of each parameter group is its peak times a factor.
 
-    With `min_lr_ratio` m, the factor f after the warm-up becomes m + (1 - m) f, and f ends at 0.
+    With `min_lr_ratio` m, the factor f after the warm-up becomes m + (1 - m) f. "polynomial" ends at m times the peak,
+    or with m = 0 at `POLYNOMIAL_END`, as in transformers.
     """
-    warmup, total, least, named = settings.warmup_steps, settings.total_steps, settings.min_lr_ratio, {}
-    kind = "cosine_with_min_lr" if settings.schedule == "cosine" and least > 0 else settings.schedule
-    if kind == "cosine_with_min_lr":
-        named["min_lr_rate"] = least
-    elif kind == "polynomial":
-        total = max(total, warmup + 1)  # transformers divides by the steps after the warm-up
-        named |= {"lr_end": least * settings.learning_rate} if least > 0 else {}
-    scheduler = get_scheduler(
-        kind,
-        optimizer=optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=total,
-        scheduler_specific_kwargs=named,
+    peak, warmup, total, least = (
+        settings.learning_rate,
+        settings.warmup_steps,
+        settings.total_steps,
+        settings.min_lr_ratio,
     )
-    if least > 0 and kind in ("linear", "cosine_with_restarts"):  # they have no lowest rate in transformers
-
-        def raised(step: int, factor: Callable[[int], float]) -> float:
-            return factor(step) if step < warmup else least + (1 - least) * factor(step)
-
-        # the rate of step 0 stays: its factor is 1 without a warm-up
-        scheduler.lr_lambdas = [partial(raised, factor=factor) for factor in scheduler.lr_lambdas]
-    return scheduler
+    if settings.schedule == "polynomial":
+        total = max(total, warmup + 1)  # it divides by the steps after the warm-up
+    last = least * peak if least > 0 else POLYNOMIAL_END
+    return LambdaLR(
+        optimizer,
+        partial(rate_factor, kind=settings.schedule, warmup=warmup, total=total, least=least, peak=peak, last=last),
+    )
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
