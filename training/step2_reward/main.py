@@ -5,14 +5,15 @@ python training/step2_reward/main.py --help
 
 import sys
 
+from dschat_ppo.common.garbage import lasting_objects
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: PreferenceConfig) -> None:
-    # not at the top, so that --help and flag errors do not wait for torch
-    from dschat_ppo.supervised.train_preference import train_preferences
+    with lasting_objects():  # not at the top, so that --help and wrong flags do not wait for torch
+        from dschat_ppo.supervised.train_preference import train_preferences
 
     train_preferences(config)
 
