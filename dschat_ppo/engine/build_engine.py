@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import deepspeed
@@ -18,6 +21,8 @@ from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.types import Engine
+
+_NO_COMPILER = "TORCHDYNAMO_DISABLE"
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,33 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
     """A DeepSpeed engine in training mode that trains the parameters of `model` that require gradients with AdamW."""
     optimizer = build_optimizer(model, settings, config)
     scheduler = build_scheduler(optimizer, settings)
+    _import_muon()
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
         engine.optimizer.quantize_nontrainable_params()  # no weight was frozen when the model was partitioned
     engine.train()  # transformers loads models in eval mode
     return engine
+
+
+@cache
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon optimizer, as every ZeRO engine does, without torch's compiler.
+
+    Functions there are decorated with `torch.compile`, which imports the compiler: a second for each rank, and modules
+    that each garbage collection searches. No run calls these functions (`DERIVED`). `TORCHDYNAMO_DISABLE` is torch's
+    own switch; DeepSpeed without the module needs no import.
+    """
+    before = os.environ.get(_NO_COMPILER)
+    os.environ[_NO_COMPILER] = "1"
+    try:
+        with suppress(ImportError):
+            import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        if before is None:
+            del os.environ[_NO_COMPILER]
+        else:
+            os.environ[_NO_COMPILER] = before
 
 
 def eval_engine(model: nn.Module, config: Config) -> Engine:
