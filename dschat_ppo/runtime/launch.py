@@ -54,9 +54,11 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
 
 
 def _leave_process_group() -> None:
-    from dschat_ppo.common import dist  # not at the top, so that --help does not import torch
+    """Leave the process group, if there is one; without torch, whose import takes seconds, there is none."""
+    if "torch" in sys.modules:
+        from dschat_ppo.common import dist  # not at the top, so that --help does not import torch
 
-    dist.shutdown()
+        dist.shutdown()
 
 
 def _report_user_error(record: FirstFailureRecord, problem: UserError | NonFiniteError) -> int:
