@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +12,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from dschat_ppo.common.heartbeat import watchdog_paused
+from dschat_ppo.common.ranks import is_main, local_rank, local_world_size, rank, world_size  # noqa: F401  `dist.rank()`
 
 # Of every process group: the other ranks wait at a barrier while the first one prepares the data. NCCL's own limit is
 # ten minutes.
@@ -21,31 +21,6 @@ Group = Any  # a `torch.distributed.ProcessGroup`, which builds without distribu
 
 _SHARING = [1]  # ranks that share their rows
 _SEQUENCE_GROUPS: dict[int, Any] = {}  # number of ranks that share rows -> this rank's process group of that size
-
-
-def world_size() -> int:
-    """Number of ranks, from the launcher's environment: known before the process group exists."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank() -> int:
-    """The number of this process among all ranks."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def local_rank() -> int:
-    """The number of this process among the ranks of its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_world_size() -> int:
-    """Number of ranks on this machine."""
-    return int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def is_main() -> bool:
-    """True on rank 0, which writes files and prints."""
-    return rank() == 0
 
 
 def share_rows(ranks: int) -> None:

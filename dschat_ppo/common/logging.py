@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dschat_ppo.common.dist import is_main
+from dschat_ppo.common.ranks import is_main
 
 _VERBOSE = os.environ.get("DSCHAT_PPO_VERBOSE") == "1"
 

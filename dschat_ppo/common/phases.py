@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from dschat_ppo.common.heartbeat import heartbeat
 
@@ -67,8 +66,8 @@ class PhaseClock:
         _reset_peak()
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if (gpu := _gpu()) is not None:
+            gpu.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), _peak_bytes() / _GIB)
         _CURRENT.pop()
@@ -85,9 +84,16 @@ class PhaseClock:
         return taken
 
 
+def _gpu() -> Any:
+    """`torch.cuda`, or None if there is no GPU."""
+    import torch  # not at the top: a rank notes its phase before it imports torch, and --help never does
+
+    return torch.cuda if torch.cuda.is_available() else None
+
+
 def _reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    if (gpu := _gpu()) is not None:
+        gpu.reset_peak_memory_stats()
         return
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -97,8 +103,8 @@ def _reset_peak() -> None:
 
 def _peak_bytes() -> float:
     """Peak memory since the last reset: of the GPU, or of the process if there is none."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
+    if (gpu := _gpu()) is not None:
+        return float(gpu.max_memory_allocated())
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():

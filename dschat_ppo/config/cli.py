@@ -9,12 +9,11 @@ import os
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
-from transformers.hf_argparser import string_to_bool
 
+from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.steps import STEPS, Step
 from dschat_ppo.errors import UserError, reading
@@ -36,37 +35,8 @@ _ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and
 LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # magnitudes beyond overflow or underflow in fp32 products
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Leaves out defaults of None and [], whose meaning is in the help text."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, []) else super()._get_help_string(action)
-
-
-class _StepParser(HfArgumentParser):
-    """An argument parser that raises `UserError` with a message of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (all flags: --help)")
-
-
 def _groups(step: Step) -> list[tuple[str, Any]]:
     return list(get_type_hints(step.config).items())
-
-
-def _correct(parser: HfArgumentParser, step: Step) -> None:
-    """Correct the flags that `HfArgumentParser` derives from the dataclasses, mostly for `--help`."""
-    for action in parser._actions:
-        if action.nargs != 0 and not action.choices:
-            text = "N" if action.type is int else "X" if action.type is float else "TEXT"
-            action.metavar = "BOOL" if action.nargs == "?" else text
-        action.nargs = "*" if action.nargs == "+" else action.nargs  # a list may be empty, as in DeepSpeed-Chat
-        if action.type is string_to_bool and action.nargs is None:  # a switch that may also be left open
-            action.nargs, action.const, action.metavar = "?", True, "BOOL"
-        if action.option_strings[0] == f"--no_{action.dest}":  # else it has the help and default of its opposite
-            action.help, action.default = f"turn --{action.dest} off", argparse.SUPPRESS
-        if action.required:
-            action.help, action.default = f"{action.help} (required)", argparse.SUPPRESS
 
 
 def _yaml_arguments(path: str, known: set[str]) -> list[str]:
@@ -118,40 +88,33 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     """
     step = STEPS[step_name]
     groups = _groups(step)
-    parser = _StepParser(
-        [kind for _, kind in groups], allow_abbrev=False, formatter_class=_HelpFormatter,
-        usage="deepspeed %(prog)s [--flag value ...]",
-    )  # fmt: skip
+    parser = flag_parser([kind for _, kind in groups], usage="deepspeed %(prog)s [--flag value ...]")
     parser.set_defaults(**{**step.defaults, **(given or {})})
-    for action in parser._actions:
-        action.required = action.required and action.dest not in (given or {})
-    _correct(parser, step)
     fields = [field for _, kind in groups for field in dataclasses.fields(kind)]
     known = {field.name for field in fields} - {"config", "local_rank"}
     known |= {alias.lstrip("-") for field in fields for alias in field.metadata.get("aliases", [])}
     path = _config_path(argv)
     words = (_yaml_arguments(path, known) if path else []) + list(argv)
-    required = [action for action in parser._actions if action.required]
-    for action in required:  # an unknown flag is often a required one under another name, so it is reported first
-        action.required = False
     found, unknown = parser.parse_known_args(words)
     if unknown:
         raise UserError(
             f"unknown flag or value: {' '.join(unknown)}{_suggestion(unknown[0], known)} (all flags: --help)"
         )
-    missing = [f"--{action.dest}" for action in required if action.dest not in found]
+    # after unknown flags: often one of them is a required flag under another name
+    missing = [f"--{field.name}" for field in fields if field.name not in found]
     if missing:
         raise UserError(f"required: {', '.join(missing)} (all flags: --help)")
-    parts = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
-    values = {name: value for part in parts for name, value in vars(part).items()}
+    values = vars(found)
+    parts = {
+        name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for name, kind in groups
+    }
     _check_values(values)
-    return step.config(**{name: part for (name, _), part in zip(groups, parts, strict=True)})
+    return step.config(**parts)
 
 
 def flag_help(kind: Any) -> str:
     """The help of one group of flags, such as `DataFlags`, as text."""
-    parser = _StepParser([kind], add_help=False, formatter_class=_HelpFormatter, usage=argparse.SUPPRESS)
-    _correct(parser, STEPS["sft"])
+    parser = flag_parser([kind], add_help=False, usage=argparse.SUPPRESS)
     return parser.format_help().strip()
 
 

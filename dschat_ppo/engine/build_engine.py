@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
+from dschat_ppo.algorithms.learning_rate import rate_factor
 from dschat_ppo.common.logging import quiet_prints
+from dschat_ppo.config.schedule_flags import POLYNOMIAL_END
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.types import Engine
+
+_NO_COMPILER = "TORCHDYNAMO_DISABLE"
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,33 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
     """A DeepSpeed engine in training mode that trains the parameters of `model` that require gradients with AdamW."""
     optimizer = build_optimizer(model, settings, config)
     scheduler = build_scheduler(optimizer, settings)
+    _import_muon()
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
         engine.optimizer.quantize_nontrainable_params()  # no weight was frozen when the model was partitioned
     engine.train()  # transformers loads models in eval mode
     return engine
+
+
+@cache
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon optimizer, as every ZeRO engine does, without torch's compiler.
+
+    Functions there are decorated with `torch.compile`, which imports the compiler: a second for each rank, and modules
+    that each garbage collection searches. No run calls these functions (`DERIVED`). `TORCHDYNAMO_DISABLE` is torch's
+    own switch; DeepSpeed without the module needs no import.
+    """
+    before = os.environ.get(_NO_COMPILER)
+    os.environ[_NO_COMPILER] = "1"
+    try:
+        with suppress(ImportError):
+            import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        if before is None:
+            del os.environ[_NO_COMPILER]
+        else:
+            os.environ[_NO_COMPILER] = before
 
 
 def eval_engine(model: nn.Module, config: Config) -> Engine:
@@ -85,32 +111,24 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Confi
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> LambdaLR:
-    """The schedule of transformers that `settings` name: the rate of each parameter group is its peak times a factor.
+    """The schedule that `settings` name: the rate of each parameter group is its peak times a factor.
 
-    With `min_lr_ratio` m, the factor f after the warm-up becomes m + (1 - m) f, and f ends at 0.
+    With `min_lr_ratio` m, the factor f after the warm-up becomes m + (1 - m) f. "polynomial" ends at m times the peak,
+    or with m = 0 at `POLYNOMIAL_END`, as in transformers.
     """
-    warmup, total, least, named = settings.warmup_steps, settings.total_steps, settings.min_lr_ratio, {}
-    kind = "cosine_with_min_lr" if settings.schedule == "cosine" and least > 0 else settings.schedule
-    if kind == "cosine_with_min_lr":
-        named["min_lr_rate"] = least
-    elif kind == "polynomial":
-        total = max(total, warmup + 1)  # transformers divides by the steps after the warm-up
-        named |= {"lr_end": least * settings.learning_rate} if least > 0 else {}
-    scheduler = get_scheduler(
-        kind,
-        optimizer=optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=total,
-        scheduler_specific_kwargs=named,
+    peak, warmup, total, least = (
+        settings.learning_rate,
+        settings.warmup_steps,
+        settings.total_steps,
+        settings.min_lr_ratio,
     )
-    if least > 0 and kind in ("linear", "cosine_with_restarts"):  # they have no lowest rate in transformers
-
-        def raised(step: int, factor: Callable[[int], float]) -> float:
-            return factor(step) if step < warmup else least + (1 - least) * factor(step)
-
-        # the rate of step 0 stays: its factor is 1 without a warm-up
-        scheduler.lr_lambdas = [partial(raised, factor=factor) for factor in scheduler.lr_lambdas]
-    return scheduler
+    if settings.schedule == "polynomial":
+        total = max(total, warmup + 1)  # it divides by the steps after the warm-up
+    last = least * peak if least > 0 else POLYNOMIAL_END
+    return LambdaLR(
+        optimizer,
+        partial(rate_factor, kind=settings.schedule, warmup=warmup, total=total, least=least, peak=peak, last=last),
+    )
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:

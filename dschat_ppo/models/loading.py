@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,19 +25,18 @@ from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapted_base import adapted, check_adapter, quantised_base
-from dschat_ppo.models.adapter_weights import LM_HEADS
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.architectures import DROPOUTS, SCORE, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
-from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, odd_expert, weight_files
+from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, weight_files
 from dschat_ppo.models.model_folders import base_folder, saves_head
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import grow_vocabulary
+from dschat_ppo.models.weight_check import check_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_WEIGHT = f"{SCORE}.weight"
 MAX_EXTRAPOLATION = 4  # rotary positions beyond this multiple of those trained are assumed to be a mistake
-MAX_NAMES = 6  # of weights, in a message
 
 
 def load_config(folder: str, flag: str) -> PretrainedConfig:
@@ -158,7 +156,7 @@ def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None
     """
     config = load_config(folder, "model")
     check_architecture(config, folder, needs_lm=True)
-    _check_weights(AutoModelForCausalLM, base_folder(folder, "model"), config)
+    check_weights(AutoModelForCausalLM, base_folder(folder, "model"), config)
     check_adapter(partial(AutoModelForCausalLM.from_config, config), folder, adapter)
 
 
@@ -212,7 +210,7 @@ def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSetti
     base = base_folder(folder, "model")
     has_head = base != folder and saves_head(folder)
     mapping = _deepspeed_chat_mapping(base, kind)
-    is_new = bool(_check_weights(kind, base, config, mapping, {SCORE_WEIGHT}, unused)) and not has_head
+    is_new = bool(check_weights(kind, base, config, mapping, {SCORE_WEIGHT}, unused)) and not has_head
     if is_new and not new_head:
         raise UserError(f"{folder}: has no trained scalar head ({SCORE_WEIGHT}); train a reward model first (step 2)")
     check_adapter(partial(kind, config), folder, adapter)
@@ -268,44 +266,3 @@ def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[st
     if not any(name.startswith("v_head.") for name in checkpoint_shapes(folder)):
         return {}
     return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": f"{SCORE}."}
-
-
-def _check_weights(
-    kind: Any,
-    folder: str,
-    config: PretrainedConfig,
-    key_mapping: dict[str, str] | None = None,
-    allowed_missing: Set[str] = frozenset(),
-    allowed_unexpected: Set[str] = frozenset(),
-) -> Set[str]:
-    """Compare the checkpoint with the model on the meta device; returns the allowed names that are missing."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # it reports the same facts on a page
-    try:
-        with watchdog_paused(), reading(f"{folder}: its weights cannot be read as those of a {type(config).__name__}"):
-            _, info = kind.from_pretrained(
-                folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
-                ignore_mismatched_sizes=True,
-            )  # fmt: skip
-    except UserError as problem:
-        odd = odd_expert(checkpoint_shapes(folder))
-        if odd is None:
-            raise
-        fault = f"{folder}: the checkpoint does not fit {type(config).__name__}: wrong shape: {odd}"
-        raise UserError(fault) from problem.__cause__
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-    missing = set(info["missing_keys"])
-    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)} - allowed_unexpected
-    if unexpected:
-        unexpected -= {name for name, shape in checkpoint_shapes(folder).items() if is_old_buffer(name, shape)}
-    wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
-    faults = []
-    for fault, names in (
-        ("missing", missing - allowed_missing), ("unexpected", unexpected), ("wrong shape", wrong_shape)
-    ):  # fmt: skip
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        faults += [f"{fault}: {', '.join(sorted(names)[:MAX_NAMES])}{more}"] if names else []
-    if faults:
-        raise UserError(f"{folder}: the checkpoint does not fit {type(config).__name__}: {'; '.join(faults)}")
-    return missing & allowed_missing

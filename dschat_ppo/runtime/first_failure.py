@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dschat_ppo.common import dist
+from dschat_ppo.common import ranks
 from dschat_ppo.runtime.processes import find_process
 
 FAILURE, STOP = "failure", "stop"  # files in the folder
@@ -49,10 +49,10 @@ class FirstFailureRecord:
 
     def record(self, code: int, hung: bool = False) -> FirstFailure:
         """Record a failure of this rank if it is the first; return the first one, which may be another rank's."""
-        mine = FirstFailure(dist.rank(), code, hung, time.time())
+        mine = FirstFailure(ranks.rank(), code, hung, time.time())
         try:
             if self.folder is not None:
-                draft = self.folder / f"draft_{dist.rank()}_{time.monotonic_ns()}"
+                draft = self.folder / f"draft_{ranks.rank()}_{time.monotonic_ns()}"
                 draft.write_text(json.dumps(asdict(mine)), encoding="ascii")
                 os.link(draft, self.folder / FAILURE)  # fails if it exists, and is never visible half written
         except FileExistsError:
@@ -91,7 +91,7 @@ class FirstFailureRecord:
         """Note that this rank makes progress now."""
         if self.folder is not None:
             with suppress(OSError):
-                os.utime(self.folder / f"rank_{dist.rank()}")
+                os.utime(self.folder / f"rank_{ranks.rank()}")
 
     def seconds_since_progress(self) -> float:
         """Seconds since any rank of this machine made progress; infinity if unknown."""
@@ -105,7 +105,7 @@ class FirstFailureRecord:
         """Note that this rank has written its stacks."""
         if self.folder is not None:
             with suppress(OSError):
-                (self.folder / f"stacks_{dist.rank()}").touch()
+                (self.folder / f"stacks_{ranks.rank()}").touch()
 
     def ranks_without_stacks(self) -> list[int]:
         """Running ranks of this machine that have not written their stacks."""
@@ -116,7 +116,7 @@ class FirstFailureRecord:
         """Remove this rank, which ends in order. The last one removes the folder."""
         if self.folder is not None:
             with suppress(OSError):
-                (self.folder / f"rank_{dist.rank()}").unlink()
+                (self.folder / f"rank_{ranks.rank()}").unlink()
             if not any(self._is_running().values()):
                 shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -145,7 +145,7 @@ def open_failure_record() -> FirstFailureRecord:
     the folder cannot be made.
     """
     launcher, own = find_process(os.getppid()), find_process(os.getpid())
-    if dist.world_size() == 1 or launcher is None or own is None:
+    if ranks.world_size() == 1 or launcher is None or own is None:
         return FirstFailureRecord(None)
     # the same for all ranks of one launch on this machine, and for no other launch
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -156,9 +156,9 @@ def open_failure_record() -> FirstFailureRecord:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.lstat().st_uid != os.getuid():  # anyone may write to /tmp: another user may have made it first
             return FirstFailureRecord(None)
-        draft = folder / f"draft_{dist.rank()}"
+        draft = folder / f"draft_{ranks.rank()}"
         draft.write_text(f"{os.getpid()} {own.started}", encoding="ascii")
-        draft.rename(folder / f"rank_{dist.rank()}")
+        draft.rename(folder / f"rank_{ranks.rank()}")
     except OSError:
         return FirstFailureRecord(None)
     return FirstFailureRecord(folder)

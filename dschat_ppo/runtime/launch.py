@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from dschat_ppo.common import dist, phases
+from dschat_ppo.common import phases, ranks
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
@@ -38,12 +38,12 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
         watchdog.watch_ranks(record)
     try:
         train(parse(argv))
-        dist.shutdown()
+        _leave_process_group()
         return DONE
     except StopRequested as stop:
         record.record(DONE)
         logger().info(str(stop))
-        dist.shutdown()
+        _leave_process_group()
         return DONE
     except (UserError, NonFiniteError) as problem:
         return _report_user_error(record, problem)
@@ -54,10 +54,18 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
         record.leave()
 
 
+def _leave_process_group() -> None:
+    """Leave the process group, if there is one; without torch, whose import takes seconds, there is none."""
+    if "torch" in sys.modules:
+        from dschat_ppo.common import dist  # not at the top, so that --help does not import torch
+
+        dist.shutdown()
+
+
 def _report_user_error(record: FirstFailureRecord, problem: UserError | NonFiniteError) -> int:
     """Print its message. The other ranks give rank 0 some time first, because it usually has the same error."""
     deadline = time.monotonic() + _RANK_0_HEAD_START_SECONDS
-    while not dist.is_main() and record.read() is None and time.monotonic() < deadline:
+    while not ranks.is_main() and record.read() is None and time.monotonic() < deadline:
         if stop_requests.requested() and not record.is_running(0):
             return exit_code(problem)  # rank 0 has reported and ended, and the launcher ends the other ranks
         heartbeat()
@@ -65,8 +73,8 @@ def _report_user_error(record: FirstFailureRecord, problem: UserError | NonFinit
     first = record.record(exit_code(problem))
     causes = f"\n{''.join(traceback.format_exception(problem)).rstrip()}" if problem.__cause__ else ""
     write_to_log(f"error: {problem}{causes}")
-    if first.rank == dist.rank() or first.code == DONE:
-        _print_error(f"error: {problem}" if dist.is_main() else f"error on rank {dist.rank()}: {problem}")
+    if first.rank == ranks.rank() or first.code == DONE:
+        _print_error(f"error: {problem}" if ranks.is_main() else f"error on rank {ranks.rank()}: {problem}")
     return first.code or exit_code(problem)
 
 
@@ -76,16 +84,16 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
     code = RANK_LOST if rank_lost else exit_code(problem)
     first = record.record(code)
     trace = "".join(traceback.format_exception(problem)).rstrip()
-    is_reported = first.rank != dist.rank() or first.hung
+    is_reported = first.rank != ranks.rank() or first.hung
     if is_reported and (first.code != DONE or rank_lost):
         write_to_log(f"ends after rank {first.rank}:\n{trace}")
         return first.code
-    message = f"rank {dist.rank()} failed in {phases.where(' at')}:\n{trace}"
+    message = f"rank {ranks.rank()} failed in {phases.where(' at')}:\n{trace}"
     if rank_lost:
-        message = f"rank {dist.rank()}: another rank is gone ({phases.where()}): the run ends; {HOW_TO_RESUME}"
+        message = f"rank {ranks.rank()}: another rank is gone ({phases.where()}): the run ends; {HOW_TO_RESUME}"
     elif isinstance(problem, KeyboardInterrupt):
         message = (
-            f"rank {dist.rank()} was interrupted a second time ({phases.where()}): the run ends at once; "
+            f"rank {ranks.rank()} was interrupted a second time ({phases.where()}): the run ends at once; "
             f"{HOW_TO_RESUME}"
         )
     elif ran_out_of_memory(problem):

@@ -122,7 +122,7 @@ def _wait(folder: Path, obstacle: Callable[[], str | None]) -> None:
             logger().info(message)
             is_logged = True
         raise_if_stop_requested("waited for an operator")
-        time.sleep(POLL_SECONDS)
+        time.sleep(min(POLL_SECONDS, 0.02 + waited))  # ranks that find an operator compiled wait for a moment only
 
 
 def _try_lock(lock: Any, folder: Path) -> bool:

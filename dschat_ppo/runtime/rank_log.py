@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from dschat_ppo.common.dist import rank, world_size
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import where
+from dschat_ppo.common.ranks import rank, world_size
 from dschat_ppo.errors import UserError
 
 _FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"

@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 from typing import NoReturn
 
-from dschat_ppo.common import dist, heartbeat
+from dschat_ppo.common import heartbeat, ranks
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import training_has_started, where
 from dschat_ppo.runtime import stop_requests
@@ -85,10 +85,10 @@ class _Watchdog:
             if self._hangs() and (first is None or not first.code):
                 first = self.record.record(RANK_LOST, hung=True)
                 if not first.code:  # a stop on request, during which this rank hangs
-                    first = replace(first, rank=dist.rank(), code=RANK_LOST, hung=True, when=time.time())
+                    first = replace(first, rank=ranks.rank(), code=RANK_LOST, hung=True, when=time.time())
             if first is not None and first.hung:
                 self._end_with_stacks(first)
-            elif first is not None and first.code and first.rank != dist.rank():
+            elif first is not None and first.code and first.rank != ranks.rank():
                 # another rank has failed, and the main thread does not end: it waits in a collective of a GPU
                 if self._has_lasted("failed", True, FAILED_SECONDS):
                     write_to_log(f"ends because rank {first.rank} failed\n{_stacks()}")
@@ -103,7 +103,7 @@ class _Watchdog:
         self._stop_is_known = True
         self.record.request_stop()
         stop_requests.set_flag()
-        if dist.is_main():
+        if ranks.is_main():
             then = "the state is saved after this optimizer step"
             if not training_has_started():
                 then = "the run ends before training begins, with nothing to save"
@@ -132,8 +132,8 @@ class _Watchdog:
         """The process of another rank was killed, and the main thread of this rank has not noticed."""
         lost = ", ".join(map(str, self.record.lost_ranks()))
         first = self.record.record(RANK_LOST)
-        text = f"rank {dist.rank()}: another rank is gone (rank {lost}; {where()}): the run ends; {HOW_TO_RESUME}\n"
-        if first.rank == dist.rank():
+        text = f"rank {ranks.rank()}: another rank is gone (rank {lost}; {where()}): the run ends; {HOW_TO_RESUME}\n"
+        if first.rank == ranks.rank():
             _write_to_stderr(text)
         write_to_log(text + _stacks())
         self._leave(first.code)
@@ -144,7 +144,7 @@ class _Watchdog:
 
     def _end_with_stacks(self, first: FirstFailure) -> None:
         """Write the stacks of this rank in its turn, and end."""
-        idle, turns = heartbeat.idle_seconds(), dist.local_world_size()
+        idle, turns = heartbeat.idle_seconds(), ranks.local_world_size()
         first_turn = first.when + POLL_SECONDS + 0.1  # by then every rank has seen the failure
         end = first_turn + turns * _TURN_SECONDS + _AFTER_TURNS_SECONDS
         stacks = _stacks()
@@ -153,16 +153,16 @@ class _Watchdog:
         timer.daemon = True
         timer.start()  # before anything is written: the disk that holds the log may be the one that hangs
         reason = f"has made no progress for {idle:.0f} s"
-        if first.rank != dist.rank() and self.limit is not None and idle < self.limit / 2:
+        if first.rank != ranks.rank() and self.limit is not None and idle < self.limit / 2:
             reason = f"ends because rank {first.rank} makes no progress"
-        text = f"rank {dist.rank()} {reason}: {where()}\n{stacks}"
-        time.sleep(max(0.0, first_turn + dist.local_rank() * _TURN_SECONDS - time.time()))
+        text = f"rank {ranks.rank()} {reason}: {where()}\n{stacks}"
+        time.sleep(max(0.0, first_turn + ranks.local_rank() * _TURN_SECONDS - time.time()))
         _write_to_stderr(text)
         faulthandler.cancel_dump_traceback_later()  # not earlier: C code may take the GIL again
         self.record.mark_stacks_written()
         write_to_log(text)
         time.sleep(max(0.0, end - 0.5 - time.time()))
-        for silent in self.record.ranks_without_stacks() if first.rank == dist.rank() else ():
+        for silent in self.record.ranks_without_stacks() if first.rank == ranks.rank() else ():
             _write_to_stderr(f"rank {silent} does not answer: it runs C code that holds Python's lock, or is stopped\n")
         timer.join()
 
@@ -191,7 +191,7 @@ def end_process(text: str, code: int) -> NoReturn:
     """End this process at once, from any thread, with exit code `code` and `text` as the run's message."""
     record = _WATCHDOGS[-1].record if _WATCHDOGS else FirstFailureRecord(None)
     first = record.record(code)
-    if first.rank == dist.rank():
+    if first.rank == ranks.rank():
         _write_to_stderr(text)
     write_to_log(text)
     os._exit(first.code)

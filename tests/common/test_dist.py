@@ -6,14 +6,6 @@ import torch
 from dschat_ppo.common import dist, heartbeat
 
 
-def test_ranks_are_read_from_the_environment_of_the_launcher(monkeypatch):
-    assert (dist.rank(), dist.world_size(), dist.local_rank(), dist.local_world_size()) == (0, 1, 0, 1)
-    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    assert (dist.rank(), dist.world_size(), dist.local_rank(), dist.local_world_size()) == (5, 8, 1, 4)
-    assert not dist.is_main()
-
-
 def test_ranks_that_share_rows_have_one_number_of_data(monkeypatch):
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")

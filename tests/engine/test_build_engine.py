@@ -1,5 +1,7 @@
 """Engines from models: parameter groups, optimizer, schedule, modes."""
 
+import os
+import sys
 from dataclasses import replace
 from math import cos, pi
 
@@ -13,6 +15,7 @@ from torch import nn
 from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import (
     OptimizerSettings,
+    _import_muon,
     build_optimizer,
     build_scheduler,
     eval_engine,
@@ -165,3 +168,14 @@ def test_an_evaluating_engine_has_no_dropout_and_no_gradients():
     engine = eval_engine(model, eval_config(2, "fp32", False, 1))
     first, second = (engine(torch.ones(1, 3, device=dist.device())) for _ in range(2))
     assert torch.equal(first, second) and not first.requires_grad and not engine.module.training
+
+
+def test_functions_of_muon_are_not_compiled(monkeypatch):
+    for name in ("muon_optimizer", "original_muon"):
+        monkeypatch.delitem(sys.modules, f"deepspeed.runtime.zero.muon.{name}", raising=False)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    _import_muon.cache_clear()
+    _import_muon()
+    function = sys.modules["deepspeed.runtime.zero.muon.original_muon"].zeropower_via_newtonschulz5
+    assert not hasattr(function, "_torchdynamo_orig_callable"), "torch.compile has not decorated it"
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "0"

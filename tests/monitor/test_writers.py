@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor import writers
@@ -88,7 +87,7 @@ def test_lines_are_written_at_once_and_synced_by_saved_offset(tmp_path, monkeypa
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(dist, "rank", lambda: 1)
+    monkeypatch.setenv("RANK", "1")
     with MetricsWriter(tmp_path, tmp_path / "board") as writer:
         writer.write(1, {"a": 1.0})
         assert writer.saved_offset() == 0

@@ -14,7 +14,6 @@ from test_mini_dataset import experience
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.checkpoint.resumable import RankStates
 from dschat_ppo.checkpoint.state_file import load_state, save_state
-from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.errors import UserError
@@ -138,8 +137,8 @@ def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(monkeypa
         before.ppo.state.sums.add_sum("a", torch.tensor(total), torch.tensor(1.0))
         saved.append(before.rank_state())
     shared, after = before.shared_state(), resumable(average=True)
-    monkeypatch.setattr(dist, "world_size", lambda: ranks)
-    monkeypatch.setattr(dist, "rank", lambda: rank)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("RANK", str(rank))
     own = saved[rank] if ranks == 2 else None
     after.load_state(shared, RankStates(own, lambda: iter(saved)))
     means = after.ppo.state.sums.state_dict()["means"]

@@ -1,18 +1,19 @@
 """Step 2 without a reward model: train the policy itself on preference pairs (default: `--objective dpo`).
 
-deepspeed training/step2_dpo/main.py --help
+python training/step2_dpo/main.py --help
 """
 
 import sys
 
+from dschat_ppo.common.garbage import lasting_objects
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.runtime.launch import leave, run_step
 
 
 def train(config: PreferenceConfig) -> None:
-    # Not at the top, so that --help does not load DeepSpeed.
-    from dschat_ppo.supervised.train_preference import train_preferences
+    with lasting_objects():  # not at the top, so that --help and wrong flags do not wait for torch
+        from dschat_ppo.supervised.train_preference import train_preferences
 
     train_preferences(config)
 

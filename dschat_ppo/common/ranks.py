@@ -1,0 +1,30 @@
+"""The number of this process among the ranks, from the launcher's environment; without torch (see `common/dist.py`)."""
+
+from __future__ import annotations
+
+import os
+
+
+def world_size() -> int:
+    """Number of ranks, from the launcher's environment: known before the process group exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """The number of this process among all ranks."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """The number of this process among the ranks of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def is_main() -> bool:
+    """True on rank 0, which writes files and prints."""
+    return rank() == 0

@@ -1,0 +1,91 @@
+"""A command-line parser with one flag for each field of the flag groups.
+
+`HfArgumentParser` of transformers does the same, but its import takes a second, for which `--help` and a misspelt flag
+would wait. The flags are written as that parser writes them, so DeepSpeed-Chat's scripts keep working.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterable
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from dschat_ppo.errors import UserError
+
+_TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An argument parser that raises `UserError` with a message of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (all flags: --help)")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Omits defaults of None and [], whose meaning is in the help text, and marks required flags."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is argparse.SUPPRESS and action.type is not None:
+            return f"{action.help} (required)"
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
+
+
+def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
+    """A parser for the fields of dataclasses such as `RunFlags`.
+
+    A field `some_name` becomes `--some_name` and `--some-name`, with the aliases in its metadata. A field of type bool
+    takes a value or none (true), and with the default True it also has `--no_some_name`. A list takes any number of
+    values. A field without a default has no attribute in the result if its flag is not given.
+
+    Args:
+        groups: the dataclasses; their types may be `T`, `T | None` or `list[T]`, with T a Literal, bool, int, float or
+            str.
+        settings: of `argparse.ArgumentParser`.
+    """
+    parser = FlagParser(allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
+    for group in groups:
+        section, types = parser.add_argument_group(group._argument_group_name), get_type_hints(group)
+        for field in dataclasses.fields(group):
+            _add_flag(section, field, types[field.name])
+    return parser
+
+
+def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
+    default: Any = argparse.SUPPRESS
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    elif field.default is not dataclasses.MISSING:
+        default = field.default
+    names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
+    section.add_argument(
+        *names, *field.metadata.get("aliases", []), help=field.metadata["help"], default=default, **_values_of(kind)
+    )
+    if default is True:
+        section.add_argument(
+            f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", action="store_false", dest=field.name,
+            default=argparse.SUPPRESS, help=f"turn --{field.name} off",
+        )  # fmt: skip
+
+
+def _values_of(kind: Any) -> dict[str, Any]:
+    """What argparse needs to read values of a type."""
+    if get_origin(kind) in (Union, UnionType):
+        [kind] = [part for part in get_args(kind) if part is not NoneType]
+    if get_origin(kind) is list:
+        [item] = get_args(kind)
+        return {**_values_of(item), "nargs": "*"}  # a list may be empty, as in DeepSpeed-Chat
+    if get_origin(kind) is Literal:
+        by_text = {str(choice): choice for choice in get_args(kind)}
+        return {"choices": get_args(kind), "type": lambda text: by_text.get(text, text)}
+    if kind is bool:
+        return {"type": _bool_of, "nargs": "?", "const": True, "metavar": "BOOL"}
+    return {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
+
+
+def _bool_of(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither true nor false")
+    return text.lower() in _TRUE

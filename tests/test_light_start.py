@@ -1,0 +1,32 @@
+"""`--help` and wrong flags: the answer comes before torch and the Hugging Face libraries are imported."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MAINS = sorted((Path(__file__).parents[1] / "training").glob("*/main.py"))
+HEAVY = {"torch", "transformers", "deepspeed", "datasets", "tokenizers", "numpy", "pyarrow", "pandas"}
+_IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(("words", "code", "printed"), [
+    (["--help"], 0, "--output_dir"),
+    (["--no_such_flag", "1"], 2, "unknown flag or value: --no_such_flag 1"),
+    (["--seed", "-1", "--output_dir", "o", "--data_path", "d", "--model_name_or_path", "m"], 2, "error: "),
+])  # fmt: skip
+@pytest.mark.parametrize("main", MAINS, ids=lambda path: path.parent.name)
+def test_help_and_wrong_flags_import_no_large_library(main, words, code, printed):
+    command = [sys.executable, "-X", "importtime", str(main), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr[-2000:]
+    assert printed in done.stdout + done.stderr
+    imported = {name.split(".")[0] for name in _IMPORTED.findall(done.stderr)}
+    assert {"argparse", "dschat_ppo"} <= imported, "the pattern reads the names of modules"
+    assert imported & HEAVY == set()
+
+
+def test_all_steps_are_tried():
+    assert len(MAINS) == 4
