@@ -42,8 +42,15 @@ def describe(source: OldLogprobs, reason: str | None) -> str:
 
 
 def _needed_before(config: PPOConfig, plan: PPOPlan) -> str | None:
-    """Why old log-probs and values must be known before the update; None if they need not."""
+    """Why old log-probs and values must be known before the update; None if they need not.
+
+    The KL in the reward is then that of the log-probs recorded while sampling. In bf16 these differ from those of a
+    training forward by 0.05 per token (standard deviation, a model of 260 k parameters), around 0: the sum over an
+    answer of 128 tokens differs by 0.2 +- 0.5 for k1 and by 0.04 +- 0.4 for k3, of KLs that spread by 6 and 4.5. Of a
+    policy equal to its reference, `abs` measures 3.8 instead of 0.
+    """
     ppo, algorithm = config.ppo, config.algorithm
+    rounds = config.run.dtype != "fp32"
     reasons = {
         f"a PPO step makes {plan.updates_per_rollout} optimizer steps": plan.updates_per_rollout > 1,
         "--dynamic_sampling keeps answers for the next PPO step": algorithm.dynamic_sampling,
@@ -51,6 +58,7 @@ def _needed_before(config: PPOConfig, plan: PPOPlan) -> str | None:
         "--high_entropy_share selects tokens by their entropy": algorithm.high_entropy_share < 1,
         f"--policy_loss {algorithm.policy_loss} selects tokens by them": algorithm.selects_tokens,
         "--kl_estimator full compares whole distributions": algorithm.kl_estimator == "full",
+        f"--kl_estimator abs measures rounding in {config.run.dtype}": algorithm.kl_estimator == "abs" and rounds,
         "--actor_dropout changes them in training": bool(ppo.actor_dropout),
         "--critic_dropout changes values in training": algorithm.has_critic and bool(ppo.critic_dropout),
         "--lora_dropout changes them in training": config.adapters.lora_dropout > 0,

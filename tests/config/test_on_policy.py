@@ -66,6 +66,12 @@ def test_what_is_needed_before_the_update_is_scored(words, reason):
     assert why in describe(in_fp32, why) and "--old_logprobs auto" in describe(in_fp32, why)
 
 
+def test_the_absolute_kl_is_scored_where_rounding_would_count():
+    reason = "--kl_estimator abs measures rounding in bf16"
+    assert source("--kl_estimator abs --dtype bf16") == ("recompute", reason)
+    assert source("--kl_estimator abs --dtype fp32") == source("--kl_estimator k3 --dtype bf16") == ("update", None)
+
+
 @pytest.mark.parametrize("noise", [{"router_jitter_noise": 0.01}, {"ffn_config": {"moe_jitter_eps": 0.01}}])
 def test_a_router_that_adds_noise_in_training_needs_scoring(noise):
     assert source("--dtype bf16", {**LLAMA, **noise}, LLAMA)[0] == "recompute"
