@@ -14,13 +14,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-Rows = TypeVar("Rows", "PromptBatch", "Rollout", "ScoredRollout", "Experience")
+Rows = TypeVar("Rows", "PromptBatch", "Rollout", "ScoredRollout", "RewardedRollout", "Experience")
 
 Record = TypeVar("Record")
 
 # Fields of shape (B, P), and fields with one entry per row; all other fields are (B, R).
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
-PER_ROW = ("finish_reason", "source_scores", "scores", "baselines", "groups", "data_sources")
+PER_ROW = ("finish_reason", "source_scores", "scores", "baselines", "groups", "data_sources", "numbers")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class ScoredRollout(Rollout):
     is None.
     """
 
-    old_logprobs: Tensor  # (B, R) fp32, log-probs under the policy before its updates
+    old_logprobs: Tensor | None  # (B, R) fp32, log-probs under the policy before its updates; None until an update
+    #   computes them, where the only update of a PPO step does (`config/on_policy.py`)
     entropies: Tensor | None  # (B, R) fp32, entropy of that policy at each token, in nats
     ref_logprobs: Tensor | None  # (B, R) fp32, log-probs under the reference
     kl: Tensor | None  # (B, R) fp32, KL to the reference, for the penalty in the reward
@@ -75,15 +76,30 @@ class ScoredRollout(Rollout):
     groups: Tensor  # (B,) int64, number of the row's prompt in the run
     data_sources: Tensor | None = field(default=None, kw_only=True)  # (B,) int64, number of the prompt's data set
 
+    @property
+    def policy_logprobs(self) -> Tensor:
+        """(B, R) fp32, `old_logprobs`; until these are known, the log-probs recorded while sampling."""
+        if self.old_logprobs is not None:
+            return self.old_logprobs
+        return torch.where(self.response_mask, self.rollout_logprobs, 0.0)
+
 
 @dataclass(frozen=True)
-class Experience(ScoredRollout):
-    """A scored rollout with advantages and returns, ready for the updates; 0 or False outside `response_mask`."""
+class RewardedRollout(ScoredRollout):
+    """A scored rollout with token rewards: what the critic needs, if its update computes the values; 0 or False outside
+    `response_mask`."""
 
     rewards: Tensor  # (B, R) fp32, reward of each token: KL penalty, and on the last one the score
+    loss_mask: Tensor  # (B, R) bool, True on the response tokens in the policy loss
+    numbers: Tensor | None = field(default=None, kw_only=True)  # (B,) int64, number of the row in its PPO step
+
+
+@dataclass(frozen=True)
+class Experience(RewardedRollout):
+    """A rewarded rollout with advantages and returns, ready for the updates; 0 or False outside `response_mask`."""
+
     advantages: Tensor  # (B, R) fp32
     returns: Tensor  # (B, R) fp32, targets of the critic
-    loss_mask: Tensor  # (B, R) bool, True on the response tokens in the policy loss
     loss_weights: Tensor  # (B, R) fp32, weights of the token losses of the policy
     selected: Tensor | None  # (B, R) bool, tokens that clip_cov and kl_cov act on; None for the other losses
 

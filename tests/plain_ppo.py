@@ -2,6 +2,7 @@
 DeepSpeed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,7 +177,9 @@ class PlainRun:
         self.evaluation = None
         if config.validation.eval_data_path:
             collection = self.ppo.collection
-            scorer = ModelScorer(engines.actor, engines.reference, None, collection.model_scorer.scoring)
+            source = "recompute" if config.recompute_old_logprobs else "rollout"
+            scoring = replace(collection.model_scorer.scoring, old_logprobs=source)
+            scorer = ModelScorer(engines.actor, engines.reference, None, scoring)
             held_out = RewardScorer(RewardMixture([(ScoreOfStep(self), 1.0)]), prompts_of(3, first=40), tokenizer)
             self.evaluation = Evaluation(
                 config.validation, collection.generator, held_out, scorer if engines.reference else None, folder,

@@ -85,7 +85,9 @@ class PPOFlags:
 
     old_logprobs: Literal["auto", "recompute", "rollout"] = flag(
         "log-probs of the old policy: 'recompute' by a forward pass of the actor; 'rollout' uses those recorded while "
-        "sampling and saves the pass; 'auto' is 'rollout' in fp32 and 'recompute' in bf16 and fp16",
+        "sampling and saves the pass; 'auto' takes them, and the values, from the forward passes of the update where a "
+        "PPO step makes one optimizer step and nothing needs them before it; else it is 'rollout' in fp32 and "
+        "'recompute' in bf16 and fp16",
         "auto",
     )
     actor_learning_rate: float = flag("peak learning rate of the actor, at most 1", 9.65e-6)

@@ -45,8 +45,6 @@ def experience_metrics(
         if not bool(scored.all()):
             metrics[f"reward/{name}_share"] = float(scored.float().mean())
     if rows.ref_logprobs is not None and rows.kl is not None:
-        metrics["kl/ref_k1"] = moments(kl_k1(rows.old_logprobs, rows.ref_logprobs)[mask])[0]
-        metrics["kl/ref_k3"] = moments(kl_k3(rows.old_logprobs, rows.ref_logprobs)[mask])[0]
         metrics["reward/kl_penalty"] = float((kl_coef * rows.kl * mask).sum(dim=1).mean())
     if rows.values is not None:
         metrics["value/explained_variance"] = explained_variance(rows.values[mask], rows.returns[mask])
@@ -73,14 +71,30 @@ def experience_metrics(
         if bool(own.any()):
             metrics[f"reward/score_mean/{name}"] = moments(rows.scores[own])[0]
             metrics[f"answers/length_mean/{name}"] = float(lengths[own].mean())
-            if rows.ref_logprobs is not None:
-                kl = kl_k1(rows.old_logprobs, rows.ref_logprobs)  # (B, R)
-                metrics[f"kl/ref_k1/{name}"] = moments(kl[own][mask[own]])[0]
+    return metrics | kl_metrics(rows, data_sources)
+
+
+def kl_metrics(rows: Experience, data_sources: Sequence[str] = ()) -> dict[str, float]:
+    """KL to the reference over the response tokens, and by data set; {} without a reference.
+
+    Until old log-probs are known, those recorded while sampling stand for them. Arguments as in `experience_metrics`.
+    """
+    if rows.ref_logprobs is None:
+        return {}
+    mask, logprobs = rows.response_mask, rows.policy_logprobs
+    kl = kl_k1(logprobs, rows.ref_logprobs)  # (B, R)
+    metrics = {"kl/ref_k1": moments(kl[mask])[0], "kl/ref_k3": moments(kl_k3(logprobs, rows.ref_logprobs)[mask])[0]}
+    for number, name in enumerate(data_sources if len(data_sources) > 1 else ()):
+        assert rows.data_sources is not None
+        own = rows.data_sources == number  # (B,)
+        if bool(own.any()):
+            metrics[f"kl/ref_k1/{name}"] = moments(kl[own][mask[own]])[0]
     return metrics
 
 
 def drift_metrics(rows: Experience) -> dict[str, float]:
     """Distance between the log-probs recorded while sampling and `old_logprobs` from a training forward pass."""
+    assert rows.old_logprobs is not None
     drift = (rows.rollout_logprobs - rows.old_logprobs)[rows.response_mask].abs()
     return {
         "rollout/logprob_diff_mean": moments(drift)[0],

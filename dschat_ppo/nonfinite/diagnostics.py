@@ -15,7 +15,7 @@ from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch
 from dschat_ppo.types import Rollout, select_rows, tensors_of
 
 # Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses of the recorded
-# log-probs is in `old_logprobs` or in the weights of the importance correction.
+# log-probs is in `old_logprobs` or in the weights of the importance correction. Rows without `old_logprobs` use them.
 UNUSED = ("source_scores", "rollout_logprobs")
 SHOWN_TOKENS = 12
 
@@ -27,7 +27,8 @@ def bad_places(record: Any) -> dict[str, list[list[int]]]:
         record: a dataclass of tensors. If it has a `response_mask` (B, R), fields of that shape are checked only where
             the mask is True.
     """
-    values = {name: value for name, value in tensors_of(record).items() if name not in UNUSED}
+    unused = UNUSED if getattr(record, "old_logprobs", None) is not None else UNUSED[:1]
+    values = {name: value for name, value in tensors_of(record).items() if name not in unused}
     mask = values.get("response_mask")
     found = {}
     for name, value in values.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +14,8 @@ from dschat_ppo.types import Experience, ScoredRollout
 
 # The role that computes each field, in the order in which they are computed: the first bad field causes the others.
 COMPUTED_BY = {
-    "scores": "reward", "baselines": "reward", "old_logprobs": "actor", "entropies": "actor",
-    "ref_logprobs": "reference", "kl": "reference", "values": "critic",
+    "scores": "reward", "baselines": "reward", "rollout_logprobs": "actor", "old_logprobs": "actor",
+    "entropies": "actor", "ref_logprobs": "reference", "kl": "reference", "values": "critic",
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ class FiniteExperience:
         experience = self.compute(rows, step)
         if places := bad_places(experience):
             self.compute.load_state_dict(before)
-            self._report(rows, places, step, before)
+            self._report(replace(rows, values=experience.values), places, step, before)
             return None
         self.policy.reset("rows")
         return experience

@@ -31,11 +31,12 @@ from dschat_ppo.engine.skip_update import loss_scale
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.types import Engine, Experience, ScoredRollout, record_of, tensors_of
+from dschat_ppo.types import Engine, Experience, RewardedRollout, ScoredRollout, record_of, tensors_of
 
 FORMAT = 1
 _KINDS: tuple[Any, ...] = (
-    SFTBatch, PairBatch, AnswerBatch, PreferenceBatch, LabelledBatch, StepBatch, Experience, ScoredRollout
+    SFTBatch, PairBatch, AnswerBatch, PreferenceBatch, LabelledBatch, StepBatch, Experience, RewardedRollout,
+    ScoredRollout,
 )  # fmt: skip
 RECORDS = {kind.__name__: kind for kind in _KINDS}
 MODEL, BATCH, WHAT, CONFIG = "model", "batch.safetensors", "what.json", "config.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from dschat_ppo.algorithms.scores import RunningScale, clip_scores, missing_eos,
 from dschat_ppo.checkpoint.resumable import load_saved
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.types import Experience, ScoredRollout
+from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
 SELECTION = 3  # separates the random stream of `selected` from others of the same seed and step
 
@@ -35,10 +36,15 @@ class AdvantageComputation:
         flags: of the algorithm.
         max_length: longest answer in tokens.
         seed: of the run.
+        values_of: (rows, PPO step) -> their values (N, R), for rows that were scored without; None: all rows have them.
     """
 
-    def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int):
+    def __init__(
+        self, flags: AlgorithmFlags, max_length: int, seed: int,
+        values_of: Callable[[RewardedRollout, int], Tensor] | None = None,
+    ):  # fmt: skip
         self.flags = flags
+        self.values_of = values_of
         self.max_length = max_length
         self.seed = seed
         self.kl_coef: AdaptiveKL | FixedCoefficient = FixedCoefficient(flags.kl_reward_coef)
@@ -48,7 +54,8 @@ class AdvantageComputation:
         self.used_kl_coef = self.kl_coef.value  # in the last experience, before the coefficient adapted to it
 
     def __call__(self, rows: ScoredRollout, step: int) -> Experience:
-        """Rewards, advantages and masks of N rows; then adapts the KL coefficient for the next step.
+        """Rewards, advantages and masks of N rows; then adapts the KL coefficient for the next step. Collective if the
+        rows have no values.
 
         Scores are scaled, clipped and penalised for their length. Then the KL penalty is subtracted at each token.
         Baseline and advantages come last, so a group compares rewards that include the KL penalty.
@@ -60,25 +67,27 @@ class AdvantageComputation:
         if flags.overlong_buffer:
             lengths = mask.sum(dim=1)
             scores = scores + overlong_penalty(lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty)
-        kl = torch.zeros_like(rows.old_logprobs) if rows.kl is None else rows.kl  # (N, R)
+        kl = torch.zeros_like(rows.rollout_logprobs) if rows.kl is None else rows.kl  # (N, R)
         self.used_kl_coef = self.kl_coef.value
         rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
+        rewarded = self._rewarded(rows, rewards)
+        if flags.has_critic and rows.values is None:
+            assert self.values_of is not None
+            rewarded = replace(rewarded, values=self.values_of(rewarded, step))
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
         inputs = AdvantageInputs(
-            rewards, rows.values, mask, rows.groups, baselines, flags.gamma, flags.gae_lambda,
+            rewards, rewarded.values, mask, rows.groups, baselines, flags.gamma, flags.gae_lambda,
             flags.normalize_group_std, scores=scores,
         )  # fmt: skip
         advantages, returns = ESTIMATORS[flags.advantage_estimator](inputs)  # (N, R) each
         if flags.whitens:
             advantages = masked_whiten(advantages, mask)
-        loss_mask = mask & rows.ended.unsqueeze(1) if flags.mask_truncated_answers else mask
-        scored: dict[str, Any] = {field.name: getattr(rows, field.name) for field in fields(rows)}
         experience = Experience(
-            **scored, rewards=rewards, advantages=advantages, returns=returns, loss_mask=loss_mask,
-            loss_weights=self._loss_weights(rows, loss_mask), selected=None,
+            **_fields(rewarded), advantages=advantages, returns=returns, loss_weights=self._loss_weights(rewarded),
+            selected=None,
         )  # fmt: skip
         if step > flags.critic_warmup_rollouts and rows.ref_logprobs is not None:  # before, the policy does not move
-            mean_kl = masked_sum(kl_k1(rows.old_logprobs, rows.ref_logprobs), mask) / mask.sum().clamp_min(1)
+            mean_kl = masked_sum(kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask) / mask.sum().clamp_min(1)
             self.kl_coef.update(float(mean_kl), len(rows.groups))
         return replace(experience, selected=self._selected(experience, step))
 
@@ -88,18 +97,25 @@ class AdvantageComputation:
             scores = self.running.scale(scores)
         return clip_scores(scores, self.flags.reward_clip)
 
-    def _loss_weights(self, rows: ScoredRollout, loss_mask: Tensor) -> Tensor:
+    def _rewarded(self, rows: ScoredRollout, rewards: Tensor) -> RewardedRollout:
+        mask = rows.response_mask
+        loss_mask = mask & rows.ended.unsqueeze(1) if self.flags.mask_truncated_answers else mask
+        numbers = torch.arange(len(mask), device=mask.device)
+        return RewardedRollout(**_fields(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers)
+
+    def _loss_weights(self, rows: RewardedRollout) -> Tensor:
         """Factors of the token losses, (N, R) fp32."""
         flags = self.flags
         weights = rows.response_mask.float()
         if flags.importance_correction != "none":
+            assert rows.old_logprobs is not None
             weights = weights * importance_weights(
                 rows.old_logprobs, rows.rollout_logprobs, rows.response_mask, flags.importance_correction,
                 flags.importance_mode, flags.importance_cap,
             )  # fmt: skip
         if flags.high_entropy_share < 1:
             assert rows.entropies is not None
-            weights = weights * high_entropy_tokens(rows.entropies, loss_mask, flags.high_entropy_share)
+            weights = weights * high_entropy_tokens(rows.entropies, rows.loss_mask, flags.high_entropy_share)
         return weights
 
     def _selected(self, rows: Experience, step: int) -> Tensor | None:
@@ -111,6 +127,7 @@ class AdvantageComputation:
         flags = self.flags
         if not flags.selects_tokens:
             return None
+        assert rows.old_logprobs is not None
         covariances = token_covariances(rows.advantages, rows.old_logprobs, rows.loss_mask)
         if flags.policy_loss == "kl_cov":
             return kl_cov_tokens(covariances, rows.loss_mask, flags.covariance_share)
@@ -130,3 +147,8 @@ class AdvantageComputation:
             load_saved("--kl_target", state["kl_coef"], self.kl_coef.load_state_dict)
         if self.flags.normalize_rewards == "running":
             load_saved("--normalize_rewards running", state["running"], self.running.load_state_dict)
+
+
+def _fields(rows: ScoredRollout) -> dict[str, Any]:
+    """The fields of a record, for one that has more."""
+    return {field.name: getattr(rows, field.name) for field in fields(rows)}

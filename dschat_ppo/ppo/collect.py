@@ -16,6 +16,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import PPOPlan
+from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.sampler import IndexStream, chunk_rows_of
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
@@ -47,12 +48,13 @@ class ExperienceCollection:
         reward_scorer: scores answers.
         shaped: raw scores (B,) -> scaled and clipped scores, which dynamic sampling compares.
         clock: times the phases.
+        old_logprobs: their source; with "update", scoring computes neither them nor values.
         several_data_sets: whether rows carry the number of their prompt's data set, the column `source`.
     """
 
     def __init__(
         self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, generator: RolloutGenerator,
-        reward_scorer: RewardScorer, shaped: Callable[[Tensor], Tensor], clock: PhaseClock,
+        reward_scorer: RewardScorer, shaped: Callable[[Tensor], Tensor], clock: PhaseClock, old_logprobs: OldLogprobs,
         several_data_sets: bool = False,
     ):  # fmt: skip
         ppo, algorithm = config.ppo, config.algorithm
@@ -68,10 +70,9 @@ class ExperienceCollection:
         self.pool = GroupPool(plan.rollout_rows, shaped, on_host) if algorithm.dynamic_sampling else None
         self.print_interval = ppo.print_answers_interval if ppo.print_answers else 0
         self.stream = IndexStream(len(generator.prompts), config.run.seed, chunk_rows_of(generator.prompts))
-        scoring = ScoringSettings(
-            ppo.temperature, plan.micro_batch_tokens, config.recompute_old_logprobs, algorithm.kl_estimator
-        )
-        self.model_scorer = ModelScorer(engines.actor, engines.reference, engines.critic, scoring)
+        scoring = ScoringSettings(ppo.temperature, plan.micro_batch_tokens, old_logprobs, algorithm.kl_estimator)
+        critic = None if old_logprobs == "update" else engines.critic
+        self.model_scorer = ModelScorer(engines.actor, engines.reference, critic, scoring)
         self.metrics: dict[str, float] = {}  # of the last collection
         self._round = self._faults = 0
         self._numbers = NumberMeans()
@@ -148,7 +149,7 @@ class ExperienceCollection:
         return Scores(scores.total, scores.by_source, baselines)
 
     def score(self, rollout: Rollout, scores: Scores, prompts: Prompts) -> ScoredRollout:
-        """Add log-probs, KL and values, all models in eval mode. Collective."""
+        """Add log-probs, KL and values, all models in eval mode; on-policy, the reference's alone. Collective."""
         with self.clock.phase("score"):
             self.engines.eval()
             numbers = torch.arange(prompts.first, prompts.first + len(prompts.rows), device=rollout.prompt_ids.device)

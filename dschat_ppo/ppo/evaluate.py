@@ -178,7 +178,7 @@ class Evaluation:
         if self.model_scorer is not None:
             groups = torch.zeros(len(scores.total), dtype=torch.int64, device=scores.total.device)
             scored = self.model_scorer(rollout, scores, groups)
-            assert scored.ref_logprobs is not None
+            assert scored.old_logprobs is not None and scored.ref_logprobs is not None
             kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()  # one sum per answer
         lengths, ended, totals = (
             rollout.response_mask.sum(dim=1).tolist(),

@@ -1,5 +1,8 @@
 """PPO: `run`, `make_experience` and `update` are the algorithm; the rest of the package holds what each line does.
 
+On-policy, where a PPO step makes one optimizer step, its forward passes give what scoring would: the critic's pass the
+values (`PPOComponents.values_of`), from which advantages follow, and then the actor's pass the old log-probs.
+
 Shapes: B rows (answers) of this rank, N rows of all ranks, P prompt tokens, R response tokens, K reward sources.
 """
 
@@ -39,10 +42,10 @@ def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -
             prompts = collection.take_prompts(count)  # `count` prompts of this rank
             rollout = collection.generate(prompts, step, checkpointer)  # prompts (B, P), responses and log-probs (B, R)
             scores = collection.reward(rollout, prompts, step)  # (B,), and (B, K) by source
-            scored = collection.score(rollout, scores, prompts)  # old and reference log-probs, KL, values: (B, R)
+            scored = collection.score(rollout, scores, prompts)  # reference and, if needed, actor and critic: (B, R)
             collection.add(gather_rows(scored))  # (N, R)
         rows = collection.take_rows()
-    experience = ppo.advantages(rows, step)  # token rewards, advantages, returns: (N, R)
+    experience = ppo.advantages(rows, step)  # token rewards, values if not scored, advantages, returns: (N, R)
     ppo.begin_updates(experience)
     return ppo.state.experience  # with --experience_on_host, in host memory
 
@@ -54,7 +57,7 @@ def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
         objectives.append(ppo.updates.actor_objective(minibatch))  # clipped ratio x advantage, entropy, KL, PTX
     if ppo.engines.critic is not None:
         objectives.append(ppo.updates.critic_objective(minibatch))  # clipped squared error of the values
-    outcome = ppo.updates.optimizer_step(objectives, step)  # forward, backward, gradient clipping, AdamW
+    outcome = ppo.updates.optimizer_step(objectives, step)  # forward and backward if not made, clipping, AdamW
     if "actor" in outcome.grad_norms and ppo.engines.actor_average is not None:
         ppo.engines.actor_average.update()
     ppo.state.count_update(outcome)

@@ -12,6 +12,7 @@ from dschat_ppo.algorithms.actor_critic_losses import (
     TokenLosses,
     value_losses,
 )
+from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.correction import off_policy_rows
 from dschat_ppo.algorithms.kl import kl_k3, kl_loss
@@ -21,8 +22,9 @@ from dschat_ppo.models.forward import ResponseScores, response_scores, response_
 from dschat_ppo.models.router_recorder import unrecorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.mini_dataset import MiniBatch
+from dschat_ppo.ppo.recorded_tokens import RecordedTokens
 from dschat_ppo.ppo.score import exact_kl
-from dschat_ppo.types import Experience, Model
+from dschat_ppo.types import Experience, Model, RewardedRollout
 
 # Metrics that compare the policy in training with the one at scoring, over the tokens that the policy loss counts.
 KL_OF_UPDATE = "policy/kl_k3"
@@ -54,29 +56,37 @@ class ActorLoss:
             kl_cov_coef=flags.kl_cov_coef,
         )
 
-    def __call__(self, rows: Experience, minibatch: MiniBatch, entropy_coef: float, sums: MetricSums) -> Tensor:
+    def __call__(
+        self, rows: Experience, minibatch: MiniBatch, entropy_coef: float, sums: MetricSums,
+        recorded: RecordedTokens | None = None,
+    ) -> Tensor:  # fmt: skip
         """The loss of one micro-batch, a scalar with gradient.
 
         Args:
-            rows: the micro-batch, (b, R).
+            rows: the micro-batch, (b, R). Without `old_logprobs`, the log-probs of this pass are the old ones: the
+                ratio is exactly 1, and its gradient is that of the log-probs.
             minibatch: holds the denominators.
             entropy_coef: current weight of the entropy bonus.
             sums: receives the metrics.
+            recorded: receives the log-probs, or None.
         """
         flags, mask = self.flags, rows.loss_mask
         aggregation, denominators = flags.aggregation, minibatch.denominators
         scores = response_scores(self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl)
-        terms = PolicyTerms(scores.logprobs, rows.old_logprobs, rows.advantages, mask, rows.selected)
+        old_logprobs = scores.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
+        if recorded is not None:
+            recorded.record(rows, scores.logprobs)
+        terms = PolicyTerms(scores.logprobs, old_logprobs, rows.advantages, mask, rows.selected)
         policy = POLICY_LOSSES[flags.policy_loss](terms, self.settings)  # losses (b, R)
         weights = rows.loss_weights  # (b, R)
         if flags.off_policy_delta is not None:
-            keep = off_policy_rows(scores.logprobs, rows.old_logprobs, rows.advantages, mask, flags.off_policy_delta)
+            keep = off_policy_rows(scores.logprobs, old_logprobs, rows.advantages, mask, flags.off_policy_delta)
             sums.add_mean("policy/off_policy_share", 1 - keep.float(), mask.any(dim=1))
             weights = weights * keep.unsqueeze(1)
         loss = aggregate(policy.losses * weights, mask, aggregation, denominators)
         weight = loss.new_full((), minibatch.metric_weight)
         sums.add_sum("policy/loss", loss, weight)
-        _measure(rows, scores, policy, sums)
+        _measure(rows, scores, old_logprobs, policy, sums)
         if entropy_coef > 0:
             loss = loss - entropy_coef * aggregate(scores.entropy, mask, aggregation, denominators)
         if flags.kl_loss_coef > 0:
@@ -97,25 +107,48 @@ class ActorLoss:
         return exact_kl(rows, scores, reference)
 
 
-def _measure(rows: Experience, scores: ResponseScores, policy: TokenLosses, sums: MetricSums) -> None:
+def _measure(
+    rows: Experience, scores: ResponseScores, old_logprobs: Tensor, policy: TokenLosses, sums: MetricSums
+) -> None:
     mask = rows.loss_mask
     sums.add_mean("policy/entropy", scores.entropy.detach(), rows.response_mask)
     sums.add_mean("policy/ratio_mean", policy.ratio, mask)
     sums.add_max("policy/ratio_max", policy.ratio, mask)
     sums.add_mean("policy/clip_fraction", policy.clipped.float(), mask)
-    log_ratio = (scores.logprobs - rows.old_logprobs).detach()
+    log_ratio = (scores.logprobs - old_logprobs).detach()
     sums.add_mean("policy/approx_kl", -log_ratio, rows.response_mask)
     sums.add_mean("policy/log_ratio_abs_mean", log_ratio.abs(), rows.response_mask)
     sums.add_max("policy/log_ratio_abs_max", log_ratio.abs(), rows.response_mask)
-    sums.add_mean(KL_OF_UPDATE, kl_k3(rows.old_logprobs, scores.logprobs.detach()), mask)
+    sums.add_mean(KL_OF_UPDATE, kl_k3(old_logprobs, scores.logprobs.detach()), mask)
     sums.add_max(LARGEST_LOG_RATIO, log_ratio.abs(), mask)
 
 
-def critic_loss(critic: Model, rows: Experience, minibatch: MiniBatch, clip_eps: float, sums: MetricSums) -> Tensor:
-    """Clipped or plain value loss, averaged over the response tokens of the optimizer step; scalar with gradient."""
-    assert rows.values is not None
-    mask = rows.response_mask
-    losses, clipped = value_losses(response_values(critic, rows), rows.values, rows.returns, mask, clip_eps)
+def critic_loss(
+    critic: Model, rows: RewardedRollout, minibatch: MiniBatch, flags: AlgorithmFlags, sums: MetricSums,
+    recorded: RecordedTokens | None = None,
+) -> Tensor:  # fmt: skip
+    """Clipped or plain value loss, averaged over the response tokens of the optimizer step; scalar with gradient.
+
+    Args:
+        critic: engine around a `ScalarModel`, in training mode.
+        rows: the micro-batch, (b, R). If it is no `Experience`, the values of this pass are the old ones, and the
+            targets are computed from them: generalised advantage estimation needs no other rows.
+        minibatch: holds the denominator.
+        flags: of the algorithm.
+        sums: receives the metrics.
+        recorded: receives the values, or None.
+    """
+    mask, values = rows.response_mask, response_values(critic, rows)
+    if recorded is not None:
+        recorded.record(rows, values)
+    if isinstance(rows, Experience):
+        assert rows.values is not None
+        old_values, returns = rows.values, rows.returns
+    else:
+        old_values = values.detach()
+        inputs = AdvantageInputs(rows.rewards, old_values, mask, rows.groups, None, flags.gamma, flags.gae_lambda)
+        _, returns = gae(inputs)
+    losses, clipped = value_losses(values, old_values, returns, mask, flags.value_clip_eps)
     loss = losses.sum() / minibatch.value_tokens
     sums.add_sum("value/loss", loss, loss.new_full((), minibatch.metric_weight))
     sums.add_mean("value/clip_fraction", clipped.float(), mask)

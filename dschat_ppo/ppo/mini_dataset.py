@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
 from dschat_ppo.types import (
     Experience,
+    RewardedRollout,
     ScoredRollout,
     pad_rows,
     row_lengths,
@@ -22,12 +24,14 @@ from dschat_ppo.types import (
     to_device,
 )
 
+Rewarded = TypeVar("Rewarded", RewardedRollout, Experience)
+
 
 @dataclass(frozen=True)
-class MiniBatch:
+class MiniBatch(Generic[Rewarded]):
     """One optimizer step's experience on this rank."""
 
-    micro_batches: list[Experience]  # as many as on every other rank; (b, R) tensors
+    micro_batches: list[Rewarded]  # as many as on every other rank; (b, R) tensors
     denominators: Denominators  # of the policy loss: counts over all micro-batches and ranks
     value_tokens: float  # denominator of the value loss
     metric_weight: float  # 1 / number of micro-batches of all ranks
@@ -60,7 +64,7 @@ class MiniDataset:
         self.device = device
         self._shares_prompts = shares_prompts
 
-    def minibatches(self, rows: Experience, ppo_epochs: int, step: int) -> Iterator[MiniBatch]:
+    def minibatches(self, rows: Rewarded, ppo_epochs: int, step: int) -> Iterator[MiniBatch[Rewarded]]:
         """Mini-batches of `rows` for `ppo_epochs` passes, shuffled again in each pass; this rank's share of each.
 
         Shuffling decides which rows form an optimizer step. Inside the step, rows are sorted by prompt and length.
@@ -78,7 +82,7 @@ class MiniDataset:
             for chosen in order.to(rows.response_ids.device).split(self._rows_per_update):
                 yield self._minibatch(select_rows(rows, chosen))
 
-    def _minibatch(self, rows: Experience) -> MiniBatch:
+    def _minibatch(self, rows: Rewarded) -> MiniBatch[Rewarded]:
         """This rank's share of the rows of one optimizer step.
 
         Every rank computes the shares of all ranks, so ranks with fewer micro-batches add empty ones without a
@@ -107,7 +111,7 @@ class MiniDataset:
         return MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks()))
 
 
-def _empty_micro_batch(rows: Experience) -> Experience:
+def _empty_micro_batch(rows: Rewarded) -> Rewarded:
     """The shortest row with an empty response: it takes part in collectives and adds nothing to a loss."""
     shortest = select_rows(rows, row_lengths(rows).argmin().unsqueeze(0))
     nothing = torch.zeros_like(shortest.response_mask)

@@ -7,7 +7,7 @@ from typing import Any
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.rollout_metrics import drift_metrics, phase_metrics
+from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluate import Evaluation
 from dschat_ppo.ppo.state import PPOComponents
@@ -105,16 +105,18 @@ def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, f
     """Drift between sampling and training in the PPO step in flight, and the share of its updates that were applied.
 
     Rollout log-probs are compared with those of a training forward pass: over all tokens if `old_logprobs` come from
-    one, else over the first optimizer step, whose forward pass precedes every update of the policy.
+    one, else over the first optimizer step, whose forward pass precedes every update of the policy. If that pass gives
+    the old log-probs, the KL to the reference is measured again with them.
     """
     state, epochs = ppo.state, ppo.config.ppo.ppo_epochs
     experience = state.experience
     assert experience is not None
     tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
     ppo.clock.count_tokens("train", tokens * epochs / dist.world_size())
-    if ppo.config.recompute_old_logprobs:
-        found = drift_metrics(experience)
-    else:
+    found: dict[str, float] = {}
+    if ppo.old_logprobs != "rollout" and experience.old_logprobs is not None:
+        found = kl_metrics(experience, ppo.data_sources) | drift_metrics(experience)
+    elif ppo.old_logprobs == "rollout":
         first = {name: metrics.get(f"policy/first_log_ratio_abs_{name}") for name in ("mean", "max")}
         found = {f"rollout/logprob_diff_{name}": value for name, value in first.items() if value is not None}
     if state.steps >= ppo.plan.warmup_rollouts:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS, kl_full
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
@@ -113,8 +114,8 @@ class ScoringSettings:
 
     temperature: float  # of sampling; log-probs are computed at it
     micro_batch_tokens: int  # budget of one forward pass
-    recompute: bool  # take old log-probs and entropies from a forward pass, not as recorded while sampling
-    kl_estimator: str  # form of the KL in the reward; "full" needs `recompute`
+    old_logprobs: OldLogprobs  # "recompute" also gives entropies; with "update", rows have no old log-probs
+    kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
 
 
 class ModelScorer:
@@ -145,7 +146,7 @@ class ModelScorer:
             groups: (B,) int64, number of each row's prompt.
         """
         unscored = ScoredRollout(
-            **tensors_of(rollout), old_logprobs=rollout.rollout_logprobs, entropies=None, ref_logprobs=None, kl=None,
+            **tensors_of(rollout), old_logprobs=None, entropies=None, ref_logprobs=None, kl=None,
             values=None, source_scores=scores.by_source, scores=scores.total, baselines=scores.baselines, groups=groups,
         )  # fmt: skip
         shared = unscored if dist.sequence_ranks() == 1 else gather_rows(unscored, of_group=True)
@@ -161,17 +162,17 @@ class ModelScorer:
         heartbeat()
         mask, temperature, estimator = rows.response_mask, self.scoring.temperature, self.scoring.kl_estimator
         full = estimator == "full" and self.reference is not None
-        if self.scoring.recompute:
+        if self.scoring.old_logprobs == "recompute":
             actor = response_scores(self.actor, rows, temperature, distributions=full)
             rows = replace(rows, old_logprobs=actor.logprobs, entropies=actor.entropy)
-        else:
-            rows = replace(rows, old_logprobs=torch.where(mask, rows.old_logprobs, 0.0))
+        elif self.scoring.old_logprobs == "rollout":
+            rows = replace(rows, old_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))
         if self.reference is not None:
             reference = response_scores(self.reference, rows, temperature, distributions=full)
             if full:
                 kl = exact_kl(rows, actor, reference)
             else:
-                kl = KL_ESTIMATORS[estimator](rows.old_logprobs, reference.logprobs)
+                kl = KL_ESTIMATORS[estimator](rows.policy_logprobs, reference.logprobs)
             rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
         if self.critic is not None:
             rows = replace(rows, values=torch.where(mask, response_values(self.critic, rows), 0.0))

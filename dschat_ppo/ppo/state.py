@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
@@ -17,6 +18,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
+from dschat_ppo.config.on_policy import describe, old_logprobs_source
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
@@ -34,7 +36,7 @@ from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.score import RewardScorer
 from dschat_ppo.ppo.update import Outcome, PPOUpdate
 from dschat_ppo.rewards.reward_mixture import RewardMixture
-from dschat_ppo.types import Experience, record_of, tensors_of, to_device
+from dschat_ppo.types import Experience, RewardedRollout, record_of, tensors_of, to_device
 
 
 @dataclass
@@ -64,7 +66,11 @@ class PPOState:
         self.updates, self.applied, self.ended = 0, 0, False
 
     def count_update(self, outcome: Outcome) -> None:
-        """Count an optimizer step and its metrics. Collective in the first one of a PPO step."""
+        """Count an optimizer step and its metrics, and keep the old log-probs that it has computed. Collective in the
+        first one of a PPO step."""
+        if outcome.logprobs is not None and self.experience is not None:
+            old_logprobs = outcome.logprobs.gathered(self.experience)  # (N, R)
+            self.experience = replace(self.experience, old_logprobs=old_logprobs)
         for sums in outcome.sums:
             self.sums.merge(sums.scaled(1 / dist.sequence_ranks()))  # ranks that share rows count each of them once
         device = dist.device()
@@ -148,7 +154,10 @@ class PPOComponents:
         self.nonfinite = NonFinitePolicy(config.safety, ReproBundles("ppo", config, tokenizer))
         generator = RolloutGenerator(ppo, engines.hybrid, prompts, tokenizer, seed, device)
         seed_this_rank(seed)
-        self.advantage_computation = AdvantageComputation(algorithm, ppo.max_answer_seq_len, seed)
+        model_configs = [engine.module.config.to_dict() for engine in engines.trained.values()]
+        self.old_logprobs, reason = old_logprobs_source(config, plan, model_configs)
+        logger().info(f"old log-probs: {describe(self.old_logprobs, reason)}")
+        self.advantage_computation = AdvantageComputation(algorithm, ppo.max_answer_seq_len, seed, self.values_of)
         models = {
             "actor": engines.actor, "critic": engines.critic,
             "reference": engines.reference if engines.reference_sync else config.reference_folder,
@@ -159,7 +168,8 @@ class PPOComponents:
         )
         self.collection = ExperienceCollection(
             config, plan, engines, generator, RewardScorer(rewards, prompts, tokenizer),
-            self.advantage_computation.shaped, self.clock, several_data_sets=len(self.data_sources) > 1,
+            self.advantage_computation.shaped, self.clock, self.old_logprobs,
+            several_data_sets=len(self.data_sources) > 1,
         )  # fmt: skip
         # between updates and in a pool of rows; scoring and the advantage computation are on the device in any case
         self.experience_device = torch.device("cpu") if config.ppo_memory.experience_on_host else device
@@ -175,8 +185,19 @@ class PPOComponents:
             )  # fmt: skip
         self.updates = PPOUpdate(config, engines, texts, self.entropy_coef, self.nonfinite, self.clock)
 
+    def values_of(self, rows: RewardedRollout, step: int) -> Tensor:
+        """The values of rows that were scored without, (N, R): those of the critic's only update, up to its gradients.
+
+        Collective.
+        """
+        self.engines.train()
+        [minibatch] = self.mini_dataset.minibatches(rows, 1, step)
+        return self.updates.critic_pass(minibatch).gathered(rows)
+
     def begin_updates(self, experience: Experience | None) -> None:
         """Start the updates of a PPO step, with the metrics of its experience."""
+        if experience is None:
+            self.updates.drop_critic_pass()
         metrics = dict(self.collection.metrics)
         if experience is not None:
             kl_coef = self.advantage_computation.used_kl_coef

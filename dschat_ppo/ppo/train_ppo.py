@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, check_evaluation, plan_ppo
+from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.schedule_flags import ppo_schedules
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.chat_templates import with_template_flags
@@ -264,7 +266,9 @@ def evaluation_of(
         mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.reward_default)
     scorer = None
     if engines.reference is not None:
-        scorer = ModelScorer(engines.actor, engines.reference, None, collection.model_scorer.scoring)
+        old_logprobs: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
+        scoring = replace(collection.model_scorer.scoring, old_logprobs=old_logprobs)
+        scorer = ModelScorer(engines.actor, engines.reference, None, scoring)
 
     reward_scorer = RewardScorer(mixture, rows, tokenizer)
     return Evaluation(flags, collection.generator, reward_scorer, scorer, kept.output, kept.save_best, data_sources)

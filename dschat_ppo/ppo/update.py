@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.ppo.losses import KL_OF_UPDATE, LARGEST_LOG_RATIO, ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.plain_text import TextBatches
-from dschat_ppo.types import Engine, Experience
+from dschat_ppo.ppo.recorded_tokens import RecordedTokens
+from dschat_ppo.types import Engine, Experience, RewardedRollout
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Objective:
     loss: Callable[[Any], Tensor]  # a micro-batch's part of the loss
     sums: MetricSums  # metrics that the loss records, of this optimizer step alone
     constants: dict[str, Any]  # what a replay needs besides the micro-batches
+    recorded: RecordedTokens | None = None  # log-probs or values of the pass, where scoring has computed none
+    gradients: Gradients[Any] | None = None  # of a pass that is already made
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Outcome:
     grad_norms: dict[str, float]  # by role, of the updates that were applied
     sums: list[MetricSums]  # metrics of the updates that were applied
     ends_step: bool = False  # a limit ends the updates of this PPO step
+    logprobs: RecordedTokens | None = None  # of the actor's pass, where scoring has computed none and all are finite
 
 
 class PPOUpdate:
@@ -73,8 +77,9 @@ class PPOUpdate:
         coef = config.algorithm.router_loss_coef
         self.router = router_settings(coef, engines.actor.module) if coef > 0 else None
         self.actor_loss = ActorLoss(engines.actor, engines.reference, config.algorithm, config.ppo.temperature)
+        self._critic_pass: Objective | None = None
 
-    def actor_objective(self, minibatch: MiniBatch) -> Objective:
+    def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
         """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.
 
         Collective with `--router_loss_coef`, whose term is over the experience.
@@ -82,11 +87,12 @@ class PPOUpdate:
         texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
         actor, ptx_coef, entropy_coef = self.engines.actor, self.config.ppo.unsup_coef, self.entropy_coef.value
         sums = MetricSums()
+        recorded = RecordedTokens() if minibatch.micro_batches[0].old_logprobs is None else None
 
         with self.clock.phase("train"):
             policy_loss, router = with_router_term(
                 self.router, "policy/router_loss", minibatch.micro_batches,
-                lambda rows, sums: self.actor_loss(rows, minibatch, entropy_coef, sums),
+                lambda rows, sums: self.actor_loss(rows, minibatch, entropy_coef, sums, recorded),
                 lambda rows: rows.response_mask.any(dim=1), sums,
             )  # fmt: skip
 
@@ -96,23 +102,47 @@ class PPOUpdate:
             return policy_loss(rows)
 
         constants = {**_constants(minibatch), "entropy_coef": entropy_coef, "text_tokens": float(text_tokens), **router}
-        return Objective("actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants)
+        return Objective("actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants, recorded)
 
-    def critic_objective(self, minibatch: MiniBatch) -> Objective:
-        """The value loss of the experience."""
-        critic, clip_eps, sums = self.engines.critic, self.config.algorithm.value_clip_eps, MetricSums()
+    def critic_pass(self, minibatch: MiniBatch[RewardedRollout]) -> RecordedTokens:
+        """The critic's objective over rows without values, forward and backward; returns the values. Collective.
+
+        Its gradients wait for `optimizer_step` with the `critic_objective` of the same rows, or for `drop_critic_pass`.
+        """
+        self.drop_critic_pass()
+        recorded = RecordedTokens()
+        objective = self._value_objective(minibatch, recorded)
+        with self.clock.phase("train"):
+            gradients = accumulate(objective.engine, objective.batches, objective.loss)
+        self._critic_pass = replace(objective, gradients=gradients)
+        return recorded
+
+    def drop_critic_pass(self) -> None:
+        """Drop the gradients of a `critic_pass` whose rows make no update. Collective if there are some."""
+        waiting, self._critic_pass = self._critic_pass, None
+        if waiting is not None and waiting.gradients is not None:
+            apply(waiting.gradients, refused=True)
+
+    def critic_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
+        """The value loss of the experience; with its gradients, if a `critic_pass` has made them."""
+        made, self._critic_pass = self._critic_pass, None
+        return made or self._value_objective(minibatch)
+
+    def _value_objective(self, minibatch: MiniBatch[Any], recorded: RecordedTokens | None = None) -> Objective:
+        critic, flags, sums = self.engines.critic, self.config.algorithm, MetricSums()
         assert critic is not None
 
-        def loss(rows: Experience) -> Tensor:
-            return critic_loss(critic, rows, minibatch, clip_eps, sums)
+        def loss(rows: RewardedRollout) -> Tensor:
+            return critic_loss(critic, rows, minibatch, flags, sums, recorded)
 
-        return Objective("critic", critic, minibatch.micro_batches, loss, sums, _constants(minibatch))
+        return Objective("critic", critic, minibatch.micro_batches, loss, sums, _constants(minibatch), recorded)
 
     def optimizer_step(self, objectives: Sequence[Objective], step: int) -> Outcome:
         """Forward, backward and one update of each engine. Collective.
 
         An actor's update that `--max_log_ratio` forbids skips the critic's update of the same rows as well. With
-        `--align_overflow`, the gradients of both engines are computed before either update.
+        `--align_overflow`, the gradients of both engines are computed before either update. Otherwise gradients that
+        wait are applied first, so that those of one engine alone are in memory.
 
         Args:
             objectives: the actor's first, if it is trained.
@@ -122,11 +152,14 @@ class PPOUpdate:
             NonFiniteError: a loss or gradient is not finite, and the run is to stop.
         """
         outcome = Outcome({}, [])
+        logprobs: RecordedTokens | None = None
         waiting: list[tuple[Objective, Gradients[Any]]] = []  # for --align_overflow
         with self.clock.phase("train"):
-            for objective in objectives:
-                gradients = accumulate(objective.engine, objective.batches, objective.loss)
+            for objective in sorted(objectives, key=lambda objective: objective.gradients is None):
+                gradients = objective.gradients or accumulate(objective.engine, objective.batches, objective.loss)
                 is_actor = objective.role == "actor"
+                if is_actor and gradients.fault is None:
+                    logprobs = objective.recorded
                 if is_actor and gradients.fault is None and self._exceeds_max_log_ratio(objective.sums):
                     apply(gradients, refused=True)
                     return Outcome({}, [], ends_step=True)
@@ -138,7 +171,7 @@ class PPOUpdate:
             for (objective, _), result in zip(waiting, results, strict=True):
                 self._record_result(objective, result, step, outcome)
             ends = "actor" in outcome.grad_norms and self._exceeds_target_kl(objectives[0].sums)
-        return Outcome(outcome.grad_norms, outcome.sums, ends)
+        return Outcome(outcome.grad_norms, outcome.sums, ends, logprobs)
 
     def _record_result(self, objective: Objective, result: StepResult, step: int, outcome: Outcome) -> None:
         """Record an update that was applied; handle a number that is not finite."""

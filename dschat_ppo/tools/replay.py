@@ -145,9 +145,11 @@ def loss_function(
             return lambda batch: sft_loss(model, batch, total, sums)
         step2_loss = loss_of_objective(config.reward)
         return lambda batch: step2_loss(model, batch, total, sums)
-    update = MiniBatch([], Denominators(**constants["over"]), constants["value_tokens"], constants["share"])
+    update: MiniBatch[Any] = MiniBatch(
+        [], Denominators(**constants["over"]), constants["value_tokens"], constants["share"]
+    )
     if what["role"] == "critic":
-        return lambda rows: critic_loss(model, rows, update, config.algorithm.value_clip_eps, sums)
+        return lambda rows: critic_loss(model, rows, update, config.algorithm, sums)
 
     reference, flags = None, config.algorithm
     if flags.kl_loss_coef != 0 and flags.kl_loss_estimator == "full":  # compares whole distributions

@@ -83,6 +83,24 @@ def test_the_first_cause_is_named(tmp_path):
         advantages(scored(scores=torch.tensor([NAN, 1.0, -INF]), old_logprobs=bad), 1)
 
 
+def test_recorded_log_probs_count_where_no_others_are_known(tmp_path):
+    advantages, bad = finite(tmp_path, how="stop"), with_bad(NAN, (0, 0))
+    assert isinstance(advantages(scored(rollout_logprobs=bad), 1), Experience)
+    with pytest.raises(NonFiniteError, match="rollout_logprobs of 1 of 3"):
+        advantages(scored(rollout_logprobs=bad, kl=bad, old_logprobs=None), 1)
+    what, _, _ = read_bundle(tmp_path / "nonfinite/step_000001_rank_0")
+    assert what["role"] == "actor"
+
+
+def test_values_of_the_computation_are_the_critics_and_are_kept_for_the_replay(tmp_path):
+    bad = with_bad(NAN, (2, 0))
+    advantages = finite(tmp_path, Computation(values=bad, advantages=bad, returns=bad))
+    assert advantages(scored(values=None), 1) is None
+    what, [rows], _ = read_bundle(tmp_path / "nonfinite/step_000001_rank_0")
+    assert (what["role"], what["fault"]) == ("critic", {"kind": "values", "rows": [2]})
+    assert rows.values[2, 0].isnan() and advantages.compute.seen == 0
+
+
 def test_the_model_that_computed_the_field_is_named_or_saved(tmp_path, monkeypatch):
     (tmp_path / "reference").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -8,7 +8,7 @@ import torch
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.ppo.advantages import AdvantageComputation
-from dschat_ppo.types import FinishReason, ScoredRollout
+from dschat_ppo.types import FinishReason, RewardedRollout, ScoredRollout, tensors_of
 
 LENGTHS = (3, 1, 0, 4, 2, 4)
 GROUPS = (5, 5, 9, 9, 2, 2)
@@ -94,6 +94,36 @@ def test_gae_whitened_over_all_tokens():
     np.testing.assert_allclose(found.advantages.numpy()[mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
     plain = computation(gamma=0.9, gae_lambda=0.8, whiten_advantages=False)(rows, step=1)
     np.testing.assert_allclose(plain.advantages.numpy()[mask], kept, atol=1e-5)
+
+
+def test_values_that_scoring_did_not_compute_follow_from_the_rewards():
+    rows, seen = scored(values=None, old_logprobs=None), []
+
+    def values_of(rewarded, step):
+        seen.append((rewarded, step))
+        return scored().values
+
+    flags = AlgorithmFlags(kl_target=0.05, kl_horizon=10, normalize_rewards="running", mask_truncated_answers=True)
+    computations = [AdvantageComputation(flags, LONGEST, 0, values_of), AdvantageComputation(flags, LONGEST, 0)]
+    known = replace(scored(), old_logprobs=scored().rollout_logprobs)
+    found, expected = computations[0](rows, step=4), computations[1](known, step=4)
+    for name, value in tensors_of(expected).items():
+        if name != "old_logprobs":
+            assert torch.equal(getattr(found, name), value), name
+    assert computations[0].state_dict() == computations[1].state_dict()
+    [(rewarded, step)] = seen
+    assert type(rewarded) is RewardedRollout and rewarded.values is None and step == 4
+    assert torch.equal(rewarded.rewards, expected.rewards) and torch.equal(rewarded.loss_mask, expected.loss_mask)
+    assert rewarded.numbers.tolist() == [0, 1, 2, 3, 4, 5] and found.old_logprobs is None
+
+
+def test_known_values_and_estimators_without_values_ask_for_none():
+    def never(rewarded, step):
+        raise AssertionError
+
+    for flags, changes in (({}, {}), ({"advantage_estimator": "grpo"}, {"values": None})):
+        found = AdvantageComputation(AlgorithmFlags(**flags), LONGEST, 0, never)(scored(**changes), step=1)
+        assert (found.values is None) is bool(changes)
 
 
 def test_group_estimators_compare_scores_with_the_kl_inside_and_are_not_whitened():

@@ -77,13 +77,13 @@ class Stops:
             raise StopRequested("the state is saved")
 
 
-def collection_of(words: str = "", several_data_sets: bool = False) -> ExperienceCollection:
+def collection_of(words: str = "", several_data_sets: bool = False, old_logprobs="rollout") -> ExperienceCollection:
     config = parse("ppo", f"{WORDS} {words}".split())
     modes = []
     engines = SimpleNamespace(actor=None, reference=None, critic=None, eval=lambda: modes.append("eval"), modes=modes)
     plan = plan_ppo(config.ppo, 12, 1)
     return ExperienceCollection(
-        config, plan, engines, Generator(), RewardScorer(), clipped, PhaseClock(), several_data_sets
+        config, plan, engines, Generator(), RewardScorer(), clipped, PhaseClock(), old_logprobs, several_data_sets
     )
 
 

@@ -1,6 +1,7 @@
 """The losses of one micro-batch by hand: which tokens count, by which denominator, and what is measured."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import losses
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.types import Experience
+from dschat_ppo.ppo.recorded_tokens import RecordedTokens
+from dschat_ppo.types import Experience, RewardedRollout
 
 # Answers of 3 and 2 tokens; the second is cut, so it trains the critic alone.
 RESPONSE = torch.tensor([[True, True, True], [True, True, False]])
@@ -161,10 +163,51 @@ def test_the_value_loss_is_a_mean_over_all_response_tokens(monkeypatch):
     rows, sums = rows_of(returns=torch.full((2, 3), 1.0)), MetricSums()
     # old values 0, clip 0.5: max((v - 1)^2, (clipped - 1)^2) / 2, with clipped values 0.5, 0.5, 0.5, 0.5, 0.1
     expected = (max(0, 0.25) + max(1, 0.25) + max(4, 0.25) + max(9, 0.25) + 0.81) / 2
-    assert float(critic_loss("critic", rows, MINIBATCH, 0.5, sums)) == pytest.approx(expected / 10)
+    assert float(critic_loss("critic", rows, MINIBATCH, AlgorithmFlags(value_clip_eps=0.5), sums)) == pytest.approx(
+        expected / 10
+    )
     found = sums.reduce()
     assert found["value/loss"] == pytest.approx(expected / 10 / 0.25)
     assert found["value/clip_fraction"] == pytest.approx(1 / 5), "where the clipped error is the larger one"
+
+
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo"])
+def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log_probs(monkeypatch, policy_loss):
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 9.0]], requires_grad=True)
+    monkeypatch.setattr(losses, "response_scores", lambda *_, **__: ResponseScores(logprobs, ENTROPIES))
+    rows, sums, recorded = rows_of(old_logprobs=None, numbers=torch.arange(2)), MetricSums(), RecordedTokens()
+    # one advantage for each row, with which the losses of sequences agree with those of tokens
+    rows = replace(rows, advantages=torch.tensor([[2.0] * 3, [-3.0] * 3]), loss_weights=torch.ones(2, 3))
+    flags = AlgorithmFlags(policy_loss=policy_loss, loss_aggregation="token_mean", off_policy_delta=0.01)
+    loss = ActorLoss("actor", None, flags, 1.0)(rows, MINIBATCH, 0.0, sums, recorded)
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.where(COUNTED, -2.0 / 6, 0.0))
+    found = sums.reduce()
+    assert found["policy/ratio_mean"] == found["policy/ratio_max"] == 1.0
+    assert found["policy/log_ratio_abs_max"] == found["policy/kl_k3"] == found["policy/clip_fraction"] == 0.0
+    assert found["policy/off_policy_share"] == 0.0
+    assert torch.equal(recorded.gathered(rows), torch.where(RESPONSE, logprobs.detach(), 0.0))
+
+
+@pytest.mark.parametrize("clip_eps", [0.0, 0.2])
+def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatch, clip_eps):
+    """gamma 0.5, lambda 0.5; rewards 0, 0, 1 and 0, 2. Errors are -A, as returns are A + V with the same V."""
+    values = torch.tensor([[1.0, 2.0, 4.0], [3.0, 1.0, 99.0]], requires_grad=True)
+    monkeypatch.setattr(losses, "response_values", lambda critic, rows: values)
+    whole = vars(rows_of(rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 50.0]]), values=None))
+    rows = RewardedRollout(**{name: whole[name] for name in RewardedRollout.__dataclass_fields__ if name != "numbers"},
+                           numbers=torch.arange(2))  # fmt: skip
+    flags = AlgorithmFlags(gamma=0.5, gae_lambda=0.5, value_clip_eps=clip_eps)
+    sums, recorded = MetricSums(), RecordedTokens()
+    loss = critic_loss("critic", rows, MINIBATCH, flags, sums, recorded)
+    # A_t = r_t + 0.5 V_{t+1} - V_t + 0.25 A_{t+1}
+    last, middle = 1.0 - 4.0, 0.5 * 4 - 2 + 0.25 * -3.0
+    advantages = [0.5 * 2 - 1 + 0.25 * middle, middle, last, 0.5 * 1 - 3 + 0.25 * 1.0, 2.0 - 1.0]
+    assert loss.item() == pytest.approx(sum(a * a for a in advantages) / 2 / 10)
+    loss.backward()
+    assert values.grad[RESPONSE].tolist() == pytest.approx([-a / 10 for a in advantages]), "targets are constants"
+    assert values.grad[1, 2] == 0 and sums.reduce()["value/clip_fraction"] == 0.0
+    assert torch.equal(recorded.gathered(rows), torch.where(RESPONSE, values.detach(), 0.0))
 
 
 def test_the_text_loss_is_a_mean_over_the_texts_of_the_optimizer_step():

@@ -15,13 +15,15 @@ TOKENS = sum(LENGTHS) + sum(row % 3 + 1 for row in range(8))
 FIRST = {"policy/first_log_ratio_abs_mean": 0.5, "policy/first_log_ratio_abs_max": 2.0, "policy/entropy": 1.0}
 
 
-def parts(recompute=False, steps=3, applied=3, epochs=2, warmup=3) -> SimpleNamespace:
+def parts(source="rollout", steps=3, applied=3, epochs=2, warmup=3) -> SimpleNamespace:
     state = PPOState(steps=steps, applied=applied)
     rows = experience(range(8))
     state.experience = replace(rows, rollout_logprobs=rows.old_logprobs + 0.25 * rows.response_mask)
-    config = SimpleNamespace(recompute_old_logprobs=recompute, ppo=SimpleNamespace(ppo_epochs=epochs))
+    config = SimpleNamespace(ppo=SimpleNamespace(ppo_epochs=epochs))
     plan = SimpleNamespace(warmup_rollouts=warmup, global_batch=4, ppo_steps=5)
-    return SimpleNamespace(state=state, config=config, plan=plan, clock=PhaseClock())
+    return SimpleNamespace(
+        state=state, config=config, plan=plan, clock=PhaseClock(), old_logprobs=source, data_sources=()
+    )
 
 
 def test_drift_is_that_of_the_first_update_where_log_probs_are_recorded():
@@ -33,8 +35,19 @@ def test_drift_is_that_of_the_first_update_where_log_probs_are_recorded():
 
 
 def test_drift_is_over_all_tokens_where_log_probs_are_recomputed():
-    found = update_metrics(parts(recompute=True), FIRST)
+    found = update_metrics(parts(source="recompute"), FIRST)
     assert (found["rollout/logprob_diff_mean"], found["rollout/logprob_diff_max"]) == pytest.approx((0.25, 0.25))
+
+
+def test_old_log_probs_of_the_update_give_drift_and_kl():
+    ppo = parts(source="update")
+    rows = ppo.state.experience
+    ppo.state.experience = replace(rows, ref_logprobs=rows.old_logprobs - 0.5 * rows.response_mask)
+    found = update_metrics(ppo, FIRST)
+    assert (found["rollout/logprob_diff_mean"], found["rollout/logprob_diff_max"]) == pytest.approx((0.25, 0.25))
+    assert found["kl/ref_k1"] == pytest.approx(0.5)
+    ppo.state.experience = replace(rows, old_logprobs=None)
+    assert update_metrics(ppo, FIRST) == {"policy/updates_done_share": 0.75}, "no pass of the actor: the warm-up"
 
 
 @pytest.mark.parametrize(("steps", "known"), [(2, False), (3, True), (4, True)])

@@ -79,10 +79,10 @@ def rollout(padding_seed: int = 0) -> Rollout:
     )
 
 
-def scored(models, rows: Rollout, budget=20, recompute=True, kl="k1", baselines=None, **changes) -> ScoredRollout:
+def scored(models, rows: Rollout, budget=20, source="recompute", kl="k1", baselines=None, **changes) -> ScoredRollout:
     """The rows with scores of their own number."""
     roles = {name: models[name] for name in ("actor", "reference", "critic")} | changes
-    score = ModelScorer(**roles, scoring=ScoringSettings(TEMPERATURE, budget, recompute, kl))
+    score = ModelScorer(**roles, scoring=ScoringSettings(TEMPERATURE, budget, source, kl))
     return score(rows, Scores(SCORES, SOURCES, baselines), GROUPS)
 
 
@@ -223,12 +223,25 @@ def test_recorded_logprobs_replace_the_actors_pass(models):
         raise AssertionError("the actor was run")
 
     noisy = replace(rows, rollout_logprobs=torch.where(rows.response_mask, rows.rollout_logprobs, 77.0))
-    found = scored({**models, "actor": forbidden}, noisy, recompute=False)
+    found = scored({**models, "actor": forbidden}, noisy, source="rollout")
     assert torch.equal(found.old_logprobs, rows.rollout_logprobs), "0 outside the mask"
     assert found.entropies is None
     expected = scored(models, rows)
     assert torch.equal(found.ref_logprobs, expected.ref_logprobs)
     torch.testing.assert_close(found.kl - expected.kl, found.old_logprobs - expected.old_logprobs, rtol=0, atol=1e-6)
+
+
+def test_log_probs_of_the_update_are_left_to_it_and_the_recorded_ones_give_the_kl(models):
+    def forbidden(*_):
+        raise AssertionError("the actor was run")
+
+    rows = rollout()
+    noisy = replace(rows, rollout_logprobs=torch.where(rows.response_mask, rows.rollout_logprobs, 77.0))
+    found = scored({**models, "actor": forbidden}, noisy, source="update", critic=None)
+    assert found.old_logprobs is None and found.entropies is None and found.values is None
+    assert torch.equal(found.policy_logprobs, rows.rollout_logprobs), "0 outside the mask"
+    recorded = scored({**models, "actor": forbidden}, noisy, source="rollout")
+    assert torch.equal(found.kl, recorded.kl) and torch.equal(found.ref_logprobs, recorded.ref_logprobs)
 
 
 def test_roles_that_are_not_there_leave_their_fields_out(models):

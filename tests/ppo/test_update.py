@@ -25,6 +25,7 @@ class Rows:
     """Stands for a micro-batch."""
 
     numbers: torch.Tensor
+    old_logprobs: torch.Tensor = torch.zeros(1)
 
 
 FIRST, SECOND = Rows(torch.zeros(1)), Rows(torch.ones(1))
@@ -56,17 +57,17 @@ class Engines:
         monkeypatch.setattr(update, "critic_loss", self.critic_loss)
         monkeypatch.setattr(update, "ptx_loss", self.ptx_loss)
 
-    def actor_loss(self, rows, minibatch, entropy_coef, sums):
-        assert minibatch is MINIBATCH
+    def actor_loss(self, rows, minibatch, entropy_coef, sums, recorded):
+        assert minibatch is MINIBATCH and recorded is None
         sums.add_mean("policy/kl_k3", KL_ESTIMATORS["k3"](torch.zeros_like(self.log_ratios), self.log_ratios))
         sums.add_max("policy/counted_log_ratio_abs_max", self.log_ratios.abs())
         sums.add_mean("actor/seen", torch.tensor([1.0]))
         return ("actor", rows, entropy_coef)
 
-    def critic_loss(self, critic, rows, minibatch, clip_eps, sums):
-        assert minibatch is MINIBATCH
+    def critic_loss(self, critic, rows, minibatch, flags, sums, recorded):
+        assert minibatch is MINIBATCH and recorded is None
         sums.add_mean("critic/seen", torch.tensor([1.0]))
-        return (critic, rows, clip_eps)
+        return (critic, rows, flags.value_clip_eps)
 
     def ptx_loss(self, actor, rows, tokens, sums):
         assert rows is TEXT
@@ -198,3 +199,60 @@ def test_target_kl_by_hand(monkeypatch, target, ends):
 def test_a_limit_is_the_last_number_that_is_allowed(monkeypatch, log_ratios, forbidden):
     outcome = one_step(monkeypatch, "--max_log_ratio 0.25", log_ratios=log_ratios)[1]
     assert outcome.ends_step is forbidden and ("actor" not in outcome.grad_norms) is forbidden
+
+
+def critic_first(monkeypatch, words="", **results: StepResult):
+    """(engines, updates, the critic's pass): its values are known, its gradients wait."""
+    config = parse("ppo", (WORDS + words).split())
+    engines = Engines(monkeypatch, **{"actor": GOOD, "critic": GOOD, **results})
+    monkeypatch.setattr(
+        update, "critic_loss", lambda *given: given[-1] and given[-1].record(given[1], given[1].numbers)
+    )
+    roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
+    policy = NonFinitePolicy(config.safety)
+    updates = PPOUpdate(config, roles, None, FixedCoefficient(0.01), policy, PhaseClock())
+    return engines, updates, updates.critic_pass(MINIBATCH)
+
+
+def objectives_of(updates) -> list:
+    return [updates.actor_objective(MINIBATCH), updates.critic_objective(MINIBATCH)]
+
+
+def test_gradients_that_wait_are_applied_before_others_are_computed(monkeypatch):
+    engines, updates, values = critic_first(monkeypatch)
+    assert engines.done == ["critic gradients"] and len(values._parts) == 2
+    outcome = updates.optimizer_step(objectives_of(updates), 3)
+    assert engines.done == ["critic gradients", "critic applied", "actor gradients", "actor applied"]
+    assert outcome.grad_norms == {"actor": 2.0, "critic": 2.0} and outcome.logprobs is None
+    updates.optimizer_step(objectives_of(updates), 3)
+    assert engines.done[4:] == BOTH, "a pass serves one update"
+
+
+def test_gradients_that_wait_are_aligned_too(monkeypatch):
+    engines, updates, _ = critic_first(monkeypatch, "--align_overflow --dtype fp16", critic=OVERFLOW)
+    updates.optimizer_step(objectives_of(updates), 3)
+    assert engines.done == ["critic gradients", "actor gradients", "together critic", "together actor"]
+
+
+def test_gradients_of_rows_without_an_update_are_dropped(monkeypatch):
+    engines, updates, _ = critic_first(monkeypatch)
+    updates.drop_critic_pass()
+    updates.drop_critic_pass()
+    assert engines.done == ["critic gradients", "critic refused"]
+    updates.critic_pass(MINIBATCH)
+    updates.critic_pass(MINIBATCH)
+    assert engines.done[2:] == ["critic gradients", "critic refused", "critic gradients"]
+
+
+@pytest.mark.parametrize(("result", "kept"), [(GOOD, True), (OVERFLOW, True), (BAD, False)])
+def test_log_probs_are_kept_if_every_loss_is_finite(monkeypatch, result, kept):
+    recorded = []
+    engines = Engines(monkeypatch, actor=result, critic=GOOD)
+    monkeypatch.setattr(update, "ActorLoss", lambda *_: lambda *given: recorded.append(given[-1]))
+    config = parse("ppo", WORDS.split())
+    roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
+    updates = PPOUpdate(config, roles, None, FixedCoefficient(0.01), NonFinitePolicy(config.safety), PhaseClock())
+    unscored = dataclasses.replace(MINIBATCH, micro_batches=[dataclasses.replace(FIRST, old_logprobs=None)])
+    outcome = updates.optimizer_step([updates.actor_objective(unscored)], 3)
+    [seen] = recorded
+    assert seen is not None and outcome.logprobs is (seen if kept else None) and engines.done[0] == "actor gradients"

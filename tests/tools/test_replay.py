@@ -26,7 +26,7 @@ from dschat_ppo.ppo.losses import ActorLoss, critic_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.tools.replay import load_model, main
-from dschat_ppo.types import Experience, ScoredRollout
+from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
 POISON = 301  # a token whose embedding is not finite in a poisoned model
 WORDS = {
@@ -194,8 +194,24 @@ def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys):
     main([bundle(assets, tmp_path, "ppo", "actor", FailureContext([rows, GOOD_SFT], ACTOR, actor))])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item(), of_text.item()], rel=1e-5)
     rows = replace(rows, values=torch.full((3, 2), 5.0))  # where the clip of values makes a difference
-    by_run = critic_loss(critic.module, rows, MINIBATCH, config.algorithm.value_clip_eps, MetricSums())
+    by_run = critic_loss(critic.module, rows, MINIBATCH, config.algorithm, MetricSums())
     main([bundle(assets, tmp_path, "ppo", "critic", FailureContext([rows], CONSTANTS, critic))])
+    assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
+
+
+def test_losses_of_passes_that_give_old_log_probs_and_values_match_the_run(assets, tmp_path, capsys):
+    """Rows of a PPO step with one optimizer step: nothing is scored before."""
+    config = config_of(assets, tmp_path, "ppo")
+    actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience(old_logprobs=None)
+    by_run = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature)(
+        rows, MINIBATCH, 0.01, MetricSums()
+    )
+    main([bundle(assets, tmp_path, "ppo", "actor", FailureContext([rows], ACTOR, actor))])
+    assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
+    made = vars(replace(rows, values=None, rewards=2.0 * rows.response_mask))
+    unscored = RewardedRollout(**{name: made[name] for name in RewardedRollout.__dataclass_fields__})
+    by_run = critic_loss(critic.module, unscored, MINIBATCH, config.algorithm, MetricSums())
+    main([bundle(assets, tmp_path, "ppo", "critic", FailureContext([unscored], CONSTANTS, critic))])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
 
 
