@@ -212,7 +212,8 @@ def measure_supervised(step: str, work: Path, words: list[str]) -> dict[str, Any
     config = parse(step, [*base, "--per_device_train_batch_size", str(ROWS), *words])
     ids = np.random.default_rng(0).integers(2, 300, (ROWS * dist.world_size(), PROMPT + 2 * ANSWER)).tolist()
     answers = [[row[PROMPT:length], row[length:]] if step == "reward" else [row[PROMPT:length]] for row in ids]
-    rows = Dataset.from_dict({"prompt_ids": [row[:PROMPT] for row in ids], "answers": answers})
+    columns = {"prompt_ids": [row[:PROMPT] for row in ids], "answers": answers, "margin": [0.0] * len(ids)}
+    rows = Dataset.from_dict(columns)
 
     def load() -> SupervisedTrainer[Any]:
         ds_config = fit_ds_config(config.fit, config.run, config.memory)
@@ -278,11 +279,9 @@ def table(results: dict[str, Any]) -> str:
     rows = []
     for name in (name for name in SETTINGS if name in results):
         peak, held = results[name]["peak"], results[name]["held"]
-        seconds = sum(value for phase, value in results[name]["seconds"].items() if phase != "load")
-        rows.append([name, *(cell(peak, phase) for phase in PHASES), cell(held, "training"), cell(held, "rollout"),
-                     f"{seconds:.1f}"])  # fmt: skip
+        rows.append([name, *(cell(peak, phase) for phase in PHASES), cell(held, "training"), cell(held, "rollout")])
     peaks = [f"peak, {phase}" for phase in PHASES]
-    return markdown(["setting", *peaks, "held, training", "held, rollout", "seconds"], rows)
+    return markdown(["setting", *peaks, "held, training", "held, rollout"], rows)
 
 
 def main() -> None:

@@ -39,6 +39,12 @@ def test_a_rank_that_fails_ends_the_others_and_its_exit_code_is_the_launchs(tmp_
     assert result.returncode == code and result.stderr.endswith(said)
 
 
+def test_a_launch_ends_with_its_last_rank(tmp_path):
+    for last in (0, 1):
+        found = forked(2, worker(tmp_path, f"if rank == {last}: time.sleep(2), print('the last', flush=True)"))
+        assert (found.returncode, found.stdout) == (0, "the last\n")
+
+
 def test_a_launch_that_takes_too_long_is_ended_and_the_next_one_starts(tmp_path):
     slow = worker(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(100)")
     with pytest.raises(subprocess.TimeoutExpired) as raised:

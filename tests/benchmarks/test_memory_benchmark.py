@@ -81,5 +81,5 @@ def test_the_table_has_the_settings_that_were_measured():
         },
     }
     lines = memory.table(found).splitlines()
-    assert lines[2] == "| ZeRO 2 | 1.50 | 1.50 | 1.50 | 1.50 | 1.50 | 1.00 | 0.25 | 2.0 |"
-    assert lines[3] == "| step 1, ZeRO 0 | 1.00 |  |  | 2.25 |  | 0.50 |  | 3.0 |"
+    assert lines[2] == "| ZeRO 2 | 1.50 | 1.50 | 1.50 | 1.50 | 1.50 | 1.00 | 0.25 |"
+    assert lines[3] == "| step 1, ZeRO 0 | 1.00 |  |  | 2.25 |  | 0.50 |  |"

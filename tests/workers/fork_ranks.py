@@ -75,7 +75,7 @@ def run_launch(launch: dict) -> None:
         if ranks[-1] == 0:
             run_rank(rank, launch)
     failed = 0
-    for _ in ranks:
+    for _ in range(launch["ranks"]):
         ended, status = os.wait()
         ranks.remove(ended)
         code = os.waitstatus_to_exitcode(status)
