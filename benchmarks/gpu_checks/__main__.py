@@ -77,7 +77,10 @@ def finish(names: list[str], folder: Path, process: subprocess.Popen[bytes], sec
 
 
 def run(groups: list[list[str]], folder: Path, limit: float, tiny: bool = False) -> dict[str, Any]:
-    """Run the parts, those of a group in one process; part -> its findings. All groups of a trial run together."""
+    """Run the parts, those of a group in one process; part -> its findings.
+
+    All groups of a trial run together, and only `limit` ends them: the machine may be busy with other tests.
+    """
     end, results = time.monotonic() + limit, dict[str, Any]()
     running = [start(names, folder, tiny) for names in groups] if tiny else []
     for number, names in enumerate(groups):
@@ -85,7 +88,8 @@ def run(groups: list[list[str]], folder: Path, limit: float, tiny: bool = False)
             results |= {name: {"failed": "no time was left"} for name in names}
             continue
         process = running[number] if running else start(names, folder, tiny)
-        seconds = min(sum(PARTS[name].seconds for name in names), end - time.monotonic())
+        own = limit if tiny else sum(PARTS[name].seconds for name in names)
+        seconds = min(own, end - time.monotonic())
         results |= finish(names, folder, process, seconds)
     return results
 

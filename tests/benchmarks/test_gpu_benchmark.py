@@ -121,7 +121,7 @@ def test_a_trial_of_all_parts(tmp_path):
     """On a CPU only right and wrong count, as in `--tiny` on a GPU."""
     command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--tiny", "--json", str(tmp_path / "found.json")]
     env = environment() | {"PYTHON": sys.executable}
-    result = subprocess.run(command, env=env, cwd=tmp_path, text=True, capture_output=True, timeout=300)
+    result = subprocess.run(command, env=env, cwd=tmp_path, text=True, capture_output=True, timeout=600)
     assert result.returncode == 0, result.stderr[-6000:]
     found = json.loads(result.stdout.splitlines()[-1])
     assert found == json.loads((tmp_path / "found.json").read_text())
