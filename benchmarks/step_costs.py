@@ -6,7 +6,8 @@ The real step 3 runs with the quickstart's flags on its untrained models. Two of
 the end of the step before. In one every operator is counted: collectives by kind, bytes and caller, reads of single
 numbers (for which a host would wait for a GPU), kernels of the optimizer. The other is profiled: calls of
 Python functions, and CPU seconds (which the profiler inflates where functions are short) by phase and library. Numbers
-are those of rank 0, with one thread.
+are those of rank 0, with one thread. What happens between the phases counts as "train" in the counts, and as "other"
+in the profile.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Costs:
         for profile in self.profiles.values():
             for (file, _, name), (_, calls, *_) in _stats(profile).items():
                 for title, functions in FUNCTIONS.items():
-                    if any(file.endswith(end) and name.endswith(wanted) for end, wanted in functions):
+                    if any(file.endswith(end) and name == wanted for end, wanted in functions):
                         found[title] += calls
         return {title: found[title] for title in FUNCTIONS}
 

@@ -49,7 +49,7 @@ def test_functions_by_library(file, name, library):
 @pytest.mark.ranks
 def test_a_step_on_two_ranks(tmp_path):
     step_costs.make_models(tmp_path)
-    succeed(forked(2, "benchmarks/step_costs.py", "--work", tmp_path, "--flags=--max_answer_seq_len 4"))
+    succeed(forked(2, "tests/workers/costs_of_a_step.py", tmp_path, "--max_answer_seq_len 4"))
     found = json.loads((tmp_path / "costs.json").read_text())
     kinds = {name.split()[1]: calls for name, (calls, _) in found["collectives"].items()}
     assert kinds["allreduce"] > 0 and sum(size for _, size in found["collectives"].values()) > 2 * 1.7e6
