@@ -36,6 +36,10 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, tie_word_embeddings=True, **_SHARED,
     ),
+    "qwen2-1.5b": Qwen2Config(
+        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, tie_word_embeddings=True, num_labels=1, **_SHARED,
+    ),
     "llama-7b": LlamaConfig(
         vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=32, **_SHARED,
@@ -83,8 +87,8 @@ class Workload:
         return int(self.answer_lengths.sum())
 
 
-def workload(name: str, vocabulary: int, prompts: int) -> Workload:
-    """A workload of docs/benchmarks.md: "fixed", "varied", "group", or "long" for a GPU."""
+def workload(name: str, vocabulary: int, prompts: int, shrink: int = 1) -> Workload:
+    """A workload of docs/benchmarks.md: "fixed", "varied", "group", or "long" for a GPU. `shrink` divides lengths."""
     rng = np.random.default_rng(0)
     prompt_lengths, samples = np.full(prompts, 128), 1
     answer_lengths = np.full(prompts, 128)
@@ -96,6 +100,7 @@ def workload(name: str, vocabulary: int, prompts: int) -> Workload:
     if name == "group":
         prompt_lengths, samples = np.full(prompts, 384), 8
         answer_lengths = np.full(prompts * samples, 64)
+    prompt_lengths, answer_lengths = (np.maximum(part // shrink, 1) for part in (prompt_lengths, answer_lengths))
     longest = int(prompt_lengths.max())
     ids = torch.from_numpy(rng.integers(1, vocabulary, (prompts, longest)))
     mask = torch.arange(longest) >= longest - torch.from_numpy(prompt_lengths).unsqueeze(1)

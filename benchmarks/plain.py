@@ -1,7 +1,8 @@
 """The plain way, against which we measure: what a first trainer does, on the same engines and weights.
 
-Hugging Face `generate` in one padded batch; full fp32 logits for old and reference log-probs, each in a pass of its
-own; padded rows with two-dimensional masks; one forward and backward pass over all rows.
+Hugging Face `generate` in one padded batch; full fp32 logits for old and reference log-probs, each in a separate pass;
+padded rows with two-dimensional masks, and each answer with its own copy of the prompt. A forward or backward pass has
+at most `ROWS` rows, so that the rows of `ppo` run in one pass.
 """
 
 from __future__ import annotations
@@ -10,32 +11,44 @@ from typing import Any
 
 import torch
 from models import Workload
+from ppo_parts import free_scores
 from rollout import AtLength
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms, ppo, value_losses
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae, token_rewards
-from dschat_ppo.algorithms.aggregation import masked_whiten
-from dschat_ppo.algorithms.kl import kl_k1
+from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten
+from dschat_ppo.algorithms.kl import kl_k1, kl_loss
 from dschat_ppo.engine.optimizer_step import optimizer_step
 from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.types import repeat_rows, to_device
+
+ROWS = 32
 
 
 @torch.no_grad()
-def answers(model: PreTrainedModel, work: Workload) -> Tensor:
-    """(B, P + R) int64, sampled by Hugging Face `generate`, each row to its own length."""
-    prompts = work.prompts
+def answers(model: PreTrainedModel, work: Workload) -> tuple[Tensor, Tensor, Tensor]:
+    """Sampled by Hugging Face `generate`, each row to the given length.
+
+    Returns:
+        ids (B, P + R) int64, their mask (B, P + R) int64, and the response mask (B, R) bool.
+    """
+    prompts, lengths = to_device(repeat_rows(work.prompts, work.samples), model.device), work.answer_lengths
+    lengths = lengths.to(model.device)
     sampling = GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0, eos_token_id=None,
-        max_new_tokens=int(work.answer_lengths.max()),
+        max_new_tokens=int(lengths.max()),
     )  # fmt: skip
-    return model.generate(
+    ids = model.generate(
         input_ids=prompts.prompt_ids,
         attention_mask=prompts.prompt_mask.long(),
         generation_config=sampling,
-        stopping_criteria=StoppingCriteriaList([AtLength(prompts.prompt_ids.shape[1], work.answer_lengths)]),
+        stopping_criteria=StoppingCriteriaList([AtLength(prompts.prompt_ids.shape[1], lengths)]),
     )
+    columns = torch.arange(ids.shape[1] - prompts.prompt_ids.shape[1], device=ids.device)
+    response_mask = columns < lengths.unsqueeze(1)
+    return ids, torch.cat([prompts.prompt_mask, response_mask], dim=1).long(), response_mask
 
 
 def token_logprobs(model: Any, ids: Tensor, mask: Tensor, answer: int) -> Tensor:
@@ -57,22 +70,21 @@ def _positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(dim=1) - 1).clamp_min(0)
 
 
-def step(components: PPOComponents, work: Workload) -> None:
+def ppo_step(components: PPOComponents, work: Workload) -> None:
     """One PPO step: rollout, scoring, one update of actor and critic."""
     engines, flags = components.engines, components.config.algorithm
     with engines.hybrid.generating() as model:
-        ids = answers(model, work)
-    prompt, answer = work.prompts.prompt_ids.shape[1], ids.shape[1] - work.prompts.prompt_ids.shape[1]
-    response_mask = torch.arange(answer) < work.answer_lengths.unsqueeze(1)
-    mask = torch.cat([work.prompts.prompt_mask, response_mask], dim=1).long()
+        ids, mask, response_mask = answers(model, work)
+    answer = response_mask.shape[1]
+    prompt = ids.shape[1] - answer
     engines.eval()
     actor, critic = engines.actor.module.lm, engines.critic.module
     with torch.no_grad():
         old = token_logprobs(actor, ids, mask, answer)
         ref = token_logprobs(engines.reference.module.lm, ids, mask, answer)
         values = values_of(critic, ids, mask)[:, prompt - 1 : -1]
-        last = prompt + work.answer_lengths - 1
-        scores = values_of(engines.reward.module, ids, mask).gather(1, last.unsqueeze(1)).squeeze(1)
+        last = prompt + response_mask.sum(dim=1, keepdim=True) - 1
+        scores = values_of(engines.reward.module, ids, mask).gather(1, last).squeeze(1)
     rewards = token_rewards(scores, kl_k1(old, ref), response_mask, flags.kl_reward_coef)
     groups = torch.arange(len(rewards))  # not used by gae
     inputs = AdvantageInputs(rewards, values, response_mask, groups, None, flags.gamma, flags.gae_lambda)
@@ -91,3 +103,36 @@ def step(components: PPOComponents, work: Workload) -> None:
 
     assert optimizer_step(engines.actor, [0], actor_loss).applied
     assert optimizer_step(engines.critic, [0], critic_loss).applied
+
+
+def grpo_step(components: PPOComponents, work: Workload) -> None:
+    """One GRPO step (Shao et al. 2024) with the KL to the reference in the loss: rollout, scoring, one update."""
+    engines, flags = components.engines, components.config.algorithm
+    with engines.hybrid.generating() as model:
+        ids, mask, response_mask = answers(model, work)
+    answer = response_mask.shape[1]
+    parts = torch.arange(len(ids), device=ids.device).split(ROWS)
+    engines.eval()
+    actor, reference = engines.actor.module.lm, engines.reference.module.lm
+    with torch.no_grad():
+        old = torch.cat([token_logprobs(actor, ids[part], mask[part], answer) for part in parts])
+        ref = torch.cat([token_logprobs(reference, ids[part], mask[part], answer) for part in parts])
+    scores = free_scores(ids[:, -answer:]).view(-1, work.samples)  # (prompts, samples)
+    advantages = (scores - scores.mean(dim=1, keepdim=True)) / (scores.std(dim=1, keepdim=True) + 1e-6)
+    advantages = advantages.view(-1, 1).expand(-1, answer)  # (B, R)
+    count = float(response_mask.sum())
+    engines.train()
+
+    def loss(part: Tensor) -> Tensor:
+        logprobs = token_logprobs(actor, ids[part], mask[part], answer)
+        terms = PolicyTerms(logprobs, old[part], advantages[part], response_mask[part])
+        losses = ppo(terms, PolicyLossSettings()).losses
+        kl = kl_loss(logprobs, ref[part], flags.kl_loss_estimator, flags.kl_straight_through)
+        return masked_sum(losses + flags.kl_loss_coef * kl, response_mask[part]) / count
+
+    assert optimizer_step(engines.actor, parts, loss).applied
+
+
+def step(components: PPOComponents, work: Workload) -> None:
+    """One step of the components' algorithm."""
+    (grpo_step if components.engines.critic is None else ppo_step)(components, work)

@@ -1,15 +1,19 @@
 """A whole PPO step against the plain way, in one run.
 
-    python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--old_logprobs rollout] [--compare trl]
+    python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--workloads fixed varied group] [--compare trl]
 
-32 prompts, one update; 31.6 M parameters for each of actor, critic, reference and reward model, random, in bf16.
-"fixed": 128 + 128 tokens. "varied": prompts of 32 to 128 tokens, answers lognormal with mean 63, at most 256. The plain
-way is in `plain.py`; both use the same DeepSpeed engines. Ours skips the pass for old log-probs, as
-`--old_logprobs rollout` does; `recompute`, the trainer's default in bf16, can be measured too. It takes
-`--micro_batch_tokens 3072`, a quarter of what the plain way has in one pass. Peak memory is compared at a vocabulary of
-32768, beyond what models and optimizers hold; its ratio is ours to the plain way's (less is better), the others are the
-plain way's cost to ours (more is better). `--compare trl` measures TRL's PPO and GRPO trainers beside, where TRL is
-installed.
+31.6 M parameters for each model, random, in bf16; one update per step.
+"fixed": PPO with actor, critic, reference and reward model; 32 prompts, 128 + 128 tokens.
+"varied": the same with prompts of 32 to 128 tokens and answers lognormal with mean 63, at most 256.
+"group": GRPO with actor and reference, the KL in the loss, a reward without cost; 16 prompts of 384 tokens, 8 answers
+of 64 tokens to each.
+
+The plain way is in `plain.py`; both use the same DeepSpeed engines. `--old_logprobs` is that of our way. It takes
+`--micro_batch_tokens 3072`, a quarter of what the plain way has in one pass of "fixed". Peak memory is compared on
+"fixed" at a vocabulary of 32768, beyond what models and optimizers hold; its ratio is ours to the plain way's (less is
+better), the others are the plain way's cost to ours (more is better). `--compare trl` also runs TRL's trainers, where
+TRL is installed: PPO on "fixed" and GRPO on "group". `--tiny` makes models and workloads so small that only the
+script itself is tried.
 """
 
 from __future__ import annotations
@@ -18,93 +22,65 @@ import argparse
 import json
 import os
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import plain
-from datasets import Dataset
+import ppo_parts
 from measure import costs, markdown, peak_memory, threads
-from models import Workload, classifier, config_of, language_model, workload
+from models import Workload, config_of, workload
+from transformers import PretrainedConfig
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
-from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.config.batch_plan import plan_ppo
-from dschat_ppo.config.cli import parse
-from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
-from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.collect import Prompts
-from dschat_ppo.ppo.loop import update
-from dschat_ppo.ppo.mini_dataset import gather_rows
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.ppo.train_ppo import learned_reward
-from dschat_ppo.rewards.build_rewards import build_sources
-from dschat_ppo.rollout.generator import generate
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
-from dschat_ppo.tools.toy import make_tokenizer
 
-BATCH = 32
-WIDE = 32768
+WORKLOADS = {"fixed": 32, "varied": 32, "group": 16}  # name -> prompts
 TOKENS = 3072  # of our micro-batches
 
 
-def make_ppo(folder: Path, vocabulary: int, old_logprobs: str) -> PPOComponents:
-    """The parts of step 3 on random models."""
-    config = config_of(vocabulary)
-    tokenizer = make_tokenizer(["a few words to merge"])
-    for name, model in (("lm", language_model(config)), ("reward", classifier(config))):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    words = ["--actor_model_name_or_path", folder / "lm", "--critic_model_name_or_path", folder / "reward"]
-    words += ["--data_path", "unused", "--output_dir", "unused", "--num_warmup_steps", 0]
-    words += ["--max_prompt_seq_len", 128, "--max_answer_seq_len", 256, "--old_logprobs", old_logprobs]
-    words += ["--per_device_generation_batch_size", BATCH, "--per_device_training_batch_size", BATCH]
-    words += ["--micro_batch_tokens", TOKENS]
-    flags = parse("ppo", [str(word) for word in words])
-    plan = plan_ppo(flags.ppo, BATCH, 1)
-    engines = RLHFEngine(flags, plan, ModelFolders(*(str(folder / name) for name in ("lm", "reward", "reward"))))
-    tokenizer = load_tokenizer(str(folder / "lm"), "lm")
-    rewards = build_sources(flags.rewards, learned_reward(flags, engines, tokenizer, plan.micro_batch_tokens))
-    prompts = Dataset.from_dict({"row": ["{}"] * BATCH})
-    return PPOComponents(flags, plan, engines, prompts, tokenizer, rewards, dist.device())
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of models and workloads."""
+
+    model: PretrainedConfig
+    wide: PretrainedConfig  # for the peak memory
+    shrink: int = 1  # divides the numbers of prompts and tokens
+
+    def workload(self, name: str, vocabulary: int) -> Workload:
+        """The workload `name`."""
+        return workload(name, vocabulary, max(2, WORKLOADS[name] // self.shrink), self.shrink)
+
+    def components(self, folder: Path, config: PretrainedConfig, work: Workload, flags: list[str]) -> PPOComponents:
+        """Step 3 for a workload and those with longer answers, on models that are made in `folder`."""
+        ppo_parts.save_models(folder, config)
+        prompts, longest = work.prompts.prompt_ids.shape
+        most = (longest, max(256 // self.shrink, 1))
+        flags = [*flags, "--micro_batch_tokens", str(max(TOKENS // self.shrink, sum(most)))]
+        return ppo_parts.make_ppo(folder, prompts, work.samples, most, flags)
 
 
-def our_step(ppo: PPOComponents, work: Workload) -> None:
-    """One PPO step as the loop makes it, with answers of given lengths."""
-    collection = ppo.collection
-    config = replace(collection.generator.config, stopping=StoppingCriteria(int(work.answer_lengths.max())))
-    with ppo.engines.hybrid.generating() as model:
-        rollout = generate(model, work.prompts, row_seeds(0, BATCH, 0), config, limits=work.answer_lengths)
-    assert int(rollout.response_mask.sum()) == work.tokens
-    prompts = Prompts(list(range(BATCH)), first=0)
-    scores = collection.reward(rollout, prompts, step=1)
-    experience = ppo.advantages(gather_rows(collection.score(rollout, scores, prompts)), step=1)
-    ppo.begin_updates(experience)
-    for minibatch in ppo.minibatches_left(experience, step=1):
-        update(ppo, minibatch, step=1)
+FULL = Sizes(config_of(), config_of(32768))
+TINY = Sizes(config_of(320, 2, 128), config_of(512, 2, 128), shrink=16)
 
 
 def ways_of(ppo: PPOComponents, work: Workload) -> dict[str, Any]:
     """Contenders."""
-    return {
-        "plain": lambda: plain.step(ppo, work),
-        "dschat_ppo": lambda: our_step(ppo, work),
-    }
+    return {"plain": lambda: plain.step(ppo, work), "dschat_ppo": lambda: ppo_parts.ppo_step(ppo, work)}
 
 
-def compare(ppo: PPOComponents, name: str, repeats: int, cores: int) -> dict[str, Any]:
+def compare(ppo: PPOComponents, work: Workload, repeats: int, cores: int) -> dict[str, Any]:
     """All numbers of one workload."""
-    work = workload(name, ppo.engines.actor.module.config.vocab_size, BATCH)
-    found = costs(ways_of(ppo, work), repeats, cores)
+    found, samples = costs(ways_of(ppo, work), repeats, cores), len(work.answer_lengths)
     before, ours = found["plain"], found["dschat_ppo"]
     return {
         "ratio_wall": before.wall / ours.wall,
         "ratio_cpu": before.cpu / ours.cpu,
-        "samples_per_s": BATCH / ours.wall,
-        "plain_samples_per_s": BATCH / before.wall,
+        "samples_per_s": samples / ours.wall,
+        "plain_samples_per_s": samples / before.wall,
     }
 
 
@@ -119,41 +95,63 @@ def peaks(ppo: PPOComponents, work: Workload, cores: int) -> dict[str, float]:
 
 def table(results: dict[str, Any]) -> str:
     """The numbers for docs/benchmarks.md."""
+    found = {name: results[name] for name in WORKLOADS if name in results}
     rows = [
         [name, f"{r['plain_samples_per_s']:.2f}", f"{r['samples_per_s']:.2f}", f"{r['ratio_wall']:.2f}",
          f"{r['ratio_cpu']:.2f}"]
-        for name, r in results.items() if isinstance(r, dict) and "samples_per_s" in r
+        for name, r in found.items()
     ]  # fmt: skip
     return markdown(["workload", "plain, samples/s", "ours, samples/s", "ratio (wall)", "ratio (CPU)"], rows)
 
 
-def main() -> None:
-    """Measure and print."""
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers to this file too")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
-    parser.add_argument("--old_logprobs", choices=["rollout", "recompute"], default="rollout", help="of our way")
-    parser.add_argument("--compare", choices=["trl"], help="measure another trainer beside")
-    arguments = parser.parse_args()
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--old_logprobs", choices=["auto", "rollout", "recompute"], default="rollout", help="of ours")
+    parser.add_argument("--compare", choices=["trl"], help="measure another trainer too")
+    parser.add_argument("--tiny", action="store_true", help="a trial of the script on tiny sizes")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parsed()
     if arguments.compare:
         import trl  # noqa: F401  (fails now if it is not installed, and not after an hour)
     quiet_libraries()
     init_process_group()
+    sizes = TINY if arguments.tiny else FULL
     cores, results = len(os.sched_getaffinity(0)), dict[str, Any]()
-    with tempfile.TemporaryDirectory() as folder:
-        ppo = make_ppo(Path(folder), 8192, arguments.old_logprobs)
-        for name in ("fixed", "varied"):
-            results[name] = compare(ppo, name, arguments.repeats, cores)
+    common = ["--old_logprobs", arguments.old_logprobs]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in arguments.workloads:
+            work = sizes.workload(name, sizes.model.vocab_size)
+            ppo = sizes.components(folder, sizes.model, work, common + (ppo_parts.GRPO if name == "group" else []))
+            results[name] = compare(ppo, work, arguments.repeats, cores)
             print(name, json.dumps(results[name]), flush=True)
+            del ppo
         if arguments.compare:
             from trl_step import samples_per_second
 
-            results["trl"] = samples_per_second(Path(folder) / "lm", Path(folder) / "reward", cores)
-        wide, work = make_ppo(Path(folder) / "wide", WIDE, arguments.old_logprobs), workload("fixed", WIDE, BATCH)
-        results["peak_memory_gib"] = held = peaks(wide, work, cores)
-        results["peak_memory_ratio"] = held["dschat_ppo"] / held["plain"]
+            works = {"ppo": "fixed", "grpo": "group"}
+            results["trl"] = {
+                name: samples_per_second(name, folder, sizes.workload(work, sizes.model.vocab_size), cores)
+                for name, work in works.items() if work in arguments.workloads
+            }  # fmt: skip
+            results["ratio_to_trl"] = {
+                name: results[works[name]]["samples_per_s"] / rate for name, rate in results["trl"].items()
+            }
+        if "fixed" in arguments.workloads:
+            work = sizes.workload("fixed", sizes.wide.vocab_size)
+            wide = sizes.components(folder / "wide", sizes.wide, work, common)
+            results["peak_memory_gib"] = held = peaks(wide, work, cores)
+            results["peak_memory_ratio"] = held["dschat_ppo"] / held["plain"]
     print(table(results))
-    print(json.dumps({name: value for name, value in results.items() if name not in ("fixed", "varied")}))
+    print(json.dumps({name: value for name, value in results.items() if name not in WORKLOADS}))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
     dist.shutdown()

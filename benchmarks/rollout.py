@@ -65,9 +65,10 @@ def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
         )
 
 
-def by_us(model: PreTrainedModel, work: Workload, rows: int) -> None:
-    """Continuous batching, including the log-probs of the sampled tokens."""
-    how = GenerationConfig(SamplingParameters(), StoppingCriteria(int(work.answer_lengths.max())), work.samples, rows)
+def by_us(model: PreTrainedModel, work: Workload, rows: int, sampling: SamplingParameters | None = None) -> None:
+    """Continuous batching, including the log-probs of the sampled tokens; by default from the whole distribution."""
+    stopping = StoppingCriteria(int(work.answer_lengths.max()))
+    how = GenerationConfig(sampling or SamplingParameters(), stopping, work.samples, rows)
     device = model.device
     seeds = row_seeds(0, len(work.answer_lengths), 0).to(device)
     limits = work.answer_lengths.to(device)

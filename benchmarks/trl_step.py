@@ -1,4 +1,4 @@
-"""TRL's trainers on the models and prompts of `ppo_step.py`, for comparison. Needs `pip install trl==1.12.0`."""
+"""TRL's trainers on the models and workloads of `ppo_step.py`, for comparison. Needs `pip install trl==1.12.0`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from measure import threads
+from models import Workload
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -18,7 +19,8 @@ from transformers import (
     TrainerCallback,
 )
 
-PROMPT, ANSWER, BATCH, STEPS = 128, 128, 32, 3
+STEPS = 3
+ROWS = 32  # of a forward and backward pass, as in `plain.py`
 
 
 class StepTimes(TrainerCallback):
@@ -32,42 +34,46 @@ class StepTimes(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def _common(output: str) -> dict[str, Any]:
+def _common(output: str, rows: int) -> dict[str, Any]:
     return {
-        "output_dir": output, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "bf16": True,
-        "use_cpu": not torch.cuda.is_available(), "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-        "gradient_checkpointing": False, "seed": 0,
+        "output_dir": output, "per_device_train_batch_size": min(rows, ROWS), "bf16": True, "seed": 0,
+        "gradient_accumulation_steps": max(1, rows // ROWS), "use_cpu": not torch.cuda.is_available(),
+        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
     }  # fmt: skip
 
 
-def ppo(lm: Path, reward: Path, output: str, times: StepTimes) -> Any:
-    """A PPO trainer: 32 prompts of 128 tokens, 128 new tokens, one update."""
+def ppo(lm: Path, reward: Path, output: str, work: Workload, times: StepTimes) -> Any:
+    """A PPO trainer: one update for the prompts of a workload with answers of one length."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
+    rows, prompt = work.prompts.prompt_ids.shape
     tokenizer = AutoTokenizer.from_pretrained(lm, padding_side="left")
-    ids = np.random.default_rng(0).integers(5, 300, (BATCH * STEPS, PROMPT)).tolist()
+    ids = np.random.default_rng(0).integers(5, 300, (rows * STEPS, prompt)).tolist()
     scalar, causal = AutoModelForSequenceClassification, AutoModelForCausalLM
     policy, reference = (causal.from_pretrained(lm, dtype=torch.bfloat16) for _ in range(2))
     reward_model, critic = (scalar.from_pretrained(reward, dtype=torch.bfloat16, num_labels=1) for _ in range(2))
     arguments = PPOConfig(
-        **_common(output), total_episodes=BATCH * STEPS, response_length=ANSWER, num_ppo_epochs=1,
-        num_mini_batches=1, local_rollout_forward_batch_size=BATCH, temperature=1.0, num_sample_generations=0,
+        **_common(output, rows), total_episodes=rows * STEPS, response_length=int(work.answer_lengths.max()),
+        num_ppo_epochs=1, num_mini_batches=1, local_rollout_forward_batch_size=rows, temperature=1.0,
+        num_sample_generations=0,
     )  # fmt: skip
-    rows = Dataset.from_dict({"input_ids": ids})
+    data = Dataset.from_dict({"input_ids": ids})
     return PPOTrainer(
-        arguments, tokenizer, policy, reference, reward_model, rows, critic, eval_dataset=rows, callbacks=[times]
+        arguments, tokenizer, policy, reference, reward_model, data, critic, eval_dataset=data, callbacks=[times]
     )
 
 
-def grpo(lm: Path, output: str, times: StepTimes) -> Any:
-    """A GRPO trainer: 4 prompts of about 128 tokens x 8 answers of 128 tokens, a reward without cost."""
+def grpo(lm: Path, output: str, work: Workload, times: StepTimes) -> Any:
+    """A GRPO trainer with the KL in the loss: one update for the answers to the prompts of a workload, and a reward
+    without cost. Capital letters are tokens of one letter each."""
     from trl import GRPOConfig, GRPOTrainer
 
-    rng = np.random.default_rng(0)
-    texts = ["".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), PROMPT)) for _ in range(BATCH // 8 * STEPS)]
+    count, prompt = work.prompts.prompt_ids.shape
+    rng, answer = np.random.default_rng(0), int(work.answer_lengths.max())
+    texts = ["".join(rng.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), prompt)) for _ in range(count * STEPS)]
     arguments = GRPOConfig(
-        **_common(output), max_steps=STEPS, num_generations=8, max_completion_length=ANSWER, beta=0.05,
-        generation_kwargs={"min_new_tokens": ANSWER},
+        **_common(output, count * work.samples), max_steps=STEPS, num_generations=work.samples, beta=0.05,
+        max_completion_length=answer, generation_kwargs={"min_new_tokens": answer},
     )  # fmt: skip
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(lm, dtype=torch.bfloat16),
@@ -79,17 +85,23 @@ def grpo(lm: Path, output: str, times: StepTimes) -> Any:
     )
 
 
-def samples_per_second(lm: Path, reward: Path, cores: int) -> dict[str, float]:
+def samples_per_second(name: str, folder: Path, work: Workload, cores: int) -> float:
     """Samples (generated, scored and trained on) per second of wall time, after the first step.
+
+    Args:
+        name: "ppo" or "grpo".
+        folder: holds the models `lm` and `reward`.
+        work: answers of one length.
+        cores: threads.
 
     Raises:
         ImportError: TRL is not installed.
     """
-    found = {}
-    for name in ("ppo", "grpo"):
-        times = StepTimes()
-        with tempfile.TemporaryDirectory() as output, threads(cores):
-            trainer = ppo(lm, reward, output, times) if name == "ppo" else grpo(lm, output, times)
-            trainer.train()
-        found[name] = BATCH * (len(times.ends) - 1) / (times.ends[-1] - times.ends[0])
-    return found
+    times = StepTimes()
+    with tempfile.TemporaryDirectory() as output, threads(cores):
+        if name == "ppo":
+            trainer = ppo(folder / "lm", folder / "reward", output, work, times)
+        else:
+            trainer = grpo(folder / "lm", output, work, times)
+        trainer.train()
+    return len(work.answer_lengths) * (len(times.ends) - 1) / (times.ends[-1] - times.ends[0])

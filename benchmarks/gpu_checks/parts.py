@@ -1,0 +1,100 @@
+"""The names, time limits and targets of the parts of `gpu.sh`. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: `function` of `gpu_checks.MODULE`, called with findings, whether sizes are tiny, and `arguments`."""
+
+    module: str
+    function: str
+    seconds: int  # its time limit
+    what: str
+    arguments: tuple[str, ...] = ()
+
+
+# in the order in which they run: if the time is up, the last ones are missing
+PARTS = {
+    "machine": Part("machine", "limits", 45, "bandwidth, matrix products, attention at shapes not seen before"),
+    "parity": Part("parity", "parity", 80, "generation and scoring against plain transformers, in fp32 and bf16"),
+    "trajectory": Part("trajectory", "trajectory", 110, "SFT, PPO and GRPO in fp32 against the same runs on the CPU"),
+    "resume": Part("trajectory", "resume", 90, "a resumed PPO run against two uninterrupted ones, in bf16"),
+    "waits": Part("waits", "waits", 60, "waits of the host for the GPU, per token and per micro-batch"),
+    "rollout_small": Part("generation", "rollout", 90, "tokens/s of 0.5 B weights", ("qwen2-0.5b",)),
+    "rollout_large": Part("generation", "rollout", 110, "tokens/s of 7 B weights", ("llama-7b",)),
+    "ppo": Part("steps", "steps", 110, "PPO steps, four models of 1.5 B weights", ("ppo",)),
+    "grpo": Part("steps", "steps", 100, "GRPO steps, two models of 1.5 B weights", ("grpo",)),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number that should be at least, or at most, this. `right`: it is a matter of right or wrong, not of speed."""
+
+    path: str  # PART.ENTRY.NAME in the results
+    at_least: float | None = None
+    at_most: float | None = None
+    right: bool = False
+
+    def is_met(self, value: Any) -> bool:
+        """Whether a number that was found meets it."""
+        if not isinstance(value, (int, float)):
+            return False
+        low = self.at_least is None or value >= self.at_least
+        return low and (self.at_most is None or value <= self.at_most)
+
+
+TARGETS = (
+    Target("parity.architectures.wrong", at_most=0, right=True),
+    Target("parity.fp32.ok", at_least=1, right=True),
+    Target("parity.bf16.ok", at_least=1, right=True),
+    Target("trajectory.sft.first_step", at_most=1e-3, right=True),
+    Target("trajectory.sft.all_steps", at_most=1e-3, right=True),
+    Target("trajectory.ppo.first_step", at_most=1e-3, right=True),
+    Target("trajectory.grpo.first_step", at_most=1e-3, right=True),
+    Target("resume.compared.beyond_again", at_most=0, right=True),
+    Target("machine.attention.new_shape_ms", at_most=5),
+    Target("rollout_small.ours_64.share_of_limit", at_least=0.6),
+    Target("rollout_small.ratio_to_transformers", at_least=5),
+    Target("rollout_small.ours_64.captures_again", at_most=0),
+    Target("rollout_large.ours_64.share_of_limit", at_least=0.6),
+    Target("rollout_large.ratio_to_transformers", at_least=5),
+    Target("rollout_large.ours_64.captures_again", at_most=0),
+    Target("ppo.last_step.score_mfu", at_least=0.45),
+    Target("ppo.last_step.train_mfu", at_least=0.40),
+    Target("ppo.last_step.captures", at_most=0),
+    Target("grpo.last_step.score_mfu", at_least=0.45),
+    Target("grpo.last_step.train_mfu", at_least=0.40),
+    Target("grpo.last_step.captures", at_most=0),
+    Target("waits.rollout.per_token", at_most=1 / 8),
+    Target("waits.step.train_per_micro_batch", at_most=4),
+)
+
+
+def at(found: dict[str, Any], path: str) -> Any:
+    """The value at a path such as "ppo.last_step.captures"; None if there is none."""
+    value: Any = found
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def missed(found: dict[str, Any], right_only: bool) -> list[dict[str, Any]]:
+    """The targets of the parts in `found` that are not met.
+
+    Args:
+        found: part -> its findings.
+        right_only: leave the targets of speed out.
+    """
+    lines = []
+    for target in TARGETS:
+        value = at(found, target.path)
+        if target.path.split(".")[0] in found and (target.right or not right_only) and not target.is_met(value):
+            bounds = {"at_least": target.at_least, "at_most": target.at_most}
+            given = {name: bound for name, bound in bounds.items() if bound is not None}
+            lines.append({"path": target.path, "is": value, **given, "right": target.right})
+    return lines

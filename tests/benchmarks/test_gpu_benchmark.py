@@ -1,0 +1,137 @@
+"""`benchmarks/gpu.sh`: a whole trial on tiny sizes; how it judges, and what it keeps when a part fails or is late."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launch import ROOT, environment
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_checks.__main__ as runner  # noqa: E402
+from gpu_checks import parts, run_part, steps, train_runs, trajectory  # noqa: E402
+from models import workload  # noqa: E402
+
+
+def test_a_target_is_met_by_a_number_within_its_bounds():
+    target = parts.Target("a.b", at_least=1, at_most=2)
+    assert [target.is_met(value) for value in (0.9, 1, 2, 2.1, None, {"failed": "x"}, float("nan"))] == [
+        False, True, True, False, False, False, False,
+    ]  # fmt: skip
+
+
+def test_missed_targets_are_those_of_the_parts_that_ran():
+    found = {"resume": {"compared": {"beyond_again": 0.5}}, "waits": {"rollout": {"per_token": 0.1}}}
+    lines = {line["path"]: line for line in parts.missed(found, right_only=False)}
+    assert set(lines) == {"resume.compared.beyond_again", "waits.step.train_per_micro_batch"}
+    assert lines["resume.compared.beyond_again"] == {
+        "path": "resume.compared.beyond_again", "is": 0.5, "at_most": 0, "right": True,
+    }  # fmt: skip
+    assert [line["path"] for line in parts.missed(found, right_only=True)] == ["resume.compared.beyond_again"]
+
+
+def test_every_part_has_its_function_and_every_target_its_part():
+    assert {target.path.split(".")[0] for target in parts.TARGETS} <= set(parts.PARTS)
+    for part in parts.PARTS.values():
+        module = (ROOT / f"benchmarks/gpu_checks/{part.module}.py").read_text()
+        assert f"def {part.function}(found: Findings, tiny: bool" in module
+
+
+def test_parts_that_fail_or_are_late_keep_what_they_found(monkeypatch, tmp_path, capsys):
+    keep = "import pathlib, sys, time; keep = pathlib.Path(sys.argv[1]).write_text; keep('{\"a\": 1}');"
+    ends = f'{keep} keep(\'{{"a": 1, "seconds": 2}}\')'
+    does = {
+        "fails": f"{keep} raise ValueError('no GPU')",
+        "late": f"{keep} time.sleep(60)",
+        "ends": ends,
+        "skipped": ends,
+    }
+    monkeypatch.setattr(runner, "PARTS", {name: parts.Part("", "", 1 if name == "late" else 30, "") for name in does})
+
+    def start(names: list[str], folder: Path, tiny: bool) -> subprocess.Popen:
+        (name,) = names
+        with (folder / f"{name}.log").open("wb") as log:
+            command = [sys.executable, "-c", does[name], str(folder / f"{name}.json")]
+            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    monkeypatch.setattr(runner, "start", start)
+    results = runner.run([["fails"], ["late"], ["ends"]], tmp_path, limit=100)
+    assert results["fails"]["failed"] == "exit code 1: ValueError: no GPU"
+    assert results["late"]["failed"] == "not finished after 1 s"
+    assert "failed" not in results["ends"]
+    assert [part["a"] for part in results.values()] == [1, 1, 1]
+    assert runner.run([["skipped"]], tmp_path, limit=5) == {"skipped": {"failed": "no time was left"}}
+    assert "ValueError: no GPU" in capsys.readouterr().err
+
+
+def test_each_part_has_a_process_but_in_a_trial():
+    names = ["machine", "trajectory", "resume", "ppo"]
+    assert runner.groups_of(names, tiny=False) == [["machine"], ["trajectory"], ["resume"], ["ppo"]]
+    assert runner.groups_of(names, tiny=True) == [["trajectory", "resume"], ["machine", "ppo"]]
+    assert runner.groups_of(["ppo"], tiny=True) == [["ppo"]]
+
+
+def test_a_number_that_cannot_be_measured_is_named_and_does_not_end_the_part(tmp_path):
+    findings = run_part.Findings(tmp_path / "found.json")
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert findings.measure("first", fails) == {}
+    assert findings.measure("second", lambda: 2.0) == 2.0
+    expected = {"first": {"failed": "OutOfMemoryError: CUDA out of memory"}, "second": 2.0}
+    assert json.loads((tmp_path / "found.json").read_text()) == expected
+
+
+def test_difference_of_two_runs_by_hand():
+    one = {"loss": 4.0, "kl": 0.5, "gone": 1.0}
+    assert train_runs.largest_difference(one, {**one, "loss": 4.4}) == (pytest.approx(0.1), "loss")
+    assert train_runs.largest_difference(one, {**one, "kl": 0.7}) == (pytest.approx(0.2), "kl")
+    assert train_runs.largest_difference(one, {"loss": 4.0, "kl": 0.5}) == (train_runs.NOT_COMPARABLE, "gone")
+    assert train_runs.largest_difference(one, {**one, "kl": float("nan")}) == (train_runs.NOT_COMPARABLE, "kl")
+    found = trajectory.compared({1: one, 2: one}, {1: {**one, "kl": 0.6}, 2: {**one, "loss": 6.0}})
+    assert (found["first_step"], found["in"]) == (pytest.approx(0.1), "kl")
+    assert (found["all_steps"], found["all_in"], found["steps"]) == (0.5, "loss", 2)
+    assert trajectory.compared({1: one, 2: one}, {1: one})["all_steps"] == train_runs.NOT_COMPARABLE
+
+
+@pytest.mark.parametrize(("run", "counted"), [(2 * 8 * 4 + 16 + 3, 80), (80, 80), (79, 24), (24, 24), (10, 10)])
+def test_model_flops_by_hand(run, counted):
+    """2 prompts of 4 tokens with 8 answers of 1 token each: 80 tokens by rows, 24 with shared prompts."""
+    work = workload("group", 32, 2, shrink=64)
+    work = type(work)(type(work.prompts)(work.prompts.prompt_ids[:, :4], work.prompts.prompt_mask[:, :4]), 8,
+                      torch.ones(16, dtype=torch.int64))  # fmt: skip
+    backbone = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 3, bias=False))
+    backbone.get_input_embeddings = lambda: backbone[0]
+    counter = steps.PassCounter.__new__(steps.PassCounter)
+    engine = SimpleNamespace(module=SimpleNamespace(backbone=backbone))
+    counter.engines = {"actor": engine, "critic": engine}
+    keys = [("train", "actor", True), ("train", "critic", True), ("score", "actor", False)]
+    counter.tokens = Counter(dict.fromkeys(keys, run))
+    assert counter.flops("train", work) == 6 * (9 * counted + 15 * 16) + 6 * 9 * counted
+    assert counter.flops("score", work) == 2 * (9 * counted + 15 * 16)
+
+
+@pytest.mark.slow
+def test_a_trial_of_all_parts(tmp_path):
+    """On a CPU only right and wrong count, as in `--tiny` on a GPU."""
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--tiny", "--json", str(tmp_path / "found.json")]
+    env = environment() | {"PYTHON": sys.executable}
+    result = subprocess.run(command, env=env, cwd=tmp_path, text=True, capture_output=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-6000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found == json.loads((tmp_path / "found.json").read_text())
+    assert found["failed"] == found["missed"] == []
+    assert set(parts.PARTS) <= set(found)
+    assert found["resume"]["compared"]["bit_exact"] and found["resume"]["resumed"]["steps"] == [3, 4]
+    assert found["trajectory"]["ppo"]["steps"] == 2
+    assert found["parity"]["bf16"]["scored"] > 0, "bf16 is compared with fp32"
+    for path in ("rollout_small.ratio_to_transformers", "ppo.last_step.score_mfu", "grpo.last_step.train_mfu"):
+        assert parts.at(found, path) > 0, path
+    assert found["waits"]["step"]["where"]
+    named = [target.path for target in parts.TARGETS if not isinstance(parts.at(found, target.path), (int, float))]
+    assert named == [], "every target names a number that is measured"
