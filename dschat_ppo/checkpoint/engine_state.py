@@ -229,7 +229,7 @@ def model_states(folder: Path) -> dict[str, Any]:
 
 def trained_state(module: nn.Module) -> dict[str, Any]:
     """The entries of `module.state_dict()` that training changes: parameters that train, under all their names, and
-    buffers. The rest is frozen weights, and what a quantised layer stores beside them."""
+    buffers. The rest is frozen weights, and what a quantised layer stores with them."""
     names = {name for name, weight in module.named_parameters(remove_duplicate=False) if weight.requires_grad}
     names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     return {name: value for name, value in module.state_dict().items() if name in names}

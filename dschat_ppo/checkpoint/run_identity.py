@@ -128,7 +128,7 @@ def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
 
     From `MANY_ROWS` on it covers the column `digest`, if there is one, in which `data.prepare` stores a hash of each
     row: reading a million shuffled rows takes minutes. Fewer rows are read whole. Manifests of earlier versions hold
-    their fingerprints, so columns that those did not have are left out.
+    their fingerprints, so columns that those did not have are omitted.
     """
     if isinstance(rows, StreamedRows):
         return rows.fingerprint

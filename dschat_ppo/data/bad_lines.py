@@ -33,7 +33,7 @@ class BadLines:
             place: such as "line 7".
             cause: a predicate, such as "is not JSON".
             content: of the line; its first `QUOTED_CHARACTERS` are quoted.
-            lines: how many lines are left out.
+            lines: how many lines are skipped.
 
         Raises:
             UserError: bad lines are errors. The message does not name the file.

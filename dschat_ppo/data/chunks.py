@@ -1,6 +1,6 @@
 """Chunks of a stream: token rows made from raw rows, in order, each chunk one entry of the cache.
 
-The position in the raw rows after a chunk is saved beside it, so the next chunk can be made from there by any process.
+The position in the raw rows after a chunk is saved with it, so the next chunk can be made from there by any process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TokenBatch:
     Attributes:
         rows: the rows that are kept.
         counts: what was done -> number of rows, for the log.
-        unusable: raw rows that are left out because something is wrong with them.
+        unusable: raw rows that are skipped because something is wrong with them.
         problem: of the first such row, "" if there is none.
     """
 

@@ -26,7 +26,7 @@ class Kind:
         rendering: "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there
             is a chat template).
         shadows: forms that fit the same columns and say less.
-        not_with: columns beside which the form is not considered.
+        not_with: columns that rule the form out.
         inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
     """
 

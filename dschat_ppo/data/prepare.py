@@ -106,7 +106,7 @@ class Preparation:
             self.add_training(source)
 
     def add_training(self, source: DataSource) -> None:
-        """Add a data set for training, and its evaluation rows: of its own, or held out."""
+        """Add a data set for training, and its evaluation rows: from files given for it, or held out."""
         flags, seed = self.flags, self.flags.data_split_seed
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
         self.read.append(splits)

@@ -26,7 +26,7 @@ class PartBatch:
         numbers: of the rows in the part, from 1 on.
         rows: the rows.
         place: after them, in values that JSON can hold.
-        unreadable: lines between them that are left out because they cannot be read.
+        unreadable: lines between them that are skipped because they cannot be read.
         problem: of the first such line, "" if there is none.
     """
 

@@ -72,7 +72,7 @@ def unpack(path: Path, target: Path) -> None:
 def write_table(kind: Kind, path: Path, target: Path, file_number: int, skip: bool, as_json: frozenset[str]) -> None:
     """Convert a file to an Arrow stream with the column `ORIGIN` (int64): `file_number << FILE_SHIFT | row`.
 
-    Rows count from 1: lines of JSON Lines and text, data rows of other kinds; rows that are left out count.
+    Rows count from 1: lines of JSON Lines and text, data rows of other kinds; skipped rows count.
 
     Args:
         kind: how to read the file.
@@ -103,7 +103,7 @@ def _write(
     kind: Kind, path: Path, target: Path, file_number: int, bad: BadLines, known: JsonColumns, skipped: Skipped
 ) -> bool:
     """Write the Arrow file; False if it must be written once more: what it says about the file was not known at its
-    start (types of JSON columns, lines that are left out). The whole file is read even then."""
+    start (types of JSON columns, skipped lines). The whole file is read even then."""
     schema, writer, is_complete, total = None, None, True, 0
     with pa.OSFile(str(target), "wb") as sink:
         for numbers, table, features in read_tables(kind, path, bad, known):

@@ -51,7 +51,7 @@ class Splits:
         train: training rows.
         eval: evaluation rows, or None.
         origins: names the rows of both.
-        skipped: lines of its files that cannot be read and are left out, and the first of them.
+        skipped: lines of its files that cannot be read and are skipped, and the first of them.
     """
 
     train: Dataset

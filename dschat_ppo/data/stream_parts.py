@@ -129,7 +129,7 @@ def _tables(kind: Kind, path: Path, place: Any, bad: BadLines) -> Iterator[tuple
     after = place["row"] if place else 0
     for numbers, table, features in read_tables(kind, path, bad, JsonColumns(), after):
         known = bisect.bisect_right(numbers, after)
-        if known:  # its first rows came with the lines that are left out
+        if known:  # its first rows came with the skipped lines
             _forget(bad)
         for start in range(known, len(numbers), _BATCH_ROWS):
             part = numbers[start : start + _BATCH_ROWS]

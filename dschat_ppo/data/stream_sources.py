@@ -84,7 +84,7 @@ def first_rows(parts: tuple[StreamPart, ...]) -> tuple[list[Row], str]:
     """The first `FIRST_ROWS` rows, read in a child process, which a damaged file may crash.
 
     Returns:
-        (rows, problem of the first line before them that is left out, "" if there is none).
+        (rows, problem of the first line before them that is skipped, "" if there is none).
 
     Raises:
         UserError: they cannot be read.

@@ -147,7 +147,7 @@ def learning_rate(engine: Engine) -> float:
 
 
 def learning_rates(engine: Engine) -> dict[str, float]:
-    """`lr` of the next optimizer step, and `lora_lr` if weights with LoRA's own rate are trained beside others."""
+    """`lr` of the next optimizer step, and `lora_lr` if weights with LoRA's own rate are trained as well as others."""
     peaks = [group["initial_lr"] for group in engine.optimizer.param_groups]
     own = {"lora_lr": float(engine.get_lr()[-1])} if peaks[0] != peaks[-1] else {}
     return {"lr": learning_rate(engine)} | own

@@ -40,7 +40,7 @@ class RLHFEngine:
     """
 
     def __init__(self, config: PPOConfig, plan: PPOPlan, folders: ModelFolders):
-        # if other weights train beside an adapter, the adapter alone would not be the model
+        # if other weights train with an adapter, the adapter alone would not be the model
         self.saves_merged = config.adapters.lora_merge or not config.adapters.only_optimize_lora
         ppo, own, lora = config.ppo, config.ppo_schedule, config.lora
         schedules = ppo_schedules(ppo, own, config.algorithm.has_critic)

@@ -29,7 +29,7 @@ def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
 def mlps_of(backbone: nn.Module) -> tuple[list[nn.Module], int]:
     """The MLP of each decoder layer that has one, and the number of layers whose MLP is a mixture of experts.
 
-    Experts are left out: their router sees all tokens of a layer at once, and its loss needs that.
+    Experts are not tiled: their router sees all tokens of a layer at once, and its loss needs that.
     """
     found, experts = [], 0
     for layer in decoder_layers(backbone):

@@ -23,7 +23,7 @@ def merged(
 
     Inside the context the model consists of the modules of its base, so code that looks for `nn.Linear` finds it. The
     exit restores the layers, and the original weights bit for bit: they are kept, not computed by subtraction. Layers
-    with a quantised base keep their adapter beside it.
+    with a quantised base keep their adapter unmerged.
 
     The device holds the adapted weights twice inside the context, except those in `disposable`.
 

@@ -93,7 +93,7 @@ def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor, last_on
         input_ids: (B, T) int64, right-padded.
         lengths: (B,) int64, above 0.
         last_only: apply the head to the last tokens alone, with the same scores up to rounding and less memory for many
-            short rows beside a long one.
+            short rows and a long one.
     """
     if last_only:
         return engine(input_ids, lengths, last_only=True)

@@ -230,7 +230,7 @@ def load_sequence_classifier(
         new_head: True for training a reward model; False if a trained head is needed.
         dropout: overrides every dropout of the config.
         resize: see `load_causal_lm`.
-        adapter: see `load_causal_lm`; the scalar head trains beside it.
+        adapter: see `load_causal_lm`; the scalar head trains with it.
         device: see `load_causal_lm`.
     """
     if check_sequence_classifier(folder, new_head):

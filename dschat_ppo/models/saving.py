@@ -187,7 +187,7 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor], adapter: str = "
     Args:
         model: gives names and scales of its layers; its weights are not read.
         state: all weights of the model, whole, by name.
-        adapter: the name of the adapter to merge; others are left out.
+        adapter: the name of the adapter to merge; others are not merged.
     """
     merged = {name: weight for name, weight in state.items() if not is_adapter_parameter(name)}
     for path, layer in adapter_layers(model).items() if state else ():

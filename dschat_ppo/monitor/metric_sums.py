@@ -49,7 +49,7 @@ class MetricSums:
             name: of the metric.
             values: (n,).
             sources: (n,) int64, number of each value's data set; None only with fewer than two data sets.
-            mask: (n,) bool; values where it is False are left out.
+            mask: (n,) bool; values where it is False do not count.
         """
         if len(self.sources) < 2:
             return
