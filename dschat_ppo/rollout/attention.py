@@ -309,15 +309,21 @@ AttentionInterface.register(NAME, _dispatch)
 
 @contextmanager
 def installed(model: PreTrainedModel, attention: RolloutAttention) -> Iterator[None]:
-    """Make every attention layer of `model` call `attention`; restore the previous attention on exit."""
+    """Make every attention layer of `model` call `attention`; restore the previous attention on exit.
+
+    Linear layers call PyTorch's own product: ZeRO-3 replaces it by one that a backward needs, with a separate addition
+    of the bias and a Python function for each call.
+    """
     config: Any = model.config
     parts = [config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name) is not None)]
-    before = [part._attn_implementation for part in parts]
+    before, linear = [part._attn_implementation for part in parts], nn.functional.linear
     config._attn_implementation = NAME  # transformers sets it on the parts too
+    nn.functional.linear = torch._C._nn.linear
     _active.append(attention)
     try:
         yield
     finally:
         _active.pop()
+        nn.functional.linear = linear
         for part, implementation in zip(parts, before, strict=True):
             part._attn_implementation = implementation

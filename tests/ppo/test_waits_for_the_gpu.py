@@ -78,12 +78,12 @@ def test_a_micro_batch_of_the_actor_waits_only_before_its_layers(flags):
 def test_a_micro_batch_of_the_critic_waits_only_before_its_layers():
     sums, real = MetricSums(), MetricSums()
     with torch.no_grad():
-        expected = critic_loss(critic(), rows(), MINIBATCH, 0.2, real)
+        expected = critic_loss(critic(), rows(), MINIBATCH, AlgorithmFlags(value_clip_eps=0.2), real)
     with pretended_gpu() as seen:
         batch = record_of(Experience, {name: on_gpu(value) for name, value in tensors_of(rows()).items()})
         engine = moved(critic())
         seen.waits.clear()
-        found = critic_loss(engine, batch, MINIBATCH, 0.2, sums)
+        found = critic_loss(engine, batch, MINIBATCH, AlgorithmFlags(value_clip_eps=0.2), sums)
         assert operations(seen.waits) == OF_VALUES, seen.waits
         assert not seen.mixed
         metrics = sums.reduce()
@@ -95,7 +95,7 @@ def test_scoring_waits_a_few_times_for_each_model():
     names = [field for field in tensors_of(rows()) if field in Rollout.__dataclass_fields__]
     rollout = record_of(Rollout, {name: tensors_of(rows())[name] for name in names})
     scores, groups = Scores(torch.zeros(3), torch.zeros(3, 1)), torch.arange(3)
-    settings = ScoringSettings(0.7, 1000, True, "k1")
+    settings = ScoringSettings(0.7, 1000, "recompute", "k1")
     expected = ModelScorer(policy(), policy(), critic(), settings)(rollout, scores, groups)
     with pretended_gpu() as seen:
         batch = record_of(Rollout, {name: on_gpu(value) for name, value in tensors_of(rollout).items()})

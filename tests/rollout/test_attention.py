@@ -1,11 +1,13 @@
 """Attention over the KV cache against a plain softmax over each row's own tokens, and how it is installed."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import new_model
+from torch import nn
 
 from dschat_ppo.rollout.attention import (
     NAME,
@@ -133,3 +135,11 @@ def test_the_models_own_attention_is_restored_after_an_error():
         assert model.config._attn_implementation == NAME
         raise RuntimeError("inside")
     assert model.config._attn_implementation == "eager"
+
+
+def test_linear_layers_use_the_product_of_pytorch(monkeypatch):
+    of_zero3 = partial(nn.functional.linear)  # DeepSpeed puts a function of its own there
+    monkeypatch.setattr(nn.functional, "linear", of_zero3)
+    with installed(new_model("llama"), RolloutAttention()):
+        assert nn.functional.linear is torch._C._nn.linear
+    assert nn.functional.linear is of_zero3
