@@ -110,7 +110,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the numbers to this file too")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--old_logprobs", choices=["auto", "rollout", "recompute"], default="rollout", help="of ours")
+    parser.add_argument("--old_logprobs", choices=["auto", "rollout", "recompute"], default="auto", help="of ours")
     parser.add_argument("--compare", choices=["trl"], help="measure another trainer too")
     parser.add_argument("--tiny", action="store_true", help="a trial of the script on tiny sizes")
     return parser.parse_args()
