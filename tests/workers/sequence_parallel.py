@@ -28,7 +28,7 @@ from dschat_ppo.models import activation_memory
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm
-from dschat_ppo.models.long_sequences import save_activation_memory
+from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -69,7 +69,7 @@ def supervised(task: str, assets: Path, stage: int, packed: bool, device, *more:
         objective = sft_objective(0, False, device)
         if config.fit.gradient_checkpointing:
             trained.gradient_checkpointing_enable()
-        save_activation_memory(trained, config.memory)
+        apply_memory_flags(trained, config.memory)
     else:
         trained = load_trained_model(model, config, ds_config)
         objective = (reward_objective if task == "reward" else dpo_objective)(0, device, config)
