@@ -104,7 +104,8 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     spread = padded.std(dim=-1)  # of log-probs, entropies or values, each by itself
     difference = ((packed - padded).abs().mean(dim=-1) / spread).max() / PACKED_TOLERANCE[module.backbone.dtype]
     leak = ((packed - changed)[..., of_first_row:].abs().amax(dim=-1) / spread).max() / LEAK_TOLERANCE
-    differs, leaks = all_reduce(torch.stack([difference, leak]), "max").tolist()
+    several_calls = torch.full_like(leak, not recorded.in_one_call)
+    differs, leaks, several = all_reduce(torch.stack([difference, leak, several_calls]), "max").tolist()
     reason = None
     if needs_mask:
         reason = "its sliding window is in its mask, which packed rows do not have"
@@ -113,7 +114,7 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     elif not differs < 1:
         reason = "packed rows do not give the numbers of padded rows"
     module.packed = reason is None
-    return reason, recorded.in_one_call
+    return reason, not several
 
 
 def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
