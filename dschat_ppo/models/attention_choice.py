@@ -103,6 +103,11 @@ def head_sizes(config: Any) -> set[int]:
     return sizes or {config.hidden_size // config.num_attention_heads}
 
 
+def attention_dropout(config: PretrainedConfig) -> float:
+    """The dropout of a model's attention while it trains."""
+    return max(float(getattr(config.get_text_config(), name, None) or 0) for name in ATTENTION_DROPOUTS)
+
+
 def check_attention_dropout(choice: str, config: PretrainedConfig, dropout: float | None, named: str) -> None:
     """Check that a model that trains with flex attention has no dropout in its attention.
 
@@ -115,9 +120,7 @@ def check_attention_dropout(choice: str, config: PretrainedConfig, dropout: floa
     Raises:
         UserError: it has.
     """
-    text = config.get_text_config()
-    own = max(float(getattr(text, name, None) or 0) for name in ATTENTION_DROPOUTS)
-    share = own if dropout is None else dropout
+    share = attention_dropout(config) if dropout is None else dropout
     if choice == "flex_attention" and share > 0:
         raise UserError(
             f"{FLAG} flex_attention: {named} trains with a dropout of {share:g} in its attention, which the kernel "

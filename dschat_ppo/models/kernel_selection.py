@@ -11,7 +11,7 @@ from dschat_ppo.common.dist import all_reduce, sequence_ranks
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.architectures import DROPOUTS
-from dschat_ppo.models.attention_choice import WITHOUT_MASKS
+from dschat_ppo.models.attention_choice import WITHOUT_MASKS, attention_dropout
 from dschat_ppo.models.backbone import hidden_window, unwrap
 from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
 from dschat_ppo.models.policy_model import PolicyModel
@@ -104,7 +104,8 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     spread = padded.std(dim=-1)  # of log-probs, entropies or values, each by itself
     difference = ((packed - padded).abs().mean(dim=-1) / spread).max() / PACKED_TOLERANCE[module.backbone.dtype]
     leak = ((packed - changed)[..., of_first_row:].abs().amax(dim=-1) / spread).max() / LEAK_TOLERANCE
-    several_calls = torch.full_like(leak, not recorded.in_one_call)
+    dropped = module.attention == "auto" and attention_dropout(module.config) > 0  # in training; here it is off
+    several_calls = torch.full_like(leak, dropped or not recorded.in_one_call)
     differs, leaks, several = all_reduce(torch.stack([difference, leak, several_calls]), "max").tolist()
     reason = None
     if needs_mask:

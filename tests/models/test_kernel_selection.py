@@ -119,10 +119,10 @@ def test_the_log_says_why_rows_are_padded(name, said):
 # On a GPU
 
 
-def selected_on_a_gpu(attention: str = "auto", pack_on_gpu: bool = False) -> tuple[PolicyModel, str | None]:
+def selected_on_a_gpu(attention: str = "auto", pack_on_gpu: bool = False, **changes) -> tuple[PolicyModel, str | None]:
     """A model in fp32, for which PyTorch has no FlashAttention."""
     with pretended_gpu():
-        policy = moved(PolicyModel(new_model("llama")))
+        policy = moved(PolicyModel(new_model("llama", **changes)))
         policy.attention = attention
         return policy, select_kernels(policy, pack_on_gpu)
 
@@ -144,4 +144,6 @@ def test_a_gpu_packs_and_shares_in_one_call(monkeypatch):
     policy, reason = selected_on_a_gpu()
     assert reason is None and policy.packed and policy.shares and calls
     policy, _ = selected_on_a_gpu("sdpa")  # not the kernel of auto
+    assert not policy.packed
+    policy, _ = selected_on_a_gpu(attention_dropout=0.1)  # which the kernel does not have
     assert not policy.packed
