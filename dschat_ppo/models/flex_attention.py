@@ -106,8 +106,18 @@ def _compiled() -> Any:
     """The kernel for GPUs. It is never replaced by slow operations: beyond `MOST_KERNELS` PyTorch raises an error."""
     from torch.nn.attention.flex_attention import flex_attention as flex
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_KERNELS)
     return torch.compile(flex, fullgraph=True)
+
+
+def _kernel(on_gpu: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    if not on_gpu:
+        return flex
+    settings: Any = torch._dynamo.config  # of this thread: recomputed layers run in that of the backward pass
+    if settings.recompile_limit < MOST_KERNELS:
+        settings.recompile_limit = MOST_KERNELS
+    return _compiled()
 
 
 def flex_attention(
@@ -123,14 +133,13 @@ def flex_attention(
         softcap: the logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         sinks: (heads,), one more logit for each head that no value belongs to (GPT-OSS).
     """
-    from torch.nn.attention.flex_attention import flex_attention as flex
     from transformers.integrations.flex_attention import get_flex_attention_lse_kwargs
 
     def capped(score: Tensor, _row: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
-    found = (_compiled() if query.is_cuda else flex)(
+    found = _kernel(query.is_cuda)(
         query, key, value, score_mod=None if softcap is None else capped, block_mask=mask, scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1], **get_flex_attention_lse_kwargs(sinks is not None),
     )  # fmt: skip

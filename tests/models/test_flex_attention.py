@@ -1,5 +1,7 @@
 """The keys that flex attention sees, and its numbers. On a CPU, PyTorch runs it with products and a softmax."""
 
+import threading
+
 import pytest
 import torch
 from torch.nn.attention import flex_attention as of_torch
@@ -119,6 +121,27 @@ def test_the_eager_oracle_itself_by_hand():
     for sink, expected in ((None, 14.0), (torch.log(torch.tensor([4.0])), 7.0)):
         found = _eager_attention(module, query, key, value, None, 1.0, s_aux=sink)
         torch.testing.assert_close(found, torch.full((1, 1, 1, 1), expected))
+
+
+def test_a_gpu_runs_a_compiled_kernel_in_every_thread(monkeypatch):
+    """Its limit of kernels is a setting of each thread."""
+    compiled, limits = [], []
+    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compiled.append((function, fullgraph)) or "it")
+    flex._compiled.cache_clear()
+    with torch._dynamo.config.patch(recompile_limit=8):
+
+        def use():
+            assert flex._kernel(on_gpu=True) == "it"
+            limits.append(torch._dynamo.config.recompile_limit)
+
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+        use()
+    flex._compiled.cache_clear()
+    assert limits == [flex.MOST_KERNELS] * 2
+    assert compiled == [(of_torch.flex_attention, True)]
+    assert flex._kernel(on_gpu=False) is of_torch.flex_attention
 
 
 def test_without_a_gpu_pytorch_refuses_gradients():
