@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.flex_attention import BlockMasks, flex_attention
 from dschat_ppo.models.shared_prompts import VarlenSegments
 
@@ -66,7 +67,16 @@ WholeRowKernel = Callable[[Tensor, Tensor, Tensor, Segments, int | None, dict[st
 def whole_row_kernel(
     choice: str, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 ) -> WholeRowKernel | None:
-    """The kernel that computes all segments in one call; None: the choice has none that supports this layer."""
+    """The kernel that computes all segments in one call; None: the choice has none that supports this layer.
+
+    Raises:
+        UserError: the layer needs what the kernel of the choice does not have.
+    """
+    if choice in ("flash_attention_2", "flex_attention"):
+        biased, sees_all = options.get("position_bias") is not None, options.get("is_causal") is False
+        if biased or sees_all:
+            reason = "adds a bias to its logits" if biased else "is not causal"
+            raise UserError(f"--attn_implementation {choice}: the attention of this model {reason}; use auto")
     if choice == "flash_attention_2":
         return flash_attention_2
     if choice == "flex_attention":

@@ -11,9 +11,10 @@ from test_forward import model_of
 from test_packing import token_states
 from test_shared_prompts import rollout
 
+from dschat_ppo.errors import UserError
 from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.packing import packed_states, segments
-from dschat_ppo.models.segment_attention import Segments, flash_attention_2, segment_by_segment
+from dschat_ppo.models.segment_attention import Segments, flash_attention_2, segment_by_segment, whole_row_kernel
 from dschat_ppo.models.shared_prompts import lay_out
 from dschat_ppo.types import full_sequences
 
@@ -178,6 +179,15 @@ def test_deterministic_algorithms_are_asked_of_flash_attn(monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     flash_attention_2(*inputs(4), Segments([4]), None, {})
     assert calls[0]["deterministic"]
+
+
+@pytest.mark.parametrize("choice", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize(("option", "reason"), [({"position_bias": torch.ones(1)}, "adds a bias to its logits"),
+                                                ({"is_causal": False}, "is not causal")])  # fmt: skip
+def test_what_a_chosen_kernel_does_not_have_is_refused(choice, option, reason):
+    with pytest.raises(UserError, match=rf"^--attn_implementation {choice}: the attention of this model {reason}"):
+        whole_row_kernel(choice, *inputs(4), option)
+    assert whole_row_kernel(choice, *inputs(4), {"is_causal": True, "position_bias": None}) is not None
 
 
 def test_segments_are_copied_to_the_device_once():
