@@ -3,8 +3,9 @@
 The lower bounds are the oldest versions that the tests pass with (tests/versions.sh runs them). constraints.txt has the
 versions that the tests run with otherwise; training_scripts/setup_venv.sh installs those. DeepSpeed before 0.19.8
 cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that transformers asks for: it needs a GPU,
-and the tests run without. Libraries without a bound are imported by the package and required, with bounds, by those
-above them.
+and the tests run without. flash-attn starts at the version with soft caps; it needs a GPU too, and builds against the
+installed torch (pip's --no-build-isolation). Libraries without a bound are imported by the package and required, with
+bounds, by those above them.
 """
 
 from pathlib import Path
@@ -44,6 +45,7 @@ setup(
         "tqdm",
     ],
     extras_require={
+        "flash": ["flash-attn>=2.6.0,<3"],
         "lora": ["peft>=0.20.0,<1"],
         "qlora": ["peft>=0.20.0,<1", "bitsandbytes>=0.46.1"],
         "math": ["math-verify"],

@@ -11,8 +11,11 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 SETTLED = {"torch", "deepspeed", "transformers", "accelerate", "datasets", "tensorboard"}  # all others are extras
-NAMES = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "math_verify": "math-verify"}  # import -> package
-OPTIONAL = {"math_verify", "peft"}  # imported inside a function, after a check that the extra is installed
+NAMES = {  # import -> package
+    "yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "math_verify": "math-verify", "flash_attn": "flash-attn",
+}  # fmt: skip
+# imported inside a function, after a check that the extra is installed
+OPTIONAL = {"flash_attn", "math_verify", "peft"}
 
 
 def name_of(requirement: str) -> str:
@@ -94,7 +97,7 @@ def test_the_tested_versions_are_within_the_declared_ranges():
     bounded = [requirement for requirement in bounded if requirement.specifier]
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = [Requirement(line.partition("#")[0]) for line in lines if not line.startswith("#")]
-    assert {r.name for r in bounded} - {pin.name for pin in pinned} == {"torch", "bitsandbytes"}
+    assert {r.name for r in bounded} - {pin.name for pin in pinned} == {"torch", "bitsandbytes", "flash-attn"}
     for pin in pinned:
         (only,) = pin.specifier
         assert only.operator == "=="

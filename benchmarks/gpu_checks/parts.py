@@ -21,6 +21,7 @@ class Part:
 PARTS = {
     "machine": Part("machine", "limits", 45, "bandwidth, matrix products, attention at shapes not seen before"),
     "parity": Part("parity", "parity", 80, "generation and scoring against plain transformers, in fp32 and bf16"),
+    "attention": Part("attention", "attention", 80, "--attn_implementation: all choices against eager, fp32 and bf16"),
     "trajectory": Part("trajectory", "trajectory", 110, "SFT, PPO and GRPO in fp32 against the same runs on the CPU"),
     "resume": Part("trajectory", "resume", 90, "a resumed PPO run against two uninterrupted ones, in bf16"),
     "waits": Part("waits", "waits", 60, "waits of the host for the GPU, per token and per micro-batch"),
@@ -52,6 +53,8 @@ TARGETS = (
     Target("parity.architectures.wrong", at_most=0, right=True),
     Target("parity.fp32.ok", at_least=1, right=True),
     Target("parity.bf16.ok", at_least=1, right=True),
+    Target("attention.fp32.wrong", at_most=0, right=True),
+    Target("attention.bf16.wrong", at_most=0, right=True),
     Target("trajectory.sft.first_step", at_most=1e-3, right=True),
     Target("trajectory.sft.all_steps", at_most=1e-3, right=True),
     Target("trajectory.ppo.first_step", at_most=1e-3, right=True),

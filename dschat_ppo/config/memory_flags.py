@@ -1,10 +1,10 @@
-"""Flags that trade time for memory, and of long sequences."""
+"""Flags that trade time for memory, of long sequences, and of the attention."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.schema import flag, require, require_positive
@@ -12,9 +12,9 @@ from dschat_ppo.config.schema import flag, require, require_positive
 
 @dataclass(frozen=True)
 class MemoryFlags:
-    """Where tensors are kept, and how a sequence is divided."""
+    """Where tensors are kept, how a sequence is divided, and which attention runs."""
 
-    _argument_group_name: ClassVar[str] = "memory"
+    _argument_group_name: ClassVar[str] = "memory and attention"
 
     offload_optimizer: bool = flag(
         "keep optimizer states and fp32 weights in host memory and update them on the CPU; parameters stay on the "
@@ -30,6 +30,12 @@ class MemoryFlags:
         "run the MLP of each layer over pieces of the sequence and compute each piece again in the backward pass; "
         "mixtures of experts run whole",
         False,
+    )
+    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
+        "attention of scoring and training, in all models; generation has its own. auto: PyTorch's scaled dot product "
+        "attention, and for packed rows on a GPU its variable-length FlashAttention; flash_attention_2 needs a GPU, "
+        "bf16 or fp16, and the package flash-attn; flex_attention needs a GPU; eager: products and a softmax",
+        "auto",
     )
     sequence_parallel_size: int = flag(
         "number of neighbouring ranks that divide each sequence in scoring and training (Ulysses). They share their "
@@ -145,6 +151,10 @@ def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> N
     require(
         not zero_plus_plus or 3 in stages.values(),
         f"{', '.join(zero_plus_plus)} (ZeRO++) needs {some} 3: the other stages do not partition weights",
+    )
+    require(
+        flags.attn_implementation != "flash_attention_2" or dtype != "fp32",
+        "--attn_implementation flash_attention_2 needs --dtype bf16 or fp16; in fp32 use sdpa or flex_attention",
     )
     require(
         not flags.zero_quantized_weights or dtype != "fp32",

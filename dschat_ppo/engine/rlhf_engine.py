@@ -17,7 +17,7 @@ from dschat_ppo.engine.role_models import ModelFolders, RoleModels
 from dschat_ppo.engine.tensor_parallel import reason_not_to_divide, tensor_parallel
 from dschat_ppo.models.adapter_merge import merged
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.long_sequences import save_activation_memory
+from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.types import Engine
 
 
@@ -50,7 +50,7 @@ class RLHFEngine:
 
         if ppo.actor_gradient_checkpointing:
             models.actor.gradient_checkpointing_enable()
-        save_activation_memory(models.actor, config.memory)
+        apply_memory_flags(models.actor, config.memory)
         rate = lora.actor_lora_learning_rate
         optimizer = _adamw(config, schedules[0], ppo.actor_weight_decay, plan.actor_updates, rate)
         self.actor = train_engine(models.actor, ds_config, optimizer)
@@ -71,7 +71,7 @@ class RLHFEngine:
             critic = models.critic(folders.critic, ds_config)
             if ppo.critic_gradient_checkpointing:
                 critic.gradient_checkpointing_enable()
-            save_activation_memory(critic, config.memory)
+            apply_memory_flags(critic, config.memory)
             rate = lora.critic_lora_learning_rate
             optimizer = _adamw(config, schedules[1], ppo.critic_weight_decay, plan.total_updates, rate)
             share_gathering(critic, self.actor)
@@ -91,7 +91,7 @@ class RLHFEngine:
         offload, eight_bits = config.ppo.offload_reference_model, config.memory.zero_quantized_weights
         ds_config = eval_config(stage, config.run.dtype, offload, world_size(), eight_bits)
         reference = models.reference(ds_config)
-        save_activation_memory(reference, config.memory)
+        apply_memory_flags(reference, config.memory)
         share_gathering(reference, self.actor)
         engine = eval_engine(reference, ds_config)
         if folders.reference is not None:  # else it has the actor's kernels
@@ -107,7 +107,7 @@ class RLHFEngine:
         offload, eight_bits = config.ppo.offload_reward_model, config.memory.zero_quantized_weights
         ds_config = eval_config(stage, config.run.dtype, offload, world_size(), eight_bits)
         reward = models.reward(folders.reward, ds_config)
-        save_activation_memory(reward, config.memory)
+        apply_memory_flags(reward, config.memory)
         share_gathering(reward, self.actor)
         engine = eval_engine(reward, ds_config)
         if self.critic is not None and folders.reward == folders.critic:

@@ -11,8 +11,9 @@ from dschat_ppo.common.dist import all_reduce, sequence_ranks
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.architectures import DROPOUTS
+from dschat_ppo.models.attention_choice import WITHOUT_MASKS, attention_dropout
 from dschat_ppo.models.backbone import hidden_window, unwrap
-from dschat_ppo.models.packing import reason_not_to_pack, recorded_windows
+from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Model
@@ -29,17 +30,21 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     """Set `fused`, `packed` and `shares` of the model inside, and `divided` where ranks share rows.
 
+    On a GPU rows are packed where the attention computes all of them in one call: FlashAttention, in half precision, or
+    flex attention. Segment by segment, each layer would launch kernels for each row.
+
     Collective: every rank calls it, and all make the same choice.
 
     Args:
         engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`, or the model itself.
-        pack_on_gpu: pack rows on a GPU too.
+        pack_on_gpu: pack rows on a GPU segment by segment too.
 
     Returns:
         Why rows are not packed; None if they are.
 
     Raises:
-        UserError: ranks share rows, and the model cannot run with a part of the columns on each of them.
+        UserError: ranks share rows, and the model cannot run with a part of the columns on each of them; or the
+            attention of `--attn_implementation` gets no mask, and the model needs one.
     """
     module: Any = unwrap(engine)
     was_training = module.training
@@ -48,17 +53,18 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     ids = torch.linspace(0, size - 1, ROWS * TOKENS, device=engine.device).long().view(ROWS, TOKENS)
     if isinstance(module, PolicyModel):
         _select_fused(engine, module, ids)
-    reason = reason_not_to_pack(module.backbone)
+    reason, in_one_call = reason_not_to_pack(module.backbone, module.attention), False
     if reason is None:
-        reason = _select_packed(engine, module, ids)
-    if reason is None and sequence_ranks() == 1:
+        reason, in_one_call = _select_packed(engine, module, ids)
+    quick = engine.device.type == "cpu" or in_one_call
+    if reason is None and not (quick or pack_on_gpu):
+        module.packed, reason = False, "no kernel computes the attention of all of them in one call on this GPU"
+    if reason is None and quick and sequence_ranks() == 1:
         _select_shared(engine, module, ids)
-    if reason is None and engine.device.type != "cpu" and not pack_on_gpu:
-        module.packed, reason = False, "packing has been measured on CPUs only"
     if sequence_ranks() > 1:
         _divide(engine, module, ids)
     engine.train(was_training)
-    if reason is not None and (engine.device.type == "cpu" or pack_on_gpu):
+    if reason is not None:
         logger().info(f"{type(module.backbone).__name__}: {reason}, so rows are padded")
     if reason is None and isinstance(module, PolicyModel) and not module.fused:
         return "its output head needs whole logits"
@@ -79,30 +85,37 @@ def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
         )
 
 
-def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> str | None:
+def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> tuple[str | None, bool]:
     """Pack rows if that gives the numbers of padded rows, and if the first row does not influence the others.
 
-    Layers other than attention may carry a state along the packed row. Returns why rows are not packed, or None.
+    Layers other than attention may carry a state along the packed row. Returns why rows are not packed, or None, and
+    whether the attention computed all of them in one call.
     """
     padded = _outputs(engine, ids)
     module.packed = True
-    with recorded_windows() as windows:
+    with recorded_attention() as recorded:
         packed = _outputs(engine, ids)
+    needs_mask = hidden_window(module.config, recorded.windows)
+    if needs_mask and module.attention in WITHOUT_MASKS:
+        name, choice = type(module.backbone).__name__, module.attention
+        raise UserError(f"--attn_implementation {choice}: the sliding window of {name} is in its mask alone; use sdpa")
     changed = _outputs(engine, torch.cat([ids[:1].flip(1), ids[1:]]))
     of_first_row = TOKENS if isinstance(module, ScalarModel) else TOKENS - 1
     spread = padded.std(dim=-1)  # of log-probs, entropies or values, each by itself
     difference = ((packed - padded).abs().mean(dim=-1) / spread).max() / PACKED_TOLERANCE[module.backbone.dtype]
     leak = ((packed - changed)[..., of_first_row:].abs().amax(dim=-1) / spread).max() / LEAK_TOLERANCE
-    differs, leaks = all_reduce(torch.stack([difference, leak]), "max").tolist()
+    dropped = module.attention == "auto" and attention_dropout(module.config) > 0  # in training; here it is off
+    several_calls = torch.full_like(leak, dropped or not recorded.in_one_call)
+    differs, leaks, several = all_reduce(torch.stack([difference, leak, several_calls]), "max").tolist()
     reason = None
-    if hidden_window(module.config, windows):
+    if needs_mask:
         reason = "its sliding window is in its mask, which packed rows do not have"
     elif not leaks < 1:
         reason = "a row's numbers depend on the row before it"
     elif not differs < 1:
         reason = "packed rows do not give the numbers of padded rows"
     module.packed = reason is None
-    return reason
+    return reason, not several
 
 
 def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
@@ -129,12 +142,12 @@ def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> No
     """Divide the columns of rows among the ranks that share them; checks that this gives the numbers of whole rows."""
     whole = _outputs(engine, ids)
     module.divided = True
-    with recorded_windows() as windows:
+    with recorded_attention() as recorded:
         divided = _outputs(engine, ids)
     spread = whole.std(dim=-1)  # of log-probs, entropies or values, each by itself
     difference = ((divided - whole).abs().mean(dim=-1) / spread).max() / PACKED_TOLERANCE[module.backbone.dtype]
     reason = None
-    if hidden_window(module.config, windows):
+    if hidden_window(module.config, recorded.windows):
         reason = "its sliding window is in its mask, which divided rows do not have"
     elif not all_reduce(difference, "max") < 1:
         reason = "divided rows do not give the numbers of whole rows"

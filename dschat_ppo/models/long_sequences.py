@@ -1,4 +1,4 @@
-"""`--sequence_parallel_size`, `--tiled_mlp`, `--offload_activations`: which models they suit, and switching them on."""
+"""Flags of memory and attention: which models they suit, and switching them on."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dschat_ppo.common.dist import world_size
+from dschat_ppo.common.dist import device, world_size
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.memory_flags import MemoryFlags, possible_sizes
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.activation_memory import mlps_of, tile_mlps
 from dschat_ppo.models.architectures import MASK_IS_READ
+from dschat_ppo.models.attention_choice import (
+    check_attention,
+    check_attention_dropout,
+    check_attention_of_model,
+)
 from dschat_ppo.models.backbone import accepts, backbone_of
 from dschat_ppo.models.classifiers import classifier_class, config_for
 from dschat_ppo.models.loading import load_config
@@ -22,7 +27,7 @@ from dschat_ppo.models.scalar_model import ScalarModel
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool) -> None:
+def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool, dropout: float | None = 0.0) -> None:
     """Check that the model at `folder`, which `flag` names, suits the flags, without reading its weights.
 
     Args:
@@ -30,15 +35,20 @@ def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: boo
         flag: names the folder.
         folder: of a model that passed `check_causal_lm` or `check_sequence_classifier`.
         scalar: whether it is used with a scalar head.
+        dropout: with which it trains; None: that of its config.
 
     Raises:
         UserError: its attention cannot be divided over `--sequence_parallel_size` ranks, or `--tiled_mlp` and it has no
-            MLP that can be run in pieces.
+            MLP that can be run in pieces; or `--attn_implementation` cannot run on this machine or with the model.
     """
-    if flags.sequence_parallel_size == 1 and not flags.tiled_mlp:
+    choice = flags.attn_implementation
+    if flags.sequence_parallel_size == 1 and not flags.tiled_mlp and choice == "auto":
         return
+    check_attention(choice, device())
     with reading(f"{flag} {folder}: no model can be built from its config.json"):
         backbone = _backbone_without_weights(folder, flag, scalar)
+    check_attention_of_model(choice, backbone, f"{flag} {folder}")
+    check_attention_dropout(choice, backbone.config, dropout, f"{flag} {folder}")
     name = type(backbone).__name__
     if flags.sequence_parallel_size > 1:
         given = f"--sequence_parallel_size {flags.sequence_parallel_size}: {flag} {folder}: {name}"
@@ -79,11 +89,12 @@ def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:
     return None
 
 
-def save_activation_memory(model: PolicyModel | ScalarModel, flags: MemoryFlags) -> None:
-    """Switch `--tiled_mlp` and `--offload_activations` on in the model where the flags ask for it."""
+def apply_memory_flags(model: PolicyModel | ScalarModel, flags: MemoryFlags) -> None:
+    """Switch `--tiled_mlp`, `--offload_activations` and `--attn_implementation` on in the model as the flags ask."""
     if flags.tiled_mlp:
         tile_mlps(model.backbone)
     model.offload_activations = flags.offload_activations
+    model.attention = flags.attn_implementation
 
 
 def _backbone_without_weights(folder: str, flag: str, scalar: bool) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from dschat_ppo.models.backbone import (
     real_slots,
     slot_arguments,
 )
-from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states
+from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.shared_prompts import lay_out
 
@@ -49,6 +49,7 @@ class PolicyModel(nn.Module):
         self.packed = packed
         self.divided = divided
         self.shares = shares
+        self.attention = "auto"  # the value of `--attn_implementation`
         self.offload_activations = False  # keep what the backward pass needs in host memory
         self.fused = fused and type(lm.get_output_embeddings()).forward is nn.Linear.forward
         text = lm.config.get_text_config()
@@ -108,10 +109,11 @@ class PolicyModel(nn.Module):
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first  # columns whose logits are computed
-        output = self.lm(
-            input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids),
-            **last_logits_argument(self.lm, count), **router_arguments(),
-        )  # fmt: skip
+        with padded_attention(self.config, self.attention):
+            output = self.lm(
+                input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids),
+                **last_logits_argument(self.lm, count), **router_arguments(),
+            )  # fmt: skip
         record_router(output, real_slots(input_ids, _read_lengths(wanted)))
         logits = output.logits[:, -count:-1][places[:, first:]]  # (N, V)
         entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
@@ -126,9 +128,11 @@ class PolicyModel(nn.Module):
         tokens, lengths = input_ids[row, column + 1], _read_lengths(wanted)
         rows = lay_out(input_ids, lengths, self.packed, self.shares)
         if rows is not None:
-            states = packed_states(self.backbone, input_ids, lengths, rows)[rows.places[row, column]]  # (N, H)
+            packed = packed_states(self.backbone, input_ids, lengths, rows, self.attention)
+            states = packed[rows.places[row, column]]  # (N, H)
         else:
-            states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
+            with padded_attention(self.backbone.config, self.attention):
+                states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
         return self._head_scores(states, tokens, temperature, entropy_grad)
 
     def _divided_scores(
@@ -140,10 +144,10 @@ class PolicyModel(nn.Module):
         own = rows.own(predicts)  # (b, n)
         tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[own]  # the token after each of this rank
         if self.fused:
-            states = rows.run(self.backbone, input_ids).last_hidden_state[own]
+            states = rows.run(self.backbone, input_ids, self.attention).last_hidden_state[own]
             scores = self._head_scores(states, tokens, temperature, entropy_grad)
         else:
-            logits = rows.run(self.lm, input_ids).logits[own]
+            logits = rows.run(self.lm, input_ids, self.attention).logits[own]
             entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
             scores = token_logprobs(logits, tokens, temperature), entropy
         both = torch.stack(scores, dim=-1)  # (own tokens, 2)

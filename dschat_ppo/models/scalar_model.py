@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import backbone_states
-from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states
+from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
 from dschat_ppo.models.shared_prompts import lay_out
 
 
@@ -31,6 +31,7 @@ class ScalarModel(nn.Module):
         self.packed = packed
         self.shares = shares
         self.divided = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
+        self.attention = "auto"  # the value of `--attn_implementation`
         self.offload_activations = False  # keep what the backward pass needs in host memory
 
     @property
@@ -66,15 +67,18 @@ class ScalarModel(nn.Module):
     def _values(self, input_ids: Tensor, lengths: Tensor, last_only: bool, wanted: Tensor | None) -> Tensor:
         if self.divided:
             rows = DividedRows.of(input_ids, lengths, self.packed)
-            values = rows.values(self._head(rows.run(self.backbone, input_ids).last_hidden_state))  # (B, T)
+            states = rows.run(self.backbone, input_ids, self.attention).last_hidden_state
+            values = rows.values(self._head(states))  # (B, T)
             if wanted is not None:
                 return values[wanted]
             return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1) if last_only else values
         packed = lay_out(input_ids, lengths, self.packed, self.shares)
         if packed is not None:
-            states, places = packed_states(self.backbone, input_ids, lengths, packed), packed.places
+            states = packed_states(self.backbone, input_ids, lengths, packed, self.attention)
+            places = packed.places
         else:
-            states = backbone_states(self.backbone, input_ids, lengths).flatten(0, 1)
+            with padded_attention(self.backbone.config, self.attention):
+                states = backbone_states(self.backbone, input_ids, lengths).flatten(0, 1)
             places = torch.arange(len(states), device=states.device).view(input_ids.shape)
         if wanted is not None:
             return self._head(states[places[wanted]])

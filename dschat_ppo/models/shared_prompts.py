@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dschat_ppo.models.backbone import real_slots
-
 LEAST_TOKENS = 8  # shorter beginnings (a BOS, a role's name) save less than an attention call costs
 LEAST_SAVING = 0.05  # share of the tokens that a micro-batch must save, else its rows stay separate
 
@@ -58,19 +56,21 @@ class VarlenSegments:
     @classmethod
     def of(cls, lengths: list[int], seen: list[tuple[int, int]] | None, device: torch.device) -> VarlenSegments:
         """Each segment's keys are the columns that it sees before its own, and its own."""
-        ends = torch.tensor([0, *lengths]).cumsum(0)
-        queries, most = ends.int().to(device), max(lengths)
+        ends, most = torch.tensor([0, *lengths]).cumsum(0), max(lengths)
         if seen is None:
+            queries = ends.int().to(device)
             return cls(queries, queries, most, most, None)
         own = itertools.pairwise(ends.tolist())
-        columns = [torch.arange(*span) for pair in zip(seen, own, strict=True) for span in pair]
+        columns = torch.cat([torch.arange(*span) for pair in zip(seen, own, strict=True) for span in pair])
         counts = [end - start + length for (start, end), length in zip(seen, lengths, strict=True)]
-        keys = torch.tensor([0, *counts]).cumsum(0).int().to(device)
-        return cls(queries, keys, most, max(counts), torch.cat(columns).to(device))
+        queries, keys, columns = _in_one_copy([ends, torch.tensor([0, *counts]).cumsum(0), columns], device)
+        return cls(queries.int(), keys.int(), most, max(counts), columns)
 
 
 def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedRows | None:
     """The packed row for right-padded `input_ids` (B, T) with `lengths` (B,), all above 0; None: rows stay padded.
+
+    The host computes it, so that it waits for a GPU only to read the rows, before the first layer.
 
     Args:
         input_ids: int64.
@@ -78,13 +78,16 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
         packs: pack rows that differ in length.
         shares: pack rows that begin alike, if that saves enough.
     """
+    if not packs and not shares:
+        return None
+    width, device, lengths = input_ids.shape[1], input_ids.device, lengths.cpu()
     if shares and len(lengths) > 1:
-        order, shared, leaders = common_beginnings(input_ids, lengths)
+        order, shared, leaders = common_beginnings(input_ids.cpu(), lengths)
         if sum(shared) >= LEAST_SAVING * int(lengths.sum()):
-            return _packed(input_ids, lengths, order, shared, leaders)
+            return _packed(width, lengths, order, shared, leaders, device)
     if packs and are_uneven(lengths):
         rows = list(range(len(lengths)))
-        return _packed(input_ids, lengths, rows, [0] * len(rows), rows)
+        return _packed(width, lengths, rows, [0] * len(rows), rows, device)
     return None
 
 
@@ -93,14 +96,23 @@ def are_uneven(lengths: Tensor) -> bool:
     return bool(lengths.min() < lengths.max())
 
 
-def _packed(input_ids: Tensor, lengths: Tensor, order: list[int], shared: list[int], leaders: list[int]) -> PackedRows:
-    """Lay rows out in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`."""
-    device, width = input_ids.device, input_ids.shape[1]
-    ordered, led = torch.tensor(order, device=device), torch.tensor(leaders, device=device)  # (B,)
-    left_out = torch.tensor(shared, device=device).unsqueeze(1)  # (B, 1)
-    slots = torch.arange(width, device=device)
-    kept = (real_slots(input_ids, lengths) & (slots >= left_out))[ordered]  # (B, T) in the order of the packed row
-    places = torch.empty_like(input_ids)
+def _packed(
+    width: int, lengths: Tensor, order: list[int], shared: list[int], leaders: list[int], device: torch.device
+) -> PackedRows:
+    """Lay rows out in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`.
+
+    Args:
+        width: of the padded rows.
+        lengths: (B,) int64, on the host.
+        order: of the rows.
+        shared: tokens.
+        leaders: rows.
+        device: of the layout.
+    """
+    ordered, led, left_out = torch.tensor(order), torch.tensor(leaders), torch.tensor(shared).unsqueeze(1)
+    slots = torch.arange(width)
+    kept = ((slots < lengths.unsqueeze(1)) & (slots >= left_out))[ordered]  # (B, T) in the order of the packed row
+    places = torch.empty(kept.shape, dtype=torch.int64)
     places[ordered] = kept.flatten().cumsum(0).view(kept.shape) - 1
     places = torch.where(slots < left_out, places[led], places)
     tokens = (ordered.unsqueeze(1) * width + slots)[kept]  # (N,)
@@ -112,7 +124,16 @@ def _packed(input_ids: Tensor, lengths: Tensor, order: list[int], shared: list[i
             segments.append(own)
             seen.append((starts[leaders[row]], starts[leaders[row]] + shared[row]))
             end += own
+    tokens, places = _in_one_copy([tokens, places], device)
     return PackedRows(tokens, tokens % width, places, segments, seen if any(shared) else None)
+
+
+def _in_one_copy(parts: list[Tensor], device: torch.device) -> list[Tensor]:
+    """int64 tensors of the host on the device."""
+    if device.type == "cpu":
+        return parts
+    moved = torch.cat([part.flatten() for part in parts]).to(device)
+    return [part.view(one.shape) for part, one in zip(moved.split([p.numel() for p in parts]), parts, strict=True)]
 
 
 def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], list[int], list[int]]:

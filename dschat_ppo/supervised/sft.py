@@ -13,7 +13,7 @@ from torch import Tensor
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.data.collators import SFTBatch, collate_sft, real_rows
 from dschat_ppo.models.loading import check_causal_lm, load_causal_lm
-from dschat_ppo.models.long_sequences import save_activation_memory
+from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -67,7 +67,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    save_activation_memory(model, config.memory)
+    apply_memory_flags(model, config.memory)
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
     trainer = SupervisedTrainer(
         model,

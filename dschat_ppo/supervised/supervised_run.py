@@ -105,7 +105,9 @@ def begin_supervised_run(
     if fit.router_loss_coef > 0:
         router_top_k(model_config, f"{MODEL} {folder}")
     check_length(folder, fit.max_seq_len, "--max_seq_len")
-    check_long_sequences(config.memory, MODEL, folder, scalar)
+    without = isinstance(config, PreferenceConfig) and not scalar  # without --dropout it has none, as its reference
+    dropout = 0.0 if without and fit.dropout is None else fit.dropout
+    check_long_sequences(config.memory, MODEL, folder, scalar, dropout)
     ds_config = fit_ds_config(fit, config.run, config.memory)
     announce("prepare data")
     evaluation = (fit.eval_data_path, fit.eval_fraction)

@@ -20,7 +20,7 @@ from dschat_ppo.models.loading import (
     load_causal_lm,
     load_sequence_classifier,
 )
-from dschat_ppo.models.long_sequences import save_activation_memory
+from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
@@ -72,7 +72,7 @@ def load_trained_model(
         model = PolicyModel(load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0, resize, adapter))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    save_activation_memory(model, config.memory)
+    apply_memory_flags(model, config.memory)
     return model
 
 

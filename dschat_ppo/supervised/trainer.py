@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,6 +42,7 @@ from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.supervised.best_evaluation import BestEvaluation
+from dschat_ppo.supervised.collate_ahead import collated
 from dschat_ppo.supervised.objective import Batch, Objective
 from dschat_ppo.types import Engine
 
@@ -145,13 +147,14 @@ class SupervisedTrainer(Generic[Batch]):
         self.best.require_metric(self.before)
         if kept is not None and kept.keeps_best:
             self.best.require_model(kept.best)
-        with progress_bar(title, self.plan.total_steps, self.steps) as bar:
-            for micro_batches in self.steps_left():
+        steps = collated(self.objective.collate, self.rows.train, self.steps_left(), self.engine.device)
+        with progress_bar(title, self.plan.total_steps, self.steps) as bar, closing(steps):
+            for micro_batches, take in steps:
                 step = self.steps + 1
                 announce_step(step)
                 rates = learning_rates(self.engine)  # before the update, which advances the schedule
                 with self.clock.phase("train"):
-                    metrics = self.train_step(micro_batches)
+                    metrics = self.train_step(micro_batches, take())
                 self.steps = step
                 shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
                 size = f"{metrics['samples']:.0f} samples, {metrics['tokens']:.0f} tokens"
@@ -188,14 +191,19 @@ class SupervisedTrainer(Generic[Batch]):
                 yield [samples_of(packed, part) for part in micro_batches] if packed else micro_batches
             done = 0
 
-    def train_step(self, micro_batches: list[list[int]]) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches of row numbers; returns its metrics. Collective.
+    def train_step(self, micro_batches: list[list[int]], batches: list[Batch] | None = None) -> dict[str, float]:
+        """One optimizer step over this rank's micro-batches; returns its metrics. Collective.
+
+        Args:
+            micro_batches: their row numbers.
+            batches: of these rows; None: they are collated here.
 
         Raises:
             NonFiniteError: a loss or gradient is not finite, and the run stops.
         """
         objective = self.objective
-        batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
+        if batches is None:
+            batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
         if objective.complete is not None:
             batches = objective.complete(self.engine, batches)
         counts = [torch.cat([objective.count(batch).view(1), objective.size(batch)]) for batch in batches]
@@ -237,13 +245,15 @@ class SupervisedTrainer(Generic[Batch]):
             rows, size = self.rows.eval, self.fit.per_device_eval_batch_size
             sums = MetricSums(self.rows.eval_sources)
             steps = optimizer_steps(range(len(rows)), size, 1, dist.data_ranks(), dist.data_rank())
-            numbers = islice(steps, self.fit.eval_iters or None)  # 0: all
-            batches: Iterable[Batch] = (self.objective.collate(rows, indices) for [indices] in numbers)
-            if self.objective.complete is not None:
-                batches = self.objective.complete(self.engine, list(batches))
-            for batch in batches:
-                self.objective.loss(self.engine, batch, self.objective.count(batch).clamp_min(1), sums)
-                heartbeat()
+            steps = islice(steps, self.fit.eval_iters or None)  # 0: all
+            made = collated(self.objective.collate, rows, steps, self.engine.device)
+            with closing(made):
+                batches: Iterable[Batch] = (batch for _, take in made for batch in take())
+                if self.objective.complete is not None:
+                    batches = self.objective.complete(self.engine, list(batches))
+                for batch in batches:
+                    self.objective.loss(self.engine, batch, self.objective.count(batch).clamp_min(1), sums)
+                    heartbeat()
             self.engine.train()
             found = self.objective.summary(sums.reduce())
         logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))

@@ -27,6 +27,7 @@ from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
 from dschat_ppo.engine.router_term import replayed_term
 from dschat_ppo.engine.skip_update import set_random_state
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.attention_choice import check_attention
 from dschat_ppo.models.forward import response_scores, response_values
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
@@ -88,6 +89,7 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     model = load_model(folder, what, config, dtype)
     tokenizer = load_tokenizer(tokenizer_folder(folder, what, config), "model")
     if model is not None:
+        model.attention = attention_of(config, dtype, device)
         model.to(device)
         for name in bad_weights(model)[:SHOWN]:
             print(f"weights that are not finite: {name}")
@@ -125,6 +127,20 @@ def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> P
         classifier = load_sequence_classifier(path, dtype, None, new_head=False, resize=resize)
         return ScalarModel(classifier, packed, shares)
     return PolicyModel(load_causal_lm(path, dtype, None, resize=resize), what["fused"], packed, shares=shares)
+
+
+def attention_of(config: Any, dtype: str, device: torch.device) -> str:
+    """The value of `--attn_implementation` of the run; "auto", with a note, if it cannot run here."""
+    choice: str = config.memory.attn_implementation
+    try:
+        check_attention(choice, device)
+    except UserError as problem:
+        print(f"note: replayed with --attn_implementation auto: {problem}")
+        return "auto"
+    if choice == "flash_attention_2" and dtype == "fp32":
+        print("note: replayed with --attn_implementation auto: flash_attention_2 does not compute in fp32")
+        return "auto"
+    return choice
 
 
 def tokenizer_folder(folder: Path, what: dict[str, Any], config: Any) -> str:

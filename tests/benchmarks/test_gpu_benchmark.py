@@ -130,6 +130,11 @@ def test_a_trial_of_all_parts(tmp_path):
     assert found["resume"]["compared"]["bit_exact"] and found["resume"]["resumed"]["steps"] == [3, 4]
     assert found["trajectory"]["ppo"]["steps"] == 2
     assert found["parity"]["bf16"]["scored"] > 0, "bf16 is compared with fp32"
+    for choice in ("auto", "sdpa", "eager", "flex_attention"):
+        of_shared = found["attention"]["fp32"][choice]["shared"]
+        assert found["attention"]["fp32"][choice]["run"] == "packs and shares"
+        assert 0 < of_shared["logprobs"] < 1e-4 and ("gradient" in of_shared) is (choice != "flex_attention")
+        assert found["attention"]["bf16"][choice]["padded"]["logprobs"] > 0
     for path in ("rollout_small.ratio_to_transformers", "ppo.last_step.score_mfu", "grpo.last_step.train_mfu"):
         assert parts.at(found, path) > 0, path
     assert found["waits"]["step"]["where"]

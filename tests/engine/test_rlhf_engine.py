@@ -50,6 +50,17 @@ def test_actor_and_critic_train_and_reference_and_reward_do_not(assets):
     assert engines.reward.module.packed is engines.critic.module.packed
 
 
+def test_every_role_has_the_attention_of_the_flag(assets):
+    roles = ("actor", "reference", "critic", "reward")
+    for choice in ("auto", "eager"):
+        engines = engines_of(assets, "--attn_implementation", choice, reference=str(assets / "uniform_lm"))
+        modules = [getattr(engines, role).module for role in roles]
+        assert [module.attention for module in modules] == 4 * [choice]
+        assert all(module.packed and module.shares for module in modules)
+        assert [module.config._attn_implementation for module in modules] == 4 * ["sdpa"]
+    torch.testing.assert_close(logprobs(engines.actor), logprobs(engines_of(assets).actor), rtol=0, atol=1e-5)
+
+
 def test_train_and_eval_switch_dropout_of_actor_and_critic_alone(assets):
     engines = engines_of(assets, "--actor_dropout", "0.5")
     assert not torch.equal(logprobs(engines.actor), logprobs(engines.actor)), "training mode, with dropout"

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from pretended_gpu import moved, pretended_gpu
 from test_forward import FAMILIES, PACKED, TEMPERATURE, model_of, rollout, scores_alone
+from test_segment_attention import flash_by_hand
 from tiny_models import model_of as tiny_model_of
 from tiny_models import new_model
 
-from dschat_ppo.models import packing
+from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.policy_model import PolicyModel
@@ -112,3 +114,36 @@ def test_the_log_says_why_rows_are_padded(name, said):
     policy = PolicyModel(model_of(name, 1))
     reason = select_kernels(policy)
     assert reason is not None and f"{type(policy.backbone).__name__}: {reason}, so rows are padded" in said
+
+
+# On a GPU
+
+
+def selected_on_a_gpu(attention: str = "auto", pack_on_gpu: bool = False, **changes) -> tuple[PolicyModel, str | None]:
+    """A model in fp32, for which PyTorch has no FlashAttention."""
+    with pretended_gpu():
+        policy = moved(PolicyModel(new_model("llama", **changes)))
+        policy.attention = attention
+        return policy, select_kernels(policy, pack_on_gpu)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
+def test_a_gpu_pads_rows_that_it_would_compute_segment_by_segment(attention, said):
+    policy, reason = selected_on_a_gpu(attention)
+    assert not policy.packed and not policy.shares
+    assert reason == "no kernel computes the attention of all of them in one call on this GPU"
+    assert [line for line in said if reason in line]
+    policy, reason = selected_on_a_gpu(attention, pack_on_gpu=True)  # --packing
+    assert reason is None and policy.packed and not policy.shares
+
+
+def test_a_gpu_packs_and_shares_in_one_call(monkeypatch):
+    calls = []
+    monkeypatch.setattr(segment_attention, "_VARLEN", flash_by_hand(calls))
+    monkeypatch.setattr(segment_attention, "suits_varlen", lambda *_: True)
+    policy, reason = selected_on_a_gpu()
+    assert reason is None and policy.packed and policy.shares and calls
+    policy, _ = selected_on_a_gpu("sdpa")  # not the kernel of auto
+    assert not policy.packed
+    policy, _ = selected_on_a_gpu(attention_dropout=0.1)  # which the kernel does not have
+    assert not policy.packed

@@ -7,7 +7,7 @@ from tiny_models import KINDS, new_model
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import backbone_of
-from dschat_ppo.models.long_sequences import check_long_sequences, reason_not_to_divide, save_activation_memory
+from dschat_ppo.models.long_sequences import apply_memory_flags, check_long_sequences, reason_not_to_divide
 from dschat_ppo.models.policy_model import PolicyModel
 
 DIVIDED = ("llama", "qwen2", "qwen2-window", "qwen3", "mistral-window", "opt", "gpt2", "gpt-neox", "gemma2", "gemma3",
@@ -99,9 +99,9 @@ def test_flags_are_switched_on_in_the_model():
     model = PolicyModel(new_model("llama"))
     mlp = model.lm.model.layers[0].mlp
     plain = type(mlp)
-    save_activation_memory(model, MemoryFlags())
+    apply_memory_flags(model, MemoryFlags())
     assert not model.offload_activations
     assert type(mlp) is plain
-    save_activation_memory(model, MemoryFlags(offload_activations=True, tiled_mlp=True))
+    apply_memory_flags(model, MemoryFlags(offload_activations=True, tiled_mlp=True))
     assert model.offload_activations
     assert type(mlp).__name__ == "TiledLlamaMLP"

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from test_forward import PACKED, TEMPERATURE, VOCABULARY, both, model_of, rows_alone, scores_alone
-from test_packing import flash_by_hand, seen_by_the_backbone
+from test_packing import seen_by_the_backbone
 from tiny_models import PADDED_ONLY
 from tiny_models import new_model as tiny_model
 
-from dschat_ppo.models import packing
+from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.forward import last_token_scores, response_scores, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.packing import packed_states
@@ -182,19 +182,6 @@ def test_checkpointed_layers_share_again_in_the_backward_pass(name):
         torch.testing.assert_close(gradients[1][key], gradient, rtol=0, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize(("name", "windows"), [("llama", {-1}), ("mistral_window", {3}), ("gemma3", {3})])
-def test_one_call_of_variable_length_attention_gives_the_same_states(monkeypatch, name, windows):
-    model, calls = model_of(name, 1).base_model, []
-    ids, lengths = full_sequences(rollout())
-    rows = lay_out(ids, lengths, packs=False, shares=True)
-    expected = packed_states(model, ids, lengths, rows)
-    monkeypatch.setattr(packing, "_VARLEN", flash_by_hand(calls))
-    monkeypatch.setattr(packing, "_suits_flash", lambda *_: True)
-    found = packed_states(model, ids, lengths, rows)
-    assert set(calls) == windows and len(calls) == 2  # one for each layer
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", CAPPED)
 def test_soft_caps_and_sinks_see_the_beginning_too(name):
     """Their attention is exact; whether a model of theirs shares is decided by `select_kernels`."""
@@ -255,8 +242,8 @@ def test_wrong_numbers_of_shared_rows_are_found(monkeypatch):
     policy = PolicyModel(tiny_model("llama").to(torch.bfloat16))
     select_kernels(policy)
     assert policy.shares
-    attention = packing._grouped_attention
-    monkeypatch.setattr(packing, "_grouped_attention", lambda q, k, v, band, **o: attention(q, k, v, None, **o))
+    exact = segment_attention._grouped_attention
+    monkeypatch.setattr(segment_attention, "_grouped_attention", lambda q, k, v, band, **o: exact(q, k, v, None, **o))
     policy.shares = False
     select_kernels(policy)
     assert policy.packed and not policy.shares

@@ -10,6 +10,7 @@ from tiny_models import new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.models import segment_attention
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -73,6 +74,26 @@ def test_a_micro_batch_of_the_actor_waits_only_before_its_layers(flags):
         metrics = sums.reduce()
     torch.testing.assert_close(found.held, expected, rtol=1e-5, atol=1e-6)
     assert metrics == pytest.approx(real.reduce(), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("shares", "waits"), [(False, 4), (True, 5)])
+def test_packed_rows_wait_only_before_the_second_layer(monkeypatch, shares, waits):
+    """The host finds the wanted tokens, reads lengths, and to share prompts the rows; it copies the layout, and in the
+    first layer the segments. The attention is replaced by its query."""
+    monkeypatch.setattr(segment_attention, "_VARLEN", lambda query, *_, **__: query)
+    monkeypatch.setattr(segment_attention, "suits_varlen", lambda *_: True)
+    ids = torch.arange(20).repeat(4, 1)
+    ids[:, 12:] += torch.arange(4).unsqueeze(1)
+    wanted = (torch.arange(20) >= 12) & (torch.arange(20) < torch.tensor([20, 17, 14, 20]).unsqueeze(1))
+    with pretended_gpu() as seen:
+        engine, until_second = moved(policy()), []
+        engine.packed, engine.shares = True, shares
+        engine.lm.model.layers[1].register_forward_pre_hook(lambda *_: until_second.append(seen.waits.total()))
+        arguments = on_gpu(ids), on_gpu(wanted)
+        seen.waits.clear()
+        engine(*arguments)
+        assert [seen.waits.total()] == until_second == [waits], seen.waits
+        assert not seen.mixed
 
 
 def test_a_micro_batch_of_the_critic_waits_only_before_its_layers():

@@ -25,7 +25,7 @@ from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.supervised.sft import sft_loss
-from dschat_ppo.tools.replay import load_model, main
+from dschat_ppo.tools.replay import attention_of, load_model, main
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
 POISON = 301  # a token whose embedding is not finite in a poisoned model
@@ -223,6 +223,20 @@ def test_the_model_uses_the_kernels_of_the_run(assets, tmp_path):
     )
     model = load_model(tmp_path / "nonfinite/step_000007_rank_0", what, config_of(assets, tmp_path, "sft"), "fp32")
     assert (model.fused, model.packed, model.shares) == (False, True, True)
+
+
+def test_the_attention_is_that_of_the_run_where_it_can_run_here(assets, tmp_path, capsys, monkeypatch):
+    chosen = {}
+    for choice in ("auto", "eager", "flex_attention"):
+        config = config_of(assets, tmp_path, "sft", "--attn_implementation", choice)
+        chosen[choice] = attention_of(config, "fp32", torch.device("cpu"))
+    assert chosen == {"auto": "auto", "eager": "eager", "flex_attention": "auto"}
+    [note] = capsys.readouterr().out.splitlines()
+    assert note.startswith("note: replayed with --attn_implementation auto: --attn_implementation flex_attention needs")
+    config = config_of(assets, tmp_path, "sft", "--dtype", "bf16", "--attn_implementation", "flash_attention_2")
+    monkeypatch.setattr("dschat_ppo.tools.replay.check_attention", lambda *_: None)  # a GPU with flash-attn
+    found = [attention_of(config, dtype, torch.device("cuda")) for dtype in ("bf16", "fp32")]
+    assert found == ["flash_attention_2", "auto"] and "not compute in fp32" in capsys.readouterr().out
 
 
 def test_an_infinite_loss_with_finite_gradients_counts(assets, tmp_path, capsys):

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 from datasets import Dataset
+from looping_flash_attn import install
 from tiny_models import VOCABULARY, new_model
+from torch.nn.attention import flex_attention
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dschat_ppo.common import dist
@@ -28,7 +32,7 @@ from dschat_ppo.models import activation_memory
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import load_causal_lm
-from dschat_ppo.models.long_sequences import save_activation_memory
+from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -49,6 +53,7 @@ from workers.quick import be_quick
 STEPS, BATCH = 3, 8
 SHORT_ROPE = {"phi3-longrope": {"original_max_position_embeddings": 32}}  # so that 41 tokens are a long row
 FAMILIES = ("llama", "mistral-window", "gemma2", "gemma3", "gpt-oss", "opt", "gpt2", "gpt-neox", "phi3-longrope")
+CHOICES = ("eager", "flash_attention_2", "flex_attention")
 
 
 def supervised(task: str, assets: Path, stage: int, packed: bool, device, *more: str) -> list[list[float]]:
@@ -69,7 +74,7 @@ def supervised(task: str, assets: Path, stage: int, packed: bool, device, *more:
         objective = sft_objective(0, False, device)
         if config.fit.gradient_checkpointing:
             trained.gradient_checkpointing_enable()
-        save_activation_memory(trained, config.memory)
+        apply_memory_flags(trained, config.memory)
     else:
         trained = load_trained_model(model, config, ds_config)
         objective = (reward_objective if task == "reward" else dpo_objective)(0, device, config)
@@ -115,8 +120,9 @@ def ppo(assets: Path, stage: int, packed: bool, device, *more: str) -> list[list
     return trajectory
 
 
-def against_whole_rows(kind: str, packed: bool, scalar: bool = False, **changes) -> list[float]:
-    """Largest differences between divided and whole rows: of the outputs, and of the gradients relative to them."""
+def against_whole_rows(kind: str, packed: bool, scalar: bool = False, choice: str = "auto", **changes) -> list[float]:
+    """Largest differences between divided and whole rows: of the outputs, and of the gradients relative to them.
+    `choice`: attention of the divided rows."""
     lm = new_model(kind, **changes)
     lengths = torch.tensor([41, 9, 15])  # 41 columns and 65 tokens: neither is a multiple of the ranks
     ids = torch.randint(2, VOCABULARY, (3, 41), generator=torch.Generator().manual_seed(3))
@@ -132,7 +138,7 @@ def against_whole_rows(kind: str, packed: bool, scalar: bool = False, **changes)
     results = []
     for divided in (False, True):
         model.zero_grad()
-        model.divided = divided
+        model.divided, model.attention = divided, choice if divided else "auto"
         if scalar:
             outputs = model(ids, lengths)[wanted].unsqueeze(0)
             assert torch.equal(model(ids, lengths, last_only=True), model(ids, lengths).gather(
@@ -244,6 +250,12 @@ def main() -> None:
         for heads in (1, 3):
             changes = {"num_key_value_heads": heads, "num_attention_heads": 12, "hidden_size": 48}
             found["families"][f"{heads} key heads"] = against_whole_rows("llama", True, **changes)
+        with pytest.MonkeyPatch.context() as patch:
+            install(patch)
+            patch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it has gradients, but does not say so
+            for kind, choice, packed in product(("llama", "mistral-window"), CHOICES, (False, True)):
+                label = f"{kind} {choice}{' packed' * packed}"
+                found["families"][label] = against_whole_rows(kind, packed, choice=choice)
         for packed in (False, True):
             found["families"][f"router{' packed' * packed}"] = router_against_whole_rows(packed)
         found["families"]["scalar"] = against_whole_rows("llama", False, scalar=True)

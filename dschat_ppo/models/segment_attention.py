@@ -1,0 +1,254 @@
+"""Causal attention inside each segment of a packed row, by the kernel that `--attn_implementation` chooses.
+
+A segment may also see tokens of another one: the beginning that its row shares (`shared_prompts.py`).
+
+Where a kernel takes all segments in one call, this is used: PyTorch's variable-length FlashAttention, flash-attn's, or
+flex attention (`flex_attention.py`). FlashAttention needs the keys of a segment side by side, so the keys of a shared
+beginning are copied for each segment that sees them. For 16 prompts of 384 tokens with 8 answers of 64, a layer of a 7B
+model with 4 key heads of 128 numbers moves 235 MB in bf16 for that, and computes 6.7 TFLOP: 0.05 ms beside 8.5 ms at
+4.3 TB/s and 790 TFLOP/s. Two calls, one for the beginning and one for the segment, merged by their log-sum-exp, would
+copy nothing, but PyTorch's kernel has no gradient of the log-sum-exp, and sliding windows do not fit in. Flex attention
+copies nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.flex_attention import BlockMasks, flex_attention
+from dschat_ppo.models.shared_prompts import VarlenSegments
+
+LARGEST_FLASH_HEAD = 256
+OF_OTHER_KERNELS = ("softcap", "s_aux", "position_bias")  # attention options that FlashAttention here does not have
+VARLEN_ARGUMENTS = {"scale", "window_size", "enable_gqa"}  # that not every version of PyTorch has
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a row, and what kernels need to know of them, made when it is first needed.
+
+    Attributes:
+        lengths: of the segments, none 0.
+        seen: for each segment, the columns (start, end) of the row that it attends to before its own; None: no segment
+            has any.
+    """
+
+    lengths: list[int]
+    seen: list[tuple[int, int]] | None = None
+    _varlen: dict[torch.device, VarlenSegments] = field(default_factory=dict, repr=False)
+    _masks: dict[torch.device, BlockMasks] = field(default_factory=dict, repr=False)
+
+    def varlen(self, device: torch.device) -> VarlenSegments:
+        """For variable-length attention."""
+        if device not in self._varlen:
+            self._varlen[device] = VarlenSegments.of(self.lengths, self.seen, device)
+        return self._varlen[device]
+
+    def masks(self, device: torch.device) -> BlockMasks:
+        """For flex attention."""
+        if device not in self._masks:
+            self._masks[device] = BlockMasks(self.lengths, self.seen, device)
+        return self._masks[device]
+
+
+# (query (b, heads, T, d), key, value, segments of the b rows end to end, window, attention options) -> (b, T, heads, d)
+WholeRowKernel = Callable[[Tensor, Tensor, Tensor, Segments, int | None, dict[str, Any]], Tensor]
+
+
+def whole_row_kernel(
+    choice: str, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> WholeRowKernel | None:
+    """The kernel that computes all segments in one call; None: the choice has none that supports this layer.
+
+    Raises:
+        UserError: the layer needs what the kernel of the choice does not have.
+    """
+    if choice in ("flash_attention_2", "flex_attention"):
+        biased, sees_all = options.get("position_bias") is not None, options.get("is_causal") is False
+        if biased or sees_all:
+            reason = "adds a bias to its logits" if biased else "is not causal"
+            raise UserError(f"--attn_implementation {choice}: the attention of this model {reason}; use auto")
+    if choice == "flash_attention_2":
+        return flash_attention_2
+    if choice == "flex_attention":
+        return whole_row_flex_attention
+    if choice == "auto" and suits_varlen(query, key, value, options):
+        return varlen_attention
+    return None
+
+
+# FlashAttention
+
+
+def varlen_kernel() -> Callable[..., Any] | None:
+    """PyTorch's variable-length FlashAttention; None where PyTorch is too old for it or for an argument used here."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if set(inspect.signature(varlen_attn).parameters) >= VARLEN_ARGUMENTS else None
+
+
+_VARLEN = varlen_kernel()
+
+
+def suits_varlen(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether PyTorch's variable-length FlashAttention computes this attention: its GPU, dtype, head size, options."""
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    head = query.shape[-1]
+    return (
+        _VARLEN is not None
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and head == key.shape[-1] == value.shape[-1]
+        and head % 8 == 0
+        and head <= LARGEST_FLASH_HEAD
+        and not options.get("dropout")
+        and options.get("is_causal") is not False
+        and all(options.get(name) is None for name in OF_OTHER_KERNELS)
+    )
+
+
+def _side_by_side(query: Tensor, key: Tensor, value: Tensor, segments: VarlenSegments) -> tuple[Tensor, Tensor, Tensor]:
+    """(b, heads, T, d) -> (b x T, heads, d), with the keys and values that each segment sees side by side."""
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
+    if segments.columns is not None:
+        k, v = k[segments.columns], v[segments.columns]  # a shared key's gradients add up in fp32, always in one order
+    return q, k, v
+
+
+def _keys_before(window: int | None) -> int:
+    """How many keys before its own a query sees; -1: all."""
+    return -1 if window is None else window - 1
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
+) -> Tensor:
+    """PyTorch's variable-length FlashAttention; a `WholeRowKernel`."""
+    parts = segments.varlen(query.device)
+    q, k, v = _side_by_side(query, key, value, parts)
+    assert _VARLEN is not None
+    found: Tensor = _VARLEN(  # its window ends at the last query and the last key of a segment
+        q, k, v, parts.queries, parts.keys, parts.most_queries, parts.most_keys, scale=options.get("scaling"),
+        window_size=(_keys_before(window), 0), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return found.unflatten(0, (len(query), -1))
+
+
+def flash_attention_2(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
+) -> Tensor:
+    """FlashAttention-2 of the package flash-attn (Dao 2023); a `WholeRowKernel`."""
+    from flash_attn import flash_attn_varlen_func
+
+    parts = segments.varlen(query.device)
+    q, k, v = _side_by_side(query, key, value, parts)
+    found: Tensor = flash_attn_varlen_func(  # causal: the last query of a segment sees its last key
+        q, k, v, parts.queries, parts.keys, parts.most_queries, parts.most_keys,
+        dropout_p=options.get("dropout") or 0.0, softmax_scale=options.get("scaling"), causal=True,
+        window_size=(_keys_before(window), 0 if window else -1), softcap=options.get("softcap") or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return found.unflatten(0, (len(query), -1))
+
+
+# Flex attention
+
+
+def whole_row_flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
+) -> Tensor:
+    """PyTorch's flex attention; a `WholeRowKernel`. Several rows become one, so that all shapes have one row."""
+    mask = segments.masks(query.device).of(window)
+    q, k, v = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # (1, heads, b x T, d)
+    found = flex_attention(q, k, v, mask, options.get("scaling"), options.get("softcap"), options.get("s_aux"))
+    return found[0].transpose(0, 1).unflatten(0, (len(query), -1))
+
+
+# Segment by segment
+
+
+def segment_by_segment(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments | None, window: int | None,
+    options: dict[str, Any], eager: bool = False,
+) -> Tensor:  # fmt: skip
+    """One segment after another by PyTorch's scaled dot product attention: (b, heads, T, d) -> (b, T, heads, d).
+
+    Args:
+        module: the attention layer.
+        query: rotated; likewise `key` and `value`, which may have fewer heads.
+        segments: of the only row; None: each of the b rows is a segment.
+        window: how many keys a query sees, its own among them; None: all.
+        options: of transformers' attention functions.
+        eager: compute products and softmax as operations of their own.
+    """
+    parts: list[Any] = [(query, key, value)]
+    if segments is not None:
+        parts = list(zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True))
+    outputs = []
+    for number, (q, k, v) in enumerate(parts):
+        if segments is not None and segments.seen is not None and segments.seen[number][0] < segments.seen[number][1]:
+            before = slice(*segments.seen[number])
+            k, v = torch.cat([key[:, :, before], k], dim=2), torch.cat([value[:, :, before], v], dim=2)
+        band = _band(q.shape[2], k.shape[2], window, q.device)
+        if eager or options.get("softcap") is not None or options.get("s_aux") is not None:
+            outputs.append(_eager_attention(module, q, k, v, band, **options))
+        elif q.shape[2] < k.shape[2]:
+            outputs.append(_grouped_attention(q, k, v, band, **options))
+        else:
+            outputs.append(sdpa_attention_forward(module, q, k, v, band, **options)[0])
+    return torch.cat(outputs, dim=1)
+
+
+def _grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, band: Tensor | None, scaling: float | None = None, **_: Any
+) -> Tensor:
+    """`sdpa_attention_forward` without dropout, and without the copies that it makes with a mask: of the keys, for each
+    head of their group. (b, heads, T, d) -> (b, T, heads, d)."""
+    found = functional.scaled_dot_product_attention(
+        query, key, value, band, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return found.transpose(1, 2)
+
+
+def _eager_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, band: Tensor | None, scaling: float | None = None,
+    dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Attention as products and a softmax. PyTorch has no other one with a soft cap of its logits (Gemma 2), or with
+    one more logit for each head that no value belongs to (the sinks of GPT-OSS, `s_aux` (heads,)).
+    (b, heads, T, d) -> (b, T, heads, d)."""
+    groups, length, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    causal = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+    logits = logits.masked_fill(~(causal if band is None else band), -torch.inf)
+    if s_aux is not None:
+        sinks = s_aux.to(logits.dtype).view(1, -1, 1, 1).expand(len(logits), -1, length, 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    shares = torch.softmax(logits.float(), dim=-1)[..., :keys].to(value.dtype)
+    shares = functional.dropout(shares, dropout, module.training)
+    return (shares @ value).transpose(1, 2)
+
+
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Keys that each query sees, (1, 1, queries, keys) bool: its own and the `window - 1` before it. The last query's
+    own key is the last one. None: a kernel that is causal by itself does, or every query sees every key."""
+    is_whole = window is None or keys <= window
+    if is_whole and queries in (1, keys):
+        return None
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return (visible if window is None else visible.triu(keys - queries + 1 - window))[None, None]
