@@ -6,65 +6,22 @@ function for that name, so models build no mask; the metadata of a step says whi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
+from dschat_ppo.rollout.decode_attention import decode_attention, decode_mask, scaled
 
 NAME = "dschat_rollout"
 
 
 class UnsupportedAttentionError(Exception):
     """The model's attention needs something that this engine does not implement."""
-
-
-@dataclass
-class SharedPrefix:
-    """Keys and values of prompts that several rows of a decode batch share.
-
-    `cache` holds one row per prompt. `lengths` (n,) int64 is the prefix length of each row of the batch. `grid`
-    (prompts, width) int64 lists the rows of each prompt (any row in unused cells); `cells` (n,) int64 is the index of
-    each row in the flattened grid.
-    """
-
-    cache: KVCache
-    lengths: Tensor
-    grid: Tensor
-    cells: Tensor
-
-
-@dataclass
-class PrefillMetadata:
-    """A prefill: row `source[i]` of the forward pass is written to row `rows[i]` of `cache`; both (m,) int64."""
-
-    cache: KVCache
-    rows: Tensor
-    source: Tensor
-
-
-@dataclass
-class DecodeMetadata:
-    """Rows `first .. first + count - 1` of a decode step; their KV cache is the first `count` rows of `cache`.
-
-    `slots` (count,) int64 is where the new token of each row goes. Attention covers the first `length` slots; a row
-    attends to slots up to and including its own. The outputs of `idle` (count,) bool rows are not used.
-    """
-
-    first: int
-    count: int
-    cache: KVCache
-    slots: Tensor
-    length: int
-    prefix: SharedPrefix | None
-    idle: Tensor | None = None
 
 
 class RolloutCache(Cache):
@@ -89,19 +46,17 @@ class DecodeKernel(Protocol):
 
     def begin(self) -> None: ...
 
-    def supports(
-        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None
-    ) -> bool: ...
+    def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool: ...
 
     def __call__(
-        self, batch: DecodeMetadata, layer: int, query: Tensor, scale: float, window: int | None
+        self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, scale: float, window: int | None
     ) -> Tensor: ...
 
 
 class RolloutAttention:
     """The attention function of one generation.
 
-    `metadata` describes the next forward pass: `PrefillMetadata`, or one `DecodeMetadata` per decode batch. `windows`
+    `metadata` describes the next forward pass: `PrefillMetadata`, or the metadata of each decode batch. `windows`
     records the sliding window that each layer asks for.
 
     Args:
@@ -109,14 +64,14 @@ class RolloutAttention:
     """
 
     def __init__(self, flash: DecodeKernel | None = None) -> None:
-        self.metadata: PrefillMetadata | list[DecodeMetadata] = []
+        self.metadata: PrefillMetadata | Sequence[DecodeMetadata | PooledMetadata] = []
         self.windows: dict[int, int | None] = {}
         self._flash = flash
         self._flash_layers: set[int] = set()
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # shared by the layers of a forward pass
         self._slot_mappings: dict[tuple[int, int], Tensor] = {}
 
-    def begin(self, metadata: PrefillMetadata | list[DecodeMetadata]) -> None:
+    def begin(self, metadata: PrefillMetadata | Sequence[DecodeMetadata | PooledMetadata]) -> None:
         """Set the metadata of the next forward pass."""
         self.metadata = metadata
         self._masks = {}
@@ -157,7 +112,7 @@ class RolloutAttention:
         self.windows[layer] = sliding_window
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         if isinstance(self.metadata, PrefillMetadata):
-            if self._flash is not None and self._flash.supports(query, key, value, sliding_window, softcap):
+            if self._flash is not None and self._flash.supports(query, key, value, softcap):
                 self._flash_layers.add(layer)
             self.metadata.cache.write_prefill(layer, self.metadata.rows, self.metadata.source, key, value)
             return causal_attention(query, key, value, scale, sliding_window, softcap).transpose(1, 2), None
@@ -165,7 +120,7 @@ class RolloutAttention:
         for number, batch in enumerate(self.metadata):
             rows = slice(batch.first, batch.first + batch.count)
             if (number, heads) not in self._slot_mappings:
-                self._slot_mappings[number, heads] = batch.cache.slot_mapping(batch.slots, heads)
+                self._slot_mappings[number, heads] = batch.slot_mapping(heads)
             batch.cache.write_decode(layer, self._slot_mappings[number, heads], key[rows], value[rows])
             if self._flash is not None and layer in self._flash_layers and batch.prefix is None:
                 outputs.append(self._flash(batch, layer, query[rows], scale, sliding_window))
@@ -175,92 +130,6 @@ class RolloutAttention:
             mask = self._masks[number, sliding_window]
             outputs.append(decode_attention(batch, layer, query[rows], mask, scale, softcap))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(1), None
-
-
-def decode_mask(batch: DecodeMetadata, window: int | None) -> Tensor:
-    """(count, 1, slots) fp32: -inf on empty slots, later tokens and tokens beyond the window; the prefix comes last."""
-    slots = batch.slots.unsqueeze(1)
-    distance = slots - torch.arange(batch.length, device=slots.device)
-    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    if batch.prefix is not None:
-        lengths = batch.prefix.lengths.unsqueeze(1)
-        place = torch.arange(batch.prefix.cache.capacity, device=slots.device)
-        in_prefix = place < lengths
-        if window is not None:
-            in_prefix &= lengths + slots - place < window
-        visible = torch.cat([visible, in_prefix], dim=1)
-    return torch.zeros_like(visible, dtype=torch.float32).masked_fill_(~visible, float("-inf")).unsqueeze(1)
-
-
-def decode_attention(
-    batch: DecodeMetadata, layer: int, query: Tensor, mask: Tensor, scale: float, softcap: float | None
-) -> Tensor:
-    """(count, heads, 1, head_dim) -> (count, heads, head_dim).
-
-    The query heads of one key head are the rows of one matrix product, so keys are read once and never expanded. A
-    product over contiguous keys runs at memory speed; attention kernels with one query do not.
-    """
-    count, heads, _, width = query.shape
-    keys = batch.cache.keys[layer][:count, :, : batch.length]
-    values = batch.cache.values[layer][:count, :, : batch.length]
-    query, scale = _scaled(query, scale)
-    folded = query.reshape(count * keys.shape[1], -1, width)  # (count * kv_heads, heads / kv_heads, d)
-    scores = _products(folded, keys.flatten(0, 1)).view(count, heads, -1)
-    if batch.prefix is not None:
-        scores = torch.cat([scores, prefix_scores(batch.prefix, layer, query)], dim=2)
-    scores = scores.float().mul_(scale)
-    if softcap:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    weights = torch.softmax(scores.add_(mask), dim=2).to(values.dtype)
-    own = weights[:, :, : batch.length].reshape(count * keys.shape[1], -1, batch.length)
-    mixed = torch.bmm(own, values.flatten(0, 1)).view(count, heads, -1)
-    if batch.prefix is not None:
-        mixed += prefix_values(batch.prefix, layer, weights[:, :, batch.length :])
-    return mixed
-
-
-@cache
-def _has_wide_products() -> bool:
-    """Whether a product of half-precision matrices on a GPU can give fp32 (PyTorch 2.8)."""
-    return "dtype" in torch.ops.aten.bmm.overloads() and torch.version.hip is None
-
-
-def _products(query: Tensor, keys: Tensor) -> Tensor:
-    """(n, q, d) and (n, k, d) -> (n, q, k) products; on a GPU in fp32, because bf16 rounds a score of 16 by 0.06."""
-    if query.is_cuda and query.dtype != torch.float32 and _has_wide_products():
-        return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)
-    return torch.bmm(query, keys.transpose(1, 2))
-
-
-def _scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The query times the power of two nearest to `scale`, which is exact, and the remaining factor of `scale`.
-
-    This keeps products in half precision in range.
-    """
-    power = 2.0 ** round(math.log2(scale))
-    return query * power, scale / power
-
-
-def prefix_scores(prefix: SharedPrefix, layer: int, query: Tensor) -> Tensor:
-    """(n, heads, 1, d) -> (n, heads, P): one product for all rows of a prompt."""
-    keys = prefix.cache.keys[layer]
-    prompts, kv_heads, length, width = keys.shape
-    grid = query.squeeze(2).unflatten(1, (kv_heads, -1))[prefix.grid]  # prompts, row, kv_heads, group, d
-    folded = grid.transpose(1, 2).reshape(prompts * kv_heads, -1, width)
-    scores = _products(folded, keys.flatten(0, 1))
-    cells = scores.view(prompts, kv_heads, prefix.grid.shape[1], -1, length).transpose(1, 2)
-    return cells.reshape(-1, query.shape[1], length)[prefix.cells]
-
-
-def prefix_values(prefix: SharedPrefix, layer: int, weights: Tensor) -> Tensor:
-    """(n, heads, P) -> (n, heads, d)."""
-    values = prefix.cache.values[layer]
-    prompts, kv_heads, length, width = values.shape
-    grid = weights.unflatten(1, (kv_heads, -1))[prefix.grid]  # prompts, row, kv_heads, group, P
-    folded = grid.transpose(1, 2).reshape(prompts * kv_heads, -1, length)
-    mixed = torch.bmm(folded, values.flatten(0, 1))
-    cells = mixed.view(prompts, kv_heads, prefix.grid.shape[1], -1, width).transpose(1, 2)
-    return cells.reshape(-1, weights.shape[1], width)[prefix.cells]
 
 
 def causal_attention(
@@ -289,7 +158,7 @@ def causal_attention(
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    query, scale = _scaled(query, scale)
+    query, scale = scaled(query, scale)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)).float() * scale

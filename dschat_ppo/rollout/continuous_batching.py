@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
-from dschat_ppo.rollout.attention import DecodeMetadata, PrefillMetadata, RolloutAttention, RolloutCache, installed
+from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
+from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, GraphRecorder, StaticMemory
-from dschat_ppo.rollout.decode_batch import DecodeBatch, DecodeInputs
+from dschat_ppo.rollout.decode_batch import DecodeInputs
 from dschat_ppo.rollout.flash_decode import flash_decode
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.memory import is_out_of_memory, warn_of_memory
+from dschat_ppo.rollout.pool_scheduler import PooledRows, PoolScheduler
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NUCLEUS_STATIC, NucleusSearch, SamplingParameters, sample
 from dschat_ppo.rollout.scheduler import Prefill, Scheduler
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -39,16 +41,16 @@ class ContinuousBatching:
         sampling: how tokens are drawn.
         max_over_ranks: this rank's number -> the largest number of all ranks. Needed where each forward pass is
             collective: every rank then makes as many passes as the busiest one. None: ranks are not synchronised.
-        poll: with a static cache, tokens generated between two checks for finished sequences.
         cancelled: called before each token; once it returns True, this rank stops and leaves sequences unfinished.
-        memory: with a static cache, that of its decode steps.
+        memory: with a `PoolScheduler`, that of its decode steps, which have fixed addresses.
         recorder: records these steps as CUDA graphs; None: they run without graphs.
     """
 
     def __init__(
-        self, model: PreTrainedModel, buffers: SequenceBuffers, scheduler: Scheduler, sampling: SamplingParameters,
-        max_over_ranks: MaxOverRanks | None = None, poll: int = 1, cancelled: Callable[[], bool] = never,
-        memory: StaticMemory | None = None, recorder: GraphRecorder | None = None,
+        self, model: PreTrainedModel, buffers: SequenceBuffers, scheduler: Scheduler | PoolScheduler,
+        sampling: SamplingParameters, max_over_ranks: MaxOverRanks | None = None,
+        cancelled: Callable[[], bool] = never, memory: StaticMemory | None = None,
+        recorder: GraphRecorder | None = None,
     ):  # fmt: skip
         self.model = model
         self.buffers = buffers
@@ -59,16 +61,14 @@ class ContinuousBatching:
         self.attention = RolloutAttention(flash_decode(buffers.token_ids.device))
         self.cache = RolloutCache()
         self.device = buffers.token_ids.device
-        self.poll = poll
         self.cancelled = cancelled
-        self.recorder = recorder
-        self.graphed = None if memory is None else self._graphed_decoder(memory)
-
-    def _graphed_decoder(self, memory: StaticMemory) -> GraphedDecoder:
-        return GraphedDecoder(
-            self._static_step, self._rewind, memory, self.buffers.count, self.poll,
-            lambda: self.attention.reads_all_slots, self.recorder,
-        )  # fmt: skip
+        self.memory = memory
+        self.graphed: GraphedDecoder | None = None
+        if memory is not None and isinstance(scheduler, PoolScheduler):
+            self.graphed = GraphedDecoder(
+                self._static_step, self._rewind, memory, buffers.count, scheduler.poll, buffers.width,
+                lambda: self.attention.reads_all_slots, recorder,
+            )  # fmt: skip
 
     @torch.no_grad()
     def run(self) -> None:
@@ -87,11 +87,10 @@ class ContinuousBatching:
                 # Outside the handler nothing refers to the tensors of the failed step, so their memory is free again.
                 before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)
                 self.attention.begin([])
-                self.graphed = None
+                if self.memory is not None:
+                    self.memory.graphs.clear()
                 self.buffers.reset(self.scheduler.preempt(after))
                 warn_of_memory(before, after)
-                if (cache := self.scheduler.static_cache) is not None:
-                    self.graphed = self._graphed_decoder(StaticMemory(cache, self.device))
             self.attention.begin([])
         self.graphed = None  # it refers to this object and to the cache: the cycle would keep the memory for a while
 
@@ -107,29 +106,45 @@ class ContinuousBatching:
         if not self.scheduler.num_running:
             self._idle_pass()
             return
-        self.scheduler.reserve_slots()
-        batches, tokens = self.scheduler.batches, 1
-        if self.graphed is not None:
-            finished, tokens = self.graphed.run(batches[0]), self.graphed.poll
+        if isinstance(self.scheduler, PoolScheduler):
+            self._decode_poll(self.scheduler)
         else:
-            inputs = DecodeInputs.of(batches, self.device)
-            metadata, first = [], 0
-            for batch in batches:
-                metadata.append(batch.metadata(first, inputs.slots[first : first + len(batch)]))
-                first += len(batch)
-            finished = self._generate_tokens(inputs, metadata).cpu().numpy()
-        if self.buffers.stopping.stop_strings:
-            sequences, counts = (np.concatenate(parts) for parts in zip(*map(self._counts, batches), strict=True))
-            finished = finished | self.buffers.find_stop_strings(sequences, counts, tokens)
-        self.scheduler.advance(finished, tokens)
+            self._decode(self.scheduler)
 
-    def _counts(self, batch: DecodeBatch) -> tuple[np.ndarray, np.ndarray]:
-        """The sequences of a batch and the number of response tokens that each has, both (n,) int64."""
-        return batch.sequences, batch.positions + 1 - self.scheduler.prompt_lengths[batch.sequences]
+    def _decode(self, scheduler: Scheduler) -> None:
+        """Generate one token for every running sequence, and drop the finished ones."""
+        scheduler.reserve_slots()
+        batches = scheduler.batches
+        inputs = DecodeInputs.of(batches, self.device)
+        metadata, first = [], 0
+        for batch in batches:
+            metadata.append(batch.metadata(first, inputs.slots[first : first + len(batch)]))
+            first += len(batch)
+        finished = self._generate_tokens(inputs, metadata).cpu().numpy()
+        sequences = np.concatenate([batch.sequences for batch in batches])
+        positions = np.concatenate([batch.positions for batch in batches])
+        scheduler.advance(finished | self._at_stop_string(sequences, positions, 1))
 
-    def _rewind(self, batch: DecodeBatch) -> None:
-        sequences, counts = self._counts(batch)
-        self.buffers.reset(sequences.tolist(), counts.tolist())
+    def _decode_poll(self, scheduler: PoolScheduler) -> None:
+        """Generate `poll` tokens for every running sequence, and drop the finished ones."""
+        assert self.graphed is not None
+        if preempted := scheduler.reserve_slots():
+            self.buffers.reset(preempted)
+        rows = scheduler.running
+        finished = self.graphed.run(rows, scheduler.rows)
+        finished |= self._at_stop_string(rows.sequences, rows.positions, scheduler.poll)
+        scheduler.advance(finished, scheduler.poll)
+
+    def _at_stop_string(self, sequences: np.ndarray, positions: np.ndarray, tokens: int) -> np.ndarray:
+        """Whether a stop string ends a sequence within the `tokens` tokens from `positions` on, (n,) bool."""
+        if not self.buffers.stopping.stop_strings:
+            return np.zeros(len(sequences), dtype=bool)
+        counts = positions + 1 - self.scheduler.prompt_lengths[sequences]  # response tokens before them
+        return self.buffers.find_stop_strings(sequences, counts, tokens)
+
+    def _rewind(self, rows: PooledRows) -> None:
+        counts = rows.positions + 1 - self.scheduler.prompt_lengths[rows.sequences]
+        self.buffers.reset(rows.sequences.tolist(), counts.tolist())
 
     def _prefill(self, prefill: Prefill) -> None:
         sequences = torch.from_numpy(prefill.sequences).to(self.device)
@@ -145,14 +160,15 @@ class ContinuousBatching:
             self.attention.begin(PrefillMetadata(KVCache(1, 1), zero, zero))
             self._forward(zero.unsqueeze(0), zero.unsqueeze(0))
 
-    def _static_step(
-        self, inputs: DecodeInputs, metadata: list[DecodeMetadata], overflow: Tensor, whole: bool
-    ) -> Tensor:
+    def _static_step(self, inputs: DecodeInputs, metadata: PooledMetadata, overflow: Tensor, whole: bool) -> Tensor:
         """`_generate_tokens` without a question to the device; see `GraphedDecoder`."""
-        return self._generate_tokens(inputs, metadata, NucleusSearch(None if whole else NUCLEUS_STATIC, overflow))
+        return self._generate_tokens(inputs, [metadata], NucleusSearch(None if whole else NUCLEUS_STATIC, overflow))
 
     def _generate_tokens(
-        self, inputs: DecodeInputs, metadata: list[DecodeMetadata], search: NucleusSearch = ASK_DEVICE
+        self,
+        inputs: DecodeInputs,
+        metadata: Sequence[DecodeMetadata | PooledMetadata],
+        search: NucleusSearch = ASK_DEVICE,
     ) -> Tensor:
         """Generate one token for each of n sequences; returns which are finished, (n,) bool."""
         buffers = self.buffers

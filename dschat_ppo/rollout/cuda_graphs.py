@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dschat_ppo.rollout.attention import DecodeMetadata
-from dschat_ppo.rollout.decode_batch import DecodeBatch, DecodeInputs
-from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.attention_metadata import PooledMetadata
+from dschat_ppo.rollout.decode_batch import DecodeInputs
+from dschat_ppo.rollout.kv_pool import KVPool
 from dschat_ppo.rollout.memory import is_out_of_memory, release_if_short
+from dschat_ppo.rollout.pool_scheduler import PooledRows
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +25,20 @@ OVERFLOWS = 2  # polls that needed the whole vocabulary, after which the rest of
 _SYNC = "called a synchronizing CUDA operation"  # PyTorch's message in the sync debug mode "error"
 
 # (inputs, metadata, overflow (n,) bool, search the whole vocabulary for the nucleus) -> finished (n,) bool
-Step = Callable[[DecodeInputs, list[DecodeMetadata], Tensor, bool], Tensor]
+Step = Callable[[DecodeInputs, PooledMetadata, Tensor, bool], Tensor]
+
+
+class Bucket(NamedTuple):
+    """What a recorded step is made for.
+
+    `rows`: at most so many rows; `length`: of at most so many tokens; `shares`: whether some share their prompt;
+    `whole`: whether the nucleus is searched in the whole vocabulary.
+    """
+
+    rows: int
+    length: int
+    shares: bool
+    whole: bool
 
 
 def row_bucket(count: int, most: int) -> int:
@@ -119,24 +133,34 @@ class GraphRecorder:
 
 
 class StaticMemory:
-    """What recorded steps refer to by address, and their graphs, by rows, length and search of the whole vocabulary.
+    """What recorded steps refer to by address, and their graphs.
 
-    `entries` (3, rows) int64 are the inputs; `marks` (2, rows) bool are finished rows and rows whose nucleus
-    overflowed.
+    `entries` (6, rows) int64 are the inputs: sequences, positions, and `slots`, `starts`, `prefix_starts` and
+    `prefix_lengths` of `PooledMetadata`. `marks` (2, rows) bool are finished rows and rows whose nucleus overflowed.
+    `most_slots` is the largest capacity of the pool.
     """
 
-    def __init__(self, cache: KVCache, device: torch.device):
-        self.cache = cache
-        self.entries = torch.zeros(3, cache.rows, dtype=torch.int64, device=device)
-        self.marks = torch.zeros(2, cache.rows, dtype=torch.bool, device=device)
-        self.graphs: dict[tuple[int, int, bool], Any] = {}
+    def __init__(self, pool: KVPool, rows: int, most_slots: int, device: torch.device):
+        self.pool = pool
+        self.most_slots = most_slots
+        self.entries = torch.zeros(6, rows, dtype=torch.int64, device=device)
+        self.marks = torch.zeros(2, rows, dtype=torch.bool, device=device)
+        self._graphs: dict[Bucket, Any] = {}
+        self._recorded_version = pool.version
+
+    @property
+    def graphs(self) -> dict[Bucket, Any]:
+        """The graphs by bucket, without those of a pool that has grown since, and so has other addresses."""
+        if self._recorded_version != self.pool.version:
+            self._graphs, self._recorded_version = {}, self.pool.version
+        return self._graphs
 
 
 class GraphedDecoder:
-    """Generates `poll` tokens for every row of a decode batch before the host checks which are finished.
+    """Generates `poll` tokens for every running row before the host checks which are finished.
 
-    Buffers, cache and outputs never move. Entries beyond the rows of the batch are idle: they write to the last slot
-    of the cache, which no sequence uses, and to the spare row of `SequenceBuffers`.
+    Buffers and pool do not move meanwhile. Entries beyond the running rows are idle: all their numbers are 0, so they
+    write to the spare slot of the pool, and to the spare row of `SequenceBuffers`.
 
     Top-p needs the likeliest tokens in order, and a graph cannot choose how many. So steps look at a fixed number of
     them and mark the rows for which these are too few; the host then repeats the `poll` tokens over the whole
@@ -144,87 +168,96 @@ class GraphedDecoder:
 
     Args:
         step: generates one token for every entry of its inputs.
-        rewind: forgets the tokens that the sequences of a batch got in this poll.
-        memory: with a cache of all rows, whose last slot is spare.
+        rewind: forgets the tokens that the running sequences got in this poll.
+        memory: with entries for all rows.
         spare: the spare row of `SequenceBuffers`.
         poll: tokens of one `run`.
-        reads_all_slots: whether attention reads all slots up to the length of the metadata, so that short rows need a
-            bucket of their own.
+        longest: most tokens of a row, of prompt and answer.
+        reads_all_slots: whether attention reads as many slots for each row as for the longest one, so that short rows
+            need a bucket of their own.
         recorder: None: the same steps run without graphs, as on the CPU.
     """
 
     def __init__(
-        self, step: Step, rewind: Callable[[DecodeBatch], None], memory: StaticMemory, spare: int, poll: int,
-        reads_all_slots: Callable[[], bool], recorder: GraphRecorder | None,
+        self, step: Step, rewind: Callable[[PooledRows], None], memory: StaticMemory, spare: int, poll: int,
+        longest: int, reads_all_slots: Callable[[], bool], recorder: GraphRecorder | None,
     ):  # fmt: skip
         self.poll = poll
         self._step = step
         self._rewind = rewind
         self._memory = memory
-        self._cache = memory.cache
         self._spare = spare
-        self._inputs = DecodeInputs(*memory.entries)
+        self._longest = longest
         self._marks = memory.marks
         self._reads_all_slots = reads_all_slots
         self._recorder = recorder
         self._overflows = 0
 
-    def run(self, batch: DecodeBatch) -> np.ndarray:
-        """Generate `poll` tokens for every row of `batch`.
+    def run(self, rows: PooledRows, most_rows: int) -> np.ndarray:
+        """Generate `poll` tokens for every row.
+
+        Args:
+            rows: running sequences.
+            most_rows: no step has more entries.
 
         Returns:
             (n,) bool, True for finished rows; some may have finished before the last token.
         """
         whole = self._overflows >= OVERFLOWS
-        finished, overflow = self._generate(batch, whole)
+        finished, overflow = self._generate(rows, most_rows, whole)
         if overflow.any() and not whole:
             self._overflows += 1
-            self._rewind(batch)
-            finished, _ = self._generate(batch, True)
+            self._rewind(rows)
+            finished, _ = self._generate(rows, most_rows, True)
         return finished
 
-    def _generate(self, batch: DecodeBatch, whole: bool) -> np.ndarray:
+    def _generate(self, rows: PooledRows, most_rows: int, whole: bool) -> np.ndarray:
         """(2, n) bool: finished rows, and rows whose nucleus was larger than the tokens searched."""
-        rows, capacity = row_bucket(len(batch), self._cache.rows), self._cache.capacity
-        length = length_bucket(int(batch.slots.max()) + self.poll, capacity) if self._reads_all_slots() else capacity
-        advance = self._advance_of(rows, length, whole)
-        self._load(batch)
+        length = self._longest
+        if self._reads_all_slots():
+            length = length_bucket(int(rows.positions.max()) + self.poll, length)
+        shares = bool(rows.prefix_lengths.any())
+        advance = self._advance_of(Bucket(row_bucket(len(rows), most_rows), length, shares, whole))
+        self._load(rows)
         for _ in range(self.poll):
             advance()
         marks: np.ndarray = self._marks.cpu().numpy()
-        return marks[:, : len(batch)]
+        return marks[:, : len(rows)]
 
-    def _load(self, batch: DecodeBatch | None) -> None:
-        """Set the inputs to the rows of `batch`, and all other entries idle."""
-        entries = np.empty(self._memory.entries.shape, dtype=np.int64)
-        entries[:] = np.array([[self._spare], [0], [self._cache.capacity - 1]])
-        if batch is not None:
-            entries[:, : len(batch)] = batch.sequences, batch.positions, batch.slots
+    def _load(self, rows: PooledRows | None) -> None:
+        """Set the entries to `rows`, and all others idle."""
+        entries = np.zeros(self._memory.entries.shape, dtype=np.int64)
+        entries[0] = self._spare
+        if rows is not None:
+            numbers = rows.sequences, rows.positions, rows.slots, rows.starts, rows.prefix_starts, rows.prefix_lengths
+            entries[:, : len(rows)] = numbers
         self._memory.entries.copy_(torch.from_numpy(entries))
         self._marks.zero_()
 
-    def _advance(self, rows: int, length: int, whole: bool) -> None:
-        inputs, overflow = self._inputs.first(rows), torch.zeros_like(self._marks[1, :rows])
-        idle = inputs.sequences == self._spare
-        metadata = DecodeMetadata(0, rows, self._cache, inputs.slots, length, None, idle)
-        finished = self._step(inputs, [metadata], overflow, whole)
-        self._marks[0, :rows] |= finished
-        self._marks[1, :rows] |= overflow & ~idle
+    def _advance(self, bucket: Bucket) -> None:
+        entries, overflow = self._memory.entries[:, : bucket.rows], torch.zeros_like(self._marks[1, : bucket.rows])
+        sequences, positions, slots, starts, prefix_starts, prefix_lengths = entries
+        idle = sequences == self._spare
+        metadata = PooledMetadata(
+            self._memory.pool, slots, starts, prefix_starts, prefix_lengths, bucket.length, bucket.shares
+        )
+        finished = self._step(DecodeInputs(sequences, positions, slots), metadata, overflow, bucket.whole)
+        self._marks[0, : bucket.rows] |= finished
+        self._marks[1, : bucket.rows] |= overflow & ~idle
         # A finished entry is idle until the next check: its next position may be beyond the model's last one.
-        inputs.sequences.masked_fill_(finished, self._spare)
-        running = inputs.sequences != self._spare
-        inputs.positions.add_(1).mul_(running)
-        inputs.slots.add_(1).masked_fill_(~running, self._cache.capacity - 1)
+        sequences.masked_fill_(finished, self._spare)
+        entries[1:3].add_(1)
+        entries[1:].mul_(sequences != self._spare)
 
-    def _advance_of(self, rows: int, length: int, whole: bool) -> Callable[[], None]:
+    def _advance_of(self, bucket: Bucket) -> Callable[[], None]:
         """The step for one bucket; where it can be recorded, as a CUDA graph, recorded while all entries are idle."""
 
         def eager() -> None:
-            self._advance(rows, length, whole)
+            self._advance(bucket)
 
         graphs = self._memory.graphs
-        if (rows, length, whole) in graphs:
-            replay: Callable[[], None] = graphs[rows, length, whole].replay
+        if bucket in graphs:
+            replay: Callable[[], None] = graphs[bucket].replay
             return replay
         if self._recorder is None or self._recorder.refusal:
             return eager
@@ -236,7 +269,7 @@ class GraphedDecoder:
             return eager
         pool = next(iter(graphs.values())).pool() if graphs else None
         try:
-            graphs[rows, length, whole] = graph = self._recorder.record(eager, pool)
+            graphs[bucket] = graph = self._recorder.record(eager, pool)
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dschat_ppo.rollout.attention import DecodeMetadata, SharedPrefix
+from dschat_ppo.rollout.attention_metadata import DecodeMetadata, SharedPrefix
 from dschat_ppo.rollout.kv_cache import KVCache, copy_shared_prefix, repack
 
 PER_ROW = ("sequences", "positions", "prefix_lengths", "prefix_rows")

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dschat_ppo.rollout.attention import DecodeMetadata, decode_attention, decode_mask
-from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata
+from dschat_ppo.rollout.decode_attention import decode_attention, decode_mask
+from dschat_ppo.rollout.kv_pool import KVPool
 
 _log = logging.getLogger(__name__)
 
@@ -23,37 +24,37 @@ WIDEST_HEAD = 256  # that the kernel supports
 TOLERANCE = 0.05  # of outputs of size 1 in half precision, compared with `decode_attention`
 
 
-# (query, keys, values, numbers, starts, used, longest, scale, window) -> output; see `varlen_kernel`
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
+# (query, keys, values, numbers, starts, used, longest, scale) -> output, log-sum-exp; see `varlen_kernel`
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
 
 
 def varlen_kernel(
     query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, starts: Tensor, used: Tensor, longest: int,
-    scale: float, window: int | None,
-) -> Tensor:  # fmt: skip
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of N queries, each over its own segment of the keys.
 
-    Without a window, the heads of a query become rows of one product, and a few queries divide their keys among more
-    processors. `torch.nn.attention.varlen` wraps the same operator, but adds a kernel to each call.
+    The heads of a query become rows of one product, and a few queries divide their keys among more processors.
+    `torch.nn.attention.varlen` wraps the same operator, but adds a kernel to each call. Its pages (`block_table`) need
+    another flash attention than the one in PyTorch; with `used`, the operator reads of `starts` only where a segment
+    begins, so segments may be anywhere and may overlap.
 
     Args:
         query: (N, heads, d).
         keys, values: (S, 1, d).
         numbers: (N + 1,) int32, 0, 1, ... N.
-        starts: (N + 1,) int32, where each segment begins in `keys`.
-        used: (N,) int32, how many keys of each segment take part, from its first one on.
+        starts: (N + 1,) int32, where each segment begins in `keys`; the last number has no meaning.
+        used: (N,) int32, how many keys each query attends to, at least 1.
         longest: at least the largest of `used`.
         scale: factor of the scores.
-        window: only the last `window` of the used keys take part; None: all.
 
     Returns:
-        (N, heads, d).
+        (N, heads, d), and the logarithm of the sum of the exponentials of the scores, (heads, N) fp32.
     """
-    sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-    output: Tensor = torch.ops.aten._flash_attention_forward(
-        query, keys, values, numbers, starts, 1, longest, 0.0, False, False, scale=scale, seqused_k=used, **sides
-    )[0]
-    return output
+    output, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        query, keys, values, numbers, starts, 1, longest, 0.0, False, False, scale=scale, seqused_k=used
+    )
+    return output, log_sums
 
 
 def flash_decode(device: torch.device) -> FlashDecode | None:
@@ -72,13 +73,14 @@ class FlashDecode:
     def __init__(self, kernel: Kernel, dtypes: tuple[torch.dtype, ...] = HALF):
         self._kernel = kernel
         self._dtypes = dtypes
-        self._segments: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}  # shared by the layers of a step
+        # (first row, key heads, window) -> arguments that the layers of a step share
+        self._segments: dict[tuple[int, int, int | None], tuple[Tensor, Tensor, Tensor]] = {}
 
     def begin(self) -> None:
         """Forget the rows of the last step."""
         self._segments = {}
 
-    def supports(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None) -> bool:
+    def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
         """Whether the kernel can be used for a layer: query (n, heads, L, d), key and value (n, kv_heads, L, d).
 
         The first time, the kernel is compared with `decode_attention` on random rows of the same shape.
@@ -86,50 +88,58 @@ class FlashDecode:
         width = query.shape[3]
         if softcap or query.dtype not in self._dtypes or width % 8 or width > WIDEST_HEAD or value.shape != key.shape:
             return False
-        return _agrees(self._kernel, query.dtype, query.device, query.shape[1], key.shape[1], width, window)
+        return _agrees(self._kernel, query.dtype, query.device, query.shape[1], key.shape[1], width)
 
-    def __call__(self, batch: DecodeMetadata, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """As `decode_attention`: (count, heads, 1, head_dim) -> (count, heads, head_dim). Not for a shared prefix."""
-        keys, values = batch.cache.keys[layer][: batch.count], batch.cache.values[layer][: batch.count]
-        count, kv_heads, capacity, width = keys.shape
-        if (batch.first, kv_heads) not in self._segments:
-            numbers = torch.arange(count * kv_heads + 1, dtype=torch.int32, device=query.device)
-            used = batch.slots + 1 if batch.idle is None else (batch.slots + 1).masked_fill(batch.idle, 1)
-            segments = numbers, numbers * capacity, used.to(torch.int32).repeat_interleave(kv_heads)
-            self._segments[batch.first, kv_heads] = segments
-        mixed = self._kernel(
-            query.reshape(count * kv_heads, -1, width),  # (count * kv_heads, heads / kv_heads, d)
-            keys.view(-1, 1, width),
-            values.view(-1, 1, width),
-            *self._segments[batch.first, kv_heads],
-            batch.length,
-            scale,
-            None if window is None or window >= batch.length else window,
+    def __call__(
+        self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """As `decode_attention`: (count, heads, 1, head_dim) -> (count, heads, head_dim). Not for a `SharedPrefix`.
+
+        Rows of a pool may have two segments: own tokens and a prefix. Both are queries of one call, and the parts are
+        weighted by the sums of their softmax, which makes them the softmax over all keys. The rows of a prompt are next
+        to each other, so the GPU reads its keys from memory about once, and for the other rows from its L2 cache.
+        """
+        keys, values = batch.cache.keys[layer], batch.cache.values[layer]
+        kv_heads, width = keys.shape[-3], keys.shape[-1]
+        if (batch.first, kv_heads, window) not in self._segments:
+            starts, used = (part.to(torch.int32) for part in batch.segments(kv_heads, window))
+            numbers = torch.arange(len(used) + 1, dtype=torch.int32, device=query.device)
+            self._segments[batch.first, kv_heads, window] = numbers, nn.functional.pad(starts, (0, 1)), used
+        segments = self._segments[batch.first, kv_heads, window]
+        folded = query.reshape(batch.count * kv_heads, -1, width)  # (count * kv_heads, heads / kv_heads, d)
+        parts = len(segments[-1]) // len(folded)
+        if parts > 1:
+            folded = folded.repeat(parts, 1, 1)
+        mixed, log_sums = self._kernel(
+            folded, keys.view(-1, 1, width), values.view(-1, 1, width), *segments, batch.length, scale
         )
-        return mixed.reshape(count, -1, width)
+        if parts > 1:
+            weights = torch.softmax(log_sums.unflatten(1, (parts, -1)), dim=1)  # (group, parts, count * kv_heads)
+            mixed = (mixed.unflatten(0, (parts, -1)) * weights.permute(1, 2, 0).unsqueeze(3)).sum(dim=0).to(query.dtype)
+        return mixed.reshape(batch.count, -1, width)
 
 
 @cache
-def _agrees(
-    kernel: Kernel, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, width: int, window: int | None
-) -> bool:
-    """Whether the kernel and `decode_attention` agree on four random rows."""
+def _agrees(kernel: Kernel, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, width: int) -> bool:
+    """Whether the kernel and `decode_attention` agree on five random rows of a pool, two with a prefix."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    slots = torch.tensor([0, 200, 17, 99], device=device)
-    store = KVCache(4, 256)
-    store.keys[0], store.values[0] = random(4, kv_heads, 256, width), random(4, kv_heads, 256, width)
-    query, scale = random(4, heads, 1, width), width**-0.5
-    batch = DecodeMetadata(0, 4, store, slots, 256, None)
+    pool = KVPool(900)
+    pool.keys[0], pool.values[0] = random(kv_heads, 900, width), random(kv_heads, 900, width)
+    query, scale = 3 * random(5, heads, 1, width), width**-0.5  # a few keys have most of the weight
+    slots, starts, prefix_starts, prefix_lengths = torch.tensor(
+        [[0, 200, 17, 99, 5], [7, 300, 650, 501, 10], [0, 0, 20, 0, 20], [0, 0, 250, 0, 250]], device=device
+    )
+    batch = PooledMetadata(pool, slots, starts, prefix_starts, prefix_lengths, 300, True)
     try:
-        found = FlashDecode(kernel)(batch, 0, query, scale, window)
+        found = FlashDecode(kernel)(batch, 0, query, scale, None)
     except RuntimeError as problem:
         _log.warning(f"rollout: the flash attention kernel does not run ({problem}); decode steps are slower")
         return False
-    expected = decode_attention(batch, 0, query, decode_mask(batch, window), scale, None)
+    expected = decode_attention(batch, 0, query, decode_mask(batch, None), scale, None)
     difference = float((found.float() - expected.float()).abs().max())
     if not difference <= TOLERANCE:
         _log.warning(f"rollout: the flash attention kernel is off by {difference:.2g}; decode steps are slower")

@@ -15,9 +15,11 @@ from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching, MaxOverRanks, never
 from dschat_ppo.rollout.cuda_graphs import StaticMemory
 from dschat_ppo.rollout.fused_norms import fused_norms
-from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.memory import rows_for_memory
+from dschat_ppo.rollout.fused_rotary import fused_rotary
+from dschat_ppo.rollout.kv_pool import SPARE, KVPool
+from dschat_ppo.rollout.memory import pool_limits, rows_for_memory
 from dschat_ppo.rollout.padded_batches import PaddedBatches
+from dschat_ppo.rollout.pool_scheduler import PoolScheduler
 from dschat_ppo.rollout.prepack import can_prepack, prepacked
 from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
@@ -89,6 +91,7 @@ def generate(
             stack.enter_context(prepacked(model, TYPICAL_ROWS))
         if on_gpu and max_over_ranks is None:
             stack.enter_context(fused_norms(model))
+            stack.enter_context(fused_rotary(model))
         if static and config.engine == "continuous":
             graphs = RolloutGraphs() if graphs is None and on_gpu else graphs
             return _generate_static(model, prompts, seeds, config, limits, cancelled, graphs)
@@ -119,12 +122,15 @@ def _generate_static(
         buffers = SequenceBuffers(
             prompts, seeds, config.samples, config.sampling, config.stopping, vocabulary_size(model), POLL, limits, room
         )
-        rows = min(config.rows or rows_for_memory(model, buffers.width), buffers.count)
-        memory = StaticMemory(KVCache(rows, buffers.width + 1), prompts.prompt_ids.device)
-    scheduler = Scheduler(*_lengths_and_prompts(buffers), memory.cache.rows, config.samples, static_cache=memory.cache)
+        rows, slots = pool_limits(model, min(config.rows, buffers.count), buffers.width)
+        memory = StaticMemory(KVPool(SPARE + 1), min(rows, buffers.count), slots, prompts.prompt_ids.device)
+    scheduler = PoolScheduler(
+        *_lengths_and_prompts(buffers), buffers.limits[:-1].cpu().numpy(), memory.entries.shape[1], memory.pool,
+        memory.most_slots, POLL, config.samples, MIN_SHARED_TOKENS,
+    )  # fmt: skip
     recorder = graphs.recorder if graphs else None
-    ContinuousBatching(model, buffers, scheduler, config.sampling, None, POLL, cancelled, memory, recorder).run()
-    if graphs and scheduler.static_cache is memory.cache:  # else memory ran out, and the rows were halved
+    ContinuousBatching(model, buffers, scheduler, config.sampling, None, cancelled, memory, recorder).run()
+    if graphs and scheduler.rows == memory.entries.shape[1]:  # else memory ran out, and the rows were halved
         graphs.keep(key, model, buffers, memory)
     return buffers.rollout()
 

@@ -43,11 +43,31 @@ def rows_for_memory(model: PreTrainedModel, length: int) -> int:
     if device.type != "cuda":
         free = psutil.virtual_memory().available // local_world_size()
         return max(1, min(MAX_ROWS, int(MEMORY_SHARE * free / per_row)))
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + unused
+    free = _free_on_gpu(device)
     logits = vocabulary_size(model) * LOGITS_BYTES
     fitting = min((free - reserve(free)) / (per_row + logits), LOGITS_SHARE * free / logits)
     return max(1, min(MAX_ROWS_GPU, int(fitting)))
+
+
+def pool_limits(model: PreTrainedModel, rows: int, length: int) -> tuple[int, int]:
+    """The largest number of running rows, `rows` if it is not 0, and the most slots of their KV pool.
+
+    Sequences of `length` tokens at most. On a GPU the rows do not depend on `length`, because a row takes slots as it
+    grows; the scheduler starts as many as have room.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        rows = rows or rows_for_memory(model, length)
+        return rows, rows * length
+    free, logits = _free_on_gpu(device), vocabulary_size(model) * LOGITS_BYTES
+    rows = rows or max(1, min(MAX_ROWS_GPU, int(LOGITS_SHARE * free / logits)))
+    fitting = (free - reserve(free) - rows * logits) // bytes_per_token(model)
+    return rows, max(0, min(rows * length, fitting))
+
+
+def _free_on_gpu(device: torch.device) -> int:
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def reserve(free: int) -> int:

@@ -27,7 +27,7 @@ class _Kept:
 class RolloutGraphs:
     """Records the decode steps of the rollouts of a run, and keeps the graphs of the last rollout if they stay valid.
 
-    They do where weights stay where they are (ZeRO stages 0 to 2), and where the KV cache is a small part of the GPU's
+    They do where weights stay where they are (ZeRO stages 0 to 2), and where the KV pool is a small part of the GPU's
     memory, because it stays allocated while the model trains.
     """
 
@@ -54,10 +54,10 @@ class RolloutGraphs:
 
     def keep(self, key: Hashable, model: nn.Module, buffers: SequenceBuffers, memory: StaticMemory) -> None:
         """Keep what a rollout used for the next one, if it is small and its graphs will be valid."""
-        device, logits = buffers.token_ids.device, memory.cache.rows * len(buffers.is_end) * LOGITS_BYTES
+        device, logits = buffers.token_ids.device, memory.entries.shape[1] * len(buffers.is_end) * LOGITS_BYTES
         if not memory.graphs or self._weights_move:
             return
-        if memory.cache.nbytes + buffers.nbytes + logits <= KEPT_SHARE * torch.cuda.mem_get_info(device)[1]:
+        if memory.pool.nbytes + buffers.nbytes + logits <= KEPT_SHARE * torch.cuda.mem_get_info(device)[1]:
             self._kept = _Kept(key, _addresses(model), buffers, memory)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from dschat_ppo.rollout.decode_batch import DecodeBatch, merged, rounded_up
 from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.kv_pool import KVPool
 
 MAX_BATCHES = 4  # each batch costs some small operations per layer
 SMALL_BATCH = 16  # fewer rows do not justify a batch
@@ -20,15 +21,30 @@ MAX_PREFILL_TOKENS = 8192  # of one forward pass
 class Prefill:
     """One forward pass over prompts, the first `tokens` tokens of each.
 
-    Row i of the pass is the prompt of `sequences[i]`. Its keys and values go to `rows[j]` of `cache` for each j with
-    `source[j] == i`.
+    Row i of the pass is the prompt of `sequences[i]`. `write_prefill` of `cache` writes what `source` numbers to
+    `rows`: rows of a `KVCache`, slots of a `KVPool`.
     """
 
-    cache: KVCache
+    cache: KVCache | KVPool
     sequences: np.ndarray
     rows: np.ndarray
     source: np.ndarray
     tokens: int
+
+
+def prefill_passes(lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    """Divide prompts of `lengths` (n,) into forward passes of at most `MAX_PREFILL_TOKENS`, longest prompts first.
+
+    Yields the prompts of a pass and its length: all but the last token, which the first decode step feeds, but at least
+    one.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        tokens = max(int(lengths[order[start]]) - 1, 1)
+        part = order[start : start + max(1, MAX_PREFILL_TOKENS // tokens)]
+        yield part, tokens
+        start += len(part)
 
 
 class Scheduler:
@@ -40,20 +56,16 @@ class Scheduler:
         rows: the largest number of running sequences.
         samples: sequences per prompt.
         share_from: prompts of at least this length are stored once for the sequences that start together; 0: never.
-        static_cache: a cache of `rows` rows that never moves or grows, because CUDA graphs need fixed addresses; it
-            holds the single decode batch. None: batches are created and dropped as needed.
     """
 
     def __init__(
-        self, prompt_lengths: np.ndarray, prompts: np.ndarray, rows: int, samples: int = 1, share_from: int = 0,
-        static_cache: KVCache | None = None,
-    ):  # fmt: skip
+        self, prompt_lengths: np.ndarray, prompts: np.ndarray, rows: int, samples: int = 1, share_from: int = 0
+    ):
         self.prompt_lengths = prompt_lengths
         self.prompts = prompts
         self.rows = rows
         self.samples = samples
         self.share_from = share_from
-        self.static_cache = static_cache
         self.waiting = np.lexsort((np.arange(len(prompts)), prompts, -prompt_lengths))
         self.batches: list[DecodeBatch] = []
 
@@ -75,15 +87,7 @@ class Scheduler:
         if free >= self.samples:
             free -= free % self.samples
         wave, self.waiting = self.waiting[:free], self.waiting[free:]
-        if self.static_cache is None:
-            return [prefill for part in self._by_length(wave) for prefill in self._start_batch(part)]
-        if not self.batches:
-            empty = np.array([], dtype=np.int64)
-            self.batches = [DecodeBatch(self.static_cache, empty, empty, empty, empty)]
-        first = self.num_running
-        self.batches[0].extend(wave, self.prompt_lengths[wave] - 1)
-        _, leaders, source = np.unique(self.prompts[wave], return_index=True, return_inverse=True)
-        return list(self._prefills(self.static_cache, wave[leaders], source, first))
+        return [prefill for part in self._by_length(wave) for prefill in self._start_batch(part)]
 
     def _by_length(self, wave: np.ndarray) -> Iterator[np.ndarray]:
         """Split a wave (longest prompt first) into parts of similar prompt lengths, none of them small."""
@@ -114,23 +118,16 @@ class Scheduler:
         self.batches.append(batch)
         return prefills
 
-    def _prefills(self, cache: KVCache, leaders: np.ndarray, source: np.ndarray, first: int = 0) -> Iterator[Prefill]:
-        """Forward passes of at most `MAX_PREFILL_TOKENS` over the prompts of `leaders`, into rows from `first` on."""
-        order = np.argsort(-self.prompt_lengths[leaders], kind="stable")
-        start = 0
-        while start < len(order):
-            tokens = max(int(self.prompt_lengths[leaders[order[start]]]) - 1, 1)
-            part = order[start : start + max(1, MAX_PREFILL_TOKENS // tokens)]
+    def _prefills(self, cache: KVCache, leaders: np.ndarray, source: np.ndarray) -> Iterator[Prefill]:
+        """Forward passes over the prompts of `leaders`; row r of `cache` gets that of `leaders[source[r]]`."""
+        for part, tokens in prefill_passes(self.prompt_lengths[leaders]):
             row_of = np.full(len(leaders), -1)
             row_of[part] = np.arange(len(part))
             rows = np.flatnonzero(row_of[source] >= 0)
-            yield Prefill(cache, leaders[part], first + rows, row_of[source[rows]], tokens)
-            start += len(part)
+            yield Prefill(cache, leaders[part], rows, row_of[source[rows]], tokens)
 
     def reserve_slots(self) -> None:
         """Merge small batches and grow caches, so that the next step can write."""
-        if self.static_cache is not None:
-            return
         for batch in self.batches:
             if len(batch) <= SMALL_BATCH // 2 and len(self.batches) > 1:
                 batch.unshare()
@@ -166,6 +163,4 @@ class Scheduler:
         self.batches = []
         self.waiting = np.concatenate([running, self.waiting])
         self.rows = rows
-        if self.static_cache is not None:
-            self.static_cache = KVCache(rows, self.static_cache.capacity)
         return running.tolist()

@@ -15,13 +15,8 @@ from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.backbone import hidden_window, position_arguments
 from dschat_ppo.models.forward import vocabulary_size
-from dschat_ppo.rollout.attention import (
-    PrefillMetadata,
-    RolloutAttention,
-    RolloutCache,
-    UnsupportedAttentionError,
-    installed,
-)
+from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, UnsupportedAttentionError, installed
+from dschat_ppo.rollout.attention_metadata import PrefillMetadata
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks
 from dschat_ppo.rollout.generator import EngineName, GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache

@@ -8,7 +8,7 @@ import torch
 import transformers
 from tiny_models import new_model, prompts_of
 
-from dschat_ppo.rollout import attention, continuous_batching, kv_cache, padded_batches, prepack
+from dschat_ppo.rollout import attention, continuous_batching, kv_cache, kv_pool, padded_batches, prepack
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
@@ -104,13 +104,15 @@ def test_an_error_while_packing_leaves_no_layer_packed(monkeypatch):
 @pytest.mark.parametrize("engine", list(ENGINES))
 def test_nothing_keeps_the_kv_cache_alive_after_generation(engine, monkeypatch):
     """Reference counts alone free it: the garbage collector, which may run much later, is off."""
-    seen, kept = [], kv_cache.KVCache._layer
+    seen = []
+    for kind in (kv_cache.KVCache, kv_pool.KVPool):
 
-    def noted(cache, layer, keys, values):
-        found = kept(cache, layer, keys, values)
-        seen.extend([weakref.ref(cache), *map(weakref.ref, found)])
-        return found
+        def noted(cache, layer, keys, values, kept=kind._layer):
+            found = kept(cache, layer, keys, values)
+            seen.extend([weakref.ref(cache), *map(weakref.ref, found)])
+            return found
 
+        monkeypatch.setattr(kind, "_layer", noted)
     update = transformers.Cache.update
 
     def noted_update(cache, *args, **kwargs):
@@ -119,7 +121,6 @@ def test_nothing_keeps_the_kv_cache_alive_after_generation(engine, monkeypatch):
         seen.extend([weakref.ref(cache), *map(weakref.ref, held)])
         return found
 
-    monkeypatch.setattr(kv_cache.KVCache, "_layer", noted)
     monkeypatch.setattr(transformers.Cache, "update", noted_update)
     model = new_model("llama")
     gc.collect()

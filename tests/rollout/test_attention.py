@@ -11,16 +11,16 @@ from torch import nn
 
 from dschat_ppo.rollout.attention import (
     NAME,
-    DecodeMetadata,
-    PrefillMetadata,
     RolloutAttention,
     UnsupportedAttentionError,
     causal_attention,
-    decode_mask,
     installed,
 )
+from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
+from dschat_ppo.rollout.decode_attention import decode_mask
 from dschat_ppo.rollout.decode_batch import DecodeBatch
 from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.kv_pool import KVPool
 
 HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 MODULE = SimpleNamespace(layer_idx=0)
@@ -96,6 +96,32 @@ def filled(cache: KVCache, rows) -> KVCache:
     for row, (keys, values) in enumerate(rows):
         cache.write_prefill(0, torch.tensor([row]), torch.tensor([0]), keys.unsqueeze(0), values.unsqueeze(0))
     return cache
+
+
+@pytest.mark.parametrize(("window", "softcap"), KINDS)
+def test_a_decode_step_attends_to_the_tokens_of_each_row_in_a_pool(window, softcap):
+    """Rows 0 and 2 share a prompt of 4 tokens in slots 20 to 23; row 3 is idle. The rest of the pool is not finite."""
+    own, prefixes, starts = [1, 5, 3, 0], [4, 0, 4, 0], [30, 1, 10, 0]
+    pool, attention = KVPool(40), RolloutAttention()
+    pool.keys[0], pool.values[0] = (torch.full((KV_HEADS, 40, WIDTH), float("nan")) for _ in range(2))
+    pasts = [(random(KV_HEADS, n, WIDTH, seed=n), random(KV_HEADS, n, WIDTH, seed=n + 10)) for n in (*own, 4)]
+    for start, length, past in zip((*starts, 20), (*own, 4), pasts, strict=True):
+        pool.keys[0][:, start : start + length], pool.values[0][:, start : start + length] = past
+    query, key = random(4, HEADS, 1, WIDTH, seed=3), random(4, KV_HEADS, 1, WIDTH, seed=4)
+    value = random(4, KV_HEADS, 1, WIDTH, seed=5)
+    prefix_starts = torch.tensor([20, 0, 20, 0])
+    attention.begin(
+        [PooledMetadata(pool, torch.tensor(own), torch.tensor(starts), prefix_starts, torch.tensor(prefixes), 9, True)]
+    )
+    found, _ = attention(MODULE, query, key, value, None, SCALE, sliding_window=window, softcap=softcap)
+    for row in range(3):
+        parts = [pasts[row], (key[row], value[row])]
+        if prefixes[row]:
+            parts.insert(0, pasts[4])
+        keys, values = (torch.cat([part[kind] for part in parts], dim=1) for kind in (0, 1))
+        expected = plain_attention(query[row, :, 0], keys, values, window, softcap)
+        torch.testing.assert_close(found[row, 0], expected, atol=1e-5, rtol=1e-5)
+    assert found.isfinite().all()
 
 
 @pytest.mark.parametrize(

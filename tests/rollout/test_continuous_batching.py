@@ -11,12 +11,14 @@ from tiny_models import model_of, prompts_of, tokens_of
 from dschat_ppo.rollout import continuous_batching
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.kv_pool import KVPool
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 
 MESSAGE = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
 LENGTHS = (40, 9, 1, 33, 2, 17, 36, 5)
 PENALTY = SamplingParameters(temperature=1.3, repetition_penalty=1.5)  # tokens marked as seen must be reset too
+KV_HEADS = 2
 WAYS = {
     "continuous": {"samples": 1},
     "shared": {"samples": 3},
@@ -41,27 +43,30 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("dschat_ppo") and r.levelno == logging.WARNING]
 
 
-def fail_at(monkeypatch, method: str, when) -> None:
-    """`KVCache.method` runs out of memory where `when(number of the call, cache)`."""
-    original, calls = getattr(KVCache, method), []
+def fail_at(monkeypatch, method: str, when, way: str = "continuous") -> None:
+    """`method` of the cache runs out of memory where `when(number of the call, rows of the cache or of the step)`."""
+    static = "static" in way
+    cache = KVPool if static else KVCache
+    original, calls = getattr(cache, method), []
 
     def failing(self, *args):
         calls.append(1)
-        if when(len(calls), self):
+        if when(len(calls), len(args[1]) // KV_HEADS if static else self.rows):
             raise RuntimeError(MESSAGE)
         return original(self, *args)
 
-    monkeypatch.setattr(KVCache, method, failing)
+    monkeypatch.setattr(cache, method, failing)
 
 
 @pytest.mark.parametrize(
     ("method", "call"),
-    [("write_prefill", 1), ("write_prefill", 2), ("write_decode", 1), ("write_decode", 12), ("move_rows", 1)],
+    [("write_prefill", 1), ("write_prefill", 2), ("write_decode", 1), ("write_decode", 12), ("move", 1)],
 )
 @pytest.mark.parametrize("way", list(WAYS))
 def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(way, method, call, monkeypatch, caplog):
     expected = run(**WAYS[way])
-    fail_at(monkeypatch, method, lambda number, _: number == call)
+    method = {"move": "repack" if "static" in way else "move_rows"}.get(method, method)
+    fail_at(monkeypatch, method, lambda number, _: number == call, way)
     found = run(**WAYS[way])
     (warning,) = warnings_of(caplog)
     assert "out of memory with 8 rows" in warning
@@ -73,14 +78,14 @@ def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(way, metho
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_rows_are_halved_until_they_fit(way, most, monkeypatch, caplog):
     expected = run(**WAYS[way])
-    fail_at(monkeypatch, "write_decode", lambda _, cache: cache.rows > most)
+    fail_at(monkeypatch, "write_decode", lambda _, rows: rows > most, way)
     assert_same(run(**WAYS[way]), expected)
     assert len(warnings_of(caplog)) == {1: 3, 2: 2, 5: 1}[most]
 
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_single_row_that_does_not_fit_is_an_error(way, monkeypatch, caplog):
-    fail_at(monkeypatch, "write_decode", lambda *_: True)
+    fail_at(monkeypatch, "write_decode", lambda *_: True, way)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         run(**WAYS[way])
     assert len(warnings_of(caplog)) == 3  # 8, 4, 2
@@ -113,13 +118,14 @@ def test_a_lack_of_gpu_memory_is_handled_too(monkeypatch, caplog):
 @pytest.fixture
 def caches(monkeypatch):
     """Weak references to every cache that is made, with the garbage collector disabled."""
-    references, original = [], KVCache.__init__
+    references = []
+    for cache in (KVCache, KVPool):
 
-    def noting(self, *args):
-        original(self, *args)
-        references.append(weakref.ref(self))
+        def noting(self, *args, original=cache.__init__):
+            original(self, *args)
+            references.append(weakref.ref(self))
 
-    monkeypatch.setattr(KVCache, "__init__", noting)
+        monkeypatch.setattr(cache, "__init__", noting)
     gc.collect()
     gc.disable()
     yield references

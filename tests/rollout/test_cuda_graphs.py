@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from fake_graphs import FakeDevice
-from tagged_keys import decode_batch_of
 from tiny_models import LENGTHS, model_of, prompts_of
 
 from dschat_ppo.rollout import continuous_batching
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory, length_bucket, row_bucket
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.kv_pool import KVPool
+from dschat_ppo.rollout.pool_scheduler import PooledRows
 from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
@@ -35,37 +35,45 @@ def test_buckets_of_rows_and_lengths():
     assert [length_bucket(n, 700) for n in (1, 256, 257, 512, 513, 700)] == [256, 256, 512, 512, 700, 700]
 
 
-def decoder_of(step, cache, spare=99, poll=3, rewind=None, reads_all_slots=True) -> GraphedDecoder:
-    memory = StaticMemory(cache, torch.device("cpu"))
-    return GraphedDecoder(step, rewind, memory, spare, poll, lambda: reads_all_slots, None)
+def decoder_of(step, rows, spare=99, poll=3, rewind=None, reads_all_slots=True, longest=600) -> GraphedDecoder:
+    memory = StaticMemory(KVPool(50), rows, 50, torch.device("cpu"))
+    return GraphedDecoder(step, rewind, memory, spare, poll, longest, lambda: reads_all_slots, None)
 
 
-def test_idle_and_finished_entries_write_to_spare_places():
+def rows_of(sequences: list[int], position: int, prefix: int = 0) -> PooledRows:
+    """Row n has its own slots from 10 n + 1 on; all share `prefix` tokens from slot 45 on."""
+    count = len(sequences)
+    parts = sequences, np.full(count, position), np.arange(count) * 10 + 1, np.full(count, 10)
+    return PooledRows(*map(np.array, parts), np.full(count, 45 * (prefix > 0)), np.full(count, prefix))
+
+
+@pytest.mark.parametrize("prefix", [0, 4])
+def test_idle_and_finished_entries_write_to_spare_places(prefix):
     """5 of 7 rows are running, in a bucket of 7 entries, 3 tokens at a time; row 1 finishes with its second token."""
-    seen, spare, last = [], 99, 49
-    cache = KVCache(7, last + 1)
+    seen, spare = [], 99
 
-    def step(inputs, metadata, overflow, whole):
-        seen.append([part.tolist() for part in (inputs.sequences, inputs.positions, inputs.slots)])
-        (batch,) = metadata
-        assert (batch.first, batch.count, batch.cache, batch.prefix) == (0, 7, cache, None)
-        assert batch.length == last + 1
-        assert batch.idle.tolist() == [sequence == spare for sequence in seen[-1][0]]
+    def step(inputs, batch, overflow, whole):
+        parts = inputs.sequences, inputs.positions, batch.slots, batch.starts, batch.prefix_starts, batch.prefix_lengths
+        seen.append([part.tolist() for part in parts])
+        assert (batch.first, batch.count, batch.cache.capacity, batch.prefix) == (0, 7, 50, None)
+        assert batch.length == 256 and batch.shares is (prefix > 0)
         assert not whole and not overflow.any()
         finished = torch.zeros(7, dtype=torch.bool)
         finished[1] = len(seen) == 2
         return finished
 
-    batch = decode_batch_of([20, 21, 22, 23, 24], position=6)
-    batch.positions += np.arange(5)
-    assert decoder_of(step, cache, spare).run(batch).tolist() == [False, True, False, False, False]
-    idle = [(spare, 0, last)] * 2
+    rows = rows_of([20, 21, 22, 23, 24], 6, prefix)
+    rows.positions += np.arange(5)
+    assert decoder_of(step, 9, spare).run(rows, 7).tolist() == [False, True, False, False, False]
+    idle = [(spare, 0, 0, 0, 0, 0)] * 2
     for number, parts in enumerate(seen):
-        inputs = list(zip(*parts, strict=True))
-        expected = [(20 + row, 6 + row + number, 6 + row + number) for row in range(5)]
+        expected = [
+            (20 + row, 6 + row + number, 6 + row + number - prefix, 10 * row + 1, 45 * (prefix > 0), prefix)
+            for row in range(5)
+        ]
         if number == 2:
             expected[1] = idle[0]
-        assert inputs == expected + idle
+        assert list(zip(*parts, strict=True)) == expected + idle
     assert len(seen) == 3
 
 
@@ -74,10 +82,10 @@ def test_the_length_is_a_bucket_only_if_attention_reads_all_of_it(reads_all_slot
     lengths = []
 
     def step(inputs, metadata, overflow, whole):
-        lengths.append(metadata[0].length)
+        lengths.append(metadata.length)
         return torch.zeros(len(inputs.slots), dtype=torch.bool)
 
-    decoder_of(step, KVCache(2, 600), reads_all_slots=reads_all_slots).run(decode_batch_of([1], position=6))
+    decoder_of(step, 2, reads_all_slots=reads_all_slots).run(rows_of([1], 6), 2)
     assert set(lengths) == {expected}
 
 
@@ -92,20 +100,30 @@ def test_a_poll_in_which_a_nucleus_overflows_is_repeated_over_the_whole_vocabula
         return inputs.sequences == 5
 
     rewound = []
-    decoder = decoder_of(step, KVCache(4, 40), poll=2, rewind=rewound.append)
-    both = decode_batch_of([4, 5], position=3)
+    decoder = decoder_of(step, 4, poll=2, rewind=rewound.append)
+    both = rows_of([4, 5], 3)
     tokens = [([4, 5, 99, 99], [3, 3, 0, 0]), ([4, 99, 99, 99], [4, 0, 0, 0])]
     for _ in range(2):
         log.clear()
-        assert decoder.run(both).tolist() == [False, True]
+        assert decoder.run(both, 4).tolist() == [False, True]
         assert log == [(whole, *parts) for whole in (False, True) for parts in tokens]
     assert rewound == [both, both]
     log.clear()
-    decoder.run(both)
+    decoder.run(both, 4)
     assert [whole for whole, *_ in log] == [True, True] and len(rewound) == 2
     overflowing = {99}  # row 5 is idle once it has finished
-    assert decoder_of(step, KVCache(4, 40), rewind=rewound.append).run(decode_batch_of([5], position=3)).all()
+    assert decoder_of(step, 4, rewind=rewound.append).run(rows_of([5], 3), 4).all()
     assert len(rewound) == 2
+
+
+def test_graphs_of_a_pool_that_has_grown_are_forgotten():
+    memory = StaticMemory(KVPool(50), 2, 90, torch.device("cpu"))
+    memory.graphs["bucket"] = object()
+    none = np.array([], dtype=np.int64)
+    memory.pool.repack(none, none, 50)
+    assert memory.graphs
+    memory.pool.repack(none, none, 60)
+    assert not memory.graphs
 
 
 # Graphs
@@ -149,9 +167,9 @@ def test_one_graph_is_captured_for_each_bucket_of_all_rollouts(device, monkeypat
     """From 40 rows to none: buckets of 40, 32, 16 and 4 rows."""
     steps, original = [], GraphedDecoder._advance
 
-    def counting(self, rows, *others):
-        steps.append(rows)
-        original(self, rows, *others)
+    def counting(self, bucket):
+        steps.append(bucket.rows)
+        original(self, bucket)
 
     monkeypatch.setattr(GraphedDecoder, "_advance", counting)
     graphs, lengths = RolloutGraphs(), tuple(1 + n % 9 for n in range(40))
@@ -222,14 +240,14 @@ def test_a_capture_that_runs_out_of_memory_halves_the_rows(breaks, device, caplo
 
 
 def test_memory_that_runs_out_before_a_capture_halves_the_rows(device, monkeypatch, caplog):
-    expected, graphs, original = run(), RolloutGraphs(), KVCache.write_decode
+    expected, graphs, original = run(), RolloutGraphs(), KVPool.write_decode
 
-    def failing(self, *args):
-        if device.stream is not device.main and self.rows == 6:
+    def failing(self, layer, slot_mapping, *others):
+        if device.stream is not device.main and len(slot_mapping) == 2 * 6:
             raise OUT_OF_MEMORY
-        return original(self, *args)
+        return original(self, layer, slot_mapping, *others)
 
-    monkeypatch.setattr(KVCache, "write_decode", failing)
+    monkeypatch.setattr(KVPool, "write_decode", failing)
     assert run(graphs).response_ids.tolist() == expected.response_ids.tolist()
     assert device.stream is device.main and graphs.recorder.captures and not graphs.recorder.refusal
     assert len(warnings_of(caplog)) == 1
@@ -239,7 +257,7 @@ def test_other_errors_of_a_step_are_raised(device, monkeypatch):
     def fail(*_):
         raise RuntimeError("shape mismatch")
 
-    monkeypatch.setattr(KVCache, "write_decode", fail)
+    monkeypatch.setattr(KVPool, "write_decode", fail)
     with pytest.raises(RuntimeError, match="shape"):
         run(graphs := RolloutGraphs())
     assert device.attempts == 0 and not graphs.recorder.refusal and device.stream is device.main
@@ -252,9 +270,9 @@ def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(sampl
     expected = run(sampling=sampling, tokens=40)
     whole, original = [], GraphedDecoder._generate
 
-    def noting(self, batch, everywhere):
+    def noting(self, rows, most_rows, everywhere):
         whole.append(everywhere)
-        return original(self, batch, everywhere)
+        return original(self, rows, most_rows, everywhere)
 
     monkeypatch.setattr(GraphedDecoder, "_generate", noting)
     monkeypatch.setattr(continuous_batching, "NUCLEUS_STATIC", 4)

@@ -16,15 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from dschat_ppo.models.forward import vocabulary_size
-from dschat_ppo.rollout import flash_decode
-from dschat_ppo.rollout.attention import PrefillMetadata, _products, installed
+from dschat_ppo.rollout import flash_decode, fused_rotary
+from dschat_ppo.rollout.attention import installed
+from dschat_ppo.rollout.attention_metadata import PrefillMetadata
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
-from dschat_ppo.rollout.cuda_graphs import StaticMemory
+from dschat_ppo.rollout.cuda_graphs import Bucket, StaticMemory
+from dschat_ppo.rollout.decode_attention import _products
 from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
 from dschat_ppo.rollout.fused_norms import rms_norm
-from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.kv_pool import KVPool
+from dschat_ppo.rollout.pool_scheduler import PoolScheduler
 from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.scheduler import Scheduler
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import PromptBatch
@@ -50,7 +52,7 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool) -> Counter:
+def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, shares: bool = False) -> Counter:
     """Operations of one static step."""
     model, vocabulary = model.to("meta"), vocabulary_size(model)
     prompts = PromptBatch(torch.ones(ROWS, 8, dtype=torch.int64), torch.ones(ROWS, 8, dtype=torch.bool))
@@ -59,17 +61,17 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool) -> Co
     for name, value in vars(buffers).items():
         if isinstance(value, torch.Tensor):
             setattr(buffers, name, value.to("meta"))
-    cache = KVCache(ROWS, 64)
-    scheduler = Scheduler(np.full(ROWS, 8), np.arange(ROWS), ROWS, static_cache=cache)
-    memory = StaticMemory(cache, torch.device("meta"))
-    engine = ContinuousBatching(model, buffers, scheduler, sampling, poll=8, memory=memory)
+    pool = KVPool(64 * ROWS)
+    scheduler = PoolScheduler(np.full(ROWS, 8), np.arange(ROWS), np.full(ROWS, 9), ROWS, pool, 1000, 8)
+    memory = StaticMemory(pool, ROWS, 1000, torch.device("meta"))
+    engine = ContinuousBatching(model, buffers, scheduler, sampling, memory=memory)
     engine.attention._flash = FlashDecode(varlen_kernel) if flash else None
     columns = torch.arange(ROWS, device="meta")
-    with installed(model, engine.attention), torch.no_grad():
-        engine.attention.begin(PrefillMetadata(cache, columns, columns))
+    with installed(model, engine.attention), torch.no_grad(), fused_rotary.fused_rotary(model):
+        engine.attention.begin(PrefillMetadata(pool, columns, columns))
         engine._forward(buffers.token_ids[:ROWS, :7], torch.arange(7, device="meta").expand(ROWS, -1))
         with Kernels() as kernels:
-            engine.graphed._advance(ROWS, 64, False)
+            engine.graphed._advance(Bucket(ROWS, 64, shares, False))
     assert engine.attention.reads_all_slots is not bool(kernels.counts["_flash_attention_forward"])
     return kernels.counts
 
@@ -88,28 +90,37 @@ def qwen2(layers: int, norms: bool) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def as_on_gpu(monkeypatch) -> None:
-    """Norms are one kernel on a GPU and many elsewhere; the flash kernel cannot be compared without numbers."""
+    """Norms are one kernel on a GPU and many elsewhere; kernels cannot be compared without numbers."""
     monkeypatch.setattr(nn.functional, "rms_norm", lambda states, *_: torch.neg(states))
     monkeypatch.setattr(flash_decode, "_agrees", lambda *_: True)
+    monkeypatch.setattr(fused_rotary, "_agrees", lambda *_: True)
 
 
-def per_layer(flash: bool, norms: bool) -> Counter:
-    two, four = (counts_of(qwen2(layers, norms), SamplingParameters(), flash) for layers in (2, 4))
+def per_layer(flash: bool, norms: bool, shares: bool = False) -> Counter:
+    two, four = (counts_of(qwen2(layers, norms), SamplingParameters(), flash, shares) for layers in (2, 4))
     return Counter({name: (four[name] - two[name]) // 2 for name in four if four[name] != two[name]})
 
 
-def test_a_layer_runs_28_kernels():
-    """7 products, 10 for the rotary positions, 2 x 2 for norms, 2 to write the cache, 1 for attention, 4 others."""
+def test_a_layer_runs_22_kernels():
+    """7 products, 4 for the rotary positions, 2 x 2 for norms, 2 to write the cache, 1 for attention, 4 others."""
     found = per_layer(flash=True, norms=True)
     assert found["_flash_attention_forward"] == 1
-    assert found["addmm"] + found["mm"] == 7 and found["index_copy_"] == 2 and found["neg"] == 2 + 2
-    assert sum(found.values()) == 28
+    assert found["addmm"] + found["mm"] == 7 and found["index_copy_"] == 2 and found["neg"] == 2
+    assert found["cat"] == found["index_select"] == 1
+    assert sum(found.values()) == 22
 
 
-def test_products_and_separate_norms_run_47():
+def test_shared_prompts_add_5():
+    """The queries twice, in the same call of the kernel, and the weighted sum of the two results."""
+    found = per_layer(flash=True, norms=True, shares=True)
+    assert found["_flash_attention_forward"] == found["_softmax"] == found["repeat"] == found["sum"] == 1
+    assert sum(found.values()) == 22 + 5
+
+
+def test_products_and_separate_norms_run_43():
     found = per_layer(flash=False, norms=False)
     assert found["bmm"] == 2 and found["_softmax"] == 1 and found["rsqrt"] == 2
-    assert sum(found.values()) == 47
+    assert sum(found.values()) == 43
 
 
 def test_a_nucleus_is_searched_without_a_sort_of_the_vocabulary():

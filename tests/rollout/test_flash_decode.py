@@ -7,61 +7,96 @@ import torch
 from tiny_models import LENGTHS, model_of, prompts_of
 from torch import Tensor
 
-from dschat_ppo.rollout import continuous_batching, flash_decode
-from dschat_ppo.rollout.attention import DecodeMetadata, decode_attention, decode_mask
+from dschat_ppo.rollout import continuous_batching, flash_decode, generator
+from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata
+from dschat_ppo.rollout.decode_attention import decode_attention, decode_mask
 from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.kv_pool import KVPool
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 
 
 class LoopingKernel:
-    """`varlen_kernel`, one query after another in fp64; `calls` holds (used, longest, window) of each call."""
+    """`varlen_kernel`, one query after another in fp64; `calls` holds (starts, used, longest) of each call."""
 
     def __init__(self):
         self.calls = []
 
-    def __call__(self, query, keys, values, numbers, starts, used, longest, scale, window) -> Tensor:
-        self.calls.append((used.tolist(), longest, window))
+    def __call__(self, query, keys, values, numbers, starts, used, longest, scale) -> tuple[Tensor, Tensor]:
+        self.calls.append((starts[:-1].tolist(), used.tolist(), longest))
         assert {numbers.dtype, starts.dtype, used.dtype} == {torch.int32}
         assert numbers.tolist() == list(range(len(query) + 1))
-        assert int(starts[-1]) <= len(keys) == len(values) and int(used.max()) <= longest
-        outputs = []
+        assert len(starts) == len(used) + 1 and int((starts[:-1] + used).max()) <= len(keys) == len(values)
+        assert int(used.min()) > 0 and int(used.max()) <= longest
+        outputs, log_sums = [], []
         for one, start, count in zip(query.double(), starts.tolist(), used.tolist(), strict=False):
-            seen = slice(start + max(0, count - (window or count)), start + count)
+            seen = slice(start, start + count)
             scores = one @ keys[seen, 0].double().T * scale
             outputs.append(torch.softmax(scores, dim=-1) @ values[seen, 0].double())
-        return torch.stack(outputs).to(query.dtype)
+            log_sums.append(torch.logsumexp(scores, dim=-1))
+        return torch.stack(outputs).to(query.dtype), torch.stack(log_sums, dim=1).float()
 
 
 def flash_with(kernel) -> FlashDecode:
     return FlashDecode(kernel, (torch.float32,))
 
 
-def decode_batch(idle=None) -> tuple[DecodeMetadata, Tensor]:
+def decode_batch() -> tuple[DecodeMetadata, Tensor]:
     """3 of the 5 rows of a cache of 16 slots, 4 heads over 2 of 8 numbers; the query."""
     generator = torch.Generator().manual_seed(0)
     cache = KVCache(5, 16)
     cache.keys[3], cache.values[3] = (torch.randn(5, 2, 16, 8, generator=generator) for _ in range(2))
     query = torch.randn(3, 4, 1, 8, generator=generator)
-    return DecodeMetadata(0, 3, cache, torch.tensor([0, 11, 5]), 12, None, idle), query
+    return DecodeMetadata(0, 3, cache, torch.tensor([0, 11, 5]), 12, None), query
 
 
-@pytest.mark.parametrize(("window", "given"), [(None, None), (4, 4), (12, None)])
-def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, given):
+def pooled_batch(shares: bool = True) -> tuple[PooledMetadata, Tensor]:
+    """4 rows in a pool of 60 slots: 0 and 2 share 7 tokens in slots 40 to 46; the last one is idle."""
+    generator = torch.Generator().manual_seed(0)
+    pool = KVPool(60)
+    pool.keys[3], pool.values[3] = (torch.randn(2, 60, 8, generator=generator) for _ in range(2))
+    query = torch.randn(4, 4, 1, 8, generator=generator)
+    places = [[2, 11, 0, 0], [20, 1, 50, 0], [40, 0, 40, 0], [7, 0, 7, 0]]
+    slots, starts, prefix_starts, prefix_lengths = torch.tensor(places)
+    if not shares:
+        prefix_starts, prefix_lengths = torch.zeros_like(starts), torch.zeros_like(starts)
+    return PooledMetadata(pool, slots, starts, prefix_starts, prefix_lengths, 12, shares), query
+
+
+@pytest.mark.parametrize(
+    ("window", "starts", "used"),
+    [
+        (None, [0, 16, 32, 48, 64, 80], [1, 1, 12, 12, 6, 6]),
+        (4, [0, 16, 40, 56, 66, 82], [1, 1, 4, 4, 4, 4]),
+        (12, [0, 16, 32, 48, 64, 80], [1, 1, 12, 12, 6, 6]),
+    ],
+)
+def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, starts, used):
     batch, query = decode_batch()
     kernel = LoopingKernel()
     found = flash_with(kernel)(batch, 3, query, 0.3, window)
     expected = decode_attention(batch, 3, query, decode_mask(batch, window), 0.3, None)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert kernel.calls == [([1, 1, 12, 12, 6, 6], 12, given)]  # a window over all slots is none
+    assert kernel.calls == [(starts, used, 12)]
 
 
-def test_an_idle_row_reads_one_key():
-    batch, query = decode_batch(torch.tensor([False, True, False]))
-    flash_with(kernel := LoopingKernel())(batch, 3, query, 0.3, None)
-    assert kernel.calls[0][0] == [1, 1, 1, 1, 6, 6]
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 9, 10, 11])
+def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
+    batch, query = pooled_batch(shares)
+    found = flash_with(kernel := LoopingKernel())(batch, 3, query, 0.3, window)
+    expected = decode_attention(batch, 3, query, decode_mask(batch, window), 0.3, None)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    ((starts, used, _),) = kernel.calls
+    assert len(used) == 4 * 2 * (1 + shares)
+    if shares and window is None:  # of each row and head: own tokens, then the prompt, or own tokens again
+        assert starts == [20, 80, 1, 61, 50, 110, 0, 60, 40, 100, 1, 61, 40, 100, 0, 60]
+        assert used == [3, 3, 12, 12, 1, 1, 1, 1, 7, 7, 12, 12, 7, 7, 1, 1]
+    if shares and window == 5:  # row 0 sees 2 tokens of the prompt, row 2 sees 4
+        assert starts[8:] == [45, 105, 8, 68, 43, 103, 0, 60]
+        assert used[8:] == [2, 2, 5, 5, 4, 4, 1, 1]
 
 
 def test_the_lengths_are_those_of_the_step():
@@ -71,7 +106,7 @@ def test_the_lengths_are_those_of_the_step():
     batch.slots.sub_(torch.tensor([0, 1, 2]))
     attention.begin()
     attention(batch, 3, query, 0.3, None)
-    assert [used for used, *_ in kernel.calls] == [[1, 1, 12, 12, 6, 6], [1, 1, 11, 11, 4, 4]]
+    assert [used for _, used, _ in kernel.calls] == [[1, 1, 12, 12, 6, 6], [1, 1, 11, 11, 4, 4]]
 
 
 # Which layers use it
@@ -94,30 +129,38 @@ def heads(count=4, kv_heads=2, width=8, dtype=torch.float32) -> tuple[Tensor, Te
     ],
 )
 def test_layers_that_the_kernel_supports(expected, softcap, shape):
-    assert flash_with(LoopingKernel()).supports(*heads(**shape), None, softcap) is expected
+    assert flash_with(LoopingKernel()).supports(*heads(**shape), softcap) is expected
 
 
 def test_values_of_another_width_are_not_supported():
     query, key, _ = heads()
-    assert not flash_with(LoopingKernel()).supports(query, key, torch.zeros(1, 2, 3, 16), None, None)
+    assert not flash_with(LoopingKernel()).supports(query, key, torch.zeros(1, 2, 3, 16), None)
 
 
-def ignores_used(query, keys, values, numbers, starts, used, longest, scale, window):
-    return LoopingKernel()(query, keys, values, numbers, starts, torch.full_like(used, longest), longest, scale, window)
+def ignores_used(query, keys, values, numbers, starts, used, longest, scale):
+    return LoopingKernel()(query, keys, values, numbers, starts, used.clamp_min(40), longest, scale)
 
 
-def ignores_window(*arguments):
-    return LoopingKernel()(*arguments[:-1], None)
+def ignores_starts(query, keys, values, numbers, starts, used, longest, scale):
+    return LoopingKernel()(query, keys, values, numbers, starts % 900, used, longest, scale)
+
+
+def sums_of_base_2(*arguments):
+    output, log_sums = LoopingKernel()(*arguments)
+    return output, log_sums / 0.6931
 
 
 def fails(*arguments):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
 
-@pytest.mark.parametrize(("kernel", "words"), [(ignores_used, "off by"), (ignores_window, "off by"), (fails, "Ampere")])
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [(ignores_used, "off by"), (ignores_starts, "off by"), (sums_of_base_2, "off by"), (fails, "Ampere")],
+)
 def test_a_kernel_that_fails_or_gives_other_numbers_is_not_used(kernel, words, caplog):
     for _ in range(2):
-        assert not flash_with(kernel).supports(*heads(), 50, None)
+        assert not flash_with(kernel).supports(*heads(), None)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert words in record.getMessage()
 
@@ -130,12 +173,13 @@ def test_a_cpu_and_an_old_gpu_have_no_kernel(monkeypatch):
         assert (flash_decode.flash_decode(torch.device("cuda")) is not None) is expected
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_the_operator_of_this_torch_takes_the_arguments(window):
+def test_the_operator_of_this_torch_takes_the_arguments():
     numbers = torch.zeros(7, dtype=torch.int32, device="meta")
     query = torch.empty(6, 2, 8, dtype=torch.bfloat16, device="meta")
     keys = torch.empty(60, 1, 8, dtype=torch.bfloat16, device="meta")
-    assert varlen_kernel(query, keys, keys, numbers, numbers, numbers[:6], 10, 0.3, window).shape == query.shape
+    output, log_sums = varlen_kernel(query, keys, keys, numbers, numbers, numbers[:6], 10, 0.3)
+    assert output.shape == query.shape
+    assert (log_sums.shape, log_sums.dtype) == ((2, 6), torch.float32)
     names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
     assert names[:10] == (
         "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask".split()
@@ -145,10 +189,14 @@ def test_the_operator_of_this_torch_takes_the_arguments(window):
 # Generation
 
 
-@pytest.mark.parametrize("how", [{"static": True}, {"static": False}, {"static": False, "samples": 3}])
+HOW = [{"static": True}, {"static": True, "samples": 3}, {"static": False}, {"static": False, "samples": 3}]
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("name", "flash"), [("llama", True), ("mistral-window", True), ("gemma2", False)])
 def test_answers_are_those_of_products(name, flash, how, monkeypatch):
-    """Gemma 2 caps its scores, which the kernel does not. Rows that share a prompt read it by products."""
+    """Gemma 2 caps its scores, which the kernel does not. Without static steps, a shared prompt is read by products."""
+    monkeypatch.setattr(generator, "MIN_SHARED_TOKENS", 8)
     config = GenerationConfig(SamplingParameters(1.3), StoppingCriteria(10, eos_ids=(3, 9)), rows=5, **how)
     seeds, kernel = torch.arange(len(LENGTHS) * config.samples), LoopingKernel()
     expected = generate(model_of(name), prompts_of(), seeds, config)
@@ -159,5 +207,7 @@ def test_answers_are_those_of_products(name, flash, how, monkeypatch):
     torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, atol=2e-5, rtol=0)
     assert (len(kernel.calls) > 10) is flash
     if how["static"] and flash:  # lengths are no buckets: one graph for each number of rows
-        capacity = max(LENGTHS) + 10 + 8 + 2
-        assert {longest for _, longest, _ in kernel.calls if longest != 256} == {capacity}
+        width = max(LENGTHS) + 10 + 8 + 1
+        assert {longest for _, _, longest in kernel.calls if longest != 300} == {width}
+        doubled = {len(used) for _, used, _ in kernel.calls[2:]} & {16, 20}  # 4 or 5 rows, 2 heads, own and prompt
+        assert bool(doubled) is (config.samples > 1)

@@ -20,7 +20,7 @@ from tiny_models import (
     transformers_greedy,
 )
 
-from dschat_ppo.rollout import attention
+from dschat_ppo.rollout import decode_attention
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.self_check import check_engine
@@ -40,13 +40,13 @@ SAMPLINGS = {
 @pytest.fixture
 def prefix_uses(monkeypatch) -> list[int]:
     """Grows by the number of rows whenever a step reads keys of a shared prefix."""
-    uses, original = [], attention.prefix_scores
+    uses, original = [], decode_attention.prefix_scores
 
     def counting(prefix, layer, query):
         uses.append(len(query))
         return original(prefix, layer, query)
 
-    monkeypatch.setattr(attention, "prefix_scores", counting)
+    monkeypatch.setattr(decode_attention, "prefix_scores", counting)
     return uses
 
 

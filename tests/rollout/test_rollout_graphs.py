@@ -6,7 +6,7 @@ from fake_graphs import FakeDevice
 from tiny_models import new_model, prompts_of
 
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.kv_pool import KVPool
 from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
@@ -85,21 +85,23 @@ def test_weights_that_move_end_it(device, model):
 def test_a_large_cache_is_not_kept(device, model, monkeypatch):
     graphs, sizes = RolloutGraphs(), []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, sizes[-1]))
-    row = 2 * 2 * 2 * 8 * 4 * (64 + 20 + 8 + 2)  # keys and values of 2 layers, 2 heads of 8 numbers
-    for total, kept in ((50 * 5 * row, False), (50 * 7 * row, True)):
+    token = 2 * 2 * 2 * 8 * 4  # keys and values of 2 layers, 2 heads of 8 numbers
+    slots = 1 + 5 * 20 + sum(sorted(FIRST)[1:]) - 5  # 5 rows of 20 tokens and their prompts
+    for total, kept in ((50 * token * slots, False), (50 * 2 * token * slots, True)):
         sizes.append(total)
         rollout(model, graphs, FIRST)
         assert (graphs._kept is not None) is kept
+    assert graphs._kept.memory.pool.nbytes == token * slots
 
 
 def test_nothing_is_kept_after_memory_ran_out(device, model, monkeypatch):
-    graphs, original = RolloutGraphs(), KVCache.write_decode
+    graphs, original = RolloutGraphs(), KVPool.write_decode
 
-    def failing(self, *args):
-        if self.rows == 5:
+    def failing(self, layer, slot_mapping, *others):
+        if len(slot_mapping) == 2 * 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(self, *args)
+        return original(self, layer, slot_mapping, *others)
 
-    monkeypatch.setattr(KVCache, "write_decode", failing)
+    monkeypatch.setattr(KVPool, "write_decode", failing)
     rollout(model, graphs, FIRST)
     assert graphs.recorder.captures and graphs._kept is None

@@ -7,7 +7,6 @@ from tagged_keys import HEADS, assert_holds, decode_batch_of, tagged
 
 from dschat_ppo.rollout import scheduler as scheduler_module
 from dschat_ppo.rollout.decode_batch import DecodeBatch, DecodeInputs
-from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.scheduler import MAX_BATCHES, SMALL_BATCH, Scheduler
 
 
@@ -17,13 +16,11 @@ class World:
     The tag of a prompt token is 1000 prompt + position, that of a generated token -(1000 sequence + position).
     """
 
-    def __init__(self, rng, prompt_lengths, prompts, rows, samples, share_from=0, static=False, tokens=1):
-        self.rng, self.tokens = rng, tokens
+    def __init__(self, rng, prompt_lengths, prompts, rows, samples, share_from=0):
+        self.rng = rng
         self.prompt_lengths, self.prompts = np.asarray(prompt_lengths), np.asarray(prompts)
         self.length = rng.integers(1, 25, len(prompts))  # tokens of each sequence
-        cache = KVCache(rows, int(self.prompt_lengths.max()) + 60) if static else None
-        self.scheduler = Scheduler(self.prompt_lengths, self.prompts, rows, samples, share_from, cache)
-        self.static = cache
+        self.scheduler = Scheduler(self.prompt_lengths, self.prompts, rows, samples, share_from)
         self.clock: dict[int, int] = {}
         self.finished: list[int] = []
         self.admissions: list[int] = []
@@ -64,13 +61,12 @@ class World:
         for batch in self.scheduler.batches:
             steps = [self.clock[sequence] for sequence in batch.sequences.tolist()]
             assert (batch.positions - self.prompt_lengths[batch.sequences] + 1).tolist() == steps
-        for _ in range(self.tokens):
-            finished = self.decode()
+        finished = self.decode()
         for sequence in [a for a, done in finished.items() if done]:
             del self.clock[sequence]
             self.finished.append(sequence)
         mask = np.array([finished[int(a)] for batch in self.scheduler.batches for a in batch.sequences])
-        self.scheduler.advance(mask, self.tokens)
+        self.scheduler.advance(mask)
         left = [int(a) for batch in self.scheduler.batches for a in batch.sequences]
         assert sorted(left) == sorted(self.clock)
 
@@ -92,12 +88,6 @@ class World:
         first = 0
         for batch in batches:
             slots = inputs.slots[first : first + len(batch)].clone()
-            if self.static is not None:
-                assert len(batches) == 1
-                assert batch.cache is self.static or self.scheduler.static_cache is batch.cache
-                slots += torch.tensor([self.clock[int(a)] for a in batch.sequences]) - torch.from_numpy(
-                    batch.positions - self.prompt_lengths[batch.sequences] + 1
-                )
             self.check(batch, slots.tolist())
             position = slots + torch.from_numpy(batch.prefix_lengths)
             tags = -(torch.from_numpy(batch.sequences) * 1000 + position).unsqueeze(1)
@@ -138,10 +128,9 @@ def groups(rng, prompts: int, samples: int, longest: int) -> tuple[np.ndarray, n
 
 
 @pytest.mark.parametrize(("seed", "rows"), [(0, 1), (1, 3), (2, 8), (3, 50), (4, 50), (5, 200)])
-@pytest.mark.parametrize("static", [False, True])
-def test_every_sequence_is_generated_once_from_its_own_keys(seed, rows, static):
+def test_every_sequence_is_generated_once_from_its_own_keys(seed, rows):
     rng = np.random.default_rng(seed)
-    world = World(rng, *groups(rng, 40, 1, 30), rows=rows, samples=1, static=static, tokens=1 + 2 * static)
+    world = World(rng, *groups(rng, 40, 1, 30), rows=rows, samples=1)
     world.run()
     assert world.most_active == min(rows, 40)
     assert world.prefix_rows == 0
@@ -156,15 +145,12 @@ def test_sequences_of_one_prompt_share_its_keys(seed, rows, share_from):
     assert (world.prefix_rows > 0) == (share_from > 0 and rows > 1)
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("preempt_at", [0, 1, 7, 25])
-def test_preempted_sequences_start_again_with_half_the_rows(static, preempt_at):
+def test_preempted_sequences_start_again_with_half_the_rows(preempt_at):
     rng = np.random.default_rng(preempt_at)
-    world = World(rng, *groups(rng, 12, 4, 30), rows=16, samples=4, share_from=0 if static else 3, static=static)
+    world = World(rng, *groups(rng, 12, 4, 30), rows=16, samples=4, share_from=3)
     world.run(preempt_at)
     assert world.scheduler.rows == 8
-    if static:
-        assert (world.scheduler.static_cache.rows, world.scheduler.static_cache.capacity) == (8, world.static.capacity)
 
 
 def test_prefills_have_a_maximum_number_of_tokens(monkeypatch):

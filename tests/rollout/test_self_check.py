@@ -8,7 +8,7 @@ import torch
 from tiny_models import model_of, new_model
 
 from dschat_ppo.errors import NonFiniteError
-from dschat_ppo.rollout import attention, continuous_batching, self_check
+from dschat_ppo.rollout import attention, continuous_batching, decode_attention, self_check
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.sampling import SamplingParameters
@@ -157,8 +157,10 @@ def test_a_mistake_of_continuous_batching_is_found(name, mistake, monkeypatch, c
 
 def test_the_check_covers_prefixes_that_samples_share(monkeypatch):
     """Wrong scores of a shared prefix do not pass."""
-    original = attention.prefix_scores
-    monkeypatch.setattr(attention, "prefix_scores", lambda prefix, layer, query: original(prefix, layer, query) * 0)
+    original = decode_attention.prefix_scores
+    monkeypatch.setattr(
+        decode_attention, "prefix_scores", lambda prefix, layer, query: original(prefix, layer, query) * 0
+    )
     assert not check_engine(model_of("llama"), HOW, "continuous").passes(1e-3)
 
 

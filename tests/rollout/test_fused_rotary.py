@@ -1,0 +1,91 @@
+"""Rotary positions of queries and keys together: the bits of transformers' functions."""
+
+import sys
+
+import pytest
+import torch
+from tiny_models import CONTINUOUS, new_model
+from transformers.models.llama import modeling_llama
+
+from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
+from dschat_ppo.rollout.attention_metadata import PrefillMetadata
+from dschat_ppo.rollout.fused_rotary import FUNCTION, FusedRotary, fused_rotary
+from dschat_ppo.rollout.kv_cache import KVCache
+
+ROTARY = [name for name in CONTINUOUS if name not in ("gpt2", "opt", "opt-350m")]
+
+
+def step(model) -> torch.Tensor:
+    """Logits of one token in each of three rows, at different positions."""
+    attention, rows = RolloutAttention(), torch.arange(3)
+    attention.begin(PrefillMetadata(KVCache(3, 1), rows, rows))
+    with installed(model, attention), torch.no_grad():
+        return model(
+            input_ids=torch.tensor([[5], [9], [20]]), position_ids=torch.tensor([[0], [7], [31]]),
+            past_key_values=RolloutCache(), use_cache=True,
+        ).logits  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ROTARY)
+def test_a_step_has_the_same_bits(name, dtype):
+    model = new_model(name).to(dtype)
+    expected, original = step(model), vars(sys.modules[type(model).__module__])[FUNCTION]
+    with fused_rotary(model):
+        assert isinstance(vars(sys.modules[type(model).__module__])[FUNCTION], FusedRotary)
+        for _ in range(2):
+            assert torch.equal(step(model), expected)
+    assert vars(sys.modules[type(model).__module__])[FUNCTION] is original
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_the_angles_are_those_of_the_call(monkeypatch):
+    """Two kinds of layers with own angles, other rows in the next step, and memory for a few angles."""
+    rotate = FusedRotary(modeling_llama.apply_rotary_pos_emb)
+    for count in (3, 3, 5, 2):
+        angles = [(random(count, 1, 8).cos(), random(count, 1, 8).sin()), (random(count, 1, 8), random(count, 1, 8))]
+        for cos, sin in angles * 3:
+            for heads in (2, 4):
+                q, k = random(count, 4, 1, 8), random(count, heads, 1, 8)
+                expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+                assert all(map(torch.equal, rotate(q, k, cos, sin), expected))
+    assert len(rotate._factors) == 4
+
+
+def test_whole_prompts_and_other_arguments_are_left_to_the_model():
+    calls = []
+
+    def original(*args, **kwargs):
+        calls.append((len(args), kwargs))
+        return args[:2]
+
+    rotate, cos = FusedRotary(original), random(2, 3, 8)
+    rotate(random(2, 4, 3, 8), random(2, 2, 3, 8), cos, cos)
+    rotate(random(2, 4, 1, 8), random(2, 2, 1, 8), cos[:, :1, :4], cos[:, :1, :4])  # a part of each head
+    rotate(random(2, 1, 4, 8), random(2, 1, 2, 8), cos[:, :1], cos[:, :1], unsqueeze_dim=2)
+    assert calls == [(4, {}), (4, {}), (4, {"unsqueeze_dim": 2})]
+
+
+def interleaved(q, k, cos, sin, unsqueeze_dim=1):
+    return tuple(x * cos.unsqueeze(1) + x.roll(1, -1) * sin.unsqueeze(1) for x in (q, k))
+
+
+def other_arguments(q, k, cos, sin, position_ids):
+    raise AssertionError
+
+
+@pytest.mark.parametrize("function", [interleaved, other_arguments])
+def test_a_function_that_computes_something_else_is_kept(function, monkeypatch):
+    monkeypatch.setattr(modeling_llama, FUNCTION, function)
+    with fused_rotary(new_model("llama")):
+        assert getattr(modeling_llama, FUNCTION) is function
+
+
+def test_the_function_is_restored_after_an_error():
+    original = getattr(modeling_llama, FUNCTION)
+    with pytest.raises(RuntimeError, match="inside"), fused_rotary(new_model("llama")):
+        raise RuntimeError("inside")
+    assert getattr(modeling_llama, FUNCTION) is original
