@@ -1,13 +1,15 @@
 """The fixed costs of a PPO step of the quickstart's model: what a step does besides its arithmetic, on each rank.
 
     python benchmarks/step_costs.py [--ranks 1 2] [--flags "--actor_zero_stage 2 ..."] [--json FILE]
+        [--before FILE [--docs docs/benchmarks.md]]
 
-The real step 3 runs with the quickstart's flags on its untrained models. Two of its PPO steps are measured, each from
+The real step 3 runs with the quickstart's flags on its untrained models. Some of its PPO steps are measured, each from
 the end of the step before. In one every operator is counted: collectives by kind, bytes and caller, reads of single
-numbers (for which a host would wait for a GPU), kernels of the optimizer. The other is profiled: calls of
-Python functions, and CPU seconds (which the profiler inflates where functions are short) by phase and library. Numbers
-are those of rank 0, with one thread. What happens between the phases counts as "train" in the counts, and as "other"
-in the profile.
+numbers (for which a host would wait for a GPU), kernels of the optimizer, CPU seconds of `ARITHMETIC`. One is profiled:
+calls of Python functions, and CPU seconds (which the profiler inflates where functions are short) by phase and library.
+The last ones run undisturbed, for the CPU seconds of the process; without those of the arithmetic they are the fixed
+costs. Numbers are those of rank 0, with one thread. What happens between the phases counts as "train" in the counts,
+and as "other" in the profile.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from fault_outcomes import write_docs
 from measure import markdown
 from op_counts import PACKAGE, Operators, caller
 from torch import Tensor
@@ -45,9 +48,15 @@ from dschat_ppo.tools import toy
 QUICKSTART = (
     "--data_split 0,0,1 --max_prompt_seq_len 64 --max_answer_seq_len 48 --ppo_epochs 2 --actor_learning_rate 1.5e-4 "
     "--critic_learning_rate 2e-4 --num_warmup_steps 2 --actor_zero_stage 3 --critic_zero_stage 3 --dtype bf16 "
-    "--enable_test_mode --test_stop_step 4"
+    "--enable_test_mode --test_stop_step 7"
 )
 COUNTED, PROFILED = 3, 4  # PPO steps; the ones before warm up
+PLAIN = (5, 6, 7)  # undisturbed PPO steps, of which the cheapest counts
+ARITHMETIC = (
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_fused_adamw_",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+)  # fmt: skip
+MARKS = "<!-- step costs -->", "<!-- /step costs -->"
 DEEPSPEED = str(Path(deepspeed.__file__).parent)
 LIBRARIES = ("dschat_ppo", "deepspeed", "transformers", "torch")
 OPTIMIZER = ("aten::_fused_adamw_", "aten::_foreach_norm", "aten::linalg_vector_norm")
@@ -82,6 +91,9 @@ class Costs:
         self.operators: Counter[tuple[str, str]] = Counter()  # (phase, name) -> calls
         self.profiles: dict[str, cProfile.Profile] = defaultdict(lambda: cProfile.Profile(time.process_time))
         self.running: list[str] = []  # phases that are profiled, the innermost last
+        self.arithmetic = 0.0  # CPU seconds of `ARITHMETIC`
+        self.undisturbed: list[float] = []  # CPU seconds of the process in each of `PLAIN`
+        self.began = 0.0  # CPU seconds of the process before the step in flight
 
     def see(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Count an operator."""
@@ -93,6 +105,11 @@ class Costs:
             key = (phase, name.removeprefix("c10d::").strip("_"), caller(PACKAGE, DEEPSPEED))
             self.collectives[key] += 1
             self.bytes[key] += sum(tensor.nbytes for tensor in _tensors(arguments[0]))
+
+    def took(self, name: str, seconds: float) -> None:
+        """Count the time of an operator."""
+        if name in ARITHMETIC:
+            self.arithmetic += seconds
 
     def profile(self, phase: str) -> None:
         """Profile under this name from now on."""
@@ -159,6 +176,10 @@ class Costs:
             "operators": dict(by_phase.most_common()),
             "optimizer_kernels": updates,
             "calls": calls,
+            "step_seconds": {
+                "a step": min(self.undisturbed, default=0.0), "its arithmetic": self.arithmetic,
+                "fixed costs": min(self.undisturbed, default=0.0) - self.arithmetic,
+            },
             "cpu_seconds": self.seconds(),
             "dearest": self.dearest(40),
         }  # fmt: skip
@@ -188,7 +209,7 @@ def library_of(file: str, line: int, name: str) -> str:
 @contextmanager
 def measuring(costs: Costs) -> Iterator[None]:
     """Measure the PPO steps `COUNTED` and `PROFILED` of a run in the block; a step ends where its report does."""
-    finish, phase, operators = PPOReport.finish, PhaseClock.phase, Operators(costs.see)
+    finish, phase, operators = PPOReport.finish, PhaseClock.phase, Operators(costs.see, costs.took)
 
     def finished(self: PPOReport, step: int) -> None:
         finish(self, step)
@@ -199,6 +220,9 @@ def measuring(costs: Costs) -> Iterator[None]:
             costs.profile("other")
         if step == PROFILED:
             costs.end_profile()
+        if step in PLAIN:
+            costs.undisturbed.append(time.process_time() - costs.began)
+        costs.began = time.process_time()
 
     @contextmanager
     def profiled(self: PhaseClock, name: str) -> Iterator[None]:
@@ -279,6 +303,8 @@ def tables(found: dict[str, dict[str, Any]]) -> str:
     parts = {f"{phase}: {library}" for one in found.values() for phase, named in one["cpu_seconds"].items()
              for library in named}  # fmt: skip
     return "\n\n".join([
+        table("CPU seconds of the process", names_of("step_seconds"),
+              lambda one, name: f"{one['step_seconds'][name]:.3f}"),
         table("collectives (phase, kind)", names_of("collectives"), collectives),
         table("calls", names_of("calls"), lambda one, name: str(one["calls"][name])),
         table("operators (phase)", names_of("operators"), lambda one, name: str(one["operators"].get(name, 0))),
@@ -289,12 +315,41 @@ def tables(found: dict[str, dict[str, Any]]) -> str:
     ])  # fmt: skip
 
 
+def summary(found: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> str:
+    """The table of docs/benchmarks.md: each cost before -> now, with a column for each number of ranks."""
+
+    def seconds(name: str) -> Any:
+        return lambda one: f"{one['step_seconds'][name]:.2f} s"
+
+    rows: dict[str, Any] = {
+        "CPU seconds of a PPO step": seconds("a step"),
+        "of these, arithmetic": seconds("its arithmetic"),
+        "fixed costs": seconds("fixed costs"),
+        "Python code (profiled)": lambda one: f"{_python_seconds(one):.2f} s",
+        "collectives": lambda one: sum(calls for calls, _ in one["collectives"].values()),
+        "gathers of weights": lambda one: one["calls"]["gathers of weights"],
+        "module hooks of ZeRO-3": lambda one: one["calls"]["module hooks of ZeRO-3"],
+        "reads of a number by the host": lambda one: one["reads"],
+        "operators": lambda one: sum(one["operators"].values()),
+    }
+    ranks = [number for number in found if number in before]
+    table = [[title, *(f"{cost(before[n])} -> {cost(found[n])}" for n in ranks)] for title, cost in rows.items()]
+    return markdown(["a PPO step", *(f"{number} rank(s), before -> now" for number in ranks)], table)
+
+
+def _python_seconds(one: dict[str, Any]) -> float:
+    """CPU seconds of a profiled step outside PyTorch's C++ code."""
+    return sum(spent for phase in one["cpu_seconds"].values() for name, spent in phase.items() if name != "torch (C++)")
+
+
 def main() -> None:
     """Launch the ranks and print what they found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     parser.add_argument("--flags", default="", help="more flags of step 3")
     parser.add_argument("--json", type=Path, help="write the numbers to this file too")
+    parser.add_argument("--before", type=Path, help="JSON of another version, to compare with")
+    parser.add_argument("--docs", type=Path, help="write the comparison into this file")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # folder of a launched rank
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # given by the launcher
     arguments = parser.parse_args()
@@ -305,6 +360,11 @@ def main() -> None:
         make_models(folder)
         found = {str(ranks): launch(folder, ranks, arguments.flags) for ranks in arguments.ranks}
     print(tables(found))
+    if arguments.before:
+        text = summary(found, json.loads(arguments.before.read_text()))
+        print(f"\n{text}")
+        if arguments.docs:
+            write_docs(arguments.docs, text, MARKS)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -152,13 +152,13 @@ def record_of(kind: type[Record], tensors: dict[str, Tensor]) -> Record:
 def select_rows(rows: Rows, index: Tensor) -> Rows:
     """The rows at `index` (n,) int64, without columns that are padding in all of them; at least one response column."""
     chosen = {name: value[index] for name, value in tensors_of(rows).items()}
-    prompt_length = int(chosen["prompt_mask"].sum(dim=1).max())
-    # (n, P) -> (n, prompt_length); `[:, -n:]` would keep every column for n = 0
-    chosen |= {name: chosen[name][:, chosen[name].shape[1] - prompt_length :] for name in LEFT_PADDED}
-    if "response_mask" in chosen:
-        response_length = max(1, int(chosen["response_mask"].sum(dim=1).max()))
+    masks = [chosen[name] for name in ("prompt_mask", "response_mask") if name in chosen]
+    lengths = torch.stack([mask.sum(dim=1).amax() for mask in masks]).tolist()  # one wait for the device
+    # (n, P) -> (n, longest); `[:, -longest:]` would keep every column for 0
+    chosen |= {name: chosen[name][:, chosen[name].shape[1] - lengths[0] :] for name in LEFT_PADDED}
+    if len(lengths) > 1:
         responses = [name for name in chosen if name not in (*LEFT_PADDED, *PER_ROW)]
-        chosen |= {name: chosen[name][:, :response_length] for name in responses}  # (n, R) -> (n, response_length)
+        chosen |= {name: chosen[name][:, : max(1, lengths[1])] for name in responses}  # (n, R) -> (n, longest)
     return replace(rows, **chosen)
 
 

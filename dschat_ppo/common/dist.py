@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -100,6 +100,19 @@ def gather_cat(value: Tensor, group: Group | None = None) -> Tensor:
     parts = [torch.empty_like(value) for _ in range(torch_dist.get_world_size(group))]
     torch_dist.all_gather(parts, value.contiguous(), group=group)
     return torch.cat(parts)
+
+
+def gather_together(values: Sequence[Tensor], group: Group | None = None) -> list[Tensor]:
+    """`gather_cat` of each of several tensors, of any dtypes on one device, in a single collective."""
+    if not torch_dist.is_initialized() or world_size() == 1:
+        return list(values)
+    packed = torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in values])
+    ranks = gather_cat(packed, group).view(-1, packed.numel())  # (ranks, bytes)
+    parts = ranks.split([value.nbytes for value in values], dim=1)
+    # a copy of each part, because bytes in the middle of others may begin where no number of its dtype may
+    copies = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
+    shapes = [(len(ranks) * len(value), *value.shape[1:]) for value in values]
+    return [copy.view(value.dtype).view(shape) for copy, value, shape in zip(copies, values, shapes, strict=True)]
 
 
 def gather_data_cat(value: Tensor) -> Tensor:

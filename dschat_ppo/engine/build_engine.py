@@ -18,6 +18,7 @@ from dschat_ppo.algorithms.learning_rate import rate_factor
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.config.schedule_flags import POLYNOMIAL_END
 from dschat_ppo.engine.ds_config import Config
+from dschat_ppo.engine.whole_weights import keep_whole, may_be_whole
 from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.types import Engine
@@ -43,8 +44,12 @@ class OptimizerSettings:
     min_lr_ratio: float = 0.0  # lowest rate after the warm-up, as a share of the peak
 
 
-def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) -> Engine:
-    """A DeepSpeed engine in training mode that trains the parameters of `model` that require gradients with AdamW."""
+def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, layer_by_layer: bool = False) -> Engine:
+    """A DeepSpeed engine in training mode that trains the parameters of `model` that require gradients with AdamW.
+
+    `layer_by_layer`: ZeRO-3 gathers the weights of one layer at a time, of a small model too (see `whole_weights.py`).
+    """
+    whole = not layer_by_layer and may_be_whole(model, config)
     optimizer = build_optimizer(model, settings, config)
     scheduler = build_scheduler(optimizer, settings)
     _import_muon()
@@ -52,6 +57,8 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings) 
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
         engine.optimizer.quantize_nontrainable_params()  # no weight was frozen when the model was partitioned
+    if whole:
+        keep_whole(engine)
     engine.train()  # transformers loads models in eval mode
     return engine
 
@@ -79,8 +86,11 @@ def _import_muon() -> None:
 def eval_engine(model: nn.Module, config: Config) -> Engine:
     """A DeepSpeed engine in eval mode that only runs forward."""
     model.requires_grad_(False)
+    whole = may_be_whole(model, config)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, config=config)
+    if whole:
+        keep_whole(engine)
     engine.eval()
     return engine
 

@@ -22,6 +22,9 @@ DERIVED = (
 # Numbers of a bucket of gradients or gathered weights on a GPU: 0.2 GB in bf16. DeepSpeed's default is five times that,
 # for each engine that trains, whatever its size; on a CPU the pages of a bucket that nothing writes take no memory.
 BUCKET_SIZE = 100_000_000
+# ZeRO-3 keeps weights of up to so many elements whole on each rank. Models that fit into memory many times are whole
+# altogether (`whole_weights.py`), unless the user sets another number.
+PERSISTENT_ELEMENTS = 10_000
 GRADIENT_CHECKS = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
 
 
@@ -61,7 +64,7 @@ def train_config(
     if stage == 3:
         zero |= {
             "offload_param": {"device": "cpu" if offload else "none"},
-            "stage3_param_persistence_threshold": 10_000,
+            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
             "zero_hpz_partition_size": memory.zero_hpz_partition_size,
             "zero_quantized_weights": memory.zero_quantized_weights,
             "zero_quantized_gradients": memory.zero_quantized_gradients,
@@ -81,7 +84,7 @@ def eval_config(stage: int, dtype: str, offload: bool, world_size: int, quantise
     zero: Config = {"stage": 3 if stage == 3 else 0}
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if offload else "none"}
-        zero["stage3_param_persistence_threshold"] = 10_000
+        zero["stage3_param_persistence_threshold"] = PERSISTENT_ELEMENTS
         zero["zero_quantized_weights"] = quantised
     return {**_common(dtype, world_size), "zero_optimization": zero}
 

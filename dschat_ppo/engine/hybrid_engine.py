@@ -17,6 +17,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.engine.sleep import HostMemory, asleep, gradient_buckets, training_states, weights_of
 from dschat_ppo.engine.tensor_parallel import TensorParallel, divided, is_missing
+from dschat_ppo.engine.whole_weights import whole_weights
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.types import Engine
@@ -32,7 +33,7 @@ class HybridEngine:
     In that context the model is an ordinary `PreTrainedModel` in eval mode: whole weights on every rank, no DeepSpeed
     hooks, no activation checkpointing, no gradients. Generation needs no collective, so ranks may finish at different
     times. The exit restores training exactly: the same hook objects, the same partitions (the gathered copies are
-    dropped, not written back), the same mode.
+    dropped, not written back, except those of a small model, which stay until the next update), the same mode.
 
     Args:
         engine: the actor's DeepSpeed engine.
@@ -57,7 +58,9 @@ class HybridEngine:
         self._has_slept = False
         self._host = HostMemory()
         self.parallel = parallel
-        self._collective = not pinned and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
+        self._whole = whole_weights(engine)
+        partitioned = self._whole is None and any(hasattr(weight, "ds_id") for weight in self.model.parameters())
+        self._collective = not pinned and partitioned
         if (self._collective or parallel) and merge is not None:
             raise ValueError("adapters cannot be merged into weights that are divided or gathered layer by layer")
 
@@ -95,6 +98,8 @@ class HybridEngine:
             if self.sleeping:
                 stack.enter_context(self._asleep())
             missing: list[Any] = []
+            if self._whole is not None:
+                self._whole.gather()
             if self.parallel:
                 stack.enter_context(divided(model, self.parallel))
             if not self._collective:

@@ -53,7 +53,7 @@ class RLHFEngine:
         apply_memory_flags(models.actor, config.memory)
         rate = lora.actor_lora_learning_rate
         optimizer = _adamw(config, schedules[0], ppo.actor_weight_decay, plan.actor_updates, rate)
-        self.actor = train_engine(models.actor, ds_config, optimizer)
+        self.actor = train_engine(models.actor, ds_config, optimizer, layer_by_layer=ppo.unpin_actor_parameters)
         select_kernels(self.actor)
         self.actor_average = MovingAverage(models.actor.lm, ppo.ema_decay) if ppo.enable_ema else None
 

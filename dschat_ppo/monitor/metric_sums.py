@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from dschat_ppo.common.dist import all_reduce
+from dschat_ppo.common.dist import gather_cat
 
 
 class MetricSums:
@@ -123,22 +123,20 @@ class MetricSums:
 
         Collective.
         """
-        result: dict[str, float] = {}
         means = {**self._means, **self._parts}
-        if means:
-            names = sorted(means)
-            total = all_reduce(torch.stack([means[name] for name in names]))
-            rows = zip(names, total.tolist(), strict=True)  # (N, 2) sums and counts
-            result |= {
-                name: value / count if count else 0.0 for name, (value, count) in rows
-                if count or name in self._means
-            }  # fmt: skip
-        if self._maxima:
-            names = sorted(self._maxima)
-            largest = all_reduce(torch.stack([self._maxima[name] for name in names]), "max")
-            values = zip(names, largest.tolist(), strict=True)  # -inf where no rank has values
-            result |= {name: 0.0 if value == -math.inf else value for name, value in values}
-        return result
+        averaged, largest = sorted(means), sorted(self._maxima)
+        if not averaged and not largest:
+            return {}
+        parts = [means[name] for name in averaged] + [self._maxima[name].view(1) for name in largest]
+        ranks = gather_cat(torch.cat(parts).unsqueeze(0))  # (ranks, 2 N + M): all numbers in one collective
+        cut = 2 * len(averaged)
+        numbers = torch.cat([ranks[:, :cut].sum(dim=0), ranks[:, cut:].amax(dim=0)]).tolist()
+        result: dict[str, float] = {}
+        for name, total, count in zip(averaged, numbers[:cut:2], numbers[1:cut:2], strict=True):
+            if count or name in self._means:
+                result[name] = total / count if count else 0.0
+        values = zip(largest, numbers[cut:], strict=True)  # -inf where no rank has values
+        return result | {name: 0.0 if value == -math.inf else value for name, value in values}
 
 
 def _selected(values: Tensor, mask: Tensor, filler: float) -> Tensor:
@@ -154,24 +152,33 @@ def _count(values: Tensor, mask: Tensor | None) -> Tensor:
     return torch.full((), values.numel(), dtype=torch.float64, device=values.device)
 
 
+def read(named: Mapping[str, Tensor]) -> dict[str, float]:
+    """The numbers in scalar tensors, by name; the host waits for their device once."""
+    if not named:
+        return {}
+    return dict(zip(named, torch.stack([value.detach().double() for value in named.values()]).tolist(), strict=True))
+
+
 def moments(values: Tensor) -> tuple[float, float]:
-    """(mean, population standard deviation) over all elements of a tensor, in fp64; (0, 0) if it has none."""
-    if values.numel() == 0:
-        return 0.0, 0.0
-    exact = values.double()
-    return float(exact.mean()), float(exact.std(correction=0))
+    """The numbers of `mean_and_std`."""
+    mean, std = torch.stack(mean_and_std(values)).tolist()
+    return mean, std
 
 
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """`1 - var(returns - values) / var(returns)`; 0 if the variance of the returns is 0.
+def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, population standard deviation) over all elements of a tensor, fp64 scalars; (0, 0) if it has none."""
+    exact = values.double() if values.numel() else torch.zeros(1, dtype=torch.float64, device=values.device)
+    return exact.mean(), exact.std(correction=0)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """`1 - var(returns - values) / var(returns)`, an fp64 scalar; 0 if the variance of the returns is 0.
 
     Args:
         values: (n,) predictions.
         returns: (n,) targets.
     """
     if returns.numel() == 0:
-        return 0.0
+        return torch.zeros((), dtype=torch.float64, device=returns.device)
     spread = returns.double().var(correction=0)
-    if spread == 0:
-        return 0.0
-    return float(1 - (returns - values).double().var(correction=0) / spread)
+    return torch.where(spread == 0, 0.0, 1 - (returns - values).double().var(correction=0) / spread)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from dschat_ppo.algorithms.group_statistics import groups_that_differ
 from dschat_ppo.algorithms.kl import kl_k1, kl_k3
-from dschat_ppo.common.dist import all_reduce
+from dschat_ppo.common.dist import all_reduce, gather_cat
 from dschat_ppo.common.phases import PhaseClock
-from dschat_ppo.monitor.metric_sums import explained_variance, moments
+from dschat_ppo.monitor.metric_sums import explained_variance, mean_and_std, read
 from dschat_ppo.types import Experience
 
 
@@ -28,50 +29,64 @@ def experience_metrics(
             than one, scores, lengths and KL are also those of each data set that has rows.
     """
     mask = rows.response_mask
-    score_mean, score_std = moments(rows.scores)
-    metrics: dict[str, float] = {
-        "reward/score_mean": score_mean,
-        "reward/score_std": score_std,
-        "reward/score_min": float(rows.scores.min()),
-        "reward/score_max": float(rows.scores.max()),
-        "reward/total_mean": float(rows.rewards.sum(dim=1).mean()),
-        "policy/counted_share": float(rows.loss_mask.sum() / mask.sum().clamp_min(1)),
-        "policy/loss_weight_mean": moments(rows.loss_weights[mask])[0],
+    kept = _real_tokens(mask)
+    lengths, ended = mask.sum(dim=1).float(), rows.ended.float().mean()  # (B,) and a scalar
+    found: dict[str, Tensor] = {
+        "reward/score_min": rows.scores.min(),
+        "reward/score_max": rows.scores.max(),
+        "reward/total_mean": rows.rewards.sum(dim=1).mean(),
+        "policy/counted_share": rows.loss_mask.sum() / mask.sum().clamp_min(1),
+        "policy/loss_weight_mean": mean_and_std(kept(rows.loss_weights))[0],
+        "answers/length_mean": lengths.mean(),
+        "answers/length_max": lengths.max(),
+        "answers/ended_share": ended,
     }
+    found["reward/score_mean"], found["reward/score_std"] = mean_and_std(rows.scores)
     for name, scores in zip(sources, rows.source_scores.T, strict=True):
         scored = ~scores.isnan()  # (B,); other rows are not this source's
-        if len(sources) > 1 and bool(scored.any()):
-            metrics[f"reward/{name}_mean"] = float(scores[scored].mean())
-        if not bool(scored.all()):
-            metrics[f"reward/{name}_share"] = float(scored.float().mean())
+        found[f"reward/{name}_share"] = scored.float().mean()
+        if len(sources) > 1:
+            found[f"reward/{name}_mean"] = scores[scored].mean()
     if rows.ref_logprobs is not None and rows.kl is not None:
-        metrics["reward/kl_penalty"] = float((kl_coef * rows.kl * mask).sum(dim=1).mean())
+        found["reward/kl_penalty"] = (kl_coef * rows.kl * mask).sum(dim=1).mean()
     if rows.values is not None:
-        metrics["value/explained_variance"] = explained_variance(rows.values[mask], rows.returns[mask])
+        found["value/explained_variance"] = explained_variance(kept(rows.values), kept(rows.returns))
     for name, values in (("advantage", rows.advantages), ("return", rows.returns), ("value", rows.values)):
         if values is not None:
-            metrics[f"{name}/mean"], metrics[f"{name}/std"] = moments(values[mask])
-    lengths = mask.sum(dim=1).float()  # (B, R) -> (B,)
+            found[f"{name}/mean"], found[f"{name}/std"] = mean_and_std(kept(values))
+    if len(torch.unique(rows.groups)) < len(rows.groups):  # some prompt has several answers
+        found["reward/equal_groups_share"] = 1 - groups_that_differ(rows.scores, rows.groups).float().mean().double()
+    for name, own in _rows_by_data_set(rows, data_sources):
+        found[f"reward/score_mean/{name}"] = mean_and_std(rows.scores[own])[0]
+        found[f"answers/length_mean/{name}"] = lengths[own].mean()
+    metrics = read(found | _kl(rows, data_sources))
+    for name in sources:  # the share is of interest where a source does not score all rows
+        if metrics[f"reward/{name}_share"] == 1:
+            del metrics[f"reward/{name}_share"]
+        elif metrics[f"reward/{name}_share"] == 0:
+            metrics.pop(f"reward/{name}_mean", None)
     distinct = torch.unique(torch.where(mask, rows.response_ids, -1), dim=0).shape[0]  # rows that differ in a token
-    ended = float(rows.ended.float().mean())
-    metrics |= {
+    return metrics | {
         "answers/count": len(rows.response_ids),
-        "answers/length_mean": float(lengths.mean()),
-        "answers/length_max": float(lengths.max()),
-        "answers/ended_share": ended,
-        "answers/cut_share": 1 - ended,
+        "answers/cut_share": 1 - metrics["answers/ended_share"],
         "answers/distinct_share": distinct / rows.response_ids.shape[0],
     }
-    if len(torch.unique(rows.groups)) < len(rows.groups):  # some prompt has several answers
-        differ = groups_that_differ(rows.scores, rows.groups)
-        metrics["reward/equal_groups_share"] = 1 - float(differ.float().mean())
-    for number, name in enumerate(data_sources if len(data_sources) > 1 else ()):
+
+
+def _real_tokens(mask: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that selects the values (B, R) where `mask` is True, row after row; their number is found once."""
+    places = mask.flatten().nonzero().squeeze(1)  # (n,)
+    return lambda values: values.flatten()[places]
+
+
+def _rows_by_data_set(rows: Experience, data_sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Name and rows (B,) bool of each data set that has rows, if there are several data sets."""
+    if len(data_sources) > 1:
         assert rows.data_sources is not None
-        own = rows.data_sources == number  # (B,)
-        if bool(own.any()):
-            metrics[f"reward/score_mean/{name}"] = moments(rows.scores[own])[0]
-            metrics[f"answers/length_mean/{name}"] = float(lengths[own].mean())
-    return metrics | kl_metrics(rows, data_sources)
+        present = set(rows.data_sources.tolist())
+        yield from (
+            (name, rows.data_sources == number) for number, name in enumerate(data_sources) if number in present
+        )
 
 
 def kl_metrics(rows: Experience, data_sources: Sequence[str] = ()) -> dict[str, float]:
@@ -79,27 +94,30 @@ def kl_metrics(rows: Experience, data_sources: Sequence[str] = ()) -> dict[str, 
 
     Until old log-probs are known, those recorded while sampling stand for them. Arguments as in `experience_metrics`.
     """
+    return read(_kl(rows, data_sources))
+
+
+def _kl(rows: Experience, data_sources: Sequence[str]) -> dict[str, Tensor]:
+    """The metrics of `kl_metrics` on the device."""
     if rows.ref_logprobs is None:
         return {}
     mask, logprobs = rows.response_mask, rows.policy_logprobs
-    kl = kl_k1(logprobs, rows.ref_logprobs)  # (B, R)
-    metrics = {"kl/ref_k1": moments(kl[mask])[0], "kl/ref_k3": moments(kl_k3(logprobs, rows.ref_logprobs)[mask])[0]}
-    for number, name in enumerate(data_sources if len(data_sources) > 1 else ()):
-        assert rows.data_sources is not None
-        own = rows.data_sources == number  # (B,)
-        if bool(own.any()):
-            metrics[f"kl/ref_k1/{name}"] = moments(kl[own][mask[own]])[0]
-    return metrics
+    kept, kl = _real_tokens(mask), kl_k1(logprobs, rows.ref_logprobs)  # kl: (B, R)
+    found = {
+        "kl/ref_k1": mean_and_std(kept(kl))[0],
+        "kl/ref_k3": mean_and_std(kept(kl_k3(logprobs, rows.ref_logprobs)))[0],
+    }
+    for name, own in _rows_by_data_set(rows, data_sources):
+        found[f"kl/ref_k1/{name}"] = mean_and_std(kl[own][mask[own]])[0]
+    return found
 
 
 def drift_metrics(rows: Experience) -> dict[str, float]:
     """Distance between the log-probs recorded while sampling and `old_logprobs` from a training forward pass."""
     assert rows.old_logprobs is not None
     drift = (rows.rollout_logprobs - rows.old_logprobs)[rows.response_mask].abs()
-    return {
-        "rollout/logprob_diff_mean": moments(drift)[0],
-        "rollout/logprob_diff_max": float(drift.max()) if drift.numel() else 0.0,
-    }
+    largest = drift.max() if drift.numel() else torch.zeros((), device=drift.device)
+    return read({"rollout/logprob_diff_mean": mean_and_std(drift)[0], "rollout/logprob_diff_max": largest})
 
 
 def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
@@ -109,15 +127,11 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
     """
     seconds, tokens, peak = clock.take()
     names = sorted(seconds)
-    largest = all_reduce(
-        torch.tensor([[seconds[name], peak[name]] for name in names], dtype=torch.float64, device=device),
-        "max",
-    ).tolist()
-    total = all_reduce(
-        torch.tensor([tokens.get(name, 0.0) for name in names], dtype=torch.float64, device=device)
-    ).tolist()
+    mine = [[seconds[name], peak[name], tokens.get(name, 0.0)] for name in names]
+    ranks = gather_cat(torch.tensor([mine], dtype=torch.float64, device=device))  # (ranks, phases, 3)
+    largest, total = ranks.amax(dim=0).tolist(), ranks.sum(dim=0).tolist()
     metrics: dict[str, float] = {}
-    for name, (most_seconds, most_gib), count in zip(names, largest, total, strict=True):
+    for name, (most_seconds, most_gib, _), (_, _, count) in zip(names, largest, total, strict=True):
         metrics[f"seconds/{name}"] = most_seconds
         metrics[f"peak_memory_gib/{name}"] = most_gib
         if count:

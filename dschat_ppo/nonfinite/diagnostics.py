@@ -30,15 +30,16 @@ def bad_places(record: Any) -> dict[str, list[list[int]]]:
     unused = UNUSED if getattr(record, "old_logprobs", None) is not None else UNUSED[:1]
     values = {name: value for name, value in tensors_of(record).items() if name not in unused}
     mask = values.get("response_mask")
-    found = {}
+    bad: dict[str, Tensor] = {}
     for name, value in values.items():
         if value.is_floating_point():
-            bad = ~value.isfinite()
+            bad[name] = ~value.isfinite()
             if mask is not None and value.shape == mask.shape:
-                bad &= mask
-            if bool(bad.any()):
-                found[name] = torch.nonzero(bad).tolist()
-    return found
+                bad[name] &= mask
+    if not bad or not bool(torch.stack([places.any() for places in bad.values()]).any()):  # one read for all fields
+        return {}
+    found = {name: torch.nonzero(places).tolist() for name, places in bad.items()}
+    return {name: places for name, places in found.items() if places}
 
 
 def bad_weights(model: nn.Module) -> list[str]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
@@ -128,16 +127,11 @@ def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
 
     Args:
         rows: of this rank.
-        of_group: gather only those of the ranks that share rows in training.
+        of_group: gather only those of the ranks that share rows in training, where several do.
     """
-    gather = dist.gather_sequence_cat if of_group else dist.gather_cat
+    group = dist.sequence_group() if of_group else None
     lengths = torch.tensor([rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device)
     prompt_length, response_length = dist.all_reduce(lengths, "max").tolist()
     padded = pad_rows(rows, prompt_length, response_length)
-
-    def gathered(value: Tensor) -> Tensor:
-        if value.dtype == torch.bool:  # not every backend carries booleans
-            return gather(value.to(torch.uint8)).bool()
-        return gather(value)
-
-    return replace(padded, **{name: gathered(value) for name, value in tensors_of(padded).items()})
+    named = tensors_of(padded)
+    return replace(padded, **dict(zip(named, dist.gather_together([*named.values()], group), strict=True)))

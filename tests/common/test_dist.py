@@ -53,6 +53,32 @@ def test_one_rank_without_a_process_group_gets_its_own_values():
     assert dist.gather_cat(value) is value and dist.broadcast_object("x") == "x" and dist.gather_objects("x") == ["x"]
 
 
+def test_tensors_of_any_dtype_are_gathered_in_one_collective(monkeypatch):
+    """Rank r has the values of rank 0 plus r; odd sizes put each tensor at an odd byte."""
+
+    def all_gather(parts, packed, group):
+        calls.append(packed.dtype)
+        for rank, part in enumerate(parts):
+            part.copy_(torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in of_rank(rank)]))
+
+    def of_rank(rank: int) -> list[torch.Tensor]:
+        mask = torch.tensor([[True, False, rank == 1]])
+        return [mask, torch.tensor([[2**40 + rank]]), torch.full((1, 3), 0.5 + rank), torch.tensor([-1 - rank]).char(),
+                torch.full((1, 2, 2), 1.5 + rank).bfloat16().transpose(1, 2), torch.tensor([1e-300 + rank]).double(),
+                torch.empty(1, 0)]  # fmt: skip
+
+    calls = []
+    monkeypatch.setattr(dist.torch_dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.torch_dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(dist, "world_size", lambda: 3)
+    monkeypatch.setattr(dist.torch_dist, "all_gather", all_gather)
+    found = dist.gather_together(of_rank(0))
+    expected = [torch.cat(parts) for parts in zip(*map(of_rank, range(3)), strict=True)]
+    assert calls == [torch.uint8]
+    for value, same in zip(found, expected, strict=True):
+        assert value.dtype == same.dtype and value.shape == same.shape and torch.equal(value, same)
+
+
 @pytest.mark.parametrize(("problems", "first"), [([None, "b", "c"], "b"), ([None, None], None), (["a", "b"], "a")])
 def test_the_problem_of_the_first_rank_that_has_one_is_reported(monkeypatch, problems, first):
     monkeypatch.setattr(dist, "gather_objects", lambda mine: problems)

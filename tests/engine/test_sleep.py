@@ -15,6 +15,7 @@ from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.optimizer_step import optimizer_step
 from dschat_ppo.engine.sleep import HostMemory, asleep, gradient_buckets, training_states, weights_of
+from dschat_ppo.engine.whole_weights import whole_weights
 from dschat_ppo.models.loading import DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -45,6 +46,8 @@ def step(engine, number: int, dtype: str) -> float:
 
 
 def numbers_of(engine) -> list[torch.Tensor]:
+    if (whole := whole_weights(engine)) is not None:
+        whole.gather()  # an update drops them
     return [tensor.detach().clone() for tensor in (*training_states(engine), *weights_of(engine))]
 
 

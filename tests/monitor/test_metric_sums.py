@@ -123,7 +123,7 @@ def test_explained_variance_matches_numpy():
     returns = torch.randn(200, generator=generator) * 2 + 5
     values = 0.7 * returns + 0.5 * torch.randn(200, generator=generator)
     expected = 1 - np.var((returns - values).double().numpy()) / np.var(returns.double().numpy())
-    assert explained_variance(values, returns) == pytest.approx(expected, rel=1e-6)
+    assert float(explained_variance(values, returns)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_explained_variance_matches_numpy():
     ],
 )
 def test_explained_variance_by_hand(values, expected):
-    assert explained_variance(torch.tensor(values), torch.tensor([1.0, 2.0, 3.0])) == pytest.approx(expected)
+    assert float(explained_variance(torch.tensor(values), torch.tensor([1.0, 2.0, 3.0]))) == pytest.approx(expected)
 
 
 def test_explained_variance_of_constant_returns_is_zero():
@@ -202,14 +202,16 @@ def test_a_rank_without_rows_of_a_data_set_joins_the_one_reduction(monkeypatch):
     other.add_mean("loss", torch.tensor([7.0, 12.0]))
     other.add_by_source("loss", torch.tensor([7.0, 12.0]), torch.tensor([0, 1]))
 
-    def all_reduce(tensor, op="sum"):
+    def gather_cat(tensor):
         calls.append(tensor)
-        return tensor + calls[0] if len(calls) == 2 else tensor
+        return torch.cat(calls)
 
-    monkeypatch.setattr(metric_sums, "all_reduce", all_reduce)
+    other.add_max("top", torch.tensor([-2.0]))
+    mine.add_max("top", torch.tensor([-3.0]))
+    monkeypatch.setattr(metric_sums, "gather_cat", gather_cat)
     other.reduce()
-    assert mine.reduce() == {"loss": 5.6, "loss/a": 7.0, "loss/b": 20 / 3, "loss/c": 2.5}
-    assert [tuple(call.shape) for call in calls] == [(4, 2), (4, 2)]
+    assert mine.reduce() == {"loss": 5.6, "loss/a": 7.0, "loss/b": 20 / 3, "loss/c": 2.5, "top": -2.0}
+    assert [tuple(call.shape) for call in calls] == [(1, 9), (1, 9)], "sums, counts and maxima at once"
 
 
 def test_means_by_data_set_are_merged_restored_emptied_and_selected():

@@ -6,6 +6,7 @@ hybrid.py ASSETS OUT_FILE
 import json
 import math
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,11 +176,17 @@ def dropout_noise() -> float:
 FLAGS = ("--actor_zero_stage", 3, "--critic_zero_stage", 3, "--per_device_generation_batch_size", 4)
 FLAGS += ("--micro_batch_tokens", 48, "--per_device_training_batch_size", 4, "--old_logprobs", "recompute")
 FLAGS += ("--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01)
+SETTINGS = Path(sys.argv[-1] + ".ds.json")  # every weight is partitioned, those of tiny models too
+FLAGS += ("--deepspeed_config", SETTINGS)
 
 
 def main() -> None:
     be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
+    if dist.is_main():
+        SETTINGS.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+    while not SETTINGS.exists() or not SETTINGS.read_text():  # the ranks have not joined yet
+        time.sleep(0.05)
     if dist.world_size() == 1:
         out.write_text(json.dumps({"answers": answers_of_two_steps(assets)}))
         leave(0)

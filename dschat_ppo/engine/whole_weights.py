@@ -1,0 +1,106 @@
+"""ZeRO-3 for small models: whole weights on each rank, gathered at once after an update instead of layer by layer.
+
+ZeRO-3 gathers the weights of each module before it runs and drops them afterwards, in the forward and in the backward
+pass. That is several hooks and a collective for each layer, which cost more than the layer itself if it is small. Here
+the weights are gathered in one collective before the first forward pass after an update, and stay until the next
+update. Gradients, optimizer states, fp32 weights and checkpoints are partitioned as ever, and no number changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+from transformers import PreTrainedModel
+
+from dschat_ppo.common.dist import local_world_size, world_size
+from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config
+from dschat_ppo.types import Engine
+
+# The whole weights of a model stay if the memory of a device would hold them so many times: those of all four models
+# of step 3 then take at most a sixteenth of it.
+FITS = 64
+
+
+def fits_whole(size: int, ranks: int, memory: int) -> bool:
+    """Whether each rank keeps the whole weights of a model.
+
+    Args:
+        size: bytes of the whole weights.
+        ranks: among which they are partitioned. One rank holds all of them in any case: its whole weights are views of
+            its partition.
+        memory: bytes of a rank's device.
+    """
+    return ranks == 1 or FITS * size <= memory
+
+
+def may_be_whole(model: nn.Module, config: Config) -> bool:
+    """Whether an engine of this model keeps its whole weights on each rank: under ZeRO-3, if they fit many times.
+
+    Weights that are offloaded, quantised, or partitioned in groups (hpZ) stay partitioned, and so do those of models
+    for which `--deepspeed_config` sets `stage3_param_persistence_threshold`.
+    """
+    zero = config["zero_optimization"]
+    if zero["stage"] != 3 or zero.get("stage3_param_persistence_threshold") != PERSISTENT_ELEMENTS:
+        return False
+    if zero.get("offload_param", {}).get("device", "none") != "none" or zero.get("zero_hpz_partition_size", 1) != 1:
+        return False
+    if any(zero.get(f"zero_quantized_{name}") for name in ("weights", "nontrainable_weights")):
+        return False
+    size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in model.parameters())
+    return fits_whole(size, world_size(), _memory_of_device())
+
+
+def _memory_of_device() -> int:
+    """Bytes of this rank's GPU, or its share of the host's memory."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return psutil.virtual_memory().total // local_world_size()
+
+
+class WholeWeights:
+    """Gathers the weights of an engine that are missing: a hook before the forward pass of its model.
+
+    An update, a checkpoint and a save of the model drop the whole weights, on all ranks alike.
+
+    Args:
+        parameters: of the model, partitioned by ZeRO-3.
+    """
+
+    def __init__(self, parameters: Iterable[Any]):
+        self._parameters = list(parameters)
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """Before a forward pass. Collective if weights are missing."""
+        self.gather()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Gather the weights that are missing, in one collective for each dtype."""
+        missing = [weight for weight in self._parameters if weight.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        if missing:
+            missing[0].all_gather_coalesced(missing).wait()
+
+
+def keep_whole(engine: Engine) -> None:
+    """Replace the hooks of ZeRO-3 in an engine by `WholeWeights`, before the first forward pass."""
+    optimizer = engine.optimizer
+    offload = getattr(optimizer, "parameter_offload", optimizer)  # an engine that only evaluates has nothing else
+    offload._remove_module_hooks()
+    if optimizer is not offload:
+        optimizer.persistent_parameters = []  # which an update would gather one by one
+    model = engine.module
+    hook = WholeWeights(model.parameters())
+    for module in model.modules():
+        if module is model or isinstance(module, PreTrainedModel):  # each of them may be called by itself
+            module.register_forward_pre_hook(hook)
+
+
+def whole_weights(engine: Engine) -> WholeWeights | None:
+    """The `WholeWeights` of an engine, or None if it gathers layer by layer or its weights are not partitioned."""
+    hooks = engine.module._forward_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, WholeWeights)), None)

@@ -1,0 +1,127 @@
+"""Which models ZeRO-3 keeps whole, and that doing so changes no number (on two ranks: test_ranks_small_models.py)."""
+
+import pytest
+import torch
+from one_rank import one_rank  # noqa: F401
+from tiny_models import new_model
+
+from dschat_ppo.engine import whole_weights
+from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine
+from dschat_ppo.engine.ds_config import eval_config, train_config
+from dschat_ppo.engine.optimizer_step import optimizer_step
+from dschat_ppo.engine.skip_update import skip_update
+from dschat_ppo.engine.whole_weights import fits_whole, may_be_whole
+from dschat_ppo.engine.whole_weights import whole_weights as whole_weights_of
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.saving import gather_state
+
+GIB = 2**30
+SETTINGS = OptimizerSettings(0.01, 0.1, "constant", 0, 6, (0.8, 0.9), 1e-6)
+IDS = torch.randint(2, 48, (4, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "memory", "whole"),
+    [
+        (2 * 1.7e6, 2, 12 * GIB, True),  # the quickstart on two ranks of a host with 24 GiB
+        (2 * 0.5e9, 8, 80 * GIB, True),  # Qwen2-0.5B in bf16
+        (2 * 0.5e9, 8, 24 * GIB, False),
+        (2 * 7e9, 8, 80 * GIB, False),
+        (2 * 7e9, 64, 141 * GIB, False),
+        (2 * 7e9, 1, 80 * GIB, True),  # one rank holds everything in any case
+    ],
+)
+def test_weights_that_fit_many_times_are_whole(size, ranks, memory, whole):
+    assert fits_whole(int(size), ranks, memory) is whole
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "whole"),
+    [
+        (3, {}, True),
+        (2, {}, False),
+        (3, {"stage3_param_persistence_threshold": 9_999}, False),
+        (3, {"stage3_param_persistence_threshold": 10**9}, False),
+        (3, {"offload_param": {"device": "cpu"}}, False),
+        (3, {"zero_hpz_partition_size": 2}, False),
+        (3, {"zero_quantized_weights": True}, False),
+        (3, {"zero_quantized_nontrainable_weights": True}, False),
+        (3, {"offload_optimizer": {"device": "cpu"}}, True),
+    ],
+)
+def test_settings_under_which_weights_stay_partitioned(stage, zero, whole):
+    config = train_config(stage, "fp32", False, 2, 1.0, {"zero_optimization": zero})
+    assert may_be_whole(torch.nn.Linear(2, 2), config) is whole
+
+
+def test_the_size_is_that_of_the_whole_weights_in_their_dtype(monkeypatch):
+    monkeypatch.setattr(whole_weights, "world_size", lambda: 2)
+    model = torch.nn.Linear(100, 10, bias=False)
+    model.weight.ds_numel, model.weight.data = 1000, torch.empty(0, dtype=torch.bfloat16)  # as ZeRO-3 leaves it
+    for memory, whole in ((64 * 2000, True), (64 * 2000 - 1, False)):
+        monkeypatch.setattr(whole_weights, "_memory_of_device", lambda memory=memory: memory)
+        assert may_be_whole(model, train_config(3, "bf16", False, 2, 1.0)) is whole
+
+
+def trained(layer_by_layer: bool):
+    """A ZeRO-3 engine after three updates, with what they returned."""
+    torch.manual_seed(1)
+    model = PolicyModel(new_model("llama"))
+    engine = train_engine(model, train_config(3, "bf16", False, 1, 0.5), SETTINGS, layer_by_layer)
+    results = [optimizer_step(engine, [IDS[:2], IDS[2:]], lambda ids: loss_of(engine, ids)) for _ in range(3)]
+    return engine, results
+
+
+def loss_of(engine, ids):
+    return -engine(ids, torch.ones_like(ids, dtype=torch.bool))[0].sum() / 30
+
+
+@pytest.fixture(scope="module")
+def engines(one_rank):  # noqa: F811
+    return {layer_by_layer: trained(layer_by_layer) for layer_by_layer in (False, True)}
+
+
+def test_updates_are_those_of_layers_gathered_one_by_one(engines):
+    (whole, results), (layers, expected) = engines[False], engines[True]
+    assert results == expected and all(result.applied for result in results)
+    before, after = gather_state(layers.module), gather_state(whole.module)
+    assert all(torch.equal(after[name], weight) for name, weight in before.items()) and len(before) > 10
+
+
+def test_zero_3_has_no_hooks_on_layers(engines):
+    hooked = {
+        key: sum(bool(module._forward_hooks) for module in engine.module.modules())
+        for key, (engine, _) in engines.items()
+    }
+    assert hooked[False] == 1, "that of the engine itself"
+    assert hooked[True] > 20
+    assert whole_weights_of(engines[True][0]) is None
+
+
+def test_weights_are_gathered_once_after_an_update(engines, monkeypatch):
+    engine, _ = engines[False]
+    weight, calls = next(engine.module.parameters()), []
+    for parameter in engine.module.parameters():
+        own = parameter.all_gather_coalesced
+        monkeypatch.setattr(
+            parameter, "all_gather_coalesced", lambda ws, own=own: (calls.append(len(ws)), own(ws))[1], raising=False
+        )
+    skip_update(engine)
+    assert weight.numel() == 0, "an update drops the whole weights"
+    with torch.no_grad():
+        first, second = (engine(IDS, IDS > 0)[0] for _ in range(2))
+    assert calls == [len(list(engine.module.parameters()))] and torch.equal(first, second)
+    gather_state(engine.module)  # partitions each weight again
+    with torch.no_grad():
+        assert torch.equal(engine.module.lm.model(IDS).last_hidden_state, engine.module.lm.model(IDS).last_hidden_state)
+    assert calls[1:] == [len(list(engine.module.parameters()))], "a part of the model that is called by itself too"
+
+
+def test_an_evaluating_engine_keeps_its_weights(one_rank):  # noqa: F811
+    torch.manual_seed(1)
+    model = new_model("llama").eval()
+    expected = model(IDS).logits
+    engine = eval_engine(model, eval_config(3, "fp32", False, 1))
+    assert torch.equal(engine(IDS).logits, expected)
+    assert all(weight.numel() for weight in engine.module.parameters()), "whole after the pass"
+    assert whole_weights_of(engine) is not None
