@@ -2,11 +2,12 @@
 
     python benchmarks/startup.py [--ranks N] [--repeats N] [--against CHECKOUT] [--json F] [--docs docs/benchmarks.md]
 
-Each repeat runs, one after another: `import torch, transformers, deepspeed` in a new process; `main.py --help`; and the
-step until its first token, whose phases rank 0 notes (`startup_main.py`). The prepared data and DeepSpeed's operators
-exist from a first run that is not counted. The table has medians, as seconds of CPU and of wall time, and the CPU
-seconds as a multiple of the plain imports', which compares machines and checkouts. With `--against`, another checkout
-of this project alternates with this one.
+Each repeat runs, one after another: `import torch, transformers, deepspeed` in a new process; `main.py --help`; the
+step until its first token, whose phases rank 0 notes (`startup_main.py`), started as the scripts of `training_scripts/`
+do; and the same by the `deepspeed` command. The prepared data and DeepSpeed's operators exist from a first run that is
+not counted. The table has medians, as seconds of CPU of all processes and of wall time, and the CPU seconds as a
+multiple of the plain imports', which compares machines and checkouts. With `--against`, another checkout of this
+project alternates with this one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +28,13 @@ HERE = Path(__file__).resolve().parents[1]
 MARKS = ("<!-- startup -->", "<!-- /startup -->")
 PLAIN = "import torch, transformers, deepspeed"
 HELP, IMPORTS, TOTAL = "`main.py --help`", f"`{PLAIN}`", "**command to first token**"
+BY_DEEPSPEED = "the same by the `deepspeed` command"
+# Starts a step as the scripts of this checkout do. $1: "script" or "deepspeed"; then the program and its flags.
+START = """set -eu
+source training_scripts/ranks.sh
+by_command() { deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$@"; }
+declare -F launch >/dev/null || launch() { by_command "$@"; } # earlier checkouts
+if [ "$1" = script ]; then launch "${@:2}"; else by_command "${@:2}"; fi"""
 MAIN = "training/step3_ppo/main.py"
 Cost = tuple[float, float]  # seconds of CPU, seconds of wall time
 
@@ -70,18 +77,18 @@ def run(command: list[str], checkout: Path, **added: str) -> Cost:
     return used.ru_utime + used.ru_stime, time.perf_counter() - began
 
 
-def start_step(checkout: Path, work: Path, ranks: int) -> dict[str, Cost]:
-    """Phase -> its cost on rank 0, in order; the last one is the whole start, with the CPU seconds of all ranks."""
-    with tempfile.TemporaryDirectory(dir=work) as name, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        deepspeed = str(Path(sys.executable).parent / "deepspeed")
-        command = [deepspeed, "--num_accelerators", str(ranks), "--master_port", str(port)]
-        command += [str(HERE / "benchmarks/startup_main.py"), *step_flags(work, Path(name, "output"))]
+def start_step(checkout: Path, work: Path, ranks: int, way: str) -> dict[str, Cost]:
+    """Phase -> its cost on rank 0, in order; the last one is the whole start, with the CPU seconds of all ranks.
+
+    `way`: "script" or "deepspeed", see `START`.
+    """
+    with tempfile.TemporaryDirectory(dir=work) as name:
         file, began = Path(name, "marks.json"), time.time()
         settings = {"main": str(checkout / MAIN), "file": str(file), "pid": os.getpid()}
-        cpu, _ = run(command, checkout, STARTUP=json.dumps(settings))
+        program = [str(HERE / "benchmarks/startup_main.py"), *step_flags(work, Path(name, "output"))]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        command = ["bash", "-c", START, "start", way, *program]
+        cpu, _ = run(command, checkout, STARTUP=json.dumps(settings), RANKS=str(ranks), PATH=path)
         marks = json.loads(file.read_text())
     return phases_of(marks, began) | {TOTAL: (cpu, marks[-1][1] - began)}
 
@@ -102,7 +109,8 @@ def measure(checkouts: dict[str, Path], work: Path, ranks: int, repeats: int) ->
         for name, checkout in checkouts.items():
             costs = {IMPORTS: run([sys.executable, "-c", PLAIN], checkout)}
             costs[HELP] = run([sys.executable, MAIN, "--help"], checkout)
-            costs |= start_step(checkout, work, ranks)
+            costs |= start_step(checkout, work, ranks, "script")
+            costs[BY_DEEPSPEED] = start_step(checkout, work, ranks, "deepspeed")[TOTAL]
             for what, cost in costs.items():
                 found[name].setdefault(what, []).extend([cost] if number else [])
             print(f"{name}, run {number}: {costs[TOTAL][0]:.1f} s of CPU", file=sys.stderr, flush=True)

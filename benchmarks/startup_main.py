@@ -2,7 +2,7 @@
 
 $STARTUP is JSON: {"main": path of main.py, "file": where the marks go, "began": Unix time of the command}. A mark is
 [name, Unix time, CPU seconds of this process and its ended children]. The first one, "launcher", is the start of this
-process, with the CPU seconds of DeepSpeed's runner and launcher.
+process, with the CPU seconds of the script that starts it, what that script has run before, and DeepSpeed's launcher.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def mark_launcher() -> None:
     for process in psutil.Process().parents():
         if process.pid == SETTINGS["pid"]:
             break
-        times = process.cpu_times()
-        spent += times.user + times.system
+        spent += sum(process.cpu_times()[:4])  # user and system, its own and those of its ended children
     MARKS.append(("launcher", psutil.Process().create_time(), spent))
 
 

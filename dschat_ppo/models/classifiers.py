@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.architectures import SCORE, check_architecture
 from dschat_ppo.models.backbone import backbone_of
+
+# A step asks for each model when it checks and when it loads it, and each answer takes a model without weights. Keys:
+# class, configuration as JSON.
+_HAS_SCORE: dict[tuple[Any, str], bool] = {}
+_HEAD_NAMES: dict[tuple[Any, str], Set[str]] = {}
 
 
 def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
@@ -84,13 +90,16 @@ def config_for(kind: Any, config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def lm_head_names(config: PretrainedConfig) -> set[str]:
+def lm_head_names(config: PretrainedConfig) -> Set[str]:
     """Names of the weights of the causal language model outside its backbone."""
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return set()
-    lm = lm_without_weights(config)
-    backbone = f"{_backbone_name(lm)}."
-    return {name for name in lm.state_dict() if not name.startswith(backbone)}
+        return frozenset()
+    key = (type(config), config.to_json_string(use_diff=False))
+    if key not in _HEAD_NAMES:
+        lm = lm_without_weights(config)
+        backbone = f"{_backbone_name(lm)}."
+        _HEAD_NAMES[key] = frozenset(name for name in lm.state_dict() if not name.startswith(backbone))
+    return _HEAD_NAMES[key]
 
 
 def _transformers_classifier(config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -99,8 +108,12 @@ def _transformers_classifier(config: PretrainedConfig) -> type[PreTrainedModel] 
 
 
 def _has_score(kind: Any, config: PretrainedConfig) -> bool:
-    with torch.device("meta"):
-        return hasattr(kind(config_for(kind, config)), SCORE)
+    config = config_for(kind, config)
+    key = (kind, config.to_json_string(use_diff=False))
+    if key not in _HAS_SCORE:
+        with torch.device("meta"):
+            _HAS_SCORE[key] = hasattr(kind(config), SCORE)
+    return _HAS_SCORE[key]
 
 
 def lm_without_weights(config: PretrainedConfig) -> Any:

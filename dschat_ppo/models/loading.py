@@ -30,7 +30,7 @@ from dschat_ppo.models.architectures import DROPOUTS, SCORE, check_architecture,
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, weight_files
 from dschat_ppo.models.model_folders import base_folder, saves_head
-from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
 from dschat_ppo.models.vocabulary import grow_vocabulary
 from dschat_ppo.models.weight_check import check_weights
 
@@ -82,7 +82,7 @@ def check_vocabulary(
             f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of {whose} train "
             "with --resize_vocabulary, which adds the missing rows"
         )
-    if other and load_tokenizer(folder, flag).get_vocab() != tokenizer.get_vocab():
+    if other and read_tokenizer(folder, flag).get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"{flag} {folder}: its tokenizer differs from the actor's, so it would score other text; "
             "train the reward model from the same base"

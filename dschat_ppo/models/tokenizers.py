@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -12,6 +13,8 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.model_files import check_settings
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder
+
+_READ: dict[tuple[Any, ...], PreTrainedTokenizerBase] = {}  # folder and its files -> tokenizer
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
@@ -43,6 +46,19 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
         tokenizer.eos_token = token
         logger().info(f"{flag} {folder}: the tokenizer has no EOS token; answers end with {token}, the one of {file}")
     return tokenizer
+
+
+def read_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
+    """As `load_tokenizer`, for callers that do not change it: loaded once while the folder's files stay as they are.
+
+    A large vocabulary takes a second to load, and step 3 compares that of the reward model several times.
+    """
+    found = {path.name: path.stat() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()]
+    key = (folder, *files)
+    if key not in _READ:
+        _READ[key] = load_tokenizer(folder, flag)
+    return _READ[key]
 
 
 def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:

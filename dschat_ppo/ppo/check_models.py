@@ -24,7 +24,7 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder
 from dschat_ppo.models.router import router_top_k
-from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.tokenizers import read_tokenizer
 from dschat_ppo.rewards.learned_reward import saved_separator, saved_statistics
 from dschat_ppo.session.begin_run import naming
 
@@ -124,7 +124,7 @@ def _check_reference(
 ) -> None:
     """Check a reference that is another model than the actor: it reads the actor's token ids."""
     model_config = load_config(folder, REFERENCE)
-    if load_tokenizer(folder, REFERENCE).get_vocab() != tokenizer.get_vocab():
+    if read_tokenizer(folder, REFERENCE).get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"{REFERENCE} {folder}: its tokenizer differs from the actor's, so it would score other text; "
             "use a model with the same tokenizer"
@@ -174,7 +174,7 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
     if own is not None:
         check_length(folder, reward_length(config, folder), "--reward_model_max_length")
         return
-    if load_tokenizer(folder, flag).chat_template != tokenizer.chat_template:
+    if read_tokenizer(folder, flag).chat_template != tokenizer.chat_template:
         logger().warning(
             f"{flag} {folder}: its chat template differs from the actor's, but it reads the actor's token ids, "
             "rendered with the actor's template; for chat messages, train both with the same template (--chat_template)"
@@ -191,7 +191,7 @@ def reward_tokenizer(
     config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerBase | None:
     """The reward model's tokenizer if it differs from the actor's; else None."""
-    own = load_tokenizer(folder, config.reward_flag)
+    own = read_tokenizer(folder, config.reward_flag)
     return None if own.get_vocab() == tokenizer.get_vocab() else own
 
 

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dschat_ppo.common import ranks
 from dschat_ppo.common.atomic_files import checksum, remove_folder, sync_folder, write_file
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
@@ -45,9 +46,22 @@ def guard_builds() -> None:
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder_of_environment()))
     if not hasattr(OpBuilder.jit_load, "__wrapped__"):
         OpBuilder.jit_load = _guarded(OpBuilder.jit_load)
+
+
+def offer_all_reduce() -> None:
+    """Tell DeepSpeed whether to load its all-reduce in shared memory: on a CPU, if there are ranks to share it with.
+
+    Otherwise DeepSpeed would probe all its operators, some by a compiler, to learn about this one, and load it for a
+    single rank too, which has nothing to reduce.
+    """
+    from deepspeed import ops
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        ops.__compatible_ops__ = {builder.NAME: ranks.world_size() > 1 and builder.is_compatible()}
 
 
 def folder_of_environment() -> Path:
@@ -66,7 +80,9 @@ def _guarded(jit_load: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(jit_load)
     def load(builder: Any, *args: Any, **kwargs: Any) -> Any:
-        folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], builder.name)
+        # only here, because this imports torch's compilation of extensions
+        root = os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder_of_environment()))
+        folder = Path(root, builder.name)
         with watchdog_paused(), exclusive(folder) as locked, _announced(folder):
             if locked and _remove_if_damaged(folder):
                 _print(f"{folder} is damaged, or was compiled by an earlier version: it is compiled again")

@@ -17,7 +17,7 @@ from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore, regi
 
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.op_builds import guard_builds
+from dschat_ppo.runtime.op_builds import guard_builds, offer_all_reduce
 from dschat_ppo.runtime.processes import ancestor
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.runtime.unused_gpu import require_usable_gpu
@@ -60,6 +60,7 @@ def init_process_group(folder: str = "") -> torch.device:
         # cuDNN's attention builds a plan for every new shape, up to a second, and here most shapes are new
         torch.backends.cuda.enable_cudnn_sdp(False)
     guard_builds()
+    offer_all_reduce()
     try:
         with subprocesses_may_stop("joined the ranks"):  # on a CPU this compiles an operator
             backend, address = accelerator.communication_backend_name(), address_of(folder)

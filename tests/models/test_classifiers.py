@@ -90,3 +90,17 @@ def test_a_classifier_with_a_class_of_this_project_is_loaded_again(tmp_path):
     model.save_pretrained(tmp_path)
     again = load_sequence_classifier(str(tmp_path), "fp32", None, new_head=False)
     assert torch.equal(again.score.weight, model.score.weight)
+
+
+def test_a_model_without_weights_is_built_once_for_each_configuration(monkeypatch):
+    built = []
+    for kind in (hf.LlamaForSequenceClassification, hf.LlamaForCausalLM):
+        monkeypatch.setattr(
+            kind, "__init__", lambda self, config, init=kind.__init__: built.append(1) or init(self, config)
+        )
+    for _ in range(3):
+        for size in (331, 332):
+            config = tiny_config(vocab_size=size)
+            assert classifier_class(config) is hf.LlamaForSequenceClassification
+            assert lm_head_names(config) == {"lm_head.weight"}
+    assert len(built) == 2 * 2

@@ -16,7 +16,15 @@ from power_loss_model import PowerLoss
 
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import op_builds, stop_requests
-from dschat_ppo.runtime.op_builds import OWN_LOCK, TORCH_LOCK, _guarded, exclusive, folder_of_environment, guard_builds
+from dschat_ppo.runtime.op_builds import (
+    OWN_LOCK,
+    TORCH_LOCK,
+    _guarded,
+    exclusive,
+    folder_of_environment,
+    guard_builds,
+    offer_all_reduce,
+)
 from dschat_ppo.runtime.processes import processes_at
 
 COMPILER = """#!/bin/sh
@@ -208,19 +216,43 @@ def test_every_environment_has_its_own_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given", [None, "chosen"])
-def test_a_folder_given_by_the_user_is_used(monkeypatch, given):
+def test_a_folder_given_by_the_user_is_used(tmp_path, monkeypatch, given):
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    loaded = []
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", given or "")
-    monkeypatch.setattr(OpBuilder, "jit_load", lambda builder: loaded.append(builder.name))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "chosen"))
+    monkeypatch.setattr(OpBuilder, "jit_load", lambda builder: builder.name)
     if given is None:
         monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     guard_builds()
     guarded = OpBuilder.jit_load
     guard_builds()
     assert OpBuilder.jit_load is guarded
-    assert os.environ["TORCH_EXTENSIONS_DIR"] == (given or str(folder_of_environment()))
+    assert guarded(SimpleNamespace(name="toy")) == "toy"
+    folder = tmp_path / given if given else folder_of_environment()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(folder) and (folder / "toy").is_dir()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_rank_loads_no_all_reduce(monkeypatch, count):
+    from deepspeed import ops
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm.torch import build_shm_op
+
+    if (builder := get_accelerator().create_op_builder("ShareMemCommBuilder")) is None:
+        pytest.skip("this device has no such operator")
+
+    def probe_all():
+        raise AssertionError("compilers run")
+
+    loaded = []
+    monkeypatch.setattr(type(builder), "load", lambda self: loaded.append(self.name))
+    monkeypatch.setattr(ops, "_probe_compatible_ops", probe_all)
+    monkeypatch.setitem(vars(ops), "__compatible_ops__", {})
+    monkeypatch.setenv("WORLD_SIZE", str(count))
+    offer_all_reduce()
+    build_shm_op()
+    assert loaded == ([builder.name] if count > 1 else [])
 
 
 @pytest.fixture

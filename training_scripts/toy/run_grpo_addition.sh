@@ -16,7 +16,7 @@ if ! is_valid_json "$out/sft/result.json"; then
     bash "$top/training_scripts/toy/run_sft_addition.sh" "$out/toy" "$out/sft"
 fi
 
-deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/training/step3_ppo/main.py" \
+launch "$top/training/step3_ppo/main.py" \
     --actor_model_name_or_path "$out/sft" \
     --data_path "$out/toy/data/prompts.jsonl" \
     --data_split 0,0,1 \

@@ -7,7 +7,7 @@ usage="usage: run_step1_sft.sh TOY_DIR OUTPUT_DIR [more flags]"
 toy="${1:?$usage}" output="${2:?$usage}"
 shift 2
 
-deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/training/step1_sft/main.py" \
+launch "$top/training/step1_sft/main.py" \
     --model_name_or_path "$toy/model" \
     --data_path "$toy/data/sft.jsonl" \
     --data_split 1,0,0 \

@@ -7,7 +7,7 @@ usage="usage: run_step2_dpo.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]"
 toy="${1:?$usage}" sft="${2:?$usage}" output="${3:?$usage}"
 shift 3
 
-deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/training/step2_dpo/main.py" \
+launch "$top/training/step2_dpo/main.py" \
     --beta 0.1 \
     --model_name_or_path "$sft" \
     --data_path "$toy/data/pairs.jsonl" \

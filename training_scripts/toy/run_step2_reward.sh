@@ -6,7 +6,7 @@ usage="usage: run_step2_reward.sh TOY_DIR SFT_DIR OUTPUT_DIR [more flags]"
 toy="${1:?$usage}" sft="${2:?$usage}" output="${3:?$usage}"
 shift 3
 
-deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/training/step2_reward/main.py" \
+launch "$top/training/step2_reward/main.py" \
     --model_name_or_path "$sft" \
     --data_path "$toy/data/pairs.jsonl" \
     --data_split 0,1,0 \

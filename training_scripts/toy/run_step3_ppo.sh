@@ -7,7 +7,7 @@ toy="${1:?$usage}" sft="${2:?$usage}" reward="${3:?$usage}" output="${4:?$usage}
 shift 4
 micro_batch=$((RANKS < 32 ? 32 / RANKS : 1))
 
-deepspeed --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$top/training/step3_ppo/main.py" \
+launch "$top/training/step3_ppo/main.py" \
     --actor_model_name_or_path "$sft" \
     --critic_model_name_or_path "$reward" \
     --data_path "$toy/data/prompts.jsonl" \

@@ -1,0 +1,124 @@
+"""`ranks.sh`: the number of GPUs by the driver, and what `launch` starts."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANKS_SH = Path(__file__).parents[2] / "training_scripts/ranks.sh"
+DRIVER = """
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 3; return 0; }
+"""
+STUB = '#!/usr/bin/env bash\necho "$(basename "$0") ${CUDA_VISIBLE_DEVICES-unset} $*"\n'
+NOTES = """
+import os, pathlib, sys
+rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+pathlib.Path(__file__).with_name(f"rank_{rank}").write_text(f"{size} {sys.argv[1:]}")
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    """The script in a folder without a virtual environment, which it would put before the stubs in PATH."""
+    folder = tmp_path / "training_scripts"
+    folder.mkdir()
+    return Path(shutil.copy(RANKS_SH, folder))
+
+
+@pytest.fixture
+def driver(tmp_path) -> dict[str, str]:
+    """The environment of a machine whose driver knows three GPUs."""
+    source = tmp_path / "driver.c"
+    source.write_text(DRIVER)
+    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", source, "-o", tmp_path / "libcuda.so.1"], check=True)
+    return {"LD_LIBRARY_PATH": str(tmp_path)}
+
+
+@pytest.fixture
+def stubs(tmp_path) -> dict[str, str]:
+    """An environment in which `python` and `deepspeed` print their arguments."""
+    for name in ("python", "deepspeed"):
+        (tmp_path / name).write_text(STUB)
+        (tmp_path / name).chmod(0o755)
+    return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+def bash(script: Path, command: str, **env: str) -> str:
+    """What a command prints after the script, without the settings of this process."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    words = ["bash", "-euo", "pipefail", "-c", f'source "{script}"; {command}']
+    return subprocess.run(words, env=kept | env, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_gpus_are_those_of_the_driver(script, driver):
+    assert bash(script, 'echo "$gpus $RANKS"', **driver) == "3 3"
+    assert bash(script, 'echo "$gpus $RANKS"', **driver, RANKS="2") == "3 2"
+    assert bash(script, 'echo "$gpus"', **driver, DS_ACCELERATOR="cpu") == "0"
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists(), reason="there is a GPU")
+def test_without_a_driver_there_is_no_gpu(script):
+    assert bash(script, 'echo "$gpus"') == "0"
+
+
+@pytest.mark.parametrize(("visible", "expected"), [
+    ({}, "0"),
+    ({"CUDA_VISIBLE_DEVICES": "2,1"}, "2"),
+])  # fmt: skip
+def test_one_rank_needs_no_launcher_and_sees_one_gpu(script, driver, stubs, visible, expected):
+    printed = bash(script, 'launch main.py --flag "a b"', **driver, **stubs, **visible, RANKS="1")
+    assert printed == f"python {expected} -u main.py --flag a b"
+
+
+def test_one_rank_on_a_cpu_keeps_its_environment(script, stubs):
+    printed = bash(script, "launch main.py", **stubs, RANKS="1", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+    assert printed == "python  -u main.py"
+
+
+@pytest.mark.parametrize(("visible", "ranks", "expected"), [
+    ({}, "3", ["0", "1", "2"]),
+    ({"CUDA_VISIBLE_DEVICES": "4,2,GPU-ab12"}, "3", ["4", "2", "GPU-ab12"]),
+    ({"CUDA_VISIBLE_DEVICES": "4,2,0"}, "2", ["4", "2"]),
+    ({"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0"}, "2", ["0", "1"]),
+])  # fmt: skip
+def test_several_ranks_get_the_visible_gpus(script, driver, stubs, visible, ranks, expected):
+    printed = bash(script, "launch main.py --flag", **driver, **stubs, **visible, RANKS=ranks, MASTER_PORT="77")
+    words = printed.split()
+    assert words[2:5] == ["-u", "-m", "deepspeed.launcher.launch"]
+    assert words[6:] == ["--master_port=77", "main.py", "--flag"]
+    world = base64.urlsafe_b64decode(words[5].removeprefix("--world_info="))
+    assert json.loads(world) == {"localhost": expected}
+
+
+def test_a_hostfile_needs_the_deepspeed_command(script, stubs, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    command = f"hostfile={tmp_path}/hosts; launch main.py --flag"
+    printed = bash(script, command, **stubs, RANKS="1", MASTER_PORT="77", DS_ACCELERATOR="cpu")
+    flags = f"--hostfile {tmp_path}/hosts --num_accelerators 1 --master_port 77"
+    assert printed == f"deepspeed unset {flags} main.py --flag"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_program_runs_on_each_rank(script, tmp_path, ranks):
+    (tmp_path / "main.py").write_text(NOTES)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    bash(script, f'launch {tmp_path}/main.py --flag "a b"', RANKS=str(ranks), DS_ACCELERATOR="cpu", PATH=path)
+    notes = {file.name: file.read_text() for file in tmp_path.glob("rank_*")}
+    if ranks == 1:
+        assert notes == {"rank_None": "None ['--flag', 'a b']"}
+    else:
+        assert notes == {f"rank_{rank}": f"2 ['--local_rank={rank}', '--flag', 'a b']" for rank in range(2)}
+
+
+def test_the_exit_code_is_that_of_the_step(script, tmp_path):
+    (tmp_path / "main.py").write_text("raise SystemExit(3)")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with pytest.raises(subprocess.CalledProcessError) as problem:
+        bash(script, f"launch {tmp_path}/main.py", RANKS="1", DS_ACCELERATOR="cpu", PATH=path)
+    assert problem.value.returncode == 3
