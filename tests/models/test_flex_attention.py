@@ -113,6 +113,17 @@ def test_numbers_and_gradients_are_those_of_products_and_a_softmax(with_gradient
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
+def test_models_with_other_soft_caps_and_scalings_in_one_process(with_gradients):
+    """PyTorch compiles the function that changes scores; it must not hold such a number."""
+    lengths, module = [9, 4], torch.nn.Module().eval()
+    query, key, value = heads(sum(lengths))
+    for scaling, softcap in ((0.4, 1.5), (0.3, 50.0), (None, 3.0), (8**-0.5, None), (0.2, None), (0.1, 7.0)):
+        found = flex_attention(query, key, value, BlockMasks(lengths, None, CPU).of(None), scaling, softcap)
+        options = {"scaling": scaling, "softcap": softcap}
+        expected = segment_by_segment(module, query, key, value, Segments(lengths), None, options, eager=True)
+        torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-5)
+
+
 def test_the_eager_oracle_itself_by_hand():
     """Two keys with logits 0 and ln 3, so shares of 1/4 and 3/4; with a sink of ln 4: 1/8 and 3/8."""
     query, key = torch.ones(1, 1, 1, 1), torch.tensor([0.0, torch.log(torch.tensor(3.0))]).view(1, 1, 2, 1)
