@@ -135,13 +135,19 @@ def flex_attention(
     """
     from transformers.integrations.flex_attention import get_flex_attention_lse_kwargs
 
-    def capped(score: Tensor, _row: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
-        assert softcap is not None
-        return softcap * torch.tanh(score / softcap)
+    # Tensors, because PyTorch cannot compile a second value of a number that the function below holds.
+    usual = query.shape[-1] ** -0.5
+    factor = None if scaling is None or scaling == usual else torch.full((), scaling, device=query.device)
+    cap = None if softcap is None else torch.full((), softcap, device=query.device)
+
+    def changed(score: Tensor, _row: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        score = score if factor is None else score * factor
+        return score if cap is None else cap * torch.tanh(score / cap)
 
     found = _kernel(query.is_cuda)(
-        query, key, value, score_mod=None if softcap is None else capped, block_mask=mask, scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1], **get_flex_attention_lse_kwargs(sinks is not None),
+        query, key, value, score_mod=None if factor is None and cap is None else changed, block_mask=mask,
+        scale=None if factor is None else 1.0, enable_gqa=query.shape[1] != key.shape[1],
+        **get_flex_attention_lse_kwargs(sinks is not None),
     )  # fmt: skip
     if sinks is None:
         return found

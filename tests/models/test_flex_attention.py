@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def with_gradients(monkeypatch):
     """PyTorch's own operations for a CPU have gradients, which it does not offer there."""
-    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None, raising=False)
 
 
 def seen_by(lengths, seen, window) -> torch.Tensor:
@@ -111,6 +111,17 @@ def test_numbers_and_gradients_are_those_of_products_and_a_softmax(with_gradient
     gradients = [torch.autograd.grad((weights * part).sum(), inputs) for part in (found, expected)]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_models_with_other_soft_caps_and_scalings_in_one_process(with_gradients):
+    """PyTorch compiles the function that changes scores; it must not hold such a number."""
+    lengths, module = [9, 4], torch.nn.Module().eval()
+    query, key, value = heads(sum(lengths))
+    for scaling, softcap in ((0.4, 1.5), (0.3, 50.0), (None, 3.0), (8**-0.5, None), (0.2, None), (0.1, 7.0)):
+        found = flex_attention(query, key, value, BlockMasks(lengths, None, CPU).of(None), scaling, softcap)
+        options = {"scaling": scaling, "softcap": softcap}
+        expected = segment_by_segment(module, query, key, value, Segments(lengths), None, options, eager=True)
+        torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-5)
 
 
 def test_the_eager_oracle_itself_by_hand():
