@@ -139,7 +139,7 @@ def _agrees(
 
     pool = KVPool(900)
     pool.keys[0], pool.values[0] = random(kv_heads, 900, width), random(kv_heads, 900, width)
-    query, scale = 3 * random(5, heads, 1, width), width**-0.5  # a few keys have most of the weight
+    query, scale = 2 * random(5, heads, 1, width), width**-0.5  # a few keys have most of the weight
     slots, starts, prefix_starts, prefix_lengths = torch.tensor(
         [[0, 200, 17, 99, 5], [7, 300, 650, 501, 10], [0, 0, 20, 0, 20], [0, 0, 250, 0, 250]], device=device
     )
