@@ -24,11 +24,11 @@ class FakeGraph:
     def capture_begin(self, pool=None, capture_error_mode="global"):
         assert capture_error_mode == "thread_local"
         assert self.device.stream is not self.device.main
-        assert pool is None or pool in self.device.pools
+        assert pool is not None and pool is self.device.used_pool, "a step ran with memory of this pool before"
         self.device.attempts += 1
         self.device.capturing, self.device.broken = self, False
-        self._pool = pool or object()
-        self.device.pools.append(self._pool)
+        self._pool = pool
+        self.device.pools.append(pool)
 
     def capture_end(self):
         self.device.capturing = None
@@ -82,11 +82,13 @@ class FakeDevice:
         self.capturing, self.broken, self.sync_mode = None, False, 0
         self.attempts = self.replays = self.streams = self.synchronised = self.emptied = 0
         self.free = 2**40
+        self.used_pool: object | None = None
         self.pools: list[object] = []
         self.fail_inside: list[tuple[Exception, bool]] = []
         self.fail_at_end: list[Exception] = []
         for name, stand_in in {
             "Stream": self._new_stream, "current_stream": lambda: self.stream, "stream": self._on,
+            "MemPool": lambda: SimpleNamespace(id=object()), "use_mem_pool": self._with_pool,
             "CUDAGraph": lambda: FakeGraph(self), "synchronize": lambda: self._count("synchronised"),
             "get_sync_debug_mode": lambda: self.sync_mode,
             "set_sync_debug_mode": lambda mode: setattr(self, "sync_mode", mode),
@@ -100,6 +102,12 @@ class FakeDevice:
     def _new_stream(self):
         self.streams += 1
         return SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextmanager
+    def _with_pool(self, pool):
+        assert self.stream is not self.main and self.capturing is None
+        yield
+        self.used_pool = pool.id
 
     @contextmanager
     def _on(self, stream):

@@ -48,6 +48,8 @@ class DecodeKernel(Protocol):
 
     def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool: ...
 
+    def can_run(self, batch: DecodeMetadata | PooledMetadata) -> bool: ...
+
     def __call__(
         self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, scale: float, window: int | None
     ) -> Tensor: ...
@@ -122,7 +124,7 @@ class RolloutAttention:
             if (number, heads) not in self._slot_mappings:
                 self._slot_mappings[number, heads] = batch.slot_mapping(heads)
             batch.cache.write_decode(layer, self._slot_mappings[number, heads], key[rows], value[rows])
-            if self._flash is not None and layer in self._flash_layers and batch.prefix is None:
+            if self._flash is not None and layer in self._flash_layers and self._flash.can_run(batch):
                 outputs.append(self._flash(batch, layer, query[rows], scale, sliding_window))
                 continue
             if (number, sliding_window) not in self._masks:

@@ -17,7 +17,7 @@ from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, GraphRecorder, Static
 from dschat_ppo.rollout.decode_batch import DecodeInputs
 from dschat_ppo.rollout.flash_decode import flash_decode
 from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.memory import is_out_of_memory, warn_of_memory
+from dschat_ppo.rollout.memory import LOGITS_BYTES, is_out_of_memory, warn_of_memory
 from dschat_ppo.rollout.pool_scheduler import PooledRows, PoolScheduler
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NUCLEUS_STATIC, NucleusSearch, SamplingParameters, sample
 from dschat_ppo.rollout.scheduler import Prefill, Scheduler
@@ -67,7 +67,7 @@ class ContinuousBatching:
         if memory is not None and isinstance(scheduler, PoolScheduler):
             self.graphed = GraphedDecoder(
                 self._static_step, self._rewind, memory, buffers.count, scheduler.poll, buffers.width,
-                lambda: self.attention.reads_all_slots, recorder,
+                len(buffers.is_end) * LOGITS_BYTES, lambda: self.attention.reads_all_slots, recorder,
             )  # fmt: skip
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class ContinuousBatching:
                 before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)
                 self.attention.begin([])
                 if self.memory is not None:
-                    self.memory.graphs.clear()
+                    self.memory.forget_graphs()
                 self.buffers.reset(self.scheduler.preempt(after))
                 warn_of_memory(before, after)
             self.attention.begin([])
@@ -121,9 +121,11 @@ class ContinuousBatching:
             metadata.append(batch.metadata(first, inputs.slots[first : first + len(batch)]))
             first += len(batch)
         finished = self._generate_tokens(inputs, metadata).cpu().numpy()
-        sequences = np.concatenate([batch.sequences for batch in batches])
-        positions = np.concatenate([batch.positions for batch in batches])
-        scheduler.advance(finished | self._at_stop_string(sequences, positions, 1))
+        if self.buffers.stopping.stop_strings:
+            sequences = np.concatenate([batch.sequences for batch in batches])
+            positions = np.concatenate([batch.positions for batch in batches])
+            finished = finished | self._at_stop_string(sequences, positions, 1)
+        scheduler.advance(finished)
 
     def _decode_poll(self, scheduler: PoolScheduler) -> None:
         """Generate `poll` tokens for every running sequence, and drop the finished ones."""
@@ -132,13 +134,12 @@ class ContinuousBatching:
             self.buffers.reset(preempted)
         rows = scheduler.running
         finished = self.graphed.run(rows, scheduler.rows)
-        finished |= self._at_stop_string(rows.sequences, rows.positions, scheduler.poll)
+        if self.buffers.stopping.stop_strings:
+            finished = finished | self._at_stop_string(rows.sequences, rows.positions, scheduler.poll)
         scheduler.advance(finished, scheduler.poll)
 
     def _at_stop_string(self, sequences: np.ndarray, positions: np.ndarray, tokens: int) -> np.ndarray:
         """Whether a stop string ends a sequence within the `tokens` tokens from `positions` on, (n,) bool."""
-        if not self.buffers.stopping.stop_strings:
-            return np.zeros(len(sequences), dtype=bool)
         counts = positions + 1 - self.scheduler.prompt_lengths[sequences]  # response tokens before them
         return self.buffers.find_stop_strings(sequences, counts, tokens)
 

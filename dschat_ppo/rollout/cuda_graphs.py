@@ -63,21 +63,25 @@ class GraphRecorder:
         self._stream: Any = None
         self._tried = False
 
-    def warm_up(self, step: Callable[[], None]) -> None:
-        """Run `step` once on the recording stream, because libraries choose kernels and allocate in their first run.
+    def warm_up(self, step: Callable[[], None], pool: Any) -> None:
+        """Run `step` on the recording stream, with memory of `pool`, so that its capture needs hardly any other.
 
-        The first time, `step` runs once more and must not wait for the GPU: a capture that fails half-way may leave the
-        allocator in a state in which it no longer releases memory. (Before PyTorch 2.12; pytorch issue 180395)
+        The first time, `step` runs twice more before: libraries choose kernels and allocate memory that they keep, and
+        it must not wait for the GPU. A capture that fails half-way may leave the allocator in a state in which it no
+        longer releases memory. (Before PyTorch 2.12; pytorch issue 180395)
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
-                step()
                 if not self._tried:
+                    step()
                     self._tried = True
                     self._check_for_waits(step)
+                if not self.refusal:
+                    with torch.cuda.use_mem_pool(pool):
+                        step()
         finally:  # memory that a failed step used may be given to others right away
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -103,7 +107,7 @@ class GraphRecorder:
 
         Args:
             step: was run by `warm_up`.
-            pool: memory pool of an earlier graph, or None.
+            pool: as in `warm_up`.
 
         Raises:
             RuntimeError: the capture failed. Unless memory ran out and the capture ended in order, nothing is recorded
@@ -113,7 +117,7 @@ class GraphRecorder:
         try:
             with torch.cuda.stream(self._stream):
                 # Only calls of this thread matter: NCCL's watchdog and pinning threads may call CUDA meanwhile.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
                 try:
                     step()
                 finally:
@@ -145,6 +149,7 @@ class StaticMemory:
         self.most_slots = most_slots
         self.entries = torch.zeros(6, rows, dtype=torch.int64, device=device)
         self.marks = torch.zeros(2, rows, dtype=torch.bool, device=device)
+        self.graph_pool: Any = None  # memory for what the steps of all graphs compute
         self._graphs: dict[Bucket, Any] = {}
         self._recorded_version = pool.version
 
@@ -154,6 +159,10 @@ class StaticMemory:
         if self._recorded_version != self.pool.version:
             self._graphs, self._recorded_version = {}, self.pool.version
         return self._graphs
+
+    def forget_graphs(self) -> None:
+        """Drop all graphs and their memory."""
+        self._graphs, self.graph_pool = {}, None
 
 
 class GraphedDecoder:
@@ -173,6 +182,7 @@ class GraphedDecoder:
         spare: the spare row of `SequenceBuffers`.
         poll: tokens of one `run`.
         longest: most tokens of a row, of prompt and answer.
+        logits_bytes: bytes that a step needs for the logits of a row.
         reads_all_slots: whether attention reads as many slots for each row as for the longest one, so that short rows
             need a bucket of their own.
         recorder: None: the same steps run without graphs, as on the CPU.
@@ -180,7 +190,7 @@ class GraphedDecoder:
 
     def __init__(
         self, step: Step, rewind: Callable[[PooledRows], None], memory: StaticMemory, spare: int, poll: int,
-        longest: int, reads_all_slots: Callable[[], bool], recorder: GraphRecorder | None,
+        longest: int, logits_bytes: int, reads_all_slots: Callable[[], bool], recorder: GraphRecorder | None,
     ):  # fmt: skip
         self.poll = poll
         self._step = step
@@ -188,6 +198,7 @@ class GraphedDecoder:
         self._memory = memory
         self._spare = spare
         self._longest = longest
+        self._logits_bytes = logits_bytes
         self._marks = memory.marks
         self._reads_all_slots = reads_all_slots
         self._recorder = recorder
@@ -261,15 +272,15 @@ class GraphedDecoder:
             return replay
         if self._recorder is None or self._recorder.refusal:
             return eager
-        if not graphs:
-            release_if_short(self._memory.entries.device)
+        release_if_short(self._memory.entries.device, bucket.rows * self._logits_bytes)
+        if self._memory.graph_pool is None:
+            self._memory.graph_pool = torch.cuda.MemPool()
         self._load(None)
-        self._recorder.warm_up(eager)
+        self._recorder.warm_up(eager, self._memory.graph_pool)
         if self._recorder.refusal:
             return eager
-        pool = next(iter(graphs.values())).pool() if graphs else None
         try:
-            graphs[bucket] = graph = self._recorder.record(eager, pool)
+            graphs[bucket] = graph = self._recorder.record(eager, self._memory.graph_pool)
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise

@@ -73,6 +73,7 @@ class FlashDecode:
     def __init__(self, kernel: Kernel, dtypes: tuple[torch.dtype, ...] = HALF):
         self._kernel = kernel
         self._dtypes = dtypes
+        self._merges = True
         # (first row, key heads, window) -> arguments that the layers of a step share
         self._segments: dict[tuple[int, int, int | None], tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -88,7 +89,14 @@ class FlashDecode:
         width = query.shape[3]
         if softcap or query.dtype not in self._dtypes or width % 8 or width > WIDEST_HEAD or value.shape != key.shape:
             return False
-        return _agrees(self._kernel, query.dtype, query.device, query.shape[1], key.shape[1], width)
+        kind = self._kernel, query.dtype, query.device, query.shape[1], key.shape[1], width
+        supported = _agrees(*kind, False)
+        self._merges = self._merges and supported and _agrees(*kind, True)
+        return supported
+
+    def can_run(self, batch: DecodeMetadata | PooledMetadata) -> bool:
+        """Whether the kernel can be used for a step. Rows of a pool may share prompts if its log-sum-exp is right."""
+        return batch.prefix is None and (self._merges or isinstance(batch, DecodeMetadata) or not batch.shares)
 
     def __call__(
         self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, scale: float, window: int | None
@@ -120,8 +128,10 @@ class FlashDecode:
 
 
 @cache
-def _agrees(kernel: Kernel, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, width: int) -> bool:
-    """Whether the kernel and `decode_attention` agree on five random rows of a pool, two with a prefix."""
+def _agrees(
+    kernel: Kernel, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, width: int, shares: bool
+) -> bool:
+    """Whether the kernel and `decode_attention` agree on five random rows of a pool, two with a prefix if it shares."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -129,11 +139,11 @@ def _agrees(kernel: Kernel, dtype: torch.dtype, device: torch.device, heads: int
 
     pool = KVPool(900)
     pool.keys[0], pool.values[0] = random(kv_heads, 900, width), random(kv_heads, 900, width)
-    query, scale = 3 * random(5, heads, 1, width), width**-0.5  # a few keys have most of the weight
+    query, scale = 2 * random(5, heads, 1, width), width**-0.5  # a few keys have most of the weight
     slots, starts, prefix_starts, prefix_lengths = torch.tensor(
         [[0, 200, 17, 99, 5], [7, 300, 650, 501, 10], [0, 0, 20, 0, 20], [0, 0, 250, 0, 250]], device=device
     )
-    batch = PooledMetadata(pool, slots, starts, prefix_starts, prefix_lengths, 300, True)
+    batch = PooledMetadata(pool, slots, starts, prefix_starts, prefix_lengths * shares, 300, shares)
     try:
         found = FlashDecode(kernel)(batch, 0, query, scale, None)
     except RuntimeError as problem:

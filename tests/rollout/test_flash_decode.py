@@ -156,13 +156,32 @@ def fails(*arguments):
 
 @pytest.mark.parametrize(
     ("kernel", "words"),
-    [(ignores_used, "off by"), (ignores_starts, "off by"), (sums_of_base_2, "off by"), (fails, "Ampere")],
+    [(ignores_used, "off by"), (ignores_starts, "off by"), (fails, "Ampere")],
 )
 def test_a_kernel_that_fails_or_gives_other_numbers_is_not_used(kernel, words, caplog):
     for _ in range(2):
         assert not flash_with(kernel).supports(*heads(), None)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert words in record.getMessage()
+
+
+def test_a_kernel_with_wrong_sums_is_used_for_rows_that_share_nothing(caplog):
+    attention = flash_with(sums_of_base_2)
+    assert attention.supports(*heads(), None)
+    assert "off by" in caplog.text
+    assert attention.can_run(decode_batch()[0]) and attention.can_run(pooled_batch(False)[0])
+    assert not attention.can_run(pooled_batch(True)[0])
+    right = flash_with(LoopingKernel())
+    assert right.supports(*heads(), None) and right.can_run(pooled_batch(True)[0])
+
+
+def test_answers_that_share_prompts_are_right_with_wrong_sums(monkeypatch):
+    config = GenerationConfig(SamplingParameters(1.3), StoppingCriteria(6), 3, rows=6, static=True)
+    prompts, seeds = prompts_of((40, 36)), torch.arange(6)
+    expected = generate(model_of("llama"), prompts, seeds, config)
+    monkeypatch.setattr(continuous_batching, "flash_decode", lambda device: flash_with(sums_of_base_2))
+    found = generate(model_of("llama"), prompts, seeds, config)
+    assert torch.equal(found.response_ids, expected.response_ids)
 
 
 def test_a_cpu_and_an_old_gpu_have_no_kernel(monkeypatch):
