@@ -24,6 +24,8 @@ from dschat_ppo.types import Engine
 # The whole weights of a model stay if the memory of a device would hold them so many times: those of all four models
 # of step 3 then take at most a sixteenth of it.
 FITS = 64
+# Beginnings of the settings of DeepSpeed that say how weights are gathered; this project sets none of them.
+OF_GATHERING = ("stage3_max_", "stage3_prefetch_", "stage3_model_", "mics_", "zenflow", "leaf_module")
 
 
 def fits_whole(size: int, ranks: int, memory: int) -> bool:
@@ -42,10 +44,12 @@ def may_be_whole(model: nn.Module, config: Config) -> bool:
     """Whether an engine of this model keeps its whole weights on each rank: under ZeRO-3, if they fit many times.
 
     Weights that are offloaded, quantised, or partitioned in groups (hpZ) stay partitioned, and so do those of models
-    for which `--deepspeed_config` sets `stage3_param_persistence_threshold`.
+    for which `--deepspeed_config` says how weights are gathered, such as `stage3_param_persistence_threshold`.
     """
     zero = config["zero_optimization"]
     if zero["stage"] != 3 or zero.get("stage3_param_persistence_threshold") != PERSISTENT_ELEMENTS:
+        return False
+    if any(name.startswith(OF_GATHERING) for name in zero):
         return False
     if zero.get("offload_param", {}).get("device", "none") != "none" or zero.get("zero_hpz_partition_size", 1) != 1:
         return False
