@@ -13,8 +13,9 @@ from typing import Any
 
 import psutil
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.common.dist import local_world_size, world_size
@@ -24,6 +25,8 @@ from dschat_ppo.types import Engine
 # The whole weights of a model stay if the memory of a device would hold them so many times: those of all four models
 # of step 3 then take at most a sixteenth of it.
 FITS = 64
+# Beginnings of the settings of DeepSpeed that say how weights are gathered; this project sets none of them.
+OF_GATHERING = ("stage3_max_", "stage3_prefetch_", "stage3_model_", "mics_", "zenflow", "leaf_module")
 
 
 def fits_whole(size: int, ranks: int, memory: int) -> bool:
@@ -42,10 +45,12 @@ def may_be_whole(model: nn.Module, config: Config) -> bool:
     """Whether an engine of this model keeps its whole weights on each rank: under ZeRO-3, if they fit many times.
 
     Weights that are offloaded, quantised, or partitioned in groups (hpZ) stay partitioned, and so do those of models
-    for which `--deepspeed_config` sets `stage3_param_persistence_threshold`.
+    for which `--deepspeed_config` says how weights are gathered, such as `stage3_param_persistence_threshold`.
     """
     zero = config["zero_optimization"]
     if zero["stage"] != 3 or zero.get("stage3_param_persistence_threshold") != PERSISTENT_ELEMENTS:
+        return False
+    if any(name.startswith(OF_GATHERING) for name in zero):
         return False
     if zero.get("offload_param", {}).get("device", "none") != "none" or zero.get("zero_hpz_partition_size", 1) != 1:
         return False
@@ -87,17 +92,33 @@ class WholeWeights:
 
 
 def keep_whole(engine: Engine) -> None:
-    """Replace the hooks of ZeRO-3 in an engine by `WholeWeights`, before the first forward pass."""
+    """Replace the hooks of ZeRO-3 in an engine by `WholeWeights`, before the first forward pass.
+
+    Its linear layers without a bias call PyTorch's own product again. That of DeepSpeed does not keep the gathered
+    weight for the backward pass, and costs a Python function each way; the numbers are the same. With a bias they are
+    not: PyTorch rounds the product and the sum together.
+    """
     optimizer = engine.optimizer
     offload = getattr(optimizer, "parameter_offload", optimizer)  # an engine that only evaluates has nothing else
     offload._remove_module_hooks()
     if optimizer is not offload:
         optimizer.persistent_parameters = []  # which an update would gather one by one
     model = engine.module
+    for weight in model.parameters():
+        weight.is_kept_whole = True
+    if nn.functional.linear is zero3_linear_wrap:
+        nn.functional.linear = linear
     hook = WholeWeights(model.parameters())
     for module in model.modules():
         if module is model or isinstance(module, PreTrainedModel):  # each of them may be called by itself
             module.register_forward_pre_hook(hook)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  the name of PyTorch
+    """`nn.functional.linear` under ZeRO-3: DeepSpeed's, but for weights that are kept whole and have no bias."""
+    if bias is None and getattr(weight, "is_kept_whole", False):
+        return torch._C._nn.linear(input, weight)
+    return zero3_linear_wrap(input, weight, bias)
 
 
 def whole_weights(engine: Engine) -> WholeWeights | None:

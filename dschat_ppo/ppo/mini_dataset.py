@@ -99,12 +99,9 @@ class MiniDataset:
         most = max(len(parts) for parts in splits)
         micro_batches += (most - len(micro_batches)) * [_empty_micro_batch(rows)]
         counted = rows.loss_mask.sum(dim=1)  # (rows,) tokens in the policy loss
-        denominators = Denominators(
-            tokens=max(1.0, float(counted.sum())),
-            rows=max(1.0, float((counted > 0).sum())),
-            constant=float(len(counted) * self._max_length),
-        )
-        value_tokens = max(1.0, float(rows.response_mask.sum()))
+        numbers = torch.stack([counted.sum(), (counted > 0).sum(), rows.response_mask.sum()]).tolist()
+        tokens, rows_counted, value_tokens = (max(1.0, float(number)) for number in numbers)
+        denominators = Denominators(tokens, rows_counted, constant=float(len(counted) * self._max_length))
         if self.device is not None:
             micro_batches = [to_device(part, self.device) for part in micro_batches]
         return MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks()))

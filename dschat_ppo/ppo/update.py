@@ -101,7 +101,8 @@ class PPOUpdate:
                 return ptx_coef * ptx_loss(actor, rows, text_tokens, sums)
             return policy_loss(rows)
 
-        constants = {**_constants(minibatch), "entropy_coef": entropy_coef, "text_tokens": float(text_tokens), **router}
+        constants = {**_constants(minibatch), "entropy_coef": entropy_coef, **router}
+        constants["text_tokens"] = float(text_tokens) if texts else 1.0
         return Objective("actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants, recorded)
 
     def critic_pass(self, minibatch: MiniBatch[RewardedRollout]) -> RecordedTokens:

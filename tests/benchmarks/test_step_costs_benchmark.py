@@ -55,6 +55,13 @@ def test_a_step_on_two_ranks(tmp_path):
     assert kinds["allreduce"] > 0 and sum(size for _, size in found["collectives"].values()) > 2 * 1.7e6
     assert found["calls"]["optimizer steps"] == 8, "two models, two epochs of two mini-batches"
     assert found["optimizer_kernels"]["aten::_fused_adamw_"] >= 8
-    assert all(count > 0 for count in found["calls"].values()), found["calls"]
+    of_layers = {"module hooks of ZeRO-3", "submodules fetched", "submodules released"}
+    assert {name for name, count in found["calls"].items() if count == 0} == of_layers, "the model is whole"
+    assert 8 <= found["calls"]["gathers of weights"] <= 10, "one after each update"
+    assert sum(kinds.values()) <= 64
+    assert found["step_seconds"]["a step"] > found["step_seconds"]["its arithmetic"] > 0
+    assert "| gathers of weights | 257 -> " in step_costs.summary({"2": found}, {"2": found | {
+        "calls": found["calls"] | {"gathers of weights": 257},
+    }})  # fmt: skip
     assert {"rollout", "score", "train", "reward"} <= set(found["cpu_seconds"])
     assert "| 2 rank(s) |" in step_costs.tables({"2": found})

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from one_rank import one_rank  # noqa: F401
 from tiny_models import new_model
 
@@ -42,6 +43,9 @@ def test_weights_that_fit_many_times_are_whole(size, ranks, memory, whole):
         (2, {}, False),
         (3, {"stage3_param_persistence_threshold": 9_999}, False),
         (3, {"stage3_param_persistence_threshold": 10**9}, False),
+        (3, {"stage3_max_live_parameters": 10**6}, False),
+        (3, {"mics_shard_size": 2}, False),
+        (3, {"reduce_bucket_size": 10**6}, True),
         (3, {"offload_param": {"device": "cpu"}}, False),
         (3, {"zero_hpz_partition_size": 2}, False),
         (3, {"zero_quantized_weights": True}, False),
@@ -96,6 +100,7 @@ def test_zero_3_has_no_hooks_on_layers(engines):
     assert hooked[False] == 1, "that of the engine itself"
     assert hooked[True] > 20
     assert whole_weights_of(engines[True][0]) is None
+    assert torch.nn.functional.linear is whole_weights.linear, "in place of DeepSpeed's"
 
 
 def test_weights_are_gathered_once_after_an_update(engines, monkeypatch):
@@ -115,6 +120,22 @@ def test_weights_are_gathered_once_after_an_update(engines, monkeypatch):
     with torch.no_grad():
         assert torch.equal(engine.module.lm.model(IDS).last_hidden_state, engine.module.lm.model(IDS).last_hidden_state)
     assert calls[1:] == [len(list(engine.module.parameters()))], "a part of the model that is called by itself too"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_weights_have_the_product_of_pytorch_with_the_same_bits(dtype, monkeypatch):
+    monkeypatch.setattr(whole_weights, "zero3_linear_wrap", lambda *given: calls.append(given) or of_deepspeed(*given))
+    calls, found, of_deepspeed = [], [], zero3_linear_wrap
+    for is_whole, bias in ((True, None), (False, None), (True, torch.zeros(7, dtype=dtype))):
+        torch.manual_seed(0)
+        states = torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
+        weight = torch.nn.Parameter(torch.randn(7, 33, dtype=dtype))
+        weight.is_kept_whole = is_whole
+        output = whole_weights.linear(states, weight, bias)
+        output.float().pow(2).sum().backward()
+        found.append((output, states.grad, weight.grad))
+    assert len(calls) == 2, "partitioned, or with a bias"
+    assert all(torch.equal(one, other) for one, other in zip(*found[:2], strict=True))
 
 
 def test_an_evaluating_engine_keeps_its_weights(one_rank):  # noqa: F811
