@@ -12,12 +12,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from dschat_ppo.common.garbage import lasting_objects
 
-from dschat_ppo.common.logging import logger
-from dschat_ppo.tools import toy
+with lasting_objects():
+    import pytest
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    from dschat_ppo.common.logging import logger
+    from dschat_ppo.tools import toy
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts with `&` ignore it
@@ -27,10 +30,16 @@ def pytest_addoption(parser) -> None:
     parser.addoption("--update-docs", action="store_true", help="write measured tables to docs/ instead of comparing")
 
 
+def pytest_collection() -> None:
+    """The garbage collector would search all modules again and again while tests import them."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """DeepSpeed collects garbage for each engine: the modules and tests need not be searched each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def tiny_config(**changes) -> LlamaConfig:

@@ -4,6 +4,7 @@
 top="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 [ -d "$top/.venv" ] && export PATH="$top/.venv/bin:$PATH"
 cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || sysctl -n hw.ncpu)" # nproc limits its result by OMP_NUM_THREADS
+case "${CUDA_VISIBLE_DEVICES-0}" in "" | -1) export DS_ACCELERATOR=cpu ;; esac # DeepSpeed's launcher shows the GPUs again
 count_gpus() { # respects CUDA_VISIBLE_DEVICES
     if [ "${DS_ACCELERATOR:-}" = cpu ]; then
         echo 0

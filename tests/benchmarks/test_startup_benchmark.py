@@ -1,5 +1,7 @@
 """The benchmark of the start, apart from its runs: phases from marks, its table, and that its flags are accepted."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,3 +40,17 @@ def test_a_command_that_fails_ends_the_benchmark_with_its_output(tmp_path):
 def test_a_command_is_measured(tmp_path):
     cpu, wall = startup.run([sys.executable, "-c", "import time; time.sleep(0.3)"], tmp_path)
     assert wall >= 0.3 and 0 < cpu < wall
+
+
+@pytest.mark.parametrize(("scripts", "way", "printed"), [
+    ("launch() { echo launch; }", "script", "launch"),
+    ("launch() { echo launch; }", "deepspeed", "deepspeed --num_accelerators 2 --master_port 7 main.py --flag a b"),
+    ("", "script", "deepspeed --num_accelerators 2 --master_port 7 main.py --flag a b"),
+])  # fmt: skip
+def test_a_step_starts_as_the_checkouts_scripts_start_it(tmp_path, scripts, way, printed):
+    (tmp_path / "training_scripts").mkdir()
+    (tmp_path / "training_scripts/ranks.sh").write_text(f'{scripts}\ndeepspeed() {{ echo "deepspeed $*"; }}\n')
+    command = ["bash", "-c", startup.START, "start", way, "main.py", "--flag", "a b"]
+    env = os.environ | {"RANKS": "2", "MASTER_PORT": "7"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == printed

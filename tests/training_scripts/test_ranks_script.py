@@ -62,6 +62,11 @@ def test_gpus_are_those_of_the_driver(script, driver):
     assert bash(script, 'echo "$gpus"', **driver, DS_ACCELERATOR="cpu") == "0"
 
 
+@pytest.mark.parametrize(("visible", "expected"), [("", "0 cpu"), ("-1", "0 cpu"), ("0", "3")])
+def test_no_visible_gpu_asks_for_the_cpu(script, driver, visible, expected):
+    assert bash(script, 'echo "$gpus ${DS_ACCELERATOR-}"', **driver, CUDA_VISIBLE_DEVICES=visible) == expected
+
+
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists(), reason="there is a GPU")
 def test_without_a_driver_there_is_no_gpu(script):
     assert bash(script, 'echo "$gpus"') == "0"
