@@ -51,7 +51,7 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     reason = reason_not_to_pack(module.backbone)
     if reason is None:
         reason = _select_packed(engine, module, ids)
-    if reason is None and sequence_ranks() == 1:
+    if reason is None and sequence_ranks() == 1 and not (was_training and _has_dropout(module)):
         _select_shared(engine, module, ids)
     if reason is None and engine.device.type != "cpu" and not pack_on_gpu:
         module.packed, reason = False, "packing has been measured on CPUs only"
@@ -108,9 +108,9 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
 def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
     """Run the beginning that rows share once, if that gives the numbers of packed rows.
 
-    Only the attention differs from that of packed rows. A model with dropout would draw one noise for all rows.
+    Only the attention differs from that of packed rows.
     """
-    if isinstance(module, PolicyModel) and not module.fused or _has_dropout(module):
+    if isinstance(module, PolicyModel) and not module.fused:
         return
     ids = torch.cat([ids[:1, : TOKENS // 2].expand(ROWS, -1), ids[:, TOKENS // 2 :]], dim=1)
     separate = _outputs(engine, ids)
@@ -120,9 +120,11 @@ def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
 
 
 def _has_dropout(module: PolicyModel | ScalarModel) -> bool:
+    """Whether training draws noise, which would be the same for all rows that share a beginning."""
     text = module.config.get_text_config()
     layers = any(isinstance(layer, torch.nn.Dropout) and layer.p > 0 for layer in module.modules())
-    return layers or any(getattr(text, name, None) for name in DROPOUTS)
+    of_heads = "classifier_dropout"  # which the heads of this project do not have
+    return layers or any(getattr(text, name, None) for name in DROPOUTS if name != of_heads)
 
 
 def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:

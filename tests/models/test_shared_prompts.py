@@ -249,6 +249,17 @@ def test_a_model_with_dropout_does_not_share(kind):
     policy = PolicyModel(model)
     select_kernels(policy)
     assert policy.packed and not policy.shares
+    select_kernels(policy.eval())
+    assert policy.shares, "a reference or a reward model runs without dropout"
+
+
+def test_the_dropout_of_a_classifiers_head_is_no_dropout_of_the_model():
+    """Pythia's configuration has 0.1; no head of this project reads it."""
+    model = tiny_model("gpt-neox")
+    assert model.config.classifier_dropout > 0
+    policy = PolicyModel(model)
+    select_kernels(policy)
+    assert policy.shares
 
 
 def test_wrong_numbers_of_shared_rows_are_found(monkeypatch):
