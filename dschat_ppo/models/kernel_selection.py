@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dschat_ppo.common.dist import all_reduce, sequence_ranks
 from dschat_ppo.common.logging import logger
+from dschat_ppo.config.on_policy import router_adds_noise
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.architectures import DROPOUTS
 from dschat_ppo.models.backbone import hidden_window, unwrap
@@ -51,7 +52,7 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     reason = reason_not_to_pack(module.backbone)
     if reason is None:
         reason = _select_packed(engine, module, ids)
-    if reason is None and sequence_ranks() == 1 and not (was_training and _has_dropout(module)):
+    if reason is None and sequence_ranks() == 1 and not (was_training and _draws_noise(module)):
         _select_shared(engine, module, ids)
     if reason is None and engine.device.type != "cpu" and not pack_on_gpu:
         module.packed, reason = False, "packing has been measured on CPUs only"
@@ -119,12 +120,13 @@ def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     module.shares = bool(all_reduce(difference.max(), "max") < PACKED_TOLERANCE[module.backbone.dtype])
 
 
-def _has_dropout(module: PolicyModel | ScalarModel) -> bool:
-    """Whether training draws noise, which would be the same for all rows that share a beginning."""
+def _draws_noise(module: PolicyModel | ScalarModel) -> bool:
+    """Whether training is random, in the same way for all rows that share a beginning."""
     text = module.config.get_text_config()
     layers = any(isinstance(layer, torch.nn.Dropout) and layer.p > 0 for layer in module.modules())
     of_heads = "classifier_dropout"  # which the heads of this project do not have
-    return layers or any(getattr(text, name, None) for name in DROPOUTS if name != of_heads)
+    by_config = any(getattr(text, name, None) for name in DROPOUTS if name != of_heads)
+    return layers or by_config or router_adds_noise(module.config.to_dict())
 
 
 def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
