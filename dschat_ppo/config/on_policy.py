@@ -26,7 +26,7 @@ def old_logprobs_source(
     if config.ppo.old_logprobs != "auto":
         return of_scoring, None
     reason = _needed_before(config, plan)
-    if reason is None and any(_adds_noise(model) for model in model_configs):
+    if reason is None and any(router_adds_noise(model) for model in model_configs):
         reason = "the router of a model adds noise in training"
     return ("update", None) if reason is None else (of_scoring, reason)
 
@@ -66,7 +66,8 @@ def _needed_before(config: PPOConfig, plan: PPOPlan) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def _adds_noise(model: dict[Any, Any]) -> bool:
-    """Whether a mixture of experts multiplies the inputs of its router by noise in training (Fedus et al. 2022)."""
+def router_adds_noise(model: dict[Any, Any]) -> bool:
+    """Whether a mixture of experts multiplies the inputs of its router by noise in training (Fedus et al. 2022);
+    `model` is a `config.json`."""
     parts = [value for value in model.values() if isinstance(value, dict)]
-    return any("jitter" in str(name) and value for name, value in model.items()) or any(map(_adds_noise, parts))
+    return any("jitter" in str(name) and value for name, value in model.items()) or any(map(router_adds_noise, parts))

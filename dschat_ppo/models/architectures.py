@@ -48,8 +48,10 @@ SCORE = "score"  # name of the scalar head in the classifiers of decoders
 # Settings of configurations.
 DROPOUTS = (
     "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-    "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
+    "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "emb_pdrop",
+    "embedding_dropout", "mlp_dropout", "resid_dropout", "residual_dropout",
 )  # fmt: skip
+SKIPPED_LAYERS = ("layerdrop", "decoder_layerdrop")  # share of the layers that a pass in training skips
 
 
 def check_architecture(config: PretrainedConfig, folder: str, needs_lm: bool) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dschat_ppo.common.dist import all_reduce, sequence_ranks
 from dschat_ppo.common.logging import logger
+from dschat_ppo.config.on_policy import router_adds_noise
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.architectures import DROPOUTS
 from dschat_ppo.models.attention_choice import WITHOUT_MASKS, attention_dropout
@@ -59,7 +60,7 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     quick = engine.device.type == "cpu" or in_one_call
     if reason is None and not (quick or pack_on_gpu):
         module.packed, reason = False, "no kernel computes the attention of all of them in one call on this GPU"
-    if reason is None and quick and sequence_ranks() == 1:
+    if reason is None and quick and sequence_ranks() == 1 and not (was_training and _draws_noise(module)):
         _select_shared(engine, module, ids)
     if sequence_ranks() > 1:
         _divide(engine, module, ids)
@@ -121,9 +122,9 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
 def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
     """Run the beginning that rows share once, if that gives the numbers of packed rows.
 
-    Only the attention differs from that of packed rows. A model with dropout would draw one noise for all rows.
+    Only the attention differs from that of packed rows.
     """
-    if isinstance(module, PolicyModel) and not module.fused or _has_dropout(module):
+    if isinstance(module, PolicyModel) and not module.fused:
         return
     ids = torch.cat([ids[:1, : TOKENS // 2].expand(ROWS, -1), ids[:, TOKENS // 2 :]], dim=1)
     separate = _outputs(engine, ids)
@@ -132,10 +133,13 @@ def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     module.shares = bool(all_reduce(difference.max(), "max") < PACKED_TOLERANCE[module.backbone.dtype])
 
 
-def _has_dropout(module: PolicyModel | ScalarModel) -> bool:
+def _draws_noise(module: PolicyModel | ScalarModel) -> bool:
+    """Whether training is random, in the same way for all rows that share a beginning."""
     text = module.config.get_text_config()
     layers = any(isinstance(layer, torch.nn.Dropout) and layer.p > 0 for layer in module.modules())
-    return layers or any(getattr(text, name, None) for name in DROPOUTS)
+    of_heads = "classifier_dropout"  # which the heads of this project do not have
+    by_config = any(getattr(text, name, None) for name in DROPOUTS if name != of_heads)
+    return layers or by_config or router_adds_noise(module.config.to_dict())
 
 
 def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:

@@ -26,7 +26,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapted_base import adapted, check_adapter, quantised_base
 from dschat_ppo.models.adapters import AdapterSettings
-from dschat_ppo.models.architectures import DROPOUTS, SCORE, check_architecture, first_position
+from dschat_ppo.models.architectures import DROPOUTS, SCORE, SKIPPED_LAYERS, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, weight_files
 from dschat_ppo.models.model_folders import base_folder, saves_head
@@ -170,7 +170,7 @@ def load_causal_lm(
         folder: model folder.
         dtype: "bf16", "fp16" or "fp32".
         ds_config: the DeepSpeed config of the model's engine, or None.
-        dropout: overrides every dropout of the config.
+        dropout: overrides every dropout of the config; no layer is then skipped in training.
         resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
         adapter: add a LoRA adapter; if `folder` is an adapter folder, continue that one. Without it an adapter folder
             is merged into the weights of its base.
@@ -228,7 +228,7 @@ def load_sequence_classifier(
         dtype: "bf16", "fp16" or "fp32".
         ds_config: the DeepSpeed config of the model's engine, or None.
         new_head: True for training a reward model; False if a trained head is needed.
-        dropout: overrides every dropout of the config.
+        dropout: overrides every dropout of the config; no layer is then skipped in training.
         resize: see `load_causal_lm`.
         adapter: see `load_causal_lm`; the scalar head trains with it.
         device: see `load_causal_lm`.
@@ -254,10 +254,12 @@ def _resized(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 
 def _with_dropout(config: PretrainedConfig, dropout: float | None) -> PretrainedConfig:
-    if dropout is not None:
-        for name in DROPOUTS:
-            if hasattr(config, name):
-                setattr(config, name, dropout)
+    """The config with this dropout and, because ranks must run the same layers, without layers that training skips."""
+    text = config.get_text_config()  # the config itself, except for models of images and text
+    rates = {} if dropout is None else {**dict.fromkeys(DROPOUTS, dropout), **dict.fromkeys(SKIPPED_LAYERS, 0.0)}
+    for name, rate in rates.items():
+        if hasattr(text, name):
+            setattr(text, name, rate)
     return config
 
 

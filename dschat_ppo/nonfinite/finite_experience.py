@@ -35,7 +35,7 @@ class Computation(Protocol):
 class FiniteExperience:
     """Wraps the advantage computation: experience with a number that is not finite reaches no update.
 
-    Every rank holds the rows of all ranks, so every rank makes the same decision without a collective.
+    Every rank holds the rows and values of all ranks, so every rank makes the same decision without a collective.
 
     Args:
         compute: the advantage computation.
@@ -53,7 +53,8 @@ class FiniteExperience:
     def __call__(self, rows: ScoredRollout, step: int) -> Experience | None:
         """Experience of all ranks; None if the updates of the PPO step are skipped.
 
-        If a number is not finite, the KL coefficient and the running scale keep their state. Collective in that case.
+        If a number is not finite, the KL coefficient and the running scale keep their state. Collective in that case,
+        and if the rows have no values yet.
 
         Raises:
             NonFiniteError: a number is not finite, and the run is to stop.

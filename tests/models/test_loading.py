@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers as hf
 from conftest import tiny_config
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -184,6 +185,43 @@ def test_dropout_override_reaches_the_model(tmp_path):
     assert rates == {0.0}
     rates = {m.p for m in load_causal_lm(str(tmp_path), "fp32", None).modules() if isinstance(m, torch.nn.Dropout)}
     assert rates == {0.1}
+
+
+_SIZES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 50, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+_GPT_NEO = {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
+WITH_NOISE = {
+    "seed-oss": hf.SeedOssConfig(**_SIZES, head_dim=8, residual_dropout=0.5, attention_dropout=0.5),
+    "starcoder2": hf.Starcoder2Config(**_SIZES, residual_dropout=0.5, embedding_dropout=0.5),
+    "gpt-neo": hf.GPTNeoConfig(hidden_size=16, vocab_size=50, resid_dropout=0.5, embed_dropout=0.5, **_GPT_NEO),
+    "opt": hf.OPTConfig(
+        hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16, vocab_size=50,
+        dropout=0.5, layerdrop=0.9,
+    ),
+    "gemma3": hf.Gemma3Config(
+        text_config={**_SIZES, "head_dim": 8, "attention_dropout": 0.5},
+        vision_config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 28},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_NOISE)
+def test_without_dropout_training_gives_the_numbers_of_evaluation(tmp_path, name):
+    config = WITH_NOISE[name]
+    kind = hf.Gemma3ForConditionalGeneration if name == "gemma3" else hf.AutoModelForCausalLM
+    torch.manual_seed(0)
+    (kind(config) if name == "gemma3" else kind.from_config(config)).save_pretrained(tmp_path)
+    ids = torch.arange(3, 15).view(1, 12)
+
+    def logits(dropout: float | None, training: bool) -> torch.Tensor:
+        model = load_causal_lm(str(tmp_path), "fp32", None, dropout).train(training)
+        return model(input_ids=ids).logits
+
+    assert torch.equal(logits(0.0, training=True), logits(None, training=False))
+    assert not torch.equal(logits(None, training=True), logits(None, training=False)), "the model has no dropout"
 
 
 @pytest.mark.parametrize("config", [GPT2Config(), Qwen2Config()])

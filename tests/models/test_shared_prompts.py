@@ -226,16 +226,29 @@ def test_models_share_where_they_pack(name):
     assert policy.packed is (name not in ("phimoe", *PADDED_ONLY))
 
 
-@pytest.mark.parametrize("kind", ["module", "config"])
-def test_a_model_with_dropout_does_not_share(kind):
-    model = without_dropout(tiny_model("llama"))
+@pytest.mark.parametrize("kind", ["module", "config", "router"])
+def test_a_model_with_noise_in_training_does_not_share(kind):
+    model = without_dropout(tiny_model("mixtral" if kind == "router" else "llama"))
     if kind == "module":
         model.model.layers[0].mlp.register_module("noise", torch.nn.Dropout(0.1))
-    else:
+    elif kind == "config":
         model.config.attention_dropout = 0.1
+    else:
+        model.config.router_jitter_noise = 0.1
     policy = PolicyModel(model)
     select_kernels(policy)
     assert policy.packed and not policy.shares
+    select_kernels(policy.eval())
+    assert policy.shares, "a reference or a reward model runs without noise"
+
+
+def test_the_dropout_of_a_classifiers_head_is_no_dropout_of_the_model():
+    """Pythia's configuration has 0.1; no head of this project reads it."""
+    model = tiny_model("gpt-neox")
+    assert model.config.classifier_dropout > 0
+    policy = PolicyModel(model)
+    select_kernels(policy)
+    assert policy.shares
 
 
 def test_wrong_numbers_of_shared_rows_are_found(monkeypatch):
