@@ -252,9 +252,8 @@ def main() -> None:
             found["families"][f"{heads} key heads"] = against_whole_rows("llama", True, **changes)
         with pytest.MonkeyPatch.context() as patch:
             install(patch)
-            patch.setattr(
-                flex_attention, "_validate_device", lambda *_: None, raising=False
-            )  # it has gradients, but does not say so
+            # It has gradients on a CPU, but refuses to give them.
+            patch.setattr(flex_attention, "_validate_device", lambda *_: None, raising=False)
             for kind, choice, packed in product(("llama", "mistral-window"), CHOICES, (False, True)):
                 label = f"{kind} {choice}{' packed' * packed}"
                 found["families"][label] = against_whole_rows(kind, packed, choice=choice)
