@@ -154,8 +154,9 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], li
     common = torch.minimum(equal, torch.minimum(sizes[order[1:]], sizes[order[:-1]])).tolist()
     shared, leaders = [0] * len(words), list(range(len(words)))
     for start, end in _groups(common):
-        for place in range(start + 1, end):
-            shared[order[place]], leaders[order[place]] = min(common[start : end - 1]), order[start]
+        of_all = min(common[start : end - 1], default=0)
+        for row in order[start + 1 : end]:
+            shared[row], leaders[row] = of_all, order[start]
     return order, shared, leaders
 
 

@@ -176,7 +176,7 @@ class Evaluation:
         scores = self.reward_scorer.score(request, rollout)
         kl = None
         if self.model_scorer is not None:
-            groups = torch.zeros(len(scores.total), dtype=torch.int64, device=scores.total.device)
+            groups = torch.arange(len(indices), device=scores.total.device).repeat_interleave(samples)
             scored = self.model_scorer(rollout, scores, groups)
             assert scored.old_logprobs is not None and scored.ref_logprobs is not None
             kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()  # one sum per answer

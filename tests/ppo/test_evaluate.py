@@ -226,6 +226,18 @@ def test_the_kl_is_the_sum_of_k1_over_each_answer(tmp_path):
     assert metrics["eval/kl_ref_k1"] == -0.5
 
 
+def test_only_the_answers_to_one_prompt_are_a_group(tmp_path):
+    """Micro-batches of scoring count the prompt of a group once."""
+    seen = []
+
+    def model_scorer(rollout, scores, groups):
+        seen.extend(groups.tolist())
+        return SimpleNamespace(old_logprobs=torch.zeros(6, 3), ref_logprobs=torch.zeros(6, 3))
+
+    evaluation_of(tmp_path, model_scorer=model_scorer, eval_samples=2).run(0)
+    assert seen == [0, 0, 1, 1, 2, 2]
+
+
 def test_files_are_json_whatever_the_scores_are(tmp_path):
     scores = iter([[math.nan, 0.5, 1.0, math.inf]])
     kl = torch.tensor([[-math.inf, 0.0, 0.0], [0.25, 0.0, 0.0], [math.nan, 0.0, 0.0], [0.0, 0.0, 0.0]])

@@ -33,6 +33,7 @@ def found_of(folder) -> tuple[list[dict], dict, dict]:
 def test_scoring_passes_are_saved_and_ratios_are_one(runs, ranks, case):
     (lines, _, found), (other, _, before) = (found_of(runs[ranks] / f"{case} {source}") for source in SOURCES)
     assert (found["source"], before["source"]) == ("update", "recompute")
+    assert found["shares"] is before["shares"] is ("shared" not in case)
     if "bf16" not in case:  # in bf16 later steps may have other answers
         saved = {role: before["passes"][role] - count for role, count in found["passes"].items()}
         scored = found["passes"]["reference"]  # which is scored in any case

@@ -14,6 +14,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
+from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.models.saving import gather_state
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.state import PPOComponents
@@ -26,7 +27,7 @@ from workers.quick import be_quick
 
 ROWS, STEPS = 8, 3
 CASES = {
-    "gae": "--kl_target 0.05 --entropy_coef 0.01 --enable_ema",
+    "gae": "--kl_target 0.05 --entropy_coef 0.01 --enable_ema --n_samples_per_prompt 2",
     "grpo": "--advantage_estimator grpo --n_samples_per_prompt 2 --kl_loss_coef 0.1",
     "rloo": "--advantage_estimator rloo --n_samples_per_prompt 2 --kl_coef 0.1 --kl_estimator k3",
     "gae bf16": "--dtype bf16",
@@ -49,7 +50,7 @@ def ppo_with(assets: Path, stage: int, case: str, source: str, device) -> PPOCom
     config = parse("ppo", [str(word) for word in words])
     dist.share_rows(shared)
     seed_everything(1)
-    ids = [[5 + row, *range(20, 20 + row % 5)] for row in range(40)]
+    ids = [[5 + row, *range(20, 30 + row % 5)] for row in range(40)]  # long enough to be shared by several answers
     prompts = Dataset.from_dict({"prompt_ids": ids, "row": ["{}"] * 40})
     ppo = ppo_of(config, prompts, device)
     ppo.collection.reward_scorer.mixture = RewardMixture([(TokenSum(), 1.0)])
@@ -86,9 +87,11 @@ def main() -> None:
             weights = {}
             for role, engine in ppo.engines.trained.items():
                 weights |= {f"{role}.{name}": weight for name, weight in gather_state(engine.module).items()}
+            shares = share_prompts(ppo.engines.actor, ppo.engines.critic)
+            found = {"source": ppo.old_logprobs, "passes": passes, "shares": shares}
             if dist.is_main():
                 torch.save(weights, out / "weights.pt")
-                (out / "found.json").write_text(json.dumps({"source": ppo.old_logprobs, "passes": passes}))
+                (out / "found.json").write_text(json.dumps(found))
     dist.shutdown()
     leave(0)
 
