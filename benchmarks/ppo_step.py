@@ -9,7 +9,7 @@
 of 64 tokens to each.
 
 The plain way is in `plain.py`; both use the same DeepSpeed engines. `--old_logprobs` is that of our way. It takes
-`--micro_batch_tokens 3072`, a quarter of what the plain way has in one pass of "fixed". Peak memory is compared on
+`--micro_batch_tokens 2048`, a quarter of what the plain way has in one pass of "fixed". Peak memory is compared on
 "fixed" at a vocabulary of 32768, beyond what models and optimizers hold; its ratio is ours to the plain way's (less is
 better), the others are the plain way's cost to ours (more is better). `--compare trl` also runs TRL's trainers, where
 TRL is installed: PPO on "fixed" and GRPO on "group". `--tiny` makes models and workloads so small that only the
@@ -39,7 +39,7 @@ from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 
 WORKLOADS = {"fixed": 32, "varied": 32, "group": 16}  # name -> prompts
-TOKENS = 3072  # of our micro-batches
+TOKENS = 2048  # of our micro-batches
 
 
 @dataclass(frozen=True)
