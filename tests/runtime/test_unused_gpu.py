@@ -100,17 +100,7 @@ def test_as_a_program_it_ends_with_exit_code_2():
     assert result.stderr.startswith("error: this machine has a GPU with driver 1.5") and result.stderr.count("\n") == 1
 
 
-def test_the_scripts_check_after_the_installation_of_torch_and_count_no_gpu_for_the_cpu(tmp_path):
+def test_the_installation_checks_after_torch_and_before_the_rest():
     script = (ROOT / "training_scripts/setup_venv.sh").read_text()
     check, install = script.index("-m dschat_ppo.runtime.unused_gpu"), script.index("torch==")
     assert install < check < script.index("pip install -q")
-    (tmp_path / "python").write_text("#!/bin/sh\necho 8\n")
-    (tmp_path / "python").chmod(0o755)
-    scripts = tmp_path / "top/training_scripts"
-    scripts.mkdir(parents=True)
-    (scripts / "ranks.sh").write_text((ROOT / "training_scripts/ranks.sh").read_text())
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": "1"}
-    for chosen, ranks in (({}, {"8"}), ({"DS_ACCELERATOR": "cpu"}, {"1", "2"})):
-        command = ["bash", "-c", f"source {scripts / 'ranks.sh'} && echo $RANKS"]
-        said = subprocess.run(command, env=env | chosen, check=True, capture_output=True, text=True).stdout.strip()
-        assert said in ranks

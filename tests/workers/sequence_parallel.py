@@ -209,12 +209,13 @@ def in_groups(assets: Path, settings: Path, device) -> dict:
 
 @contextmanager
 def counted_pieces() -> Iterator[list[int]]:
-    """The numbers of tokens with which the tiled MLPs run their layers in this block."""
+    """The numbers of tokens with which tiled MLPs whose weights are gathered for each piece run in this block."""
     seen: list[int] = []
     before = LlamaMLP.forward
 
     def forward(self, states):
-        seen.append(states.shape[:-1].numel())
+        if any(layer._forward_pre_hooks for layer in self.children()):  # the weights of small frozen models are whole
+            seen.append(states.shape[:-1].numel())
         return before(self, states)
 
     LlamaMLP.forward = forward
