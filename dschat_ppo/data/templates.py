@@ -166,8 +166,10 @@ def text_anchor(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
 
 @lru_cache(maxsize=16)
 def _puts_a_space_before(tokenizer: PreTrainedTokenizerBase) -> bool:
-    anchor, text = (ids_of(tokenizer, part, add_special_tokens=False) for part in ("\n", "x"))
-    both = ids_of(tokenizer, "\nx", add_special_tokens=False)
+    try:
+        anchor, text, both = (ids_of(tokenizer, part, add_special_tokens=False) for part in ("\n", "x", "\nx"))
+    except UserError:  # a vocabulary without these characters and without an unknown token
+        return False
     return both[: len(anchor)] == anchor and both[len(anchor) :] != text
 
 

@@ -17,6 +17,7 @@ from dschat_ppo.data.templates import (
     turn_end,
 )
 from dschat_ppo.errors import UserError
+from dschat_ppo.tools import addition
 
 WORDS = [
     "Where", " lamp", "hall.", "\n", "\n\n", "  ", " ", "😀", "é", "☕", "Human:", " Assistant:", "<|im_end|>",
@@ -154,6 +155,16 @@ def test_prompts_are_encoded_and_rendered_once(monkeypatch):
     assert counting.characters < 8 * (1000 + 150)
     encode_examples(tokenizer, [Example(f"{number} lamp", ["hall", "lamp"]) for number in range(8)], False)
     assert counting.calls == 3
+
+
+def test_a_vocabulary_of_a_few_characters_encodes_its_rows():
+    tokenizer = addition.make_tokenizer()  # rejects line breaks and letters
+    with pytest.raises(Exception, match="UNK"):
+        tokenizer.encode("\n")
+    (example,) = encode_examples(tokenizer, [Example("93+21=", ["411"])], False)
+    ids = tokenizer.convert_tokens_to_ids
+    assert example.prompt == ids(list("93+21=")) and example.answers == [[*ids(list("411")), tokenizer.eos_token_id]]
+    assert encode_answer(tokenizer, "93+21=", "411") == example.answers[0]
 
 
 # What cannot be encoded
