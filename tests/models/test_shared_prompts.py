@@ -270,3 +270,10 @@ def test_a_head_that_needs_whole_logits_is_not_shared():
     policy.fused, policy.shares = False, False
     select_kernels(policy)
     assert not policy.shares
+
+
+@pytest.mark.parametrize(("alike", "shared"), [(7, [0, 0]), (8, [0, 8])])
+def test_short_beginnings_are_not_shared(alike, shared):
+    ids = torch.arange(24).view(2, 12)
+    ids[1, :alike] = ids[0, :alike]
+    assert common_beginnings(ids, torch.tensor([12, 12])) == ([0, 1], shared, [0, 0] if any(shared) else [0, 1])
