@@ -21,6 +21,7 @@ from dschat_ppo.html_report.thinning import rounded
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("chart.js", "answers.js", "page.js")
 Row = Sequence[str]  # the cells of a row of a table, as plain text
+Section = tuple[str, str]  # its title, and its content as HTML; without content there is no section
 
 
 def page(runs: Sequence[Run], now: float) -> str:
@@ -40,7 +41,7 @@ def page(runs: Sequence[Run], now: float) -> str:
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     title = "Training report: " + ", ".join(run.name for run in runs)
-    body = [
+    sections = [
         _overview(runs, now),
         _health(runs),
         *_figure_sections(figures),
@@ -48,6 +49,7 @@ def page(runs: Sequence[Run], now: float) -> str:
         _flags(runs),
         _versions(runs),
     ]
+    shown = [(section_title, content) for section_title, content in sections if content]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -65,10 +67,11 @@ script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'">
 <header><h1>{escape(title)}</h1>
 <p class="quiet">Made {_utc(now)} from the files of {"the run" if len(runs) == 1 else f"{len(runs)} runs"}. \
 This file needs no network.</p></header>
+{_contents([section_title for section_title, _ in shown])}
 {_toolbar(runs)}
 <main id="main">
 <noscript><p>The figures and answers need JavaScript. The tables show their numbers without it.</p></noscript>
-{"".join(body)}
+{"".join(_section(*section) for section in shown)}
 </main>
 <script type="application/json" id="data">{json_in_html(data)}</script>
 <script>{script}</script>
@@ -107,7 +110,18 @@ def _key(colour: int) -> str:
 
 
 def _section(title: str, content: str) -> str:
-    return f'<section aria-label="{escape(title)}"><h2>{escape(title)}</h2>\n{content}</section>\n'
+    heading = escape(title)
+    return f'<section id="{_anchor(title)}" aria-label="{heading}"><h2>{heading}</h2>\n{content}</section>\n'
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _contents(titles: Sequence[str]) -> str:
+    """Links to the sections."""
+    links = [f'<li><a href="#{_anchor(title)}">{escape(title)}</a></li>' for title in titles]
+    return f'<nav aria-label="Sections"><ul>{"".join(links)}</ul></nav>'
 
 
 def _folded(summary: str, content: str) -> str:
@@ -129,7 +143,7 @@ def _table(caption: str, head: Row, rows: Sequence[Row], *, numbers: bool = Fals
     )
 
 
-def _overview(runs: Sequence[Run], now: float) -> str:
+def _overview(runs: Sequence[Run], now: float) -> Section:
     shown = [(name, words) for name, words in HEADLINES if any(name in run.metrics for run in runs)]
     rows: list[Row] = [
         ("kind", *(run.kind for run in runs)),
@@ -146,7 +160,7 @@ def _overview(runs: Sequence[Run], now: float) -> str:
         for run in runs for file, count in run.damaged.items()
     ]  # fmt: skip
     head = ("", *(run.name for run in runs))
-    return _section("Overview", _table("Runs; numbers are first → last", head, rows) + "".join(damage))
+    return "Overview", _table("Runs; numbers are first → last", head, rows) + "".join(damage)
 
 
 def _state(run: Run, now: float) -> str:
@@ -190,11 +204,11 @@ def _utc(time: float) -> str:
     return datetime.fromtimestamp(time, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _health(runs: Sequence[Run]) -> str:
+def _health(runs: Sequence[Run]) -> Section:
     """The health events of all runs; nothing if no run wrote any file of them."""
     recorded = [run for run in runs if run.health is not None]
     if not recorded:
-        return ""
+        return "Health", ""
     keys = ("step", "level", "name", "seen", "cause", "change")
     rows: list[Row] = []
     for run in recorded:
@@ -205,12 +219,12 @@ def _health(runs: Sequence[Run]) -> str:
                 cells[0] += f" (since {shown_value(since)})"
             rows.append((run.name, *cells))
     if not rows:
-        return _section("Health", "<p>No health event: no metric crossed its threshold.</p>")
+        return "Health", "<p>No health event: no metric crossed its threshold.</p>"
     head = ("run", "step", "level", "event", "what was seen", "likely cause", "what to change")
-    return _section("Health", _table("Health events, in the order in which they occurred", head, rows))
+    return "Health", _table("Health events, in the order in which they occurred", head, rows)
 
 
-def _figure_sections(figures: list[Drawing]) -> list[str]:
+def _figure_sections(figures: list[Drawing]) -> list[Section]:
     sections, number = [], 0
     for title, group in groupby(figures, key=lambda made: made.figure.section):
         parts = []
@@ -220,7 +234,7 @@ def _figure_sections(figures: list[Drawing]) -> list[str]:
         content = f'<div class="figures">{"".join(parts)}</div>'
         if title == "Other metrics":
             content = _folded(f"{len(parts)} more metrics", content)
-        sections.append(_section(title, content))
+        sections.append((title, content))
     return sections
 
 
@@ -237,14 +251,14 @@ def _figure(made: Drawing, number: int) -> str:
 """
 
 
-def _answers(rows: list[dict[str, Any]], answers: int) -> str:
+def _answers(rows: list[dict[str, Any]], answers: int) -> Section:
     if not rows:
-        return ""
+        return "Answers", ""
     note = f"<p>{len(rows):,} of {answers:,} answers are in this file.</p>" if len(rows) < answers else ""
-    return _section("Answers", f'{note}<div id="answers"></div>')
+    return "Answers", f'{note}<div id="answers"></div>'
 
 
-def _flags(runs: Sequence[Run]) -> str:
+def _flags(runs: Sequence[Run]) -> Section:
     parts = []
     if len(runs) > 1:
         rows = differing_flags(runs)
@@ -264,11 +278,11 @@ def _flags(runs: Sequence[Run]) -> str:
             changed if len(runs) == 1 else f"<details><summary>{escape(run.name)}</summary>{changed}</details>"
         )
         parts.append(_folded(f"All flags of {run.name}", table))
-    return _section("Flags", "".join(parts))
+    return "Flags", "".join(parts)
 
 
-def _versions(runs: Sequence[Run]) -> str:
+def _versions(runs: Sequence[Run]) -> Section:
     rows = versions(runs)
     if not rows:
-        return _section("Versions", "<p>The runs did not record their versions of libraries.</p>")
-    return _section("Versions", _table("Versions of libraries", ("library", *(run.name for run in runs)), rows))
+        return "Versions", "<p>The runs did not record their versions of libraries.</p>"
+    return "Versions", _table("Versions of libraries", ("library", *(run.name for run in runs)), rows)

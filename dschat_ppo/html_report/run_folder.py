@@ -149,7 +149,9 @@ def _columns(lines: list[dict[str, Any]]) -> tuple[dict[str, Points], dict[int, 
         for key, value in by_step[step].items():
             if key in NOT_PLOTTED or not (value is None or type(value) in (int, float)):
                 continue
-            metrics.setdefault(names.setdefault(key, today(key)), []).append((step, number_or_none(value)))
+            if key not in names:
+                names[key] = today(key)
+            metrics.setdefault(names[key], []).append((step, number_or_none(value)))
     return metrics, {step: number_or_none(by_step[step].get("time")) or 0.0 for step in sorted(by_step)}
 
 

@@ -53,7 +53,7 @@ function pager(parent, filters, matching) {
 }
 
 function searchBox() {
-  const box = make("input", { type: "search", placeholder: "text of prompts and answers" });
+  const box = make("input", { type: "search", placeholder: "prompt or answer" });
   return { box, label: make("label", {}, "Search ", box) };
 }
 

@@ -21,7 +21,7 @@ function draw(parent, tag, attributes, text) {
 function shown(value) {
   if (value === null || value === undefined) return "NaN";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(4)));
 }
 
@@ -45,14 +45,16 @@ function ticks(low, high, count) {
   return found;
 }
 
-/* [lowest, highest] of the values; without outliers from the 2nd to the 98th percentile; never empty. */
+/* [lowest, highest] of the values with some space, or from the 2nd to the 98th percentile; never empty, and not below
+   0 where no value is. */
 function extent(values, withoutOutliers) {
   const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
   if (!sorted.length) return [0, 1];
   const cut = withoutOutliers ? Math.floor(sorted.length * 0.02) : 0;
   const low = sorted[cut], high = sorted[sorted.length - 1 - cut];
-  const pad = high > low ? (high - low) * 0.06 : Math.abs(high) * 0.1 || 1;
-  return [low - pad, high + pad];
+  const constant = high - low <= 1e-9 * Math.max(Math.abs(high), Math.abs(low));  // but for rounding
+  const pad = constant ? Math.abs(high) * 0.1 || 1 : (high - low) * 0.06;
+  return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad];
 }
 
 /* The path through the points; a null interrupts it. */
@@ -109,6 +111,16 @@ function stepDomain(series) {
   return high > low ? [low, high] : [low - 1, high + 1];
 }
 
+/* Of each stop its own events: those after the stop before it. Returns functions that give the text of a stop. */
+function withEvents(steps, runs, events, text) {
+  const own = [...runs].flatMap((run) => events[run]);
+  return steps.map((step, n) => {
+    const since = n ? steps[n - 1] : -Infinity;
+    const names = own.filter((event) => event.step > since && event.step <= step).map((event) => event.name);
+    return () => text(step, n) + (names.length ? `; health: ${names.join(", ")}` : "");
+  });
+}
+
 function drawEvents(plane, runs, events) {
   for (const run of runs) {
     for (const event of events[run]) {
@@ -125,7 +137,8 @@ function drawLines(panel, width, settings, events) {
   const values = panel.series.flatMap((one, i) => smoothed[i].concat(one.low || one.y, one.high || []));
   const plane = frame(width, stepDomain(panel.series), extent(values, settings.outliers), "step");
   const { svg, x, y } = plane;
-  drawEvents(plane, new Set(panel.series.map((one) => one.run)), events);
+  const runs = new Set(panel.series.map((one) => one.run));
+  drawEvents(plane, runs, events);
   panel.series.forEach((one, i) => {
     if (one.low) draw(svg, "path", { class: `range f${one.colour}`, d: areaOf(one.x, one.low, one.high, x, y) });
     if (settings.smoothing > 0) draw(svg, "path", { class: `raw c${one.colour}`, d: pathOf(one.x, one.y, x, y) });
@@ -146,7 +159,8 @@ function drawLines(panel, width, settings, events) {
     const n = one.x.indexOf(step);
     return n < 0 ? null : `${one.label} ${shown(one.y[n])}` + (settings.smoothing ? ` (${shown(smoothed[i][n])})` : "");
   }).filter((part) => part !== null).join(", ");
-  return { ...plane, stops: steps.map((step) => ({ at: x(step), text: () => `step ${step}: ${read(step)}` })) };
+  const texts = withEvents(steps, runs, events, (step) => `step ${step}: ${read(step)}`);
+  return { ...plane, stops: steps.map((step, n) => ({ at: x(step), text: texts[n] })) };
 }
 
 function drawBands(panel, width, settings, events) {
@@ -165,8 +179,9 @@ function drawBands(panel, width, settings, events) {
   });
   drawEvents(plane, [panel.series[0].run], events);
   const read = (n) => panel.series.map((one, i) => `${one.label} ${shown(smoothed[i][n])}`).join(", ");
-  const text = (n) => () => `step ${steps[n]}: ${shown(tops[tops.length - 1][n])} in all; ${read(n)}`;
-  return { ...plane, stops: steps.map((step, n) => ({ at: x(step), text: text(n) })) };
+  const text = (step, n) => `step ${step}: ${shown(tops[tops.length - 1][n])} in all; ${read(n)}`;
+  const texts = withEvents(steps, [panel.series[0].run], events, text);
+  return { ...plane, stops: steps.map((step, n) => ({ at: x(step), text: texts[n] })) };
 }
 
 function drawPair(panel, width, settings) {

@@ -1,6 +1,7 @@
 /* Puts the figures into the page, and reads values under the pointer or by the arrow keys. */
 const data = JSON.parse(document.getElementById("data").textContent);
 const settings = { smoothing: 0, outliers: false, events: true, hidden: new Set() };
+const PRINTED_WIDTH = 340;  // of a figure, in CSS pixels: half a sheet
 const KINDS = { lines: drawLines, stacked: drawBands, pair: drawPair };
 
 function legend(series, kind) {
@@ -44,15 +45,15 @@ function watch(chart, drawn, readout) {
   });
 }
 
-function fill(plot) {
+function fill(plot, width = plot.clientWidth) {
   const figure = data.figures[plot.dataset.figure];
   plot.replaceChildren();
-  plot.drawnAt = plot.clientWidth;
+  plot.drawnAt = width;
   const events = data.runs.map((run) => (settings.events ? run.events : []));
   for (const panel of figure.panels) {
     const series = panel.series.filter((one) => !settings.hidden.has(one.run));
     if (!series.length) continue;
-    const drawn = KINDS[figure.kind]({ ...panel, series }, Math.max(260, plot.clientWidth), settings, events);
+    const drawn = KINDS[figure.kind]({ ...panel, series }, Math.max(260, width), settings, events);
     const about = `${plot.dataset.summary} ${panel.title}`.trim();
     const readout = make("p", { class: "readout", "aria-live": "polite" });
     const image = make("div", { role: "img", "aria-label": about }, drawn.svg);
@@ -64,27 +65,29 @@ function fill(plot) {
   if (!plot.children.length) plot.append(make("p", { class: "empty" }, "All its runs are hidden."));
 }
 
-/* Figures are drawn when they come near the screen: a report may have a hundred. */
-const seen = new IntersectionObserver((entries) => {
-  for (const { target, isIntersecting } of entries) {
-    target.near = isIntersecting;
-    if (isIntersecting && target.drawnAt !== target.clientWidth) fill(target);
-  }
-}, { rootMargin: "600px" });
+/* A figure in a closed part of the page has no width, and is drawn when it gets one. */
 const plots = [...document.querySelectorAll(".plot")];
-for (const plot of plots) {
-  seen.observe(plot);
-  new ResizeObserver(() => { if (plot.near && plot.drawnAt !== plot.clientWidth) fill(plot); }).observe(plot);
-}
-function redraw() {
-  for (const plot of plots) {
-    plot.drawnAt = null;
-    if (plot.near) fill(plot);
-  }
-}
-addEventListener("beforeprint", () => {
-  for (const plot of plots) if (plot.clientWidth && !plot.children.length) fill(plot);
+const resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) if (target.clientWidth && target.drawnAt !== target.clientWidth) fill(target);
 });
+for (const plot of plots) resized.observe(plot);
+/* Figures on the screen at once, the others when the settings rest. */
+let resting;
+function redraw() {
+  const later = [];
+  for (const plot of plots) {
+    const { top, bottom, width } = plot.getBoundingClientRect();
+    if (width && bottom > 0 && top < innerHeight) fill(plot);
+    else if (width) later.push(plot);
+  }
+  clearTimeout(resting);
+  resting = setTimeout(() => later.forEach((plot) => fill(plot)), 100);
+}
+for (const plot of plots) if (plot.clientWidth) fill(plot);
+addEventListener("beforeprint", () => {
+  for (const plot of plots) if (plot.clientWidth) fill(plot, PRINTED_WIDTH);
+});
+addEventListener("afterprint", redraw);
 
 const slider = document.getElementById("smoothing");
 slider.addEventListener("input", () => {
