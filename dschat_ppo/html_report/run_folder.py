@@ -14,6 +14,7 @@ import yaml
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.figures import NOT_PLOTTED, today
 
+# names as in monitor/ and checkpoint/, whose modules import torch
 METRICS, CONFIG, RESULT = "metrics.jsonl", "config.yaml", "result.json"
 HEALTH, SAMPLES, STARTS = "health.jsonl", "samples.jsonl", "starts.jsonl"
 Points = list[tuple[int, float | None]]  # (step, value); None: NaN or infinity
