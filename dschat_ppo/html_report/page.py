@@ -128,16 +128,15 @@ def _folded(summary: str, content: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
-def _table(caption: str, head: Row, rows: Sequence[Row], *, numbers: bool = False) -> str:
+def _table(caption: str, head: Row, rows: Sequence[Row], style: str = "") -> str:
     """A table that scrolls sideways on a narrow screen; the first cell of each row is its heading."""
     heads = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     lines = [
         f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
         for row in rows
     ]
-    style = ' class="numbers"' if numbers else ""
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table{style}>'
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="{style}">'
         f"<caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead>"
         f"<tbody>{''.join(lines)}</tbody></table></div>\n"
     )
@@ -160,7 +159,7 @@ def _overview(runs: Sequence[Run], now: float) -> Section:
         for run in runs for file, count in run.damaged.items()
     ]  # fmt: skip
     head = ("", *(run.name for run in runs))
-    return "Overview", _table("Runs; numbers are first → last", head, rows) + "".join(damage)
+    return "Overview", _table("Runs; numbers are first → last", head, rows, "overview") + "".join(damage)
 
 
 def _state(run: Run, now: float) -> str:
@@ -241,7 +240,7 @@ def _figure_sections(figures: list[Drawing]) -> list[Section]:
 def _figure(made: Drawing, number: int) -> str:
     head = ("run", "metric", "first", "last", "lowest", "highest")
     rows = [(run, name, *values) for run, name, values in made.table]
-    numbers = _table(f"{made.figure.title}: numbers", head, rows, numbers=True)
+    numbers = _table(f"{made.figure.title}: numbers", head, rows, "numbers")
     unit = f' <span class="quiet">({escape(made.figure.unit)})</span>' if made.figure.unit else ""
     return f"""<figure id="figure-{number}">
 <figcaption><h3>{escape(made.figure.title)}{unit}</h3><p>{escape(made.figure.reading)}</p></figcaption>

@@ -73,7 +73,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read several runs; their names are the shortest ends of their paths that differ.
+    """Read several runs; see `short_names` for their names.
 
     Raises:
         UserError: a folder is not that of a run, or is named twice.
@@ -85,8 +85,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """For each folder the shortest end of its path that no other folder has, such as "ppo", or "a/ppo" and "b/ppo"."""
+    """For each folder the shortest end of its path that no other folder has, without the end that all have in common:
+    "ppo" for one folder, "a" and "b" for a/ppo and b/ppo."""
     parts = [folder.resolve().parts for folder in folders]
+    while len(parts) > 1 and len({own[-1] for own in parts}) == 1 and min(map(len, parts)) > 2:
+        parts = [own[:-1] for own in parts]
     longest = max(map(len, parts))
     for length in range(1, longest):
         names = ["/".join(own[-length:]) for own in parts]

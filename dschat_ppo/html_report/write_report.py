@@ -28,25 +28,23 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     """
     if not 1 <= len(folders) <= COLOURS:
         raise UserError(f"a report shows 1 to {COLOURS} runs, got {len(folders)}; name fewer")
-    content = page(read_runs(folders), time.time()).encode()
+    text = page(read_runs(folders), time.time())
+    content = text.encode(errors="replace")  # JSON may hold half a surrogate pair, which UTF-8 cannot
     try:
         write_file(path, content)
     except OSError as problem:
         raise UserError(f"{path}: cannot be written ({problem.strerror}); name another file by --out") from problem
 
 
-def report_run(folder: Path) -> Path | None:
+def report_run(folder: Path) -> None:
     """Write `report.html` into the output folder of a run at its end; call it on rank 0.
 
     A report that cannot be written is a warning, because the run itself is complete.
-
-    Returns:
-        The file; None without one.
     """
     path = folder / REPORT
     try:
         write_report([folder], path)
     except UserError as problem:
         logger().warning(f"no report: {problem}")
-        return None
-    return path
+    else:
+        logger().info(f"report: {path}")

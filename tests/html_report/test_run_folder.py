@@ -91,9 +91,11 @@ def test_the_kind_of_a_run_is_in_its_flags(config, expected):
 
 
 def test_names_are_the_shortest_ends_that_differ(tmp_path):
-    paths = [tmp_path / "a" / "ppo", tmp_path / "b" / "ppo"]
-    assert short_names(paths) == ["a/ppo", "b/ppo"]
+    paths = [tmp_path / "a" / "1" / "ppo", tmp_path / "b" / "1" / "ppo", tmp_path / "b" / "2" / "ppo"]
     assert short_names(paths[:1]) == ["ppo"]
+    assert short_names(paths[:2]) == ["a", "b"]
+    assert short_names(paths) == ["a/1", "b/1", "b/2"]
+    assert short_names([tmp_path / "sft", tmp_path / "ppo"]) == ["sft", "ppo"]
 
 
 def test_a_folder_without_metrics_names_its_runs(tmp_path):

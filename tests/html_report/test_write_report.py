@@ -12,9 +12,10 @@ from dschat_ppo.html_report.write_report import report_run, write_report
 LARGE = ("torch", "numpy", "transformers", "deepspeed", "datasets", "pandas")
 
 
-def test_the_file_is_small_and_replaces_an_earlier_one(tmp_path):
+def test_the_file_is_small_and_replaces_an_earlier_one(tmp_path, capsys):
     folder = write_run(tmp_path / "run", ppo_lines(200))
-    assert report_run(folder) == folder / "report.html"
+    report_run(folder)
+    assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
     first = (folder / "report.html").read_bytes()
     assert len(first) < 200_000
     write_run(folder, ppo_lines(3))
@@ -44,8 +45,14 @@ def test_a_report_of_200_steps_takes_less_than_a_second_of_cpu_and_imports_no_la
 def test_a_finished_run_gets_a_warning_when_its_report_fails(tmp_path, capsys, spoil):
     folder = write_run(tmp_path, ppo_lines(1))
     spoil(folder)
-    assert report_run(folder) is None
+    report_run(folder)
     assert f"no report: {folder}" in capsys.readouterr().out
+
+
+def test_half_a_character_in_a_file_stops_no_report(tmp_path):
+    folder = write_run(tmp_path, ppo_lines(1), health=[{"step": 1, "seen": "\ud800"}])
+    write_report([folder], tmp_path / "r.html")
+    assert "<td>?</td>" in (tmp_path / "r.html").read_text()
 
 
 def test_the_command_s_errors_name_the_problem(tmp_path):

@@ -97,7 +97,7 @@ function frame(width, domainX, domainY, label) {
     draw(svg, "line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) });
     draw(svg, "text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, shown(tick));
   }
-  for (const tick of ticks(domainX[0], domainX[1], Math.max(2, Math.floor(width / 90)))) {
+  for (const tick of ticks(domainX[0], domainX[1], Math.max(2, Math.floor(width / 70)))) {
     if (label === "step" && tick !== Math.round(tick)) continue;
     draw(svg, "text", { x: x(tick), y: HEIGHT - BOTTOM + 15, "text-anchor": "middle" }, shown(tick));
   }
