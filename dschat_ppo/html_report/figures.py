@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-# Names in metrics.jsonl of earlier versions -> names today, applied in this order to the start of a name.
+# Names in metrics.jsonl of earlier versions -> names today. No new name matches another pattern.
 _RENAMED = [
     (re.compile(r"^answers/"), "rollout/"),
     (re.compile(r"^seconds/"), "time/"),
@@ -221,9 +221,7 @@ FIGURES = [
 def today(name: str) -> str:
     """The name that a metric has today; a name of an earlier version is mapped, any other is returned as it is."""
     for pattern, replacement in _RENAMED:
-        name, changed = pattern.subn(replacement, name)
-        if changed:
-            break
+        name = pattern.sub(replacement, name)
     return name
 
 

@@ -99,17 +99,17 @@ def test_smoothing_arrow_keys_and_hidden_runs(tmp_path):
       found.push(all(".raw", figure("Reward").querySelector(".chart")).length);
       const box = document.querySelector("[data-run='1']");
       box.checked = false; box.dispatchEvent(new Event("change")); await wait();
-      press("End"); found.push(read());
+      press("End"); found.push(read(), all(".line.c1, .raw.c1", figure("Reward").querySelector(".chart")).length);
     """
     health = [{"step": 2, "name": "kl_jump"}]
     text = made_page(tmp_path, {"lines": ppo_lines(2), "health": health}, {"lines": ppo_lines(1)})
-    second, smoothed, raw, hidden = run_in(tmp_path, text, code)
+    second, smoothed, raw, hidden, lines = run_in(tmp_path, text, code)
     assert second == "step 2: run0 0.2; health: kl_jump"
     expected = (0.25 * 0.1 + 0.5 * 0.2) / 0.75
     assert smoothed == f"step 2: run0 0.2 ({expected:.4g}); health: kl_jump"
     assert math.isclose(expected, 0.16667, abs_tol=1e-5)
     assert raw == 2
-    assert hidden == smoothed
+    assert (hidden, lines) == (smoothed, 0)
 
 
 @needs_browser
