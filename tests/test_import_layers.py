@@ -15,7 +15,7 @@ LAYERS = [
     {"config", "types"},
     {"algorithms", "common"},
     {"runtime"},
-    {"data", "models", "monitor"},
+    {"data", "html_report", "models", "monitor"},
     {"checkpoint", "engine", "rewards"},
     {"nonfinite", "rollout", "session"},
     {"ppo", "supervised"},

@@ -31,6 +31,7 @@ from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, read_overlay
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import UserError
+from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import model_folder, with_bases
 from dschat_ppo.models.saving import require_finite_weights, save_model
@@ -129,6 +130,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     result |= {"ppo_steps": plan.ppo_steps, "optimizer_steps": plan.total_updates, "world_size": dist.world_size()}
     result["seconds"] = round(time.perf_counter() - started, 2)
     write_result(output, result)
+    if dist.is_main():
+        report_run(output)
     logger().info(f"PPO: saved to {output}/actor" + (f" and {output}/critic" if engines.critic else ""))
     return result
 

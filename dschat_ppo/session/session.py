@@ -20,6 +20,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.safety_flags import AUTO, SafetyFlags
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.monitor.run_starts import record_start
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.session.begin_run import tensorboard_folder
@@ -52,6 +53,8 @@ class Session:
             resumed = (manifest.metrics_offset if is_inside(self.checkpoint, self.output) else 0, manifest.step + 1)
             place = CheckpointFolder(self.output).root / checkpoint_name(manifest.step, manifest.update)
             saved = (manifest.step, manifest.update) if self.checkpoint.resolve() == place.resolve() else None
+        if dist.is_main():
+            record_start(self.output, resumed[1] if resumed else 1, dist.world_size())
         command = "the same command again" if self.safety.resume == AUTO else "the command again with --resume auto"
         with MetricsWriter(self.output, tensorboard_folder(self.run), resumed) as metrics:
             checkpoints = CheckpointManager(

@@ -26,6 +26,7 @@ from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.errors import UserError
+from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import check_length, check_vocabulary, load_config
 from dschat_ppo.models.long_sequences import check_long_sequences
@@ -176,5 +177,7 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: s
     result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)
     write_result(output, result)
+    if dist.is_main():
+        report_run(output)
     logger().info(f"{title}: saved to {output}")
     return result

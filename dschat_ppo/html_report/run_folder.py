@@ -1,0 +1,254 @@
+"""Read the files of a run, finished or not, as far as they are there and intact."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.html_report.figures import NOT_PLOTTED, today
+
+# names as in monitor/ and checkpoint/, whose modules import torch
+METRICS, CONFIG, RESULT = "metrics.jsonl", "config.yaml", "result.json"
+HEALTH, SAMPLES, STARTS = "health.jsonl", "samples.jsonl", "starts.jsonl"
+Points = list[tuple[int, float | None]]  # (step, value); None: NaN or infinity
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response. `kind`: "held-out" from an evaluation, "training" from `samples.jsonl`. `tokens`: its length."""
+
+    kind: str
+    step: int
+    prompt: str
+    text: str
+    score: float | None
+    scores: dict[str, float | None]  # by reward source; {} without them
+    kl: float | None
+    tokens: int | None
+    ended: str  # "eos", "stop", "length" or ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the files of a run say.
+
+    Attributes:
+        name: short name, unique in the report.
+        folder: its output folder.
+        kind: such as "PPO", "SFT" or "DPO".
+        metrics: name of today -> points in ascending steps. A step without the metric has no point.
+        times: step -> seconds since the epoch at which the step ended.
+        config: flag -> value; {} without `config.yaml`.
+        result: of `result.json`; None while the run is unfinished.
+        health: lines of `health.jsonl`; None without the file.
+        starts: lines of `starts.jsonl`: one for each start of the run, with its first step and library versions.
+        answers: of evaluations and samples.
+        damaged: file -> number of lines that could not be read. The last line of an unfinished run may be incomplete
+            and does not count.
+    """
+
+    name: str
+    folder: Path
+    kind: str
+    metrics: dict[str, Points]
+    times: dict[int, float]
+    config: dict[str, Any]
+    result: dict[str, Any] | None
+    health: list[dict[str, Any]] | None
+    starts: list[dict[str, Any]]
+    answers: list[Answer]
+    damaged: dict[str, int]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have metrics, ascending."""
+        return sorted(self.times)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read several runs; see `short_names` for their names.
+
+    Raises:
+        UserError: a folder is not that of a run, or is named twice.
+    """
+    for number, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:number]]:
+            raise UserError(f"{folder} is named twice; name each run once")
+    return [read_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """For each folder the shortest end of its path that no other folder has, without the end that all have in common:
+    "ppo" for one folder, "a" and "b" for a/ppo and b/ppo."""
+    parts = [folder.resolve().parts for folder in folders]
+    while len(parts) > 1 and len({own[-1] for own in parts}) == 1 and min(map(len, parts)) > 2:
+        parts = [own[:-1] for own in parts]
+    longest = max(map(len, parts))
+    for length in range(1, longest):
+        names = ["/".join(own[-length:]) for own in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Read one run. Files other than `metrics.jsonl` may be missing.
+
+    Raises:
+        UserError: there is no `metrics.jsonl`, it cannot be read, or it has no step yet.
+    """
+    if not (folder / METRICS).is_file():
+        inner = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+        hint = f"name its runs: {', '.join(str(folder / run) for run in inner)}" if inner else "name the output folder"
+        raise UserError(f"{folder}: has no {METRICS}, so it is not the output folder of a run; {hint}")
+    damaged: dict[str, int] = {}
+    lines = _read_lines(folder / METRICS, damaged)
+    metrics, times = _columns(lines)
+    if not times:
+        raise UserError(f"{folder / METRICS}: has no finished step yet; try again after the first one")
+    config = _read_mapping(folder / CONFIG, damaged)
+    held_out = [answer for path in sorted(folder.glob("eval/step_*.jsonl")) for answer in _evaluated(path, damaged)]
+    sampled = [_sampled(line) for line in _read_lines(folder / SAMPLES, damaged)]
+    return Run(
+        name=name,
+        folder=folder,
+        kind=kind_of(config, metrics),
+        metrics=metrics,
+        times=times,
+        config=config,
+        result=_read_mapping(folder / RESULT, damaged) or None,
+        health=_read_lines(folder / HEALTH, damaged) if (folder / HEALTH).is_file() else None,
+        starts=_read_lines(folder / STARTS, damaged),
+        answers=held_out + sampled,
+        damaged={file: count for file, count in damaged.items() if count},
+    )
+
+
+def kind_of(config: dict[str, Any], metrics: dict[str, Points]) -> str:
+    """The kind of a run, from its flags, or from its metrics without them."""
+    if "actor_model_name_or_path" in config:
+        estimator = config.get("advantage_estimator", "gae")
+        return "PPO" if estimator == "gae" else f"PPO ({estimator})"
+    if "objective" in config:
+        objective = str(config["objective"])
+        return {"reward": "reward model", "process": "process reward model"}.get(objective, objective.upper())
+    if config:
+        return "SFT"
+    return "PPO" if "reward/score_mean" in metrics else "preferences" if "accuracy" in metrics else "SFT"
+
+
+def _columns(lines: list[dict[str, Any]]) -> tuple[dict[str, Points], dict[int, float]]:
+    """(metrics, times) of the lines; of two lines of one step, the later counts."""
+    by_step = {line["step"]: line for line in lines if type(line.get("step")) is int}
+    metrics: dict[str, Points] = {}
+    names: dict[str, str] = {}  # as written -> today
+    for step in sorted(by_step):
+        for key, value in by_step[step].items():
+            if key in NOT_PLOTTED or not (value is None or type(value) in (int, float)):
+                continue
+            if key not in names:
+                names[key] = today(key)
+            metrics.setdefault(names[key], []).append((step, number_or_none(value)))
+    return metrics, {step: number_or_none(by_step[step].get("time")) or 0.0 for step in sorted(by_step)}
+
+
+def number_or_none(value: Any) -> float | None:
+    """A finite number as it is; None for anything else."""
+    return value if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file; "" if there is none. Bytes that are not UTF-8 are replaced.
+
+    Raises:
+        UserError: the file is there and cannot be read.
+    """
+    try:
+        return path.read_bytes().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as problem:
+        raise UserError(f"{path}: cannot be read ({problem.strerror})") from problem
+
+
+def _read_lines(path: Path, damaged: dict[str, int]) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines. Other lines are counted in `damaged`, but for an incomplete last one."""
+    found = []
+    whole, _, _ = _read_text(path).rpartition("\n")
+    for line in whole.split("\n") if whole else []:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        else:
+            damaged[path.name] = damaged.get(path.name, 0) + 1
+    return found
+
+
+def _read_mapping(path: Path, damaged: dict[str, int]) -> dict[str, Any]:
+    """The mapping in a JSON or YAML file; {} if there is none or it is damaged."""
+    text = _read_text(path)
+    try:
+        found = json.loads(text) if path.suffix == ".json" and text else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        found = None
+    if isinstance(found, dict):
+        return {str(name): value for name, value in found.items()}
+    damaged[path.name] = damaged.get(path.name, 0) + bool(text.strip())
+    return {}
+
+
+def _sampled(line: dict[str, Any]) -> Answer:
+    """The answer of one line of `samples.jsonl`."""
+    by_source, tokens = line.get("scores"), number_or_none(line.get("length"))
+    return Answer(
+        kind="training",
+        step=int(number_or_none(line.get("step")) or 0),
+        prompt=str(line.get("prompt", "")),
+        text=str(line.get("answer", "")),
+        score=number_or_none(line.get("score")),
+        scores={str(k): number_or_none(v) for k, v in by_source.items()} if isinstance(by_source, dict) else {},
+        kl=number_or_none(line.get("kl")),
+        tokens=None if tokens is None else int(tokens),
+        ended=str(line.get("ended") or ""),
+    )
+
+
+def _evaluated(path: Path, damaged: dict[str, int]) -> list[Answer]:
+    """The answers of one `eval/step_N.jsonl`, whose lines hold one prompt and a list of answers each."""
+    digits = path.stem.rpartition("_")[2]
+    if not digits.isdecimal():
+        return []
+    found = []
+    for line in _read_lines(path, damaged):
+        texts = line.get("answers")
+        for number, text in enumerate(texts if isinstance(texts, list) else []):
+            tokens, ended = _item(line, "lengths", number), _item(line, "ended", number)
+            found.append(
+                Answer(
+                    kind="held-out",
+                    step=int(digits),
+                    prompt=str(line.get("prompt", "")),
+                    text=str(text),
+                    score=number_or_none(_item(line, "scores", number)),
+                    scores={},
+                    kl=number_or_none(_item(line, "kl", number)),
+                    tokens=tokens if type(tokens) is int else None,
+                    ended={True: "eos", False: "length"}.get(ended, "") if isinstance(ended, bool) else "",
+                )
+            )
+    return found
+
+
+def _item(line: dict[str, Any], key: str, number: int) -> Any:
+    values = line.get(key)
+    return values[number] if isinstance(values, list) and number < len(values) else None

@@ -1,0 +1,50 @@
+"""Write the report of some runs to a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dschat_ppo.common.atomic_files import write_file
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import UserError
+from dschat_ppo.html_report.page import page
+from dschat_ppo.html_report.page_data import COLOURS
+from dschat_ppo.html_report.run_folder import read_runs
+
+REPORT = "report.html"
+
+
+def write_report(folders: Sequence[Path], path: Path) -> None:
+    """Write one HTML file that compares the runs in `folders`; it needs no network, and no large library is imported.
+
+    Args:
+        folders: 1 to `COLOURS` output folders of runs, finished or not.
+        path: the file, written whole or not at all.
+
+    Raises:
+        UserError: a folder is not that of a run, there are too many, or the file cannot be written.
+    """
+    if not 1 <= len(folders) <= COLOURS:
+        raise UserError(f"a report shows 1 to {COLOURS} runs, got {len(folders)}; name fewer")
+    text = page(read_runs(folders), time.time())
+    content = text.encode(errors="replace")  # JSON may hold half a surrogate pair, which UTF-8 cannot
+    try:
+        write_file(path, content)
+    except OSError as problem:
+        raise UserError(f"{path}: cannot be written ({problem.strerror}); name another file by --out") from problem
+
+
+def report_run(folder: Path) -> None:
+    """Write `report.html` into the output folder of a run at its end; call it on rank 0.
+
+    A report that cannot be written is a warning, because the run itself is complete.
+    """
+    path = folder / REPORT
+    try:
+        write_report([folder], path)
+    except UserError as problem:
+        logger().warning(f"no report: {problem}")
+    else:
+        logger().info(f"report: {path}")

@@ -1,0 +1,44 @@
+"""Show runs in one HTML page: curves, health events, answers, flags and versions.
+
+    python -m dschat_ppo.tools.report RUN [RUN ...] [--out FILE]
+
+RUN is the output folder of a run of any step; it may still be running. The page is one file without network access.
+With one run it is written to RUN/report.html, with several to report.html in the current folder.
+
+Exit code 0: the page is written; 2: it is not, and the last line says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.html_report.write_report import REPORT, write_report
+from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with the arguments `argv`; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dschat_ppo.tools.report", description="Show runs in one HTML page that needs no network."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run of any step")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"file to write (default: RUN/{REPORT}; of several runs {REPORT})"
+    )
+    words = parser.parse_args(argv)
+    path = words.out or (words.runs[0] / REPORT if len(words.runs) == 1 else Path(REPORT))
+    try:
+        write_report(words.runs, path)
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return USER_ERROR
+    print(f"{path}: {len(words.runs)} run{'s' * (len(words.runs) > 1)}, {path.stat().st_size / 1024:.0f} KiB")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""Reading the files of a run: complete, damaged, resumed and unfinished."""
+
+import pytest
+from report_runs import ppo_lines, write_lines, write_run
+
+from dschat_ppo.checkpoint import run_files
+from dschat_ppo.errors import UserError
+from dschat_ppo.html_report import run_folder
+from dschat_ppo.html_report.run_folder import kind_of, read_run, read_runs, short_names
+from dschat_ppo.monitor import run_starts, writers
+
+
+def test_the_names_of_the_files_are_those_that_runs_write():
+    names = [run_folder.METRICS, run_folder.RESULT, run_folder.CONFIG, run_folder.STARTS]
+    assert names == [writers.METRICS, writers.RESULT, run_files.CONFIG, run_starts.STARTS]
+
+
+def test_metrics_become_columns_under_their_names_of_today(tmp_path):
+    lines = [{"step": 1, "time": 5.0, "answers/count": 4, "text": "x"}, {"step": 2, "time": 6.5, "loss": None}]
+    run = read_run(write_run(tmp_path, lines), "a")
+    assert run.metrics == {"rollout/count": [(1, 4)], "loss": [(2, None)]}
+    assert run.times == {1: 5.0, 2: 6.5}
+    assert run.steps == [1, 2]
+    assert (run.result, run.health, run.answers, run.starts) == (None, None, [], [])
+
+
+def test_of_two_lines_of_one_step_the_later_counts(tmp_path):
+    lines = [{"step": step, "time": 1.0, "loss": loss} for step, loss in [(1, 3.0), (2, 9.0), (2, 2.0), (3, 1.0)]]
+    assert read_run(write_run(tmp_path, lines), "a").metrics["loss"] == [(1, 3.0), (2, 2.0), (3, 1.0)]
+
+
+def test_an_incomplete_last_line_of_a_running_run_is_no_damage(tmp_path):
+    write_run(tmp_path, ppo_lines(2))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "ti')
+    run = read_run(tmp_path, "a")
+    assert run.steps == [1, 2]
+    assert run.damaged == {}
+
+
+def test_damaged_lines_and_files_are_counted_and_the_rest_is_read(tmp_path):
+    write_run(tmp_path, [{"step": 1, "loss": 1.0}])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n[1]\n{"step": 2, "loss": 2.0}\n')
+    (tmp_path / "config.yaml").write_text("{a: [")
+    (tmp_path / "result.json").write_text("{")
+    run = read_run(tmp_path, "a")
+    assert run.metrics["loss"] == [(1, 1.0), (2, 2.0)]
+    assert run.damaged == {"metrics.jsonl": 2, "config.yaml": 1, "result.json": 1}
+    assert run.config == {}
+    assert run.result is None
+
+
+def test_infinity_that_another_program_wrote_is_as_nan(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": Infinity}\n{"step": 2, "loss": NaN}\n')
+    assert read_run(tmp_path, "a").metrics["loss"] == [(1, None), (2, None)]
+
+
+def test_answers_of_evaluations_and_of_training(tmp_path):
+    row = {"index": 0, "prompt": "p", "answers": ["a", "b"], "scores": [1.0, None], "lengths": [3, 4],
+           "ended": [True, False], "kl": None}  # fmt: skip
+    sample = {"step": 2, "prompt": "q", "answer": "c", "tokens": 5, "score": 2.0, "scores": {"rule": 2.0}, "kl": 0.5,
+              "length": 5, "ended": "stop"}  # fmt: skip
+    run = read_run(write_run(tmp_path, ppo_lines(1), step_000010=[row], samples=[sample]), "a")
+    found = [
+        (one.kind, one.step, one.prompt, one.text, one.score, one.kl, one.tokens, one.ended) for one in run.answers
+    ]
+    assert found == [
+        ("held-out", 10, "p", "a", 1.0, None, 3, "eos"),
+        ("held-out", 10, "p", "b", None, None, 4, "length"),
+        ("training", 2, "q", "c", 2.0, 0.5, 5, "stop"),
+    ]
+    assert run.answers[2].scores == {"rule": 2.0}
+
+
+def test_answers_of_another_shape_stop_no_report(tmp_path):
+    rows = [{"prompt": 3, "answers": "abc"}, {"answers": [7], "scores": "x", "ended": [[]]}]
+    run = read_run(write_run(tmp_path, ppo_lines(1), step_000001=rows, samples=[{"step": "x", "scores": [1]}]), "a")
+    assert [(one.text, one.score, one.ended) for one in run.answers] == [("7", None, ""), ("", None, "")]
+
+
+@pytest.mark.parametrize(("config", "expected"), [
+    ({"actor_model_name_or_path": "m"}, "PPO"),
+    ({"actor_model_name_or_path": "m", "advantage_estimator": "grpo"}, "PPO (grpo)"),
+    ({"objective": "reward"}, "reward model"),
+    ({"objective": "dpo"}, "DPO"),
+    ({"model_name_or_path": "m"}, "SFT"),
+])  # fmt: skip
+def test_the_kind_of_a_run_is_in_its_flags(config, expected):
+    assert kind_of(config, {}) == expected
+
+
+def test_names_are_the_shortest_ends_that_differ(tmp_path):
+    paths = [tmp_path / "a" / "1" / "ppo", tmp_path / "b" / "1" / "ppo", tmp_path / "b" / "2" / "ppo"]
+    assert short_names(paths[:1]) == ["ppo"]
+    assert short_names(paths[:2]) == ["a", "b"]
+    assert short_names(paths) == ["a/1", "b/1", "b/2"]
+    assert short_names([tmp_path / "sft", tmp_path / "ppo"]) == ["sft", "ppo"]
+
+
+def test_a_folder_without_metrics_names_its_runs(tmp_path):
+    write_run(tmp_path / "sft", ppo_lines(1))
+    with pytest.raises(UserError, match=r"has no metrics.jsonl.*name its runs: .*/sft$"):
+        read_run(tmp_path, "a")
+
+
+def test_a_run_without_a_step_or_named_twice_is_refused(tmp_path):
+    write_run(tmp_path, [])
+    with pytest.raises(UserError, match="no finished step yet"):
+        read_run(tmp_path, "a")
+    write_lines(tmp_path / "metrics.jsonl", ppo_lines(1))
+    with pytest.raises(UserError, match="named twice"):
+        read_runs([tmp_path, tmp_path / "." / "../" / tmp_path.name])

@@ -1,0 +1,63 @@
+"""Writing the report: cheap, without large libraries, and never the end of a finished run."""
+
+import subprocess
+import sys
+
+import pytest
+from report_runs import ppo_lines, write_run
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.html_report.write_report import report_run, write_report
+
+LARGE = ("torch", "numpy", "transformers", "deepspeed", "datasets", "pandas")
+
+
+def test_the_file_is_small_and_replaces_an_earlier_one(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", ppo_lines(200))
+    report_run(folder)
+    assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
+    first = (folder / "report.html").read_bytes()
+    assert len(first) < 200_000
+    write_run(folder, ppo_lines(3))
+    report_run(folder)
+    assert (folder / "report.html").read_bytes() != first
+    assert not list(folder.glob("*.partial"))
+
+
+def test_a_report_of_200_steps_takes_less_than_a_second_of_cpu_and_imports_no_large_library(tmp_path):
+    wide = [line | {f"other/{number}": 0.1 * number for number in range(70)} for line in ppo_lines(200)]
+    folder = write_run(tmp_path, wide, {"actor_model_name_or_path": "m"})
+    code = (
+        "import sys, time; from pathlib import Path; from dschat_ppo.html_report.write_report import write_report\n"
+        f"start = time.process_time(); write_report([Path({str(folder)!r})], Path({str(folder / 'r.html')!r}))\n"
+        f"print(time.process_time() - start, [name for name in {LARGE} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    seconds, _, imported = done.stdout.strip().partition(" ")
+    assert float(seconds) < 1
+    assert imported == "[]"
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda folder: (folder / "metrics.jsonl").unlink(),
+    lambda folder: (folder / "report.html").mkdir(),
+])  # fmt: skip
+def test_a_finished_run_gets_a_warning_when_its_report_fails(tmp_path, capsys, spoil):
+    folder = write_run(tmp_path, ppo_lines(1))
+    spoil(folder)
+    report_run(folder)
+    assert f"no report: {folder}" in capsys.readouterr().out
+
+
+def test_half_a_character_in_a_file_stops_no_report(tmp_path):
+    folder = write_run(tmp_path, ppo_lines(1), health=[{"step": 1, "seen": "\ud800"}])
+    write_report([folder], tmp_path / "r.html")
+    assert "<td>?</td>" in (tmp_path / "r.html").read_text()
+
+
+def test_the_command_s_errors_name_the_problem(tmp_path):
+    folders = [write_run(tmp_path / str(number), ppo_lines(1)) for number in range(7)]
+    with pytest.raises(UserError, match="1 to 6 runs, got 7"):
+        write_report(folders, tmp_path / "r.html")
+    with pytest.raises(UserError, match=r"no/r.html: cannot be written \(No such file or directory\)"):
+        write_report(folders[:1], tmp_path / "no" / "r.html")
