@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import DataFlags
@@ -102,7 +103,8 @@ class ChatModel:
         self.name = checked.name
         self.tokenizer = checked.tokenizer
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = load_causal_lm(checked.folder, dtype, None).to(device).eval()
+        model: Any = load_causal_lm(checked.folder, dtype, None)
+        self.model: PreTrainedModel = model.to(device).eval()
         config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), prepack=False, engine="padded")
         try:
             choose_engine(self.model, config)

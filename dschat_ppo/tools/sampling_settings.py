@@ -62,7 +62,8 @@ class SamplingSettings:
         Raises:
             UserError: there is no such setting, or it does not accept the value.
         """
-        return replace(self, **{name: _checked(name, value, prefix) for name, value in values.items()})
+        checked: dict[str, Any] = {name: _checked(name, value, prefix) for name, value in values.items()}
+        return replace(self, **checked)
 
 
 def _checked(name: str, value: Any, prefix: str) -> float:
