@@ -78,7 +78,7 @@ def read_arguments(argv: Sequence[str], description: str | None = None) -> Wante
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("evaluation")
     group.add_argument("--model", nargs="+", default=[], metavar="M",
-                       help="models or adapters, folders or hub names; win rates are against the first one")  # fmt: skip
+                       help="models or adapters, folders or hub names; wins are against the first one")  # fmt: skip
     group.add_argument("--pairs", nargs="+", default=[], metavar="DATA",
                        help="data sets of pairs (chosen, rejected), for the accuracy of the reward model")  # fmt: skip
     group.add_argument("--decoding", choices=("greedy", "sampled", "both"), default="both", help="(default: both)")
