@@ -18,7 +18,8 @@ from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
 class Model:
-    """Answers "NAME heard N: LAST" word by word; "forever" never ends; "fail" and "refuse" raise."""
+    """Answers "NAME heard N: LAST" word by word; "forever" and "silent" (without text) never end; "fail" and "refuse"
+    raise."""
 
     def __init__(self, name: str, has_template: bool = True):
         self.name, self.has_template, self.lock = name, has_template, threading.Lock()
@@ -30,7 +31,7 @@ class Model:
         if last == "refuse":
             raise UserError(f"{self.name} refuses")
         words = f"{self.name} heard {len(messages)}: {last} <b>&".split(" ")
-        count = 0
+        count, endless = 0, last in ("forever", "silent")
         try:
             while True:
                 for word in words:
@@ -38,11 +39,12 @@ class Model:
                     self.tokens += 1
                     if last == "fail" and count == 3:
                         raise RuntimeError("out of memory")
-                    if last == "forever":
+                    if endless:
                         time.sleep(0.01)
-                    done = count == len(words) and last != "forever"
-                    yield Token(word if count == 1 else f" {word}", "eos" if done else "", count, 0.5, 0)
-                if last != "forever":
+                    done = count == len(words) and not endless
+                    text = "" if last == "silent" else word if count == 1 else f" {word}"
+                    yield Token(text, "eos" if done else "", count, 0.5, 0)
+                if not endless:
                     return
         finally:
             self.stopped.set()
@@ -185,11 +187,12 @@ def connect(server, text) -> socket.socket:
     return found
 
 
-def test_one_answer_at_a_time_and_it_stops_when_the_page_leaves(server):
+@pytest.mark.parametrize("text", ["forever", "silent"])
+def test_one_answer_at_a_time_and_it_stops_when_the_page_leaves(server, text):
     first, second = server.models
-    connection = connect(server, "forever")
-    status, text, _ = send(server, body=asked())
-    assert status == 409 and "is answering another message" in text
+    connection = connect(server, text)
+    status, reason, _ = send(server, body=asked())
+    assert status == 409 and "is answering another message" in reason
     assert send(server, body=asked(model=1))[0] == 200, "the other model is free"
     assert not first.stopped.is_set()
     connection.close()
@@ -229,11 +232,12 @@ def test_the_page(server, tmp_path):
         browser.wait("document.querySelectorAll('#settings input').length === 7")
         assert browser.evaluate("byId('names').textContent") == "models/A and models/B"
         browser.evaluate("document.querySelector('input[name=temperature]').value = '0.5'")
-        ask(browser, "hello")
+        ask(browser, "hello<i>")
         browser.wait("!running && turns.length === 1")
-        assert browser.evaluate(ANSWERS) == [f"models/{name} heard 2: hello <b>&" for name in "AB"]
+        assert browser.evaluate(ANSWERS) == [f"models/{name} heard 2: hello<i> <b>&" for name in "AB"]
         assert first.asked[0][0][0] == {"role": "system", "content": "be kind"}
         assert first.asked[0][1] == SamplingSettings(temperature=0.5)
+        assert browser.evaluate("document.querySelector('.question').textContent") == "hello<i>"
         left, right = browser.evaluate(
             "[...document.querySelectorAll('.answer')].map((a) => a.getBoundingClientRect().x)"
         )
@@ -249,7 +253,7 @@ def test_the_page(server, tmp_path):
 
         browser.evaluate("byId('retry').click()")
         browser.wait("!running && turns.length === 1")
-        assert first.asked[-1][0][-1]["content"] == "hello" and first.asked[-1][2] == 2 > first.asked[0][2]
+        assert first.asked[-1][0][-1]["content"] == "hello<i>" and first.asked[-1][2] == 2 > first.asked[0][2]
 
         ask(browser, "refuse")  # no conversation has it, and the text can be edited
         browser.wait("!running")

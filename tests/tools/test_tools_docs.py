@@ -19,7 +19,7 @@ def test_commands_and_settings():
 
 
 def test_the_commands_parse():
-    found = re.findall(r"python -m dschat_ppo\.tools\.(chat|evaluate) ((?:[^\n`]|\\\n)*)", TEXT)
+    found = re.findall(r"python -m dschat_ppo\.tools\.(chat|evaluate) ((?:\\\n|[^\n`])*)", TEXT)
     assert len(found) == 6
     for tool, words in found:
         read = chat.read_arguments if tool == "chat" else evaluate_flags.read_arguments
