@@ -22,7 +22,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["dschat_ppo", "dschat_ppo.*"]),
-    package_data={"dschat_ppo": ["py.typed"], "dschat_ppo.html_report": ["assets/*"]},
+    package_data={"dschat_ppo": ["py.typed", "html_report/assets/*", "tools/web/*"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.7.0,<3",

@@ -26,7 +26,7 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.ppo.evaluate import Evaluation
+from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.report import PPOReport

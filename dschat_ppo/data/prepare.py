@@ -284,6 +284,11 @@ class Preparation:
         names = tuple(dict.fromkeys(opened.source.name for opened in self.streams))
         return TokenRows(start(self.streams, self.flags), *self._evaluation(names))
 
+    def mixed_evaluation(self) -> TokenRows:
+        """As `mixed`, of data sets for evaluation alone; `train` is empty."""
+        self._check_forms()
+        return TokenRows(Dataset.from_dict({}), *self._evaluation(()))
+
     def _evaluation(self, sources: tuple[str, ...]) -> tuple[Dataset | None, tuple[str, ...], tuple[str, ...]]:
         """The fields of `TokenRows` after `train`."""
         names = tuple(dict.fromkeys(part.source.name for part in self.eval))
@@ -347,3 +352,27 @@ def prepare(
         if not flags.streaming:
             return preparation.mixed()
     return preparation.streamed()
+
+
+def prepare_whole(
+    use: Use, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int, flag: str
+) -> tuple[Dataset, tuple[str, ...]]:
+    """Token rows of all rows of `flags.data_path` in the order of the files, for an evaluation outside of training.
+
+    Args:
+        use, tokenizer, flags, limit: see `prepare`.
+        flag: the flag that names the data sets, for messages.
+
+    Returns:
+        (rows, names of the data sets that their column `source` numbers).
+
+    Raises:
+        UserError: a data set cannot be used, or no row is within the limit.
+    """
+    preparation = Preparation(use, tokenizer, flags, limit)
+    for source in parse_sources(flags.data_path, flag, flags):
+        preparation.add_evaluation(source)
+    rows = preparation.mixed_evaluation()
+    if rows.eval is None:
+        raise UserError(f"{flag}: no row is within {limit_flag(use)} {limit}; raise it, or use --truncation left")
+    return rows.eval, rows.eval_sources

@@ -9,7 +9,7 @@ from dschat_ppo.common.logging import logger, progress_bar
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.ppo.evaluate import Evaluation
+from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.session.kept_models import KeptModels
 

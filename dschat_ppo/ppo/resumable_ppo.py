@@ -10,7 +10,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo.evaluate import Evaluation
+from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.types import Engine
 

@@ -46,7 +46,7 @@ from dschat_ppo.ppo.check_models import (
     reward_length,
     reward_tokenizer,
 )
-from dschat_ppo.ppo.evaluate import Evaluation
+from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.generate import check_stop_ids
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.plain_text import TextBatches

@@ -39,19 +39,11 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.rewards.learned_reward import scores_in_batches
 from dschat_ppo.runtime.exit_codes import USER_ERROR
+from dschat_ppo.tools.http_requests import RejectedError, read_body
 
 COLUMNS = ("prompts", "labels")
 _SECONDS_FOR_A_REQUEST = 60.0
 _WAITING_FACTOR = 8  # this many times --max_rows texts may wait
-_CHUNK_BYTES = 2**16
-
-
-class RejectedError(Exception):
-    """A request that gets an error reply with `status` and a reason."""
-
-    def __init__(self, status: int, reason: str):
-        super().__init__(reason)
-        self.status = status
 
 
 class Scorer:
@@ -223,7 +215,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:  # noqa: N802
         """POST /get_reward."""
         try:
-            body = self._read_body()
+            body = read_body(self.headers, self.rfile, self.server.max_request_bytes)
             if self.path != "/get_reward":
                 raise RejectedError(404, f"there is no {self.path}; POST /get_reward")
             texts = read_request(body, self.server.max_rows)
@@ -236,28 +228,6 @@ class Handler(BaseHTTPRequestHandler):
         else:
             finite = all(map(math.isfinite, scores))
             self._reply(*((200, {"rewards": scores}) if finite else (500, {"error": "a score is not finite"})))
-
-    def _read_body(self) -> bytes:
-        """The body of the request.
-
-        Raises:
-            RejectedError: it has no length, is too long, or is incomplete.
-        """
-        given = self.headers.get("Content-Length", "")
-        if not (given.isascii() and given.isdigit()):
-            raise RejectedError(411, "the request needs a Content-Length")
-        length, most = int(given), self.server.max_request_bytes
-        if length > most:
-            left = min(
-                length, 16 * most
-            )  # discard the body: most clients read a reply only after they have sent it all
-            while left > 0 and (chunk := self.rfile.read(min(left, _CHUNK_BYTES))):
-                left -= len(chunk)
-            raise RejectedError(413, f"{length} bytes exceed the limit of {most}; send fewer texts at a time")
-        body = self.rfile.read(length)
-        if len(body) < length:
-            raise RejectedError(400, f"received {len(body)} of {length} bytes")
-        return body
 
     def _reply(self, status: int, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()

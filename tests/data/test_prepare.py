@@ -11,7 +11,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import forms, token_table
 from dschat_ppo.data import prepare as prepare_module
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import prepare, prepare_whole
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.tools.toy import make_tokenizer
@@ -466,3 +466,21 @@ def test_only_evaluation_rows_may_all_be_too_long(tmp_path, truncation):
     assert (len(rows.eval) if rows.eval else 0) == (1 if truncation == "left" else 0)
     with pytest.raises(UserError, match="--max_seq_len 10"):
         prepare("sft", tokenizer, parse("sft", [*words.split(), str(tmp_path / "eval.jsonl")]).data, 10)
+
+
+# Whole data sets
+
+
+def test_whole_data_sets_in_the_order_of_the_files(tmp_path):
+    """All rows, whatever the split, each with the number of its data set."""
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", PAIRS[:3]), ("b", PAIRS[3:8]))]
+    flags = flags_for(tmp_path, *paths, data_split="1,0,0")
+    rows, names = prepare_whole("preference", TOKENIZER, flags, 64, "--pairs")
+    assert prompts_of(rows) == [row["prompt"] for row in PAIRS[:8]]
+    assert [names[number] for number in rows["source"]] == ["a"] * 3 + ["b"] * 5
+
+
+def test_whole_data_sets_name_their_flag(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", PAIRS)
+    with pytest.raises(UserError, match=r"^--pairs: no row is within --max_seq_len 2; raise it"):
+        prepare_whole("preference", TOKENIZER, flags_for(tmp_path, path, truncation="drop"), 2, "--pairs")

@@ -20,8 +20,10 @@ from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.data.sampler import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.generate import RolloutGenerator, greedily
-from dschat_ppo.ppo.score import ModelScorer, RewardScorer
+from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores
+from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.rewards.rules import last_boxed
+from dschat_ppo.types import Rollout
 
 STREAM = 5  # separates the seeds of the evaluation's answers from those of training
 
@@ -95,6 +97,36 @@ def majority_passes(row: Answered, pass_score: float) -> bool:
     finals = [final_answer(answer) for answer in row.answers]
     winner = Counter(finals).most_common(1)[0][0]
     return row.scores[finals.index(winner)] >= pass_score
+
+
+def answered_rows(
+    indices: Sequence[int], rollout: Rollout, request: RewardRequest, scores: Scores, kl: list[float] | None,
+    names: Sequence[str | None],
+) -> list[Answered]:  # fmt: skip
+    """One record for each of some prompts.
+
+    Args:
+        indices: row numbers of P prompts.
+        rollout: P * n answers, the n answers to a prompt one after another.
+        request: made from them.
+        scores: of them.
+        kl: of them, see `Answered`.
+        names: of each prompt's data set, or None.
+    """
+    samples = len(rollout.response_ids) // len(indices)
+    lengths, ended = rollout.response_mask.sum(dim=1).tolist(), rollout.ended.tolist()
+    totals = scores.total.tolist()
+    rows = []
+    for number, index in enumerate(indices):
+        own = slice(number * samples, (number + 1) * samples)
+        rows.append(
+            Answered(
+                index, request.prompts[own.start], list(request.responses[own]), totals[own], lengths[own], ended[own],
+                None if kl is None else kl[own],
+                {name: values[own].tolist() for name, values in scores.numbers.items()}, names[number],
+            )
+        )  # fmt: skip
+    return rows
 
 
 class Evaluation:
@@ -180,25 +212,10 @@ class Evaluation:
             scored = self.model_scorer(rollout, scores, groups)
             assert scored.old_logprobs is not None and scored.ref_logprobs is not None
             kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()  # one sum per answer
-        lengths, ended, totals = (
-            rollout.response_mask.sum(dim=1).tolist(),
-            rollout.ended.tolist(),
-            scores.total.tolist(),
-        )
         names: list[str | None] = [None] * len(indices)
         if len(self.data_sources) > 1:
             names = [self.data_sources[number] for number in prompts[indices]["source"]]
-        rows = []
-        for number, index in enumerate(indices):
-            own = slice(number * samples, (number + 1) * samples)
-            rows.append(
-                Answered(
-                    index, request.prompts[own.start], list(request.responses[own]), totals[own], lengths[own],
-                    ended[own], None if kl is None else kl[own],
-                    {name: values[own].tolist() for name, values in scores.numbers.items()}, names[number],
-                )
-            )  # fmt: skip
-        return rows
+        return answered_rows(indices, rollout, request, scores, kl, names)
 
     def _write(self, rows: list[Answered], step: int) -> str | None:
         """Write the answers; returns why they cannot be written, so that all ranks stop, or None."""

@@ -12,7 +12,7 @@ from datasets import Dataset
 from dschat_ppo.common import dist
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.errors import StorageError
-from dschat_ppo.ppo.evaluate import Answered, Evaluation, final_answer, summary
+from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, summary
 from dschat_ppo.ppo.score import Scores
 from dschat_ppo.rewards.reward_source import RewardFunctionError
 from dschat_ppo.rollout.generator import GenerationConfig

@@ -1,0 +1,113 @@
+"""Chat with a model that this project, or another, has trained; or with two, to compare them.
+
+    python -m dschat_ppo.tools.chat --model A [--compare B]            in the terminal; /help lists the commands
+    python -m dschat_ppo.tools.chat --model A [--compare B] --web      as a page in the browser of this machine
+
+A and B are model folders, adapter folders or hub names. Messages are rendered with the chat template of the tokenizer;
+without one, the texts of the conversation are joined as they are, and the model continues them. If input or output is
+not a terminal, each line of the input is a message and answers are plain lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.flag_parser import FlagParser
+from dschat_ppo.errors import NonFiniteError, UserError
+from dschat_ppo.runtime.exit_codes import DONE, NOT_FINITE, USER_ERROR
+from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
+
+PORT = 8765
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSettings, DataFlags]:
+    """Parse the command line: the command's own flags, the sampling, and the flags of the chat template.
+
+    Raises:
+        UserError: a flag is unknown, does not accept its value, or has no effect.
+        SystemExit: after `--help`.
+    """
+    parser = FlagParser(
+        prog="python -m dschat_ppo.tools.chat", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--model", required=True, metavar="A", help="folder or hub name of a model or an adapter")
+    parser.add_argument("--compare", metavar="B", help="a second model, which answers the same messages")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message, for the chat template")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
+                        help="data type of the weights (default: bf16)")  # fmt: skip
+    parser.add_argument(
+        "--chat_template", metavar="NAME",
+        help="a Jinja file or chatml, llama-3, zephyr or human-assistant; not given: the tokenizer's",
+    )  # fmt: skip
+    parser.add_argument("--chat_template_kwargs", metavar="JSON", help="variables for the chat template")
+    parser.add_argument("--web", action="store_true", help="serve a page to this machine alone")
+    parser.add_argument("--port", type=int, help=f"port of --web; 0 selects a free one (default: {PORT})")
+    add_sampling_flags(parser)
+    words = parser.parse_args(argv)
+    if words.port is not None and not words.web:
+        raise UserError("--port has no effect without --web")
+    if words.port is not None and not 0 <= words.port < 2**16:
+        raise UserError(f"--port must be from 0 to 65535, got {words.port}")
+    words.port = PORT if words.port is None else words.port
+    data = DataFlags(
+        ["unused"], chat_template=words.chat_template, chat_template_kwargs=words.chat_template_kwargs
+    )  # fmt: skip
+    return words, settings_of(words), data
+
+
+def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags) -> None:
+    """Load the models and chat until the user ends it.
+
+    Raises:
+        UserError: a model cannot be loaded, or the port cannot be used.
+    """
+    # after the flags are checked: these imports take seconds
+    import torch
+
+    # else DeepSpeed searches for a device, and prints a warning to the output
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    from dschat_ppo.common.logging import quiet_libraries
+    from dschat_ppo.tools.chat_model import load_models
+    from dschat_ppo.tools.chat_server import serve
+    from dschat_ppo.tools.chat_terminal import Terminal
+
+    quiet_libraries()
+    names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
+    models = load_models(names, data, words.dtype)
+    if words.system and not all(model.has_template for model in models):
+        raise UserError("--system needs a chat template, which a tokenizer lacks; name one with --chat_template")
+    if words.web:
+        serve(models, settings, words.system, words.port)
+        return
+    styled = sys.stdin.isatty() and sys.stdout.isatty()
+    if styled:
+        import readline  # noqa: F401  `input` then has a history and arrow keys
+
+    Terminal(models, settings, words.system, styled and not os.environ.get("NO_COLOR"), styled).run()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Chat; returns the exit code."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        chat(*read_arguments(argv))
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return USER_ERROR
+    except NonFiniteError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return NOT_FINITE
+    except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:  # while loading
+        print()
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,210 @@
+"""A model to chat with: conversations to prompts, and answers as they are drawn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.chat_templates import with_template_flags
+from dschat_ppo.data.templates import Messages, encode_prompt
+from dschat_ppo.data.text_stream import TextStream
+from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.models.architectures import first_position
+from dschat_ppo.models.loading import check_causal_lm, check_vocabulary, load_causal_lm, load_config
+from dschat_ppo.models.model_folders import model_folder
+from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.ppo.generate import end_ids
+from dschat_ppo.rollout.generator import GenerationConfig
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.self_check import choose_engine
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.token_stream import stream_tokens
+from dschat_ppo.tools.sampling_settings import SamplingSettings
+
+ROOM = 64  # tokens that an answer gets at least, or else the oldest exchange of a conversation is dropped
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """A model folder that can be loaded.
+
+    Attributes:
+        name: as the user gave it.
+        flag: that names it.
+        folder: local folder of a model or an adapter.
+        tokenizer: with the chat template of the flags.
+    """
+
+    name: str
+    flag: str
+    folder: str
+    tokenizer: PreTrainedTokenizerBase
+
+
+def check_model(name: str, flag: str, data: DataFlags) -> CheckedModel:
+    """Check a language model without reading its weights.
+
+    Args:
+        name: folder of a model or an adapter, or hub name.
+        flag: that names it, for messages.
+        data: gives the chat template.
+
+    Raises:
+        UserError: there is no such model, or its files do not fit each other.
+    """
+    folder = model_folder(name, flag)
+    config, tokenizer = load_config(folder, flag), with_template_flags(load_tokenizer(folder, flag), data)
+    check_vocabulary(tokenizer, config, flag, folder)
+    check_causal_lm(folder)
+    return CheckedModel(name, flag, folder, tokenizer)
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of an answer.
+
+    Attributes:
+        text: that it completes, perhaps "".
+        end: "" until the last token; then "eos" (the model ended the answer) or "length" (`max_tokens`, or the
+            positions of the model, cut it).
+        tokens: of the answer so far.
+        seconds: since the start, that of the prompt included.
+        dropped: oldest exchanges of the conversation that the prompt does not hold, for want of positions.
+    """
+
+    text: str
+    end: str
+    tokens: int
+    seconds: float
+    dropped: int
+
+
+class ChatModel:
+    """A loaded model that answers conversations, one at a time.
+
+    Args:
+        checked: from `check_model`.
+        dtype: "bf16", "fp16" or "fp32".
+
+    Raises:
+        NonFiniteError: its log-probs are not finite.
+        UserError: generation does not support the architecture.
+    """
+
+    def __init__(self, checked: CheckedModel, dtype: str):
+        self.name = checked.name
+        self.tokenizer = checked.tokenizer
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model: Any = load_causal_lm(checked.folder, dtype, None)
+        self.model: PreTrainedModel = model.to(device).eval()
+        config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), prepack=False, engine="padded")
+        try:
+            choose_engine(self.model, config)
+        except RuntimeError as problem:
+            raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
+        known = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.positions = None if known is None else int(known) - first_position(self.model.config)
+        self.ends = end_ids(self.tokenizer, self.model)
+        self.lock = threading.Lock()  # whoever holds it may call `answer`
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages are rendered with a chat template; otherwise their texts are joined as they are."""
+        return self.tokenizer.chat_template is not None
+
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation.
+
+        Raises:
+            UserError: the chat template rejects it; or there is a system message but no template.
+        """
+        if self.has_template:
+            return encode_prompt(self.tokenizer, messages)
+        if any(message["role"] == "system" for message in messages):
+            raise UserError(
+                f"{self.name}: its tokenizer has no chat template, so it takes no system message; remove it, or name a "
+                "template with --chat_template"
+            )
+        return encode_prompt(self.tokenizer, "".join(message["content"] for message in messages))
+
+    def fitted(self, messages: Messages, max_tokens: int) -> tuple[list[int], int, int]:
+        """A conversation that leaves room for an answer: without its oldest exchanges if it is too long.
+
+        Returns:
+            (token ids, tokens that the answer may have, exchanges that were dropped).
+
+        Raises:
+            UserError: see `prompt_ids`; or the last message alone is too long.
+        """
+        system = [message for message in messages[:1] if message["role"] == "system"]
+        turns, dropped = messages[len(system) :], 0
+        while True:
+            ids = self.prompt_ids(system + turns)
+            if not ids:
+                raise UserError(f"{self.name}: the message has no tokens; write something")
+            if self.positions is None:
+                return ids, max_tokens, dropped
+            room = self.positions - len(ids)
+            if room >= min(max_tokens, ROOM):
+                return ids, min(max_tokens, room), dropped
+            if len(turns) < 3:
+                raise UserError(
+                    f"{self.name}: the message and the system message have {len(ids)} tokens, but the model has "
+                    f"{self.positions} positions; shorten them, or lower max_tokens ({max_tokens})"
+                )
+            turns, dropped = turns[2:], dropped + 1
+
+    def answer(self, messages: Messages, settings: SamplingSettings, number: int) -> Iterator[Token]:
+        """Answer a conversation. To stop early, abandon the iterator.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`; the last one is the user's.
+            settings: sampling.
+            number: of the answer; answers of one seed with different numbers are independent.
+
+        Raises:
+            UserError: see `fitted`; before the first token.
+        """
+        started = time.perf_counter()
+        ids, most, dropped = self.fitted(messages, settings.max_tokens)
+        seed = int(row_seeds(number, 1, settings.seed))
+        stream = TextStream(self.tokenizer)
+        drawn = stream_tokens(self.model, ids, seed, settings.sampling, self.ends, most)
+        for tokens, token in enumerate(drawn, 1):
+            end = "eos" if token in self.ends else "length" if tokens == most else ""
+            text = "" if end == "eos" else stream.add(token)  # a text end need not be a special token
+            text += stream.rest() if end else ""
+            yield Token(text, end, tokens, time.perf_counter() - started, dropped)
+
+
+@dataclass
+class Conversation:
+    """What one model has been asked, and its answers."""
+
+    system: str
+    turns: list[tuple[str, str]]
+
+    def messages(self, question: str) -> Messages:
+        """The conversation with a new question."""
+        found: Messages = [{"role": "system", "content": self.system}] if self.system else []
+        for asked, answered in self.turns:
+            found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return [*found, {"role": "user", "content": question}]
+
+
+def load_models(names: Sequence[tuple[str, str]], data: DataFlags, dtype: str) -> list[ChatModel]:
+    """Load models, (flag, name) each, after all of them are checked.
+
+    Raises:
+        UserError: see `check_model`.
+    """
+    checked = [check_model(name, flag, data) for flag, name in names]
+    return [ChatModel(model, dtype) for model in checked]

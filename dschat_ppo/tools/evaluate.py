@@ -1,0 +1,64 @@
+"""Evaluate models on prompts, and a reward model on pairs of answers.
+
+    python -m dschat_ppo.tools.evaluate --model A B --data_path PROMPTS [--reward_model_name_or_path R]
+        [--reward_function F ...] [--samples 8] [--json FILE] [--html FILE]
+    python -m dschat_ppo.tools.evaluate --reward_model_name_or_path R --pairs PAIRS ...
+
+The models answer all prompts, greedily and by sampling, with the generation engine of training. The sum of the reward
+sources, which are those of step 3, scores the answers. The table shows mean score, pass@k, and the win rate against the
+first model: the share of prompts on which the score is higher (a tie counts half), with Wilson's 95 % interval. Without
+a reward source, answers are generated and compared side by side only. --pairs measures how often the reward model
+scores the preferred answer higher, also for each data set.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from dschat_ppo.errors import NonFiniteError, StorageError, UserError
+from dschat_ppo.runtime.exit_codes import DONE, exit_code
+from dschat_ppo.tools.evaluate_flags import Wanted, read_arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate; returns the exit code."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        wanted = read_arguments(argv, __doc__)
+        _evaluate(wanted)
+    except (UserError, NonFiniteError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return exit_code(problem)
+    return DONE
+
+
+def _evaluate(wanted: Wanted) -> None:
+    """Evaluate, write the files, and print the tables."""
+    # after the flags are checked: these imports take seconds
+    import torch
+
+    # else DeepSpeed searches for a device, and prints a warning
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    from dschat_ppo.common.logging import quiet_libraries
+    from dschat_ppo.tools.evaluate_report import html_of, json_of, tables
+    from dschat_ppo.tools.evaluate_run import evaluate
+
+    quiet_libraries()
+    for path in (wanted.words.json, wanted.words.html):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.resolve().parent}; create it")
+    found = evaluate(wanted)
+    for path, text in ((wanted.words.json, json_of), (wanted.words.html, html_of)):
+        if path is not None:
+            try:
+                path.write_text(text(found), encoding="utf-8")
+            except OSError as problem:
+                raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
+    for line in tables(found):
+        print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""The flags of `tools/evaluate.py`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.errors import UserError
+from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
+
+NO_EFFECT = ("data_split", "data_split_seed", "streaming", "streaming_rows")  # flags of training: all rows are used
+REWARDS = ("reward_model_name_or_path", "reward_function", "remote_reward_url")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for.
+
+    Attributes:
+        words: the command's own flags.
+        prompts: data sets of prompts; None for none.
+        pairs: data sets of pairs; None for none.
+        rewards: reward sources; None for none.
+        settings: sampling.
+    """
+
+    words: argparse.Namespace
+    prompts: DataFlags | None
+    pairs: DataFlags | None
+    rewards: RewardSourceFlags | None
+    settings: SamplingSettings
+
+
+def read_arguments(argv: Sequence[str], description: str | None = None) -> Wanted:
+    """Parse the command line; `description` is for `--help`.
+
+    Raises:
+        UserError: a flag is unknown, does not accept its value, or has no effect.
+        SystemExit: after `--help`.
+    """
+    parser = flag_parser(
+        [DataFlags, RewardSourceFlags], prog="python -m dschat_ppo.tools.evaluate", description=description
+    )  # fmt: skip
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(use_reward_model=None, data_path=[])
+    _add_flags(parser)
+    add_sampling_flags(parser)
+    words = parser.parse_args(argv)
+    defaults = {field.name: field.default for field in dataclasses.fields(DataFlags)}
+    for name in NO_EFFECT:
+        if getattr(words, name) != defaults[name]:
+            raise UserError(f"--{name} has no effect here, where all rows are used; omit it")
+    if words.use_reward_model is not None:
+        raise UserError("--use_reward_model has no effect here; name a reward model by --reward_model_name_or_path")
+    for name, least in (("samples", 1), ("batch_size", 1), ("max_prompt_seq_len", 1), ("max_seq_len", 2),
+                        ("max_batch_tokens", 1), ("max_prompts", 0)):  # fmt: skip
+        if getattr(words, name) < least:
+            raise UserError(f"--{name} must be at least {least}, got {getattr(words, name)}")
+    if bool(words.model) != bool(words.data_path):
+        raise UserError("--model and --data_path need each other: models answer the prompts of a data set")
+    if not words.model and not words.pairs:
+        raise UserError("nothing to evaluate: give --model and --data_path, or --pairs")
+    if words.pairs and not words.reward_model_name_or_path:
+        raise UserError("--pairs needs the reward model to evaluate: --reward_model_name_or_path")
+    if len(set(words.model)) < len(words.model):
+        raise UserError("--model names a model twice")
+    if words.decoding == "greedy" and words.samples > 1:
+        raise UserError("--samples has no effect with --decoding greedy; omit one of them")
+    return Wanted(words, _data(words, words.data_path), _data(words, words.pairs), _rewards(words), settings_of(words))
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("evaluation")
+    group.add_argument("--model", nargs="+", default=[], metavar="M",
+                       help="models or adapters, folders or hub names; wins are against the first one")  # fmt: skip
+    group.add_argument("--pairs", nargs="+", default=[], metavar="DATA",
+                       help="data sets of pairs (chosen, rejected), for the accuracy of the reward model")  # fmt: skip
+    group.add_argument("--decoding", choices=("greedy", "sampled", "both"), default="both", help="(default: both)")
+    group.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="sampled answers to each prompt (default: 1)"
+    )
+    group.add_argument("--pass_score", type=float, default=1.0, metavar="X",
+                       help="minimum score of an answer that passes, for pass@k (default: 1)")  # fmt: skip
+    group.add_argument("--max_prompts", type=int, default=0, metavar="N", help="only the first N prompts; 0 = all")
+    group.add_argument("--max_prompt_seq_len", type=int, default=256, metavar="N",
+                       help="most tokens of a prompt (default: 256)")  # fmt: skip
+    group.add_argument("--max_seq_len", type=int, default=512, metavar="N",
+                       help="most tokens of a row of --pairs (default: 512)")  # fmt: skip
+    group.add_argument("--batch_size", type=int, default=64, metavar="N", help="prompts at a time (default: 64)")
+    group.add_argument("--max_batch_tokens", type=int, default=16384, metavar="N",
+                       help="most tokens of a forward pass of the reward model (default: 16384)")  # fmt: skip
+    group.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
+                       help="data type of the weights (default: bf16)")  # fmt: skip
+    group.add_argument("--json", type=Path, metavar="FILE", help="write metrics, answers and scores as JSON")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs no other file")
+
+
+def _data(words: argparse.Namespace, paths: list[str]) -> DataFlags | None:
+    values = {field.name: getattr(words, field.name) for field in dataclasses.fields(DataFlags)}
+    return DataFlags(**{**values, "data_path": paths}) if paths else None
+
+
+def _rewards(words: argparse.Namespace) -> RewardSourceFlags | None:
+    values = {field.name: getattr(words, field.name) for field in dataclasses.fields(RewardSourceFlags)}
+    if not any(values[name] for name in REWARDS):
+        return None
+    return RewardSourceFlags(**{**values, "use_reward_model": words.reward_model_name_or_path is not None})

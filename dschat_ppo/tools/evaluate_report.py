@@ -1,0 +1,119 @@
+"""The results of an evaluation as tables, as JSON and as one HTML page."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+from dschat_ppo.tools.evaluate_models import Share
+from dschat_ppo.tools.evaluate_run import Evaluated, Result
+
+
+def columns_of(found: Evaluated) -> list[str]:
+    """The metrics of the table: those that some result has, over all data sets."""
+    names = dict.fromkeys(name for result in found.results for name in result.metrics if "/" not in name)
+    return list(names)
+
+
+def shown(share: Share | None) -> str:
+    """A share with its interval, in percent."""
+    if share is None:
+        return ""
+    return f"{100 * share.share:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
+
+
+def number(value: float | None) -> str:
+    """A metric with four significant digits; "" if there is none."""
+    return "" if value is None or math.isnan(value) else f"{value:.4g}"
+
+
+def model_table(found: Evaluated) -> list[list[str]]:
+    """Head and one line for each model and way of decoding; with several data sets further lines for these."""
+    columns = columns_of(found)
+    sources = found.results[0].answers.sources if found.scored and found.results else []
+    sources = sources if len(sources) > 1 else []
+    compared = ["wins against the first [95 %]"] if any(r.wins for r in found.results) else []
+    lines = [["model", "decoding", *columns, *sources, *compared]]
+    for result in found.results:
+        cells = [number(result.metrics.get(name)) for name in columns]
+        cells += [number(result.by_source.get(name)) for name in sources]
+        cells += [shown(result.wins) for _ in compared]
+        lines.append([result.answers.model, result.answers.decoding, *cells])
+        for data_set in dict.fromkeys(row.data_source for row in result.answers.rows if row.data_source is not None):
+            cells = [number(result.metrics.get(f"{name}/{data_set}")) for name in columns]
+            lines.append([f"  {data_set}", result.answers.decoding, *cells, *("" for _ in (*sources, *compared))])
+    return lines
+
+
+def pair_table(found: Evaluated) -> list[list[str]]:
+    """Head and one line for all pairs and each data set."""
+    lines = [["reward model on pairs", "pairs", "accuracy [95 %]"]]
+    return lines + [[name, str(share.count), shown(share)] for name, share in found.accuracies.items()]
+
+
+def tables(found: Evaluated) -> list[str]:
+    """The tables as lines of text."""
+    lines = []
+    for table in ([model_table(found)] if found.results else []) + ([pair_table(found)] if found.accuracies else []):
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    return lines
+
+
+def _strict(value: Any) -> Any:
+    """`value` for JSON, which has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_dict(result: Result) -> dict[str, Any]:
+    answers = result.answers
+    return {
+        "model": answers.model, "decoding": answers.decoding, "metrics": result.metrics,
+        "scores_by_source": result.by_source, "wins": result.wins and asdict(result.wins),
+        "failed_scores": answers.failed, "prompts": [asdict(row) for row in answers.rows],
+    }  # fmt: skip
+
+
+def json_of(found: Evaluated) -> str:
+    """Everything, as JSON."""
+    content = {
+        "flags": found.flags,
+        "results": [_as_dict(result) for result in found.results],
+        "reward_accuracy": {name: asdict(share) for name, share in found.accuracies.items()},
+        "pairs": [
+            {"data_source": name, "chosen": chosen, "rejected": rejected} for name, chosen, rejected in found.pairs
+        ],
+    }
+    return json.dumps(_strict(content), indent=1)
+
+
+def html_of(found: Evaluated) -> str:
+    """One page: tables, and the answers to each prompt side by side."""
+    prompts = []
+    for place, row in enumerate(found.results[0].answers.rows if found.results else []):
+        cells = [
+            {
+                "name": f"{result.answers.model}, {result.answers.decoding}",
+                "answers": list(
+                    zip(own.answers, map(number, own.scores), own.lengths, own.ended, strict=True)
+                ),
+            }
+            for result in found.results
+            for own in [result.answers.rows[place]]
+        ]  # fmt: skip
+        prompts.append({"number": place + 1, "prompt": row.prompt, "cells": cells})
+    text = (files("dschat_ppo.tools") / "web" / "evaluation.html").read_text(encoding="utf-8")
+    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    return page.render(
+        tables=([model_table(found)] if found.results else []) + ([pair_table(found)] if found.accuracies else []),
+        prompts=prompts, flags=found.flags, scored=found.scored,
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""One answer token by token: the tokens of the engine and of transformers, for the same prompt and seed."""
+
+import pytest
+import torch
+from tiny_models import LENGTHS, NEW_TOKENS, cut_at, eos_of, model_of, prompts_of, shared_greedy, tokens_of
+
+from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.token_stream import stream_tokens
+
+PROMPTS = prompts_of()
+ROWS = [ids[mask].tolist() for ids, mask in zip(PROMPTS.prompt_ids, PROMPTS.prompt_mask, strict=True)]
+GREEDY = SamplingParameters(top_k=1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "opt", "gpt2", "bloom", "falcon", "gemma2"])
+def test_greedy_tokens_are_those_of_transformers(name):
+    found = [list(stream_tokens(model_of(name), row, 0, GREEDY, (), NEW_TOKENS)) for row in ROWS]
+    assert found == shared_greedy(name)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParameters(), SamplingParameters(0.7, top_p=0.8), SamplingParameters(1.5, top_k=5, min_p=0.1),
+        SamplingParameters(repetition_penalty=1.8),
+    ],
+    ids=["plain", "top_p", "top_k min_p", "penalty"],
+)  # fmt: skip
+def test_sampled_tokens_are_those_of_the_engine(sampling):
+    model, seeds = model_of("llama"), torch.arange(len(ROWS)) * 977 + 5
+    ends = (eos_of(shared_greedy("llama")), 3)
+    expected = tokens_of(
+        generate(model, PROMPTS, seeds, GenerationConfig(sampling, StoppingCriteria(NEW_TOKENS, ends)))
+    )
+    found = [
+        list(stream_tokens(model, row, int(seed), sampling, ends, NEW_TOKENS))
+        for row, seed in zip(ROWS, seeds, strict=True)
+    ]
+    assert found == expected and len({len(row) for row in found}) > 1
+    assert len(ROWS) == len(LENGTHS)
+
+
+def test_it_ends_with_the_end_token():
+    greedy = shared_greedy("llama")
+    end = eos_of(greedy)
+    found = [list(stream_tokens(model_of("llama"), row, 0, GREEDY, {end}, NEW_TOKENS)) for row in ROWS]
+    assert found == cut_at(greedy, {end}) != greedy
+
+
+def test_an_abandoned_stream_computes_no_more():
+    model, passes = model_of("llama"), []
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
+    stream = stream_tokens(model, ROWS[0], 0, GREEDY, (), NEW_TOKENS)
+    next(stream), next(stream)
+    stream.close()
+    hook.remove()
+    assert len(passes) == 2 and torch.is_grad_enabled()

@@ -1,0 +1,48 @@
+"""The command of the chat: its flags, and a whole chat through pipes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.tools.chat import PORT, main, read_arguments
+from dschat_ppo.tools.sampling_settings import SamplingSettings
+
+
+def test_flags():
+    words, settings, data = read_arguments(["--model", "a", "--compare", "b", "--top_k", "5", "--web"])
+    assert (words.model, words.compare, words.port, words.dtype) == ("a", "b", PORT, "bf16")
+    assert settings == SamplingSettings(top_k=5) and data.chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "80"], "--port has no effect without --web"),
+        (["--web", "--port", "70000"], "--port must be from 0 to 65535, got 70000"),
+        (["--top_p", "2"], "--top_p must be a number from 0.001 to 1, got 2"),
+        (["--dtype", "int8"], "invalid choice"),
+        (["--temprature", "1"], "unrecognized arguments"),
+        (["--chat_template_kwargs", "{"], "--chat_template_kwargs is not JSON"),
+    ],
+)
+def test_bad_flags(words, message):
+    with pytest.raises(UserError, match=message):
+        read_arguments(["--model", "a", *words])
+
+
+def test_a_missing_model_is_one_line(capsys):
+    assert main(["--model", "./nothing"]) == 2
+    assert capsys.readouterr().err == "error: --model ./nothing: no such folder\n"
+
+
+def test_a_chat_through_pipes(assets):
+    folder = assets / "lm"
+    command = [sys.executable, "-m", "dschat_ppo.tools.chat", "--model", folder, "--compare", assets / "uniform_lm"]
+    command += ["--max_tokens", "4", "--top_k", "1", "--dtype", "fp32"]
+    done = subprocess.run(command, input="Where is\n/undo\n", capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{folder}:" and f"{assets / 'uniform_lm'}:" in lines and lines[-1] == "forgotten: Where is"
+    assert done.stdout.count("[cut after 4 tokens (/set max_tokens N)]") == 2

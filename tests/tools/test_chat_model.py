@@ -1,0 +1,142 @@
+"""Conversations to prompts and answers, with tiny models with and without a chat template."""
+
+import itertools
+import shutil
+
+import pytest
+import torch
+from adapter_folders import save_adapter
+from peft import AutoPeftModelForCausalLM
+from tiny_models import cut_at
+
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.errors import UserError
+from dschat_ppo.rollout.token_stream import stream_tokens
+from dschat_ppo.tools import chat_model
+from dschat_ppo.tools.chat_model import ChatModel, Conversation, check_model, load_models
+from dschat_ppo.tools.sampling_settings import SamplingSettings
+
+PLAIN, CHAT = DataFlags(["unused"]), DataFlags(["unused"], chat_template="chatml")
+GREEDY = SamplingSettings(top_k=1, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def plain(assets) -> ChatModel:
+    checked = check_model(str(assets / "lm"), "--model", PLAIN)
+    checked.tokenizer.chat_template = None
+    return ChatModel(checked, "fp32")
+
+
+@pytest.fixture(scope="module")
+def templated(assets) -> ChatModel:
+    return ChatModel(check_model(str(assets / "lm"), "--model", CHAT), "fp32")
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def test_a_conversation_becomes_messages():
+    conversation = Conversation("be kind", [("a", "b")])
+    assert conversation.messages("c") == [
+        {"role": "system", "content": "be kind"}, user("a"), {"role": "assistant", "content": "b"}, user("c"),
+    ]  # fmt: skip
+    assert Conversation("", []).messages("c") == [user("c")]
+
+
+def test_the_chat_template_renders_the_conversation(templated):
+    messages = Conversation("be kind", [("a", "b")]).messages("c")
+    expected = templated.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert templated.has_template and "be kind" in expected
+    assert templated.prompt_ids(messages) == templated.tokenizer.encode(expected, add_special_tokens=False)
+
+
+def test_without_a_template_texts_are_joined(plain):
+    messages = Conversation("", [("Where is", " the lamp")]).messages(" now")
+    assert not plain.has_template
+    assert plain.prompt_ids(messages) == plain.tokenizer.encode("Where is the lamp now")
+    with pytest.raises(UserError, match="no chat template, so it takes no system message.*--chat_template"):
+        plain.prompt_ids(Conversation("be kind", []).messages("c"))
+
+
+@torch.no_grad()
+def test_the_answer_is_the_greedy_continuation(plain):
+    ids = plain.tokenizer.encode("Where is")
+    tokens = list(plain.answer([user("Where is")], GREEDY, 0))
+    found = plain.model.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), do_sample=False, max_new_tokens=12, pad_token_id=0,
+        eos_token_id=list(plain.ends),
+    )[0, len(ids) :].tolist()  # fmt: skip
+    assert "".join(token.text for token in tokens) == plain.tokenizer.decode(found, skip_special_tokens=True) != ""
+    assert [token.tokens for token in tokens] == list(range(1, len(found) + 1))
+    assert {token.end for token in tokens[:-1]} <= {""} and tokens[-1].end == "length"
+    assert tokens[0].seconds <= tokens[-1].seconds
+
+
+def test_an_end_token_ends_the_answer_and_is_no_text(plain, monkeypatch):
+    prompt = plain.prompt_ids([user("Where is")])
+    greedy = list(stream_tokens(plain.model, prompt, 0, GREEDY.sampling, (), 12))
+    end = next(token for token in greedy[2:] if plain.tokenizer.decode(token).strip())
+    monkeypatch.setattr(plain, "ends", (end,))
+    tokens = list(plain.answer([user("Where is")], GREEDY, 0))
+    [cut] = cut_at([greedy], {end})
+    assert (tokens[-1].end, tokens[-1].tokens) == ("eos", len(cut)) and len(cut) < 12
+    assert "".join(token.text for token in tokens) == plain.tokenizer.decode(cut[:-1], skip_special_tokens=True)
+
+
+def test_seed_and_number_decide_the_random_numbers(plain):
+    def answer(seed, number):
+        settings = SamplingSettings(seed=seed, max_tokens=8)
+        return "".join(token.text for token in plain.answer([user("Where")], settings, number))
+
+    assert answer(1, 0) == answer(1, 0)
+    assert len({answer(1, 0), answer(1, 1), answer(2, 0)}) == 3
+
+
+def test_a_long_conversation_loses_its_oldest_exchanges(plain, monkeypatch):
+    monkeypatch.setattr(chat_model, "ROOM", 20)
+    turns = [(f"{number} where is it", "here") for number in range(12)]
+    messages = Conversation("", turns).messages("now")
+    lengths = [len(plain.prompt_ids(messages[2 * dropped :])) for dropped in range(13)]
+    assert lengths[0] > plain.positions == 128
+    expected = next(dropped for dropped, length in enumerate(lengths) if 128 - length >= 20)
+    ids, most, dropped = plain.fitted(messages, 50)
+    assert (len(ids), dropped) == (lengths[expected], expected) and 0 < expected < 12
+    assert most == min(50, 128 - len(ids))
+    assert plain.fitted(messages, 5)[1:] == (5, next(d for d, length in enumerate(lengths) if 128 - length >= 5))
+    [first] = itertools.islice(plain.answer(messages, SamplingSettings(max_tokens=50), 0), 1)
+    assert first.dropped == expected
+
+
+def test_the_system_message_stays(templated, monkeypatch):
+    monkeypatch.setattr(chat_model, "ROOM", 4)
+    messages = Conversation("be kind", [(f"{number} where is it", "here") for number in range(9)]).messages("now")
+    ids, _, dropped = templated.fitted(messages, 4)
+    assert dropped > 0 and "be kind" in templated.tokenizer.decode(ids)
+
+
+def test_a_message_without_room_is_refused(plain):
+    with pytest.raises(UserError, match="have .* tokens, but the model has 128 positions"):
+        plain.fitted([user("where is it " * 80)], 4)
+    with pytest.raises(UserError, match="no tokens"):
+        plain.fitted([user("")], 4)
+
+
+@torch.no_grad()
+def test_an_adapter_folder(assets, tmp_path):
+    """Its answers are those of the base with the adapter's matrices merged in, as peft computes them."""
+    save_adapter(assets / "lm", tmp_path / "adapter", scalar=False)
+    [adapted] = load_models([("--model", str(tmp_path / "adapter"))], PLAIN, "fp32")
+    by_peft = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    ids = torch.tensor([[5, 9, 17, 30]])
+    assert torch.allclose(adapted.model(ids).logits, by_peft(ids).logits, atol=1e-4)
+
+
+def test_all_models_are_checked_before_one_is_loaded(assets, tmp_path, monkeypatch):
+    shutil.copytree(assets / "lm", tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").unlink()
+    monkeypatch.setattr(chat_model, "ChatModel", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(UserError, match="broken"):
+        load_models([("--model", str(assets / "lm")), ("--compare", str(tmp_path / "broken"))], PLAIN, "fp32")
+    with pytest.raises(UserError, match=r"^--compare .*no such folder"):
+        load_models([("--model", str(assets / "lm")), ("--compare", str(tmp_path / "none"))], PLAIN, "fp32")

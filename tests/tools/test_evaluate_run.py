@@ -1,0 +1,163 @@
+"""A whole evaluation with tiny models, recomputed with transformers and by hand."""
+
+import json
+import math
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.tools.evaluate import main
+from dschat_ppo.tools.evaluate_flags import read_arguments
+from dschat_ppo.tools.evaluate_models import accuracies
+from dschat_ppo.tools.evaluate_report import html_of, json_of, tables
+from dschat_ppo.tools.evaluate_run import evaluate
+
+TOKENS, PROMPTS = 6, 7
+
+
+def words_of(assets, *others) -> list[str]:
+    return ["--model", str(assets / "lm"), str(assets / "uniform_lm"), "--data_path", str(assets / "prompts.jsonl"),
+            "--max_tokens", str(TOKENS), "--max_prompts", str(PROMPTS), "--dtype", "fp32", "--max_prompt_seq_len", "40",
+            *others]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(assets):
+    pairs = assets / "more_pairs.jsonl"
+    pairs.write_text("".join((assets / "pairs.jsonl").read_text().splitlines(keepends=True)[:5]))
+    words = ["--samples", "4", "--reward_model_name_or_path", str(assets / "reward"), "--reward_function", "length:0.5",
+             "--pairs", str(assets / "pairs.jsonl"), str(pairs), "--max_seq_len", "100",
+             "--pass_score", "2.5"]  # fmt: skip
+    return evaluate(read_arguments(words_of(assets, *words)))
+
+
+def by_name(found, model, decoding):
+    return next(r for r in found.results if r.answers.model.endswith(model) and r.answers.decoding == decoding)
+
+
+@torch.no_grad()
+def test_greedy_answers_are_those_of_transformers(found, assets):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    for name in ("lm", "uniform_lm"):
+        model = AutoModelForCausalLM.from_pretrained(assets / name, dtype=torch.float32).eval()
+        lines = (assets / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
+        for line, row in zip(lines, by_name(found, f"/{name}", "greedy").answers.rows, strict=True):
+            ids = tokenizer.encode(json.loads(line)["prompt"], return_tensors="pt")
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS)
+            assert row.answers == [tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)]
+            assert row.prompt == json.loads(line)["prompt"]
+
+
+def test_scores_are_the_weighted_sum(found):
+    for result in found.results:
+        assert result.answers.sources == ["model", "length"]
+        by_source = result.answers.by_source.double()
+        assert result.answers.scores.flatten().tolist() == pytest.approx(
+            (by_source[:, 0] + 0.5 * by_source[:, 1]).tolist(), abs=1e-5
+        )
+        assert result.by_source == pytest.approx(
+            {"model": float(by_source[:, 0].mean()), "length": float(by_source[:, 1].mean())}
+        )
+        assert result.metrics["score"] == pytest.approx(float(result.answers.scores.mean()))
+
+
+def test_wins_and_passes_by_hand(found):
+    first, second = by_name(found, "/lm", "sampled"), by_name(found, "/uniform_lm", "sampled")
+    assert first.wins is None and by_name(found, "/lm", "greedy").wins is None
+    shares, passes = [], []
+    for one, other in zip(second.answers.rows, first.answers.rows, strict=True):
+        assert one.prompt == other.prompt and len(one.scores) == 4
+        pairs = [(a > b) + 0.5 * (a == b) for a in one.scores for b in other.scores]
+        shares.append(sum(pairs) / len(pairs))
+        right = sum(score >= 2.5 for score in one.scores)
+        passes.append(1 - math.comb(4 - right, 2) / math.comb(4, 2))
+    assert second.wins.share == pytest.approx(sum(shares) / PROMPTS) and second.wins.count == PROMPTS
+    assert second.wins.low < second.wins.share < second.wins.high
+    assert second.metrics["pass@2"] == pytest.approx(sum(passes) / PROMPTS)
+
+
+@torch.no_grad()
+def test_the_reward_model_on_pairs(found, assets):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "reward")
+    model = AutoModelForSequenceClassification.from_pretrained(assets / "reward", dtype=torch.float32).eval()
+    rows = [json.loads(line) for line in (assets / "pairs.jsonl").read_text().splitlines()]
+    scores = []
+    for row in rows:
+        sides = []
+        for side in ("chosen", "rejected"):
+            ids = tokenizer.encode(row["prompt"]) + tokenizer.encode(row[side]) + [tokenizer.eos_token_id]
+            sides.append(float(model.score(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1])))
+        scores.append(sides)
+    assert [list(pair[1:]) for pair in found.pairs] == [pytest.approx(s, abs=1e-4) for s in scores + scores[:5]]
+    right = [chosen > rejected for chosen, rejected in scores]
+    names = list(found.accuracies)
+    assert names[0] == "all" and len(names) == 3
+    expected = [sum(right + right[:5]) / 45, sum(right) / 40, sum(right[:5]) / 5]
+    assert [share.share for share in found.accuracies.values()] == pytest.approx(expected)
+    assert [share.count for share in found.accuracies.values()] == [45, 40, 5]
+
+
+def test_one_data_set_has_no_line_of_its_own():
+    assert list(accuracies(torch.tensor([[1.0, 0.0]]), [0], ["a"])) == ["all"]
+
+
+def test_answers_do_not_depend_on_batches(found, assets):
+    words = ["--samples", "4", "--batch_size", "2", "--decoding", "sampled"]
+    again = evaluate(read_arguments(words_of(assets, *words)))
+    assert not again.scored and len(again.results) == 2
+    for result in again.results:
+        same = by_name(found, result.answers.model, "sampled").answers
+        assert [row.answers for row in result.answers.rows] == [row.answers for row in same.rows]
+        assert set(result.metrics) == {"length_mean", "ended_share"} and result.wins is None
+    assert "score" not in "".join(tables(again)) and "score" not in html_of(again).split("<h2>")[1].split("<script>")[0]
+    assert json.loads(json_of(again))["results"][0]["prompts"][0]["scores"] == [None] * 4
+
+
+def test_the_tables(found):
+    lines = tables(found)
+    assert len(lines) == 5 + 4 and len({line.index("sampled") for line in lines if "sampled" in line}) == 1
+    assert lines[0].split()[:3] == ["model", "decoding", "score"] and "wins against the first [95 %]" in lines[0]
+    assert lines[6].startswith("all") and " % [" in lines[6]
+
+
+def test_json_and_html(found):
+    def no_constant(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    content = json.loads(json_of(found), parse_constant=no_constant)
+    assert [len(result["prompts"]) for result in content["results"]] == [PROMPTS] * 4 and len(content["pairs"]) == 45
+    page = html_of(found)
+    assert "http:" not in page and "https:" not in page and page.count("<section>") == PROMPTS
+    answer = found.results[0].answers.rows[0]
+    answer.answers[0] = "<script>alert(1)</script>"
+    assert "<script>alert" not in html_of(found) and "&lt;script&gt;alert" in html_of(found)
+    HTMLParser().feed(page)
+
+
+def test_models_with_different_prompts_are_refused(assets, tmp_path):
+    words = words_of(assets, "--truncation", "drop")
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    AutoModelForCausalLM.from_pretrained(assets / "lm").save_pretrained(tmp_path / "other")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "other")
+    rows = [{"messages": [{"role": "user", "content": "where"}]}, {"messages": [{"role": "user", "content": "who"}]}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words[2], words[4] = str(tmp_path / "other"), str(tmp_path / "chat.jsonl")
+    with pytest.raises(UserError, match="no chat template"):
+        evaluate(read_arguments(words))
+
+
+def test_the_command(assets, tmp_path, capsys):
+    files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    words = words_of(assets, "--reward_function", "length", "--decoding", "greedy", *files)
+    assert main(words) == 0
+    assert "wins against the first" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a.json").read_text())["flags"]["max_tokens"] == str(TOKENS)
+    assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
+    assert main([*words, "--json", str(tmp_path / "none" / "a.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main([*words, "--max_tokens", "10000"]) == 2
+    assert "--max_prompt_seq_len + --max_tokens of 10040 tokens goes beyond" in capsys.readouterr().err
