@@ -14,7 +14,7 @@ from measure import markdown
 from safetensors.torch import load_file
 
 MARKS = ("<!-- faults -->", "<!-- /faults -->")
-MEASURED = ("time", "seconds/", "peak_memory_gib/", "tokens_per_second/")
+MEASURED = ("time", "time/", "memory/")
 
 
 @dataclass(frozen=True)

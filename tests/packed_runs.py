@@ -22,7 +22,7 @@ from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 
 GLOBAL_BATCH = 2  # packed rows: two gradients add up to the same bits in either order
-MEASURED = ("time", "seconds/", "peak_memory_gib/")
+MEASURED = ("time", "time/", "memory/")
 
 
 def rows_of(count: int, answers: int) -> Dataset:

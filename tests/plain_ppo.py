@@ -37,7 +37,7 @@ from dschat_ppo.rewards.reward_mixture import RewardMixture
 
 CPU = torch.device("cpu")
 PROMPTS, STEPS, UPDATES = 12, 3, 4  # 4 prompts a PPO step; 2 rows an update, 2 epochs
-MEASURED = ("time", "seconds/", "tokens_per_second/", "peak_memory_gib/")
+MEASURED = ("time", "time/", "memory/")
 FLAGS = (
     "--data_path unused --dtype fp32 --max_prompt_seq_len 16 --max_answer_seq_len 5 --num_warmup_steps 0 "
     "--per_device_generation_batch_size 4 --per_device_training_batch_size 2 --ppo_epochs 2 "

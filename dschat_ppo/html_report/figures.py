@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-# Names in metrics.jsonl of earlier versions -> names today. No new name matches another pattern.
-_RENAMED = [
-    (re.compile(r"^answers/"), "rollout/"),
-    (re.compile(r"^seconds/"), "time/"),
-    (re.compile(r"^peak_memory_gib/(.+)$"), r"memory/\1_peak_gib"),
-    (re.compile(r"^tokens_per_second/(.+)$"), r"time/\1_tokens_per_s"),
-    (re.compile(r"^coef/kl$"), "kl/coef"),
-    (re.compile(r"^grad_norm/(.+)$"), r"optim/grad_norm/\1"),
-    (re.compile(r"^overflow/(.+)$"), r"optim/overflow/\1"),
-]
 NOT_PLOTTED = ("step", "time", "epoch")  # keys of a line that are not metrics
 
 # The metrics of the overview, in its order: (name, its words in the table).
@@ -160,7 +149,7 @@ FIGURES = [
     Figure(
         _VALUE, "Values and returns",
         "The mean value should follow the mean return: a lasting gap means that the critic lags behind the policy.",
-        ("value/mean", "return/mean"),
+        ("value/mean", "value/return_mean"),
     ),
     Figure(
         _FIT, "Loss",
@@ -202,27 +191,20 @@ FIGURES = [
     Figure(
         _OTHER, "Gradient norm",
         "The norm before clipping: single spikes are clipped and harmless, and a steady rise announces divergence.",
-        ("grad_norm", "optim/*grad_norm*"),
+        ("grad_norm", "optim/grad_norm/*"),
     ),
     Figure(
         _OTHER, "Skipped updates",
         "Updates that were skipped because of NaN, infinity or an fp16 overflow: anything but rare single points "
         "needs a look at nonfinite/.",
-        ("nonfinite/skipped", "optim/*overflow*"),
+        ("optim/nonfinite_skipped", "optim/overflow/*"),
     ),
     Figure(
         _OTHER, "Learning rate",
         "The schedule as it ran: compare its changes with changes in the other figures.",
-        ("lr", "lr/*", "optim/lr*", "optim/*_lr"),
+        ("lr", "lora_lr", "optim/lr/*", "optim/lora_lr/*"),
     ),
 ]  # fmt: skip
-
-
-def today(name: str) -> str:
-    """The name that a metric has today; a name of an earlier version is mapped, any other is returned as it is."""
-    for pattern, replacement in _RENAMED:
-        name = pattern.sub(replacement, name)
-    return name
 
 
 def others(known: Iterable[str]) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.html_report.figures import NOT_PLOTTED, today
+from dschat_ppo.html_report.figures import NOT_PLOTTED
+from dschat_ppo.monitor.metric_names import present_name
 
 # names as in monitor/ and checkpoint/, whose modules import torch
 METRICS, CONFIG, RESULT = "metrics.jsonl", "config.yaml", "result.json"
@@ -154,7 +155,7 @@ def _columns(lines: list[dict[str, Any]]) -> tuple[dict[str, Points], dict[int, 
             if key in NOT_PLOTTED or not (value is None or type(value) in (int, float)):
                 continue
             if key not in names:
-                names[key] = today(key)
+                names[key] = present_name(key)
             metrics.setdefault(names[key], []).append((step, number_or_none(value)))
     return metrics, {step: number_or_none(by_step[step].get("time")) or 0.0 for step in sorted(by_step)}
 

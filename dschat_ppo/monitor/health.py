@@ -16,9 +16,9 @@ def step_warnings(now: Metrics) -> list[str]:
         found.append("mean KL to the reference is negative: sampling and scoring may use different settings")
     if now.get("policy/clip_fraction", 0.0) > 0.3:
         found.append("more than 30 % of the ratios are clipped: lower the actor's learning rate or --ppo_epochs")
-    if now["reward/score_std"] < 1e-3 and now["answers/count"] > 1:
+    if now["reward/score_std"] < 1e-3 and now["rollout/count"] > 1:
         found.append("all scores are nearly equal: the reward does not distinguish the answers")
-    if now["answers/distinct_share"] < 0.5:
+    if now["rollout/distinct_share"] < 0.5:
         found.append(
             "more than half of the answers are duplicates: unless there are only a few short correct answers, the "
             "policy is collapsing; raise --kl_coef or --entropy_coef"
@@ -38,9 +38,9 @@ def trend_warnings(past: list[Metrics], now: Metrics) -> list[str]:
         found.append("KL to the reference jumped: the last updates were too large")
     if "policy/entropy" in mean and now["policy/entropy"] < 0.3 * mean["policy/entropy"]:
         found.append("entropy fell below 30 % of its mean over the last steps: the policy is collapsing")
-    if now["answers/ended_share"] < mean["answers/ended_share"] - 0.3:
+    if now["rollout/ended_share"] < mean["rollout/ended_share"] - 0.3:
         found.append("far fewer answers end by themselves: raise --missing_eos_penalty or --max_answer_seq_len")
-    names = ("answers/length_mean", "kl/ref_k1")
+    names = ("rollout/length_mean", "kl/ref_k1")
     rising = all(name in mean and now[name] > 1.5 * past[0][name] > 0 for name in names)
     if rising and now["reward/score_mean"] > past[0]["reward/score_mean"]:
         found.append("score, length and KL all rise: the policy may be exploiting the reward")

@@ -37,9 +37,9 @@ def experience_metrics(
         "reward/total_mean": rows.rewards.sum(dim=1).mean(),
         "policy/counted_share": rows.loss_mask.sum() / mask.sum().clamp_min(1),
         "policy/loss_weight_mean": mean_and_std(kept(rows.loss_weights))[0],
-        "answers/length_mean": lengths.mean(),
-        "answers/length_max": lengths.max(),
-        "answers/ended_share": ended,
+        "rollout/length_mean": lengths.mean(),
+        "rollout/length_max": lengths.max(),
+        "rollout/ended_share": ended,
     }
     found["reward/score_mean"], found["reward/score_std"] = mean_and_std(rows.scores)
     for name, scores in zip(sources, rows.source_scores.T, strict=True):
@@ -51,14 +51,15 @@ def experience_metrics(
         found["reward/kl_penalty"] = (kl_coef * rows.kl * mask).sum(dim=1).mean()
     if rows.values is not None:
         found["value/explained_variance"] = explained_variance(kept(rows.values), kept(rows.returns))
-    for name, values in (("advantage", rows.advantages), ("return", rows.returns), ("value", rows.values)):
+    spread = {"policy/advantage_": rows.advantages, "value/return_": rows.returns, "value/": rows.values}
+    for name, values in spread.items():
         if values is not None:
-            found[f"{name}/mean"], found[f"{name}/std"] = mean_and_std(kept(values))
+            found[f"{name}mean"], found[f"{name}std"] = mean_and_std(kept(values))
     if len(torch.unique(rows.groups)) < len(rows.groups):  # some prompt has several answers
         found["reward/equal_groups_share"] = 1 - groups_that_differ(rows.scores, rows.groups).float().mean().double()
     for name, own in _rows_by_data_set(rows, data_sources):
         found[f"reward/score_mean/{name}"] = mean_and_std(rows.scores[own])[0]
-        found[f"answers/length_mean/{name}"] = lengths[own].mean()
+        found[f"rollout/length_mean/{name}"] = lengths[own].mean()
     metrics = read(found | _kl(rows, data_sources))
     for name in sources:  # the share is of interest where a source does not score all rows
         if metrics[f"reward/{name}_share"] == 1:
@@ -67,9 +68,9 @@ def experience_metrics(
             metrics.pop(f"reward/{name}_mean", None)
     distinct = torch.unique(torch.where(mask, rows.response_ids, -1), dim=0).shape[0]  # rows that differ in a token
     return metrics | {
-        "answers/count": len(rows.response_ids),
-        "answers/cut_share": 1 - metrics["answers/ended_share"],
-        "answers/distinct_share": distinct / rows.response_ids.shape[0],
+        "rollout/count": len(rows.response_ids),
+        "rollout/cut_share": 1 - metrics["rollout/ended_share"],
+        "rollout/distinct_share": distinct / rows.response_ids.shape[0],
     }
 
 
@@ -132,10 +133,10 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
     largest, total = ranks.amax(dim=0).tolist(), ranks.sum(dim=0).tolist()
     metrics: dict[str, float] = {}
     for name, (most_seconds, most_gib, _), (_, _, count) in zip(names, largest, total, strict=True):
-        metrics[f"seconds/{name}"] = most_seconds
-        metrics[f"peak_memory_gib/{name}"] = most_gib
+        metrics[f"time/{name}"] = most_seconds
+        metrics[f"memory/{name}_peak_gib"] = most_gib
         if count:
-            metrics[f"tokens_per_second/{name}"] = count / max(most_seconds, 1e-9)
+            metrics[f"time/{name}_tokens_per_s"] = count / max(most_seconds, 1e-9)
     return metrics | _allocator_metrics(device)
 
 

@@ -91,8 +91,8 @@ class NonFinitePolicy:
 
     def metrics(self, *roles: str) -> dict[str, float]:
         """Counts since the start of the run: skipped updates, and fp16 overflows of each role."""
-        counts = {f"overflow/{role}": float(self._overflows[role]) for role in roles}
-        return {"nonfinite/skipped": float(self._skipped), **counts}
+        counts = {f"optim/overflow/{role}": float(self._overflows[role]) for role in roles}
+        return {"optim/nonfinite_skipped": float(self._skipped), **counts}
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, for a resumed run."""

@@ -177,11 +177,11 @@ class ExperienceCollection:
             assert self._rows is not None
             rows, self._rows = self._rows, None
             return rows
-        self.metrics["dynamic_sampling/rounds"] = float(self._round)
-        self.metrics["dynamic_sampling/kept_share"] = self.pool.kept_share
+        self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)
+        self.metrics["rollout/dynamic_sampling_kept_share"] = self.pool.kept_share
         rows, filled = self.pool.take()
         rows = to_device(rows, dist.device())  # for the advantage computation
-        self.metrics["dynamic_sampling/filled_rows"] = float(filled)
+        self.metrics["rollout/dynamic_sampling_filled_rows"] = float(filled)
         if filled:
             logger().warning(
                 f"dynamic sampling: {self._round} rounds gave too few prompts whose answers differ in score; {filled} "

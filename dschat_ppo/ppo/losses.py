@@ -158,5 +158,5 @@ def critic_loss(
 def ptx_loss(actor: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
     """Sum of `-log p(token)` of plain text, divided by `num_tokens` of the optimizer step; scalar with gradient."""
     logprobs = actor(batch.input_ids, batch.loss_mask)[0]
-    sums.add_mean("ptx/loss", -logprobs.detach())
+    sums.add_mean("policy/ptx_loss", -logprobs.detach())
     return -logprobs.sum() / num_tokens

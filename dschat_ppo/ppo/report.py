@@ -18,10 +18,10 @@ HEADLINE = (
     "kl/ref_k1",
     "policy/entropy",
     "value/explained_variance",
-    "answers/length_mean",
+    "rollout/length_mean",
 )
 
-RESULT = (*HEADLINE, "reward/total_mean", "answers/ended_share", "answers/distinct_share")
+RESULT = (*HEADLINE, "reward/total_mean", "rollout/ended_share", "rollout/distinct_share")
 
 
 class PPOReport:

@@ -76,7 +76,7 @@ class PPOState:
         device = dist.device()
         once = torch.tensor([dist.is_main()], device=device)  # every rank knows the norm; only one counts it
         for role, norm in outcome.grad_norms.items():
-            self.sums.add_mean(f"grad_norm/{role}", torch.tensor([norm], device=device), once)
+            self.sums.add_mean(f"optim/grad_norm/{role}", torch.tensor([norm], device=device), once)
         if self.updates == 0:
             first = self.sums.reduce()
             for name in ("mean", "max"):
@@ -203,10 +203,10 @@ class PPOComponents:
             kl_coef = self.advantage_computation.used_kl_coef
             names = self.collection.reward_scorer.mixture.names
             metrics |= experience_metrics(experience, kl_coef, names, self.data_sources)
-            metrics["coef/kl"] = kl_coef
+            metrics["kl/coef"] = kl_coef
             for role, engine in self.engines.trained.items():
-                metrics |= {f"{name}/{role}": rate for name, rate in learning_rates(engine).items()}
-            metrics["coef/entropy"] = self.entropy_coef.value
+                metrics |= {f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()}
+            metrics["policy/entropy_coef"] = self.entropy_coef.value
             experience = to_device(experience, self.experience_device)
         self.state.begin_updates(experience, metrics)
 
@@ -221,7 +221,7 @@ class PPOComponents:
             return
         with self.clock.phase("sync"):
             moved = sync.update()
-        self.state.add_metric("reference/moved", moved)
+        self.state.add_metric("kl/reference_moved", moved)
         share = flags.ref_sync_mixup
         logger().info(
             f"PPO step {step}: reference = {share:g} x actor + {1 - share:g} x reference; it moved by {moved:.2e} of "

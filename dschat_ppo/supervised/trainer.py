@@ -167,8 +167,8 @@ class SupervisedTrainer(Generic[Batch]):
                 self._keep(kept)
                 metrics |= {**rates, "epoch": step / self.plan.steps_per_epoch}
                 seconds, _, peak = self.clock.take()
-                metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
-                metrics |= {f"peak_memory_gib/{name}": value for name, value in peak.items()}
+                metrics |= {f"time/{name}": value for name, value in seconds.items()}
+                metrics |= {f"memory/{name}_peak_gib": value for name, value in peak.items()}
                 writer.write(step, metrics)
                 bar.update()
                 checkpointer.save_if_due()

@@ -85,8 +85,8 @@ def test_a_digest_depends_on_names_dtypes_shapes_and_every_bit(tmp_path):
 
 
 def test_times_and_memory_are_left_out(tmp_path):
-    line = {"step": 1, "time": 1.0, "loss": 2.0, "seconds/train": 1, "tokens_per_second/train": 1}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"peak_memory_gib/train": 1}) + "\n")
+    line = {"step": 1, "time": 1.0, "loss": 2.0, "time/train": 1, "time/train_tokens_per_s": 1}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"memory/train_peak_gib": 1}) + "\n")
     (tmp_path / "result.json").write_text('{"seconds": 3, "steps": 1}')
     assert trajectories.metrics_of(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": "result", "steps": 1}]
 

@@ -1,23 +1,6 @@
-"""The table of figures: names of metrics, patterns, and names of earlier versions."""
+"""The table of figures: names of metrics and patterns."""
 
-import pytest
-
-from dschat_ppo.html_report.figures import FIGURES, Figure, others, today
-
-
-@pytest.mark.parametrize(("name", "expected"), [
-    ("answers/length_mean/web", "rollout/length_mean/web"),
-    ("seconds/train", "time/train"),
-    ("peak_memory_gib/train", "memory/train_peak_gib"),
-    ("tokens_per_second/rollout", "time/rollout_tokens_per_s"),
-    ("coef/kl", "kl/coef"),
-    ("coef/entropy", "coef/entropy"),
-    ("grad_norm/actor", "optim/grad_norm/actor"),
-    ("grad_norm", "grad_norm"),
-    ("rollout/answers/x", "rollout/answers/x"),
-])  # fmt: skip
-def test_a_name_of_an_earlier_version_is_mapped(name, expected):
-    assert today(name) == expected
+from dschat_ppo.html_report.figures import FIGURES, Figure, others
 
 
 def test_a_figure_shows_what_its_patterns_match_in_their_order():

@@ -10,10 +10,10 @@ HEALTHY = {
     "policy/entropy": 2.0,
     "reward/score_std": 0.8,
     "reward/score_mean": 1.0,
-    "answers/count": 64,
-    "answers/distinct_share": 0.95,
-    "answers/ended_share": 0.9,
-    "answers/length_mean": 40.0,
+    "rollout/count": 64,
+    "rollout/distinct_share": 0.95,
+    "rollout/ended_share": 0.9,
+    "rollout/length_mean": 40.0,
     "rollout/logprob_diff_mean": 0.001,
     "value/explained_variance": 0.4,
 }
@@ -22,14 +22,14 @@ WARNINGS_OF_ONE_STEP = {
     "mean KL to the reference is negative": {"kl/ref_k1": -0.05},
     "ratios are clipped": {"policy/clip_fraction": 0.4},
     "scores are nearly equal": {"reward/score_std": 1e-5},
-    "answers are duplicates": {"answers/distinct_share": 0.3},
+    "answers are duplicates": {"rollout/distinct_share": 0.3},
     "rollout and training log-probs differ": {"rollout/logprob_diff_mean": 0.5},
 }
 WARNINGS_OF_A_TREND = {
     "KL to the reference jumped": {"kl/ref_k1": 0.5},
     "entropy fell": {"policy/entropy": 0.4},
-    "far fewer answers end by themselves": {"answers/ended_share": 0.5},
-    "score, length and KL all rise": {"reward/score_mean": 2.0, "answers/length_mean": 80.0, "kl/ref_k1": 0.12},
+    "far fewer answers end by themselves": {"rollout/ended_share": 0.5},
+    "score, length and KL all rise": {"reward/score_mean": 2.0, "rollout/length_mean": 80.0, "kl/ref_k1": 0.12},
 }
 
 
@@ -55,8 +55,8 @@ def test_warnings_of_one_step_appear_at_once(warning, changes):
 
 
 def test_equal_scores_need_more_than_one_answer():
-    assert HealthWatch().check({**HEALTHY, "reward/score_std": 0.0, "answers/count": 1}) == []
-    [line] = HealthWatch().check({**HEALTHY, "reward/score_std": 0.0, "answers/count": 2})
+    assert HealthWatch().check({**HEALTHY, "reward/score_std": 0.0, "rollout/count": 1}) == []
+    [line] = HealthWatch().check({**HEALTHY, "reward/score_std": 0.0, "rollout/count": 2})
     assert "scores are nearly equal" in line
 
 
@@ -79,7 +79,7 @@ def test_a_critic_without_explained_variance_over_a_window():
     assert watch_after(WINDOW, **useless).check(HEALTHY) == []
 
 
-@pytest.mark.parametrize("missing", ["reward/score_mean", "answers/length_mean", "kl/ref_k1"])
+@pytest.mark.parametrize("missing", ["reward/score_mean", "rollout/length_mean", "kl/ref_k1"])
 def test_reward_exploitation_needs_all_three_metrics(missing):
     changes = WARNINGS_OF_A_TREND["score, length and KL all rise"]
     rest = {name: value for name, value in changes.items() if name != missing}
@@ -88,7 +88,7 @@ def test_reward_exploitation_needs_all_three_metrics(missing):
 
 def test_ordinary_values_are_below_the_thresholds():
     ordinary = {
-        "kl/ref_k1": -0.01, "policy/clip_fraction": 0.3, "reward/score_std": 0.01, "answers/distinct_share": 0.5,
+        "kl/ref_k1": -0.01, "policy/clip_fraction": 0.3, "reward/score_std": 0.01, "rollout/distinct_share": 0.5,
         "rollout/logprob_diff_mean": 0.1,
     }  # fmt: skip
     assert HealthWatch().check({**HEALTHY, **ordinary}) == []
@@ -109,7 +109,7 @@ def test_a_new_warning_appears_during_a_persistent_one():
 
 def test_a_step_with_skipped_updates_is_ignored():
     watch = watch_after(WINDOW - 1)
-    assert watch.check({"nonfinite/skipped": 1.0}) == []
+    assert watch.check({"optim/nonfinite_skipped": 1.0}) == []
     watch.check(HEALTHY)
     [line] = watch.check({**HEALTHY, "kl/ref_k1": 0.5})
     assert "KL to the reference jumped" in line

@@ -78,15 +78,15 @@ def metrics_by_loop(rows: Experience) -> dict[str, float]:
         "value/explained_variance": 1 - np.var(residuals) / np.var(numbers("returns")),
         "rollout/logprob_diff_mean": np.mean(drift),
         "rollout/logprob_diff_max": max(drift),
-        "answers/count": 4,
-        "answers/length_mean": sum(LENGTHS) / 4,
-        "answers/length_max": 4.0,
-        "answers/ended_share": 0.5,
-        "answers/cut_share": 0.5,
-        "answers/distinct_share": len(answers) / 4,
+        "rollout/count": 4,
+        "rollout/length_mean": sum(LENGTHS) / 4,
+        "rollout/length_max": 4.0,
+        "rollout/ended_share": 0.5,
+        "rollout/cut_share": 0.5,
+        "rollout/distinct_share": len(answers) / 4,
     }
-    for name, field in (("advantage", "advantages"), ("return", "returns"), ("value", "values")):
-        expected[f"{name}/mean"], expected[f"{name}/std"] = np.mean(numbers(field)), np.std(numbers(field))
+    for name, field in (("policy/advantage_", "advantages"), ("value/return_", "returns"), ("value/", "values")):
+        expected[f"{name}mean"], expected[f"{name}std"] = np.mean(numbers(field)), np.std(numbers(field))
     return expected
 
 
@@ -106,14 +106,14 @@ def test_ids_in_the_padding_are_ignored():
 def test_distinct_answers_by_hand():
     # Rows of 4, 1, 0 and 3 tokens that all begin alike are four answers.
     assert (
-        experience_metrics(experience(response_ids=torch.full((4, 5), 3)), KL_COEF, SOURCES)["answers/distinct_share"]
+        experience_metrics(experience(response_ids=torch.full((4, 5), 3)), KL_COEF, SOURCES)["rollout/distinct_share"]
         == 1.0
     )
     same = experience(
         response_ids=torch.tensor([[1, 2, 8, 8, 8], [1, 2, 9, 9, 9], [1, 2, 7, 7, 7], [1, 3, 7, 7, 7]]),
         response_mask=torch.tensor([[True, True, False, False, False]]).expand(4, 5),
     )
-    assert experience_metrics(same, KL_COEF, SOURCES)["answers/distinct_share"] == 0.5
+    assert experience_metrics(same, KL_COEF, SOURCES)["rollout/distinct_share"] == 0.5
 
 
 def test_a_batch_of_empty_answers_has_finite_metrics():
@@ -132,8 +132,8 @@ def test_a_batch_of_empty_answers_has_finite_metrics():
     rows = experience(response_mask=torch.zeros(4, 5, dtype=torch.bool), **dict.fromkeys(names, zeros))
     metrics = experience_metrics(rows, KL_COEF, SOURCES) | drift_metrics(rows)
     assert all(math.isfinite(value) for value in metrics.values())
-    assert metrics["answers/length_max"] == 0.0
-    assert metrics["answers/distinct_share"] == 0.25
+    assert metrics["rollout/length_max"] == 0.0
+    assert metrics["rollout/distinct_share"] == 0.25
 
 
 def test_without_critic_and_reference_their_metrics_are_absent():
@@ -173,7 +173,7 @@ def test_scores_lengths_and_kl_by_data_set_and_none_of_a_data_set_without_rows()
     difference = rows.old_logprobs - rows.ref_logprobs
     assert {name: found[name] for name in found if name not in whole} == pytest.approx({
         "reward/score_mean/maths": -0.5, "reward/score_mean/chat": 1.25,
-        "answers/length_mean/maths": 2.0, "answers/length_mean/chat": 2.0,
+        "rollout/length_mean/maths": 2.0, "rollout/length_mean/chat": 2.0,
         "kl/ref_k1/maths": float(torch.cat([difference[1, :1], difference[3, :3]]).mean()),
         "kl/ref_k1/chat": float(difference[0, :4].mean()),
     }, rel=1e-5)  # fmt: skip
@@ -185,7 +185,7 @@ def test_scores_lengths_and_kl_by_data_set_and_none_of_a_data_set_without_rows()
 
 def test_phases_have_seconds_tokens_and_on_a_gpu_the_memory_that_the_allocator_holds(monkeypatch):
     clock = PhaseClock({"train": 2.0}, {"train": 6.0}, {"train": 1.5})
-    plain = {"seconds/train": 2.0, "tokens_per_second/train": 3.0, "peak_memory_gib/train": 1.5}
+    plain = {"time/train": 2.0, "time/train_tokens_per_s": 3.0, "memory/train_peak_gib": 1.5}
     reduced = []
 
     def all_reduce(value, op="sum"):

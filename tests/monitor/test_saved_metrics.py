@@ -40,7 +40,7 @@ def test_a_rank_that_is_new_has_all_names_and_changes_no_value():
 
 
 def test_a_warning_that_stands_is_not_given_again():
-    metrics = {"reward/score_std": 0.0, "answers/count": 8, "answers/distinct_share": 1.0, "answers/ended_share": 1.0}
+    metrics = {"reward/score_std": 0.0, "rollout/count": 8, "rollout/distinct_share": 1.0, "rollout/ended_share": 1.0}
     watch, other = HealthWatch(), HealthWatch()
     assert len(watch.check(metrics)) == 1
     other.load_state_dict(watch.state_dict())

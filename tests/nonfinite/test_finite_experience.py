@@ -53,7 +53,7 @@ def test_good_rows_are_passed_on_and_end_a_row_of_skips(tmp_path, said):
     with pytest.raises(NonFiniteError, match=r"PPO step 4: scores of 1 of 3 answers are not finite \(rows 1\)"):
         advantages(bad, 4)
     assert advantages.compute.seen == 1, "bad rows are not seen by what adapts"
-    assert advantages.policy.metrics()["nonfinite/skipped"] == 3
+    assert advantages.policy.metrics()["optim/nonfinite_skipped"] == 3
 
 
 @pytest.mark.parametrize("how", ["skip", "stop"])

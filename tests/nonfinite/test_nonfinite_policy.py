@@ -37,7 +37,7 @@ def test_the_limit_of_skips_in_a_row_is_per_role():
     policy = NonFinitePolicy(SafetyFlags(on_nonfinite="skip", max_nonfinite_skips=2))
     handle(policy, BAD, BAD, GOOD, BAD, BAD)
     handle(policy, BAD, GOOD, BAD, role="critic")
-    assert policy.metrics("actor")["nonfinite/skipped"] == 6
+    assert policy.metrics("actor")["optim/nonfinite_skipped"] == 6
     handle(policy, OVERFLOW, SKIPPED)  # neither good nor bad
     with pytest.raises(NonFiniteError, match="; that makes 3 in a row"):
         handle(policy, BAD)
@@ -48,7 +48,7 @@ def test_reset_ends_a_row_of_failures():
     for _ in range(3):
         policy.report("rows", 1, 0, "scores are not finite", FailureContext([], {}), {})
         policy.reset("rows")
-    assert policy.metrics() == {"nonfinite/skipped": 3}
+    assert policy.metrics() == {"optim/nonfinite_skipped": 3}
 
 
 def test_counts_survive_a_resume():
@@ -56,7 +56,11 @@ def test_counts_survive_a_resume():
     first, second = NonFinitePolicy(flags), NonFinitePolicy(flags)
     handle(first, OVERFLOW, BAD, BAD)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.metrics("actor", "critic") == {"nonfinite/skipped": 2, "overflow/actor": 1, "overflow/critic": 0}
+    assert second.metrics("actor", "critic") == {
+        "optim/nonfinite_skipped": 2,
+        "optim/overflow/actor": 1,
+        "optim/overflow/critic": 0,
+    }
     with pytest.raises(NonFiniteError, match="; that makes 3 in a row"):
         handle(second, BAD)
 

@@ -199,8 +199,9 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
     assert [(len(call[0]), call[2]) for call in collection.generator.asked] == [(4, 0), (4, 1)]
     assert found.groups.tolist() == [0, 0, 1, 1, 5, 5, 6, 6]
     assert collection.metrics == {
-        "reward/function_faults": 4.0, "dynamic_sampling/rounds": 2.0, "dynamic_sampling/kept_share": 5 / 8,
-        "dynamic_sampling/filled_rows": 0.0,
+        "reward/function_faults": 4.0, "rollout/dynamic_sampling_rounds": 2.0,
+        "rollout/dynamic_sampling_kept_share": 5 / 8,
+        "rollout/dynamic_sampling_filled_rows": 0.0,
     }  # fmt: skip
     assert collection.pool.accepted.groups.tolist() == [7, 7]
     # The next step counts its rounds and faults from 0. 3 prompts are missing and all are expected to be kept.
@@ -210,7 +211,9 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
         (4, 2, 1),
         (4, 2, 2),
     ]
-    assert collection.metrics["dynamic_sampling/rounds"] == 3 and collection.metrics["reward/function_faults"] == 6
+    assert (
+        collection.metrics["rollout/dynamic_sampling_rounds"] == 3 and collection.metrics["reward/function_faults"] == 6
+    )
 
 
 def test_the_greedy_answers_of_remax_have_the_seeds_of_round_0():
@@ -226,7 +229,7 @@ def test_dynamic_sampling_ends_after_its_rounds_with_rows_that_score_alike(said)
     found = collect(collection)
     assert [call[2] for call in collection.generator.asked] == [0, 1, 2]
     assert found.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert collection.metrics["dynamic_sampling/filled_rows"] == 6.0
+    assert collection.metrics["rollout/dynamic_sampling_filled_rows"] == 6.0
     assert any("3 rounds gave too few prompts" in line and "6 rows" in line for line in said)
 
 
@@ -236,7 +239,7 @@ def test_dynamic_sampling_compares_scores_as_the_baseline_sees_them():
     collect(collection)
     sampled = sum(len(call[0]) for call in collection.generator.asked)
     rows = [row for call in collection.generator.asked for row in call[0]]
-    assert collection.metrics["dynamic_sampling/kept_share"] == rows.count(0) / sampled
+    assert collection.metrics["rollout/dynamic_sampling_kept_share"] == rows.count(0) / sampled
 
 
 def test_a_round_of_dynamic_sampling_takes_as_many_prompts_on_each_rank(monkeypatch):

@@ -28,10 +28,14 @@ def test_an_experience_starts_the_updates_with_its_metrics(run):
     experience = make_experience(ppo, 1, Never())
     assert ppo.state.experience is experience and (ppo.state.updates, ppo.state.ended) == (0, False)
     metrics = ppo.state.metrics
-    assert metrics["coef/kl"] == 0.1 != ppo.advantage_computation.kl_coef.value, "the coefficient of these rewards"
+    assert metrics["kl/coef"] == 0.1 != ppo.advantage_computation.kl_coef.value, "the coefficient of these rewards"
     penalty = (0.1 * experience.kl * experience.response_mask).sum(dim=1).mean()
     assert metrics["reward/kl_penalty"] == pytest.approx(float(penalty), rel=1e-6)
-    assert (metrics["coef/entropy"], metrics["lr/actor"], metrics["lr/critic"]) == (0.01, 0.003, 0.003)
+    assert (metrics["policy/entropy_coef"], metrics["optim/lr/actor"], metrics["optim/lr/critic"]) == (
+        0.01,
+        0.003,
+        0.003,
+    )
     assert metrics["reward/score_mean"] == pytest.approx(float(experience.scores.mean()))
     assert metrics["reward/function_faults"] == 0
     ppo.begin_updates(None)

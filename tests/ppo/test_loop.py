@@ -68,21 +68,23 @@ def test_the_metrics_of_a_run(whole):
     assert (result["best_eval_score"], result["best_step"]) == (3.0, 2) and run.saved_best == [(3.0, 2)]
     assert result["reward/score_mean_before"] == first["reward/score_mean"]
     assert result["reward/score_mean_after"] == third["reward/score_mean"] != first["reward/score_mean"]
-    assert (first["coef/kl"], second["coef/kl"]) == (0.1, 0.1), "the policy does not move in the warm-up"
+    assert (first["kl/coef"], second["kl/coef"]) == (0.1, 0.1), "the policy does not move in the warm-up"
     # The coefficient of step 3 comes from the KL of step 2, which is 0: 0.1 (1 - 0.2 x 4 / 8).
-    assert third["coef/kl"] == pytest.approx(0.09)
-    assert [line["coef/entropy"] for line in (first, second, third)] == [0.01, 0.01, pytest.approx(0.015)]
-    assert [(line["lr/actor"], line["lr/critic"]) for line in (first, second, third)] == [(0.003, 0.003)] * 3
-    assert "grad_norm/actor" not in first and "policy/loss" not in first and first["grad_norm/critic"] > 0
+    assert third["kl/coef"] == pytest.approx(0.09)
+    assert [line["policy/entropy_coef"] for line in (first, second, third)] == [0.01, 0.01, pytest.approx(0.015)]
+    assert [(line["optim/lr/actor"], line["optim/lr/critic"]) for line in (first, second, third)] == [
+        (0.003, 0.003)
+    ] * 3
+    assert "optim/grad_norm/actor" not in first and "policy/loss" not in first and first["optim/grad_norm/critic"] > 0
     assert "policy/updates_done_share" not in first
     for line in (second, third):
-        assert line["policy/updates_done_share"] == 1.0 and line["ptx/loss"] > 0
+        assert line["policy/updates_done_share"] == 1.0 and line["policy/ptx_loss"] > 0
         assert 0 <= line["policy/first_log_ratio_abs_mean"] < 1e-4 < line["policy/log_ratio_abs_mean"]
         assert line["policy/first_log_ratio_abs_max"] < 1e-4 < line["policy/log_ratio_abs_max"]
         assert line["rollout/logprob_diff_mean"] == line["policy/first_log_ratio_abs_mean"]
         assert line["rollout/logprob_diff_max"] == line["policy/first_log_ratio_abs_max"]
     for line in (first, second, third):
-        assert line["reward/function_faults"] == line["nonfinite/skipped"] == 0
+        assert line["reward/function_faults"] == line["optim/nonfinite_skipped"] == 0
 
 
 def resumed_equals(whole, before, did_before, after, did_after, result) -> None:
@@ -158,7 +160,7 @@ def test_the_reference_moves_between_the_last_update_of_a_step_and_its_evaluatio
         ("save_if_due", (2, 0), True),
     ]
     _, first, second, third = run.lines
-    assert "reference/moved" not in first | third and second["reference/moved"] > 0
+    assert "kl/reference_moved" not in first | third and second["kl/reference_moved"] > 0
     before = PlainRun(assets, run.folder.parent / "fixed", SYNCED.split(" --ref_sync")[0])
     before.run()
     assert second["kl/ref_k1"] == before.lines[2]["kl/ref_k1"] > 0, "of the rows that were sampled before"
@@ -197,9 +199,9 @@ def test_rows_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     tail = ["generate 2", "reward 2", "score eval", "add", "advantages 2", WHOLE[2], ("save_if_due", (2, 0), True)]
     assert did[start : start + len(tail)] == tail
     line = run.lines[2]
-    assert (line["step"], line["eval/score"], line["nonfinite/skipped"]) == (2, 3.0, 1)
-    assert not any(name.startswith(("policy/", "reward/score", "lr/", "coef/", "rollout/")) for name in line)
-    assert run.lines[3]["policy/updates_done_share"] == 1.0 and run.lines[3]["coef/entropy"] == 0.01
+    assert (line["step"], line["eval/score"], line["optim/nonfinite_skipped"]) == (2, 3.0, 1)
+    assert not any(name.startswith(("policy/", "reward/score", "optim/lr/", "kl/", "rollout/")) for name in line)
+    assert run.lines[3]["policy/updates_done_share"] == 1.0 and run.lines[3]["policy/entropy_coef"] == 0.01
 
 
 def test_rows_that_are_not_finite_stop_the_run_by_default(assets, tmp_path):
@@ -259,7 +261,7 @@ def test_an_update_of_the_actor_that_is_skipped_leaves_average_and_metrics_alone
     after = did.index((2, "actor", "critic", "train")) + 1
     assert did[after] == ("save_if_due", (1, 1), False) and did[after + 1] != "average"
     assert [line["policy/updates_done_share"] for line in run.lines] == [1.0, 0.75, 1.0]
-    assert run.lines[1]["nonfinite/skipped"] == 1 and "policy/first_log_ratio_abs_mean" not in run.lines[1]
+    assert run.lines[1]["optim/nonfinite_skipped"] == 1 and "policy/first_log_ratio_abs_mean" not in run.lines[1]
     assert "rollout/logprob_diff_mean" not in run.lines[1] and run.lines[1]["policy/loss"] != 0
 
 
@@ -268,9 +270,15 @@ def test_updates_of_the_critic_alone_do_not_adapt_the_entropy_coefficient(assets
     spoil_gradients(run, lambda step, _: step == 1)
     run.run(checkpointer)
     first, second, third = run.lines
-    assert (first["policy/updates_done_share"], first["nonfinite/skipped"]) == (0.0, 4)
-    assert "policy/entropy" not in first and "grad_norm/actor" not in first and first["grad_norm/critic"] > 0
-    assert (first["coef/entropy"], second["coef/entropy"], third["coef/entropy"]) == (0.0, 0.0, 0.005)
+    assert (first["policy/updates_done_share"], first["optim/nonfinite_skipped"]) == (0.0, 4)
+    assert (
+        "policy/entropy" not in first and "optim/grad_norm/actor" not in first and first["optim/grad_norm/critic"] > 0
+    )
+    assert (first["policy/entropy_coef"], second["policy/entropy_coef"], third["policy/entropy_coef"]) == (
+        0.0,
+        0.0,
+        0.005,
+    )
     assert did.count("average") == 8 and did.index("average") > did.index((2, "actor", "critic", "train"))
 
 
@@ -279,7 +287,7 @@ def test_without_a_critic_the_actor_alone_is_trained(assets, tmp_path):
     run, checkpointer, did = started(assets, tmp_path / "run", words)
     run.run(checkpointer)
     assert {what for what in did if what[0] in (1, 2, 3)} == {(step, "actor", "train") for step in (1, 2, 3)}
-    assert "grad_norm/critic" not in run.lines[0] and "kl/ref_k1" not in run.lines[0]
+    assert "optim/grad_norm/critic" not in run.lines[0] and "kl/ref_k1" not in run.lines[0]
 
 
 def test_dynamic_sampling_takes_rounds_until_the_step_is_full(assets, tmp_path):
@@ -298,8 +306,11 @@ def test_dynamic_sampling_takes_rounds_until_the_step_is_full(assets, tmp_path):
     run.run(checkpointer)
     collecting = ["take 2", "generate 1", "reward 1", "score eval", "add"]
     assert did[:11] == [*collecting, *collecting, "advantages 1"]
-    assert [line["dynamic_sampling/rounds"] for line in run.lines] == [2, 1, 1, 1, 1, 1]
-    assert run.lines[0]["dynamic_sampling/kept_share"] == 0.5 and run.lines[0]["dynamic_sampling/filled_rows"] == 0
+    assert [line["rollout/dynamic_sampling_rounds"] for line in run.lines] == [2, 1, 1, 1, 1, 1]
+    assert (
+        run.lines[0]["rollout/dynamic_sampling_kept_share"] == 0.5
+        and run.lines[0]["rollout/dynamic_sampling_filled_rows"] == 0
+    )
 
 
 def test_evaluation_that_is_turned_on_in_a_resumed_run_starts_after_the_next_step(assets, tmp_path):

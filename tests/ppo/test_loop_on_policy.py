@@ -127,7 +127,7 @@ def test_values_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     length = (tmp_path / "run/metrics.jsonl").stat().st_size
     with pytest.raises(StopRequested):
         run.run(StopAt(run, (2, 0)), (length, 2))
-    assert run.lines[1]["nonfinite/skipped"] == 1 and "value/loss" not in run.lines[1]
+    assert run.lines[1]["optim/nonfinite_skipped"] == 1 and "value/loss" not in run.lines[1]
     assert all(torch.equal(weights[name], weight) for name, weight in run.weights.items())
     assert run.ppo.advantage_computation.state_dict() == adapted
     assert all(weight.grad is None for weight in run.ppo.engines.critic.parameters()), "the gradients are dropped"
@@ -136,7 +136,7 @@ def test_values_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     assert (what["role"], what["fault"]["kind"]) == ("critic", "values") and rows.values.isnan().any()
     length = (tmp_path / "run/metrics.jsonl").stat().st_size
     run.run(StopAt(run), (length, 3))
-    assert run.lines[2]["grad_norm/critic"] > 0 and run.lines[2]["policy/updates_done_share"] == 1.0
+    assert run.lines[2]["optim/grad_norm/critic"] > 0 and run.lines[2]["policy/updates_done_share"] == 1.0
 
 
 def test_a_value_loss_that_is_not_finite_skips_the_critic_alone(assets, tmp_path):
@@ -145,7 +145,11 @@ def test_a_value_loss_that_is_not_finite_skips_the_critic_alone(assets, tmp_path
     weight.register_hook(lambda grad: grad * math.nan if run.ppo.state.steps == 1 else grad)
     run.run()
     second = run.lines[1]
-    assert second["nonfinite/skipped"] == 1 and "grad_norm/critic" not in second and second["grad_norm/actor"] > 0
+    assert (
+        second["optim/nonfinite_skipped"] == 1
+        and "optim/grad_norm/critic" not in second
+        and second["optim/grad_norm/actor"] > 0
+    )
     [folder] = (tmp_path / "run/nonfinite").iterdir()
     what, records, _ = read_bundle(folder)
     assert (what["role"], what["fault"]["kind"]) == ("critic", "gradient")
@@ -158,7 +162,11 @@ def test_an_actor_whose_gradients_are_not_finite_keeps_the_metrics_of_its_experi
     weight.register_hook(lambda grad: grad * math.nan if run.ppo.state.steps == 1 else grad)
     run.run()
     second = run.lines[1]
-    assert second["nonfinite/skipped"] == 1 and "grad_norm/actor" not in second and second["grad_norm/critic"] > 0
+    assert (
+        second["optim/nonfinite_skipped"] == 1
+        and "optim/grad_norm/actor" not in second
+        and second["optim/grad_norm/critic"] > 0
+    )
     assert second["kl/ref_k1"] != 0 and second["rollout/logprob_diff_max"] > 0
     what = json.loads(next((tmp_path / "run/nonfinite").iterdir()).joinpath("what.json").read_text())
     assert what["role"] == "actor"

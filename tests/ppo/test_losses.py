@@ -214,4 +214,4 @@ def test_the_text_loss_is_a_mean_over_the_texts_of_the_optimizer_step():
     logprobs, sums = torch.tensor([-1.0, -3.0]), MetricSums()
     batch = SFTBatch(torch.ones(1, 3).long(), torch.tensor([[False, True, True]]))
     loss = ptx_loss(lambda ids, mask: (logprobs * (mask is batch.loss_mask), None), batch, torch.tensor(8.0), sums)
-    assert float(loss) == 0.5 and sums.reduce() == {"ptx/loss": 2.0}
+    assert float(loss) == 0.5 and sums.reduce() == {"policy/ptx_loss": 2.0}

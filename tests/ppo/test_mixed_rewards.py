@@ -87,7 +87,7 @@ def test_the_metrics_of_routed_functions_by_hand(assets, tmp_path, functions):
     for step, (numbers, line) in enumerate(zip(run.taken, run.lines, strict=True), 1):
         found = {name: value for name, value in line.items() if name.startswith("reward/") and name not in names}
         assert found == pytest.approx(expected_metrics(numbers, step)), numbers
-        assert line["nonfinite/skipped"] == 0 and line["policy/updates_done_share"] == 1
+        assert line["optim/nonfinite_skipped"] == 0 and line["policy/updates_done_share"] == 1
     assert sum(line["reward/function_faults"] for line in run.lines) == 6, "1, 7 and the four others"
 
 

@@ -106,14 +106,16 @@ def test_every_part_is_restored():
     before.ppo.texts.stream.take(2)
     before.ppo.nonfinite.load_state_dict({"in_a_row": {}, "skipped": 3, "overflows": {"actor": 2}})
     before.evaluation.best = (0.5, 3)
-    metrics = {"reward/score_std": 0.0, "answers/count": 8, "answers/distinct_share": 1.0, "answers/ended_share": 1.0}
+    metrics = {"reward/score_std": 0.0, "rollout/count": 8, "rollout/distinct_share": 1.0, "rollout/ended_share": 1.0}
     assert len(before.health.check(metrics)) == 1
     resume(before, after, alone=True)
-    assert after.position == before.position == (4, 1) and after.ppo.state.sums.reduce() == {"grad_norm/actor": 2.0}
+    assert after.position == before.position == (4, 1) and after.ppo.state.sums.reduce() == {
+        "optim/grad_norm/actor": 2.0
+    }
     assert torch.equal(after.ppo.state.experience.scores, state.experience.scores)
     assert (after.ppo.collection.stream.taken, after.ppo.texts.stream.taken) == (3, 2)
     assert after.ppo.entropy_coef.value == 0.015 and after.evaluation.best == (0.5, 3)
-    assert after.ppo.nonfinite.metrics("actor") == {"nonfinite/skipped": 3, "overflow/actor": 2}
+    assert after.ppo.nonfinite.metrics("actor") == {"optim/nonfinite_skipped": 3, "optim/overflow/actor": 2}
     assert after.health.check(metrics) == [], "a warning is given once"
     assert after.ppo.engines.actor_average.did == ["loaded"]
     assert after.engines_to_save == {"actor": "A", "critic": "C"}

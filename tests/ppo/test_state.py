@@ -45,18 +45,18 @@ def test_a_step_that_is_not_finished_is_given_again():
 
 def test_updates_are_counted_with_their_metrics():
     state = PPOState()
-    state.begin_updates(experience(range(3)), {"coef/kl": 0.5})
+    state.begin_updates(experience(range(3)), {"kl/coef": 0.5})
     state.count_update(Outcome({"actor": 2.0, "critic": 8.0}, [first_update(1.0), measured(loss=3.0)]))
     assert (state.updates, state.applied, state.ended) == (1, 1, False)
     assert state.metrics == {
-        "coef/kl": 0.5, "policy/first_log_ratio_abs_mean": 1.0, "policy/first_log_ratio_abs_max": 10.0,
+        "kl/coef": 0.5, "policy/first_log_ratio_abs_mean": 1.0, "policy/first_log_ratio_abs_max": 10.0,
     }  # fmt: skip
     state.count_update(Outcome({"actor": 4.0}, [first_update(2.0)]))
     state.count_update(Outcome({"critic": 2.0}, [measured(loss=6.0)], ends_step=True))
     assert (state.updates, state.applied, state.ended) == (3, 2, True)
     assert state.metrics["policy/first_log_ratio_abs_mean"] == 1.0, "of the first update alone"
     assert state.sums.reduce() == {
-        "grad_norm/actor": 3.0, "grad_norm/critic": 5.0, "loss": 4.5, "policy/log_ratio_abs_mean": 1.5,
+        "optim/grad_norm/actor": 3.0, "optim/grad_norm/critic": 5.0, "loss": 4.5, "policy/log_ratio_abs_mean": 1.5,
         "policy/log_ratio_abs_max": 20.0,
     }  # fmt: skip
 
@@ -79,7 +79,10 @@ def test_gradient_norms_are_counted_once_over_all_ranks(monkeypatch):
         state.count_update(Outcome({"actor": 2.0}, [measured(loss=1.0 + rank)]))
         ranks.append(state.sums.state_dict())
     means = [{name: part.tolist() for name, part in state["means"].items()} for state in ranks]
-    assert means == [{"loss": [1, 1], "grad_norm/actor": [2, 1]}, {"loss": [2, 1], "grad_norm/actor": [0, 0]}]
+    assert means == [
+        {"loss": [1, 1], "optim/grad_norm/actor": [2, 1]},
+        {"loss": [2, 1], "optim/grad_norm/actor": [0, 0]},
+    ]
 
 
 def test_the_next_step_starts_from_nothing():
@@ -92,7 +95,7 @@ def test_the_next_step_starts_from_nothing():
 @pytest.mark.parametrize("rows", [range(3), None])
 def test_a_step_in_flight_is_restored(rows):
     state = PPOState(steps=4, evaluated={"eval/score": 1.0}, first={"a": 1.0}, last={"a": 2.0})
-    state.begin_updates(None if rows is None else experience(rows), {"coef/kl": 0.5})
+    state.begin_updates(None if rows is None else experience(rows), {"kl/coef": 0.5})
     state.count_update(Outcome({"actor": 1.0}, [measured(loss=3.0)]))
     state.count_update(Outcome({}, [], ends_step=True))
     saved = state.state_dict()
@@ -105,7 +108,7 @@ def test_a_step_in_flight_is_restored(rows):
     for name in ("steps", "updates", "applied", "ended", "metrics", "evaluated", "first", "last"):
         assert getattr(other, name) == getattr(state, name), name
     assert (other.updates, other.applied, other.ended) == (2, 1, True)
-    assert other.sums.reduce() == {"loss": 3.0, "grad_norm/actor": 1.0}
+    assert other.sums.reduce() == {"loss": 3.0, "optim/grad_norm/actor": 1.0}
     assert (other.experience is None) is (rows is None)
     if rows is not None:
         assert other.experience.selected is None

@@ -148,7 +148,8 @@ def test_an_update_that_is_not_applied_does_not_count(monkeypatch, actor):
     assert (engines.done, outcome.grad_norms, measured) == (BOTH, {"critic": 2.0}, ["critic/seen"])
     assert not outcome.ends_step, "an update that was not applied has moved nothing"
     assert policy.metrics("actor", "critic") == {
-        "nonfinite/skipped": float(actor is BAD), "overflow/actor": float(actor is OVERFLOW), "overflow/critic": 0,
+        "optim/nonfinite_skipped": float(actor is BAD), "optim/overflow/actor": float(actor is OVERFLOW),
+        "optim/overflow/critic": 0,
     }  # fmt: skip
 
 
@@ -157,7 +158,11 @@ def test_overflow_is_aligned_in_fp16_alone(monkeypatch):
     engines, outcome, measured, policy = one_step(monkeypatch, words, actor=OVERFLOW, critic=NOT_APPLIED)
     assert engines.done == ["actor gradients", "critic gradients", "together actor", "together critic"]
     assert (outcome.grad_norms, measured, outcome.ends_step) == ({}, [], False)
-    assert policy.metrics("actor", "critic") == {"nonfinite/skipped": 0, "overflow/actor": 1, "overflow/critic": 0}
+    assert policy.metrics("actor", "critic") == {
+        "optim/nonfinite_skipped": 0,
+        "optim/overflow/actor": 1,
+        "optim/overflow/critic": 0,
+    }
     _, outcome, measured, _ = one_step(monkeypatch, f"{words} --target_kl 0.01")
     assert outcome.grad_norms == {"actor": 2.0, "critic": 2.0} and outcome.ends_step
     assert measured == ["actor/seen", "critic/seen"]
@@ -175,7 +180,7 @@ def test_a_forbidden_update_ends_the_ppo_step_before_the_critic(monkeypatch, wor
 def test_a_bad_number_goes_before_the_limit(monkeypatch):
     engines, outcome, _, policy = one_step(monkeypatch, "--max_log_ratio 0.1", actor=BAD)
     assert (engines.done, outcome.ends_step) == (BOTH, False)
-    assert policy.metrics()["nonfinite/skipped"] == 1
+    assert policy.metrics()["optim/nonfinite_skipped"] == 1
 
 
 def test_the_update_above_the_target_is_the_last_one(monkeypatch, said):

@@ -57,7 +57,7 @@ def test_a_rank_whose_answers_are_all_empty_neither_hangs_nor_loses_rows(found):
         assert rank["one_rank_empty"]["rows"] == 8
         assert rank["one_rank_empty"]["tokens"] == 4
         assert all(math.isfinite(value) for value in rank["one_rank_empty"].values())
-        assert rank["one_rank_empty"]["grad_norm/actor"] > 0
+        assert rank["one_rank_empty"]["optim/grad_norm/actor"] > 0
 
 
 def test_dropout_is_off_in_rollout_and_scoring(found):

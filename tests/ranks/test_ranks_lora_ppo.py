@@ -115,7 +115,7 @@ def test_a_run_over_one_base_resumes_bit_for_bit(runs):
         whole, resumed = (load_file(folder / run / role / "adapter_model.safetensors") for run in ("whole", "resumed"))
         assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole), role
     last = [metrics_of(folder / run)[-1] for run in ("whole", "resumed")]
-    assert last[0]["policy/loss"] == last[1]["policy/loss"] and last[0]["lr/actor"] == last[1]["lr/actor"]
+    assert last[0]["policy/loss"] == last[1]["policy/loss"] and last[0]["optim/lr/actor"] == last[1]["optim/lr/actor"]
 
 
 def test_another_rank_than_that_of_the_adapter_is_refused_before_a_model_is_loaded(runs):

@@ -43,7 +43,13 @@ def test_the_generation_engine_is_logged_and_correct(runs):
 @pytest.mark.parametrize("name", ["unpinned", "padded"])
 def test_answers_do_not_depend_on_the_generation_engine(runs, name):
     for line, expected in zip(runs[name][0], runs["plain"][0], strict=True):
-        for key in ("reward/score_mean", "answers/length_mean", "policy/entropy", "grad_norm/actor", "value/loss"):
+        for key in (
+            "reward/score_mean",
+            "rollout/length_mean",
+            "policy/entropy",
+            "optim/grad_norm/actor",
+            "value/loss",
+        ):
             assert line[key] == pytest.approx(expected[key], rel=2e-3), key
 
 
@@ -51,6 +57,6 @@ def test_truncation_stop_strings_and_a_minimum_length_take_effect(runs):
     metrics, said = runs["steered"]
     assert "before truncation, penalty and minimum length" in said
     for line in metrics:
-        assert 2 <= line["answers/length_mean"] < 12
-        assert line["answers/ended_share"] > 0.2
+        assert 2 <= line["rollout/length_mean"] < 12
+        assert line["rollout/ended_share"] > 0.2
         assert line["rollout/logprob_diff_max"] < 1e-4

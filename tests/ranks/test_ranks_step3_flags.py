@@ -188,9 +188,9 @@ def test_remax_with_a_function_a_learned_reward_and_plain_text(runs):
     for line in lines:
         total = line["reward/model_mean"] + 0.5 * line["reward/letters_mean"]
         assert line["reward/score_mean"] == pytest.approx(total, abs=1e-4)
-        assert line["ptx/loss"] > 0 and "value/loss" not in line and "lr/critic" not in line
-    assert lines[0]["ptx/loss"] > lines[-1]["ptx/loss"]
-    assert lines[0]["coef/kl"] == 0.1 != lines[-1]["coef/kl"]
+        assert line["policy/ptx_loss"] > 0 and "value/loss" not in line and "optim/lr/critic" not in line
+    assert lines[0]["policy/ptx_loss"] > lines[-1]["policy/ptx_loss"]
+    assert lines[0]["kl/coef"] == 0.1 != lines[-1]["kl/coef"]
     assert (out / "actor/model.safetensors").exists() and not (out / "critic").exists()
 
 
@@ -237,21 +237,23 @@ def test_a_function_that_fails_on_the_whole_first_rollout_stops_all_ranks(runs, 
 
 def test_dynamic_sampling_fills_steps_and_logs_where_it_cannot(runs):
     _, lines, _ = finished(runs, "dynamic")
-    assert all(line["dynamic_sampling/filled_rows"] == 0 for line in lines)
+    assert all(line["rollout/dynamic_sampling_filled_rows"] == 0 for line in lines)
     assert all(line["reward/equal_groups_share"] == 0 for line in lines)
-    assert all(line["coef/kl"] == 0 and "kl/ref_k1" not in line for line in lines), "grpo loads no reference unasked"
+    assert all(line["kl/coef"] == 0 and "kl/ref_k1" not in line for line in lines), "grpo loads no reference unasked"
     _, lines, said = finished(runs, "dynamic, all equal")
-    assert lines[0]["dynamic_sampling/rounds"] == 2 and lines[0]["dynamic_sampling/kept_share"] == 0
-    assert lines[0]["dynamic_sampling/filled_rows"] == 16
-    assert lines[0]["grad_norm/actor"] == 0
+    assert lines[0]["rollout/dynamic_sampling_rounds"] == 2 and lines[0]["rollout/dynamic_sampling_kept_share"] == 0
+    assert lines[0]["rollout/dynamic_sampling_filled_rows"] == 16
+    assert lines[0]["optim/grad_norm/actor"] == 0
     assert "dynamic sampling: 2 rounds gave too few" in said
 
 
 def test_the_critic_warms_up_for_exactly_n_rollouts(runs):
     _, lines, _ = finished(runs, "warm-up")
-    assert ["grad_norm/actor" in line for line in lines] == [False, False, True, True]
-    assert all(line["grad_norm/critic"] > 0 for line in lines)
-    assert [line["lr/actor"] for line in lines] == pytest.approx([0.003, 0.003, 0.003, 0.0015])  # 4 updates in all
+    assert ["optim/grad_norm/actor" in line for line in lines] == [False, False, True, True]
+    assert all(line["optim/grad_norm/critic"] > 0 for line in lines)
+    assert [line["optim/lr/actor"] for line in lines] == pytest.approx(
+        [0.003, 0.003, 0.003, 0.0015]
+    )  # 4 updates in all
 
 
 def test_a_critic_without_reward_model_starts_from_the_actor_with_a_new_head(runs):
@@ -295,7 +297,7 @@ def test_resolved_settings_are_saved(runs):
 def test_the_router_of_a_mixture_of_experts_learns_under_zero_3(runs):
     _, lines, _ = finished(runs, "experts")
     assert all(line["policy/router_loss"] >= 1 for line in lines), "1 is a balanced load"
-    assert all(line["grad_norm/actor"] > 0 for line in lines)
+    assert all(line["optim/grad_norm/actor"] > 0 for line in lines)
 
 
 def test_a_reward_model_with_another_tokenizer_and_statistics(runs):

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 ROWS, LAST = 7, 8  # two rows a step: four steps in each of two epochs, the fourth with one row and a filler
 EVALUATED = [0, 3, 4, 6, 8]  # steps done: every third, and the ends of epochs
 RATE = 0.1
-MEASURED = ("time", "seconds/", "peak_memory_gib/")
+MEASURED = ("time", "time/", "memory/")
 
 TRAIN = Dataset.from_list([
     {"prompt_ids": [10 + row, 20 + row][: 1 + row % 2], "answers": [[40 + row, 50 + 2 * row, 1][row % 3 :]]}
@@ -164,8 +164,8 @@ def test_a_nan_loss_skips_the_update_and_is_written_for_replay(tmp_path, assets)
     trainer = make(config, seen, AutoTokenizer.from_pretrained(assets / "lm"))
     run(trainer, tmp_path)
     lines = lines_of(tmp_path)[1:]
-    assert [line["nonfinite/skipped"] for line in lines] == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert [line["overflow/model"] for line in lines] == [0] * LAST
+    assert [line["optim/nonfinite_skipped"] for line in lines] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert [line["optim/overflow/model"] for line in lines] == [0] * LAST
     assert [line["grad_norm"] is None for line in lines] == [step == 2 for step in range(LAST)], "infinite: null"
     assert [line["lr"] for line in lines] == pytest.approx(
         [RATE * f for f in (0, 1 / 3, 2 / 3, 2 / 3, 1, 0.8, 0.6, 0.4)]
@@ -268,7 +268,7 @@ def test_counts_of_skipped_updates_survive_a_resume(tmp_path):
         run(before, tmp_path, Checkpointer(before, last=1))
     after = make(config, Seen())
     after.load_state(json.loads(json.dumps(before.shared_state())), RankStates({}, lambda: iter([])))
-    assert after.nonfinite.metrics("model") == {"nonfinite/skipped": 1, "overflow/model": 0}
+    assert after.nonfinite.metrics("model") == {"optim/nonfinite_skipped": 1, "optim/overflow/model": 0}
 
 
 def test_without_evaluation_rows_step_0_is_written_once_and_nothing_is_evaluated(tmp_path):

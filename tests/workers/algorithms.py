@@ -80,7 +80,7 @@ def numbers_of(assets: Path, stage: int, micro: int, case: str, device) -> list[
         sums = MetricSums()
         norms = update_once(ppo, minibatch, sums).grad_norms
         metrics = sums.reduce()
-        names = ["policy/loss", "policy/entropy", *(n for n in ("policy/kl_loss", "ptx/loss") if n in metrics)]
+        names = ["policy/loss", "policy/entropy", *(n for n in ("policy/kl_loss", "policy/ptx_loss") if n in metrics)]
         found.append([*(metrics[name] for name in names), *norms.values()])
     return found
 

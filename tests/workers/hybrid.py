@@ -115,7 +115,7 @@ def update_from_answers(ppo) -> list[float]:
     """Gradient norms of an update from fresh answers."""
     rollout = ppo.collection.generator.generate([0, 1, 2, 3], step=1)
     metrics = train_on(ppo, experience_of(ppo, rollout))
-    return [metrics["grad_norm/actor"], metrics["grad_norm/critic"]]
+    return [metrics["optim/grad_norm/actor"], metrics["optim/grad_norm/critic"]]
 
 
 def answers_of_two_steps(assets: Path) -> list:

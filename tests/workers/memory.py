@@ -22,7 +22,7 @@ from workers.ppo_setup import experience_of, make_ppo, train_on
 from workers.quick import be_quick
 
 ROWS = 8  # prompts of a PPO step over all ranks
-NUMBERS = ("policy/loss", "value/loss", "grad_norm/actor", "grad_norm/critic", "reward/score_mean")
+NUMBERS = ("policy/loss", "value/loss", "optim/grad_norm/actor", "optim/grad_norm/critic", "reward/score_mean")
 
 
 def two_steps(assets: Path, *words: object) -> dict:

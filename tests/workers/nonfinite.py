@@ -264,7 +264,7 @@ def run_case(assets: Path, out: Path) -> dict:
     writer = Lines()
     run_all(ppo, writer)
     return {
-        step: [line["nonfinite/skipped"], line.get("policy/updates_done_share"), "reward/score_mean" in line]
+        step: [line["optim/nonfinite_skipped"], line.get("policy/updates_done_share"), "reward/score_mean" in line]
         for step, line in writer.lines.items()
     }
 

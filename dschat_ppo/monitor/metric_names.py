@@ -1,0 +1,29 @@
+"""Names of metrics in the files of earlier versions, and what they are called today."""
+
+from __future__ import annotations
+
+import re
+
+# No new name matches another pattern.
+_RENAMED = [
+    (re.compile(r"^answers/"), "rollout/"),
+    (re.compile(r"^dynamic_sampling/"), "rollout/dynamic_sampling_"),
+    (re.compile(r"^seconds/"), "time/"),
+    (re.compile(r"^tokens_per_second/(.+)$"), r"time/\1_tokens_per_s"),
+    (re.compile(r"^peak_memory_gib/(.+)$"), r"memory/\1_peak_gib"),
+    (re.compile(r"^coef/kl$"), "kl/coef"),
+    (re.compile(r"^coef/entropy$"), "policy/entropy_coef"),
+    (re.compile(r"^ptx/loss$"), "policy/ptx_loss"),
+    (re.compile(r"^advantage/(mean|std)$"), r"policy/advantage_\1"),
+    (re.compile(r"^return/(mean|std)$"), r"value/return_\1"),
+    (re.compile(r"^reference/moved$"), "kl/reference_moved"),
+    (re.compile(r"^(grad_norm|overflow|lr|lora_lr)/(.+)$"), r"optim/\1/\2"),
+    (re.compile(r"^nonfinite/skipped$"), "optim/nonfinite_skipped"),
+]
+
+
+def present_name(name: str) -> str:
+    """The name that a metric has today; a name of an earlier version is mapped, any other is returned as it is."""
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
