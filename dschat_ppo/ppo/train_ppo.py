@@ -52,6 +52,7 @@ from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
+from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.build_rewards import build_sources, check_routes, check_sources
@@ -115,15 +116,20 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, kept)
             evaluation = at_end.enter_context(closing(held_out))
 
+        samples = Samples(
+            output, ppo.sample_interval, ppo.samples_per_step, tokenizer, rewards.names, rows.sources
+        )  # fmt: skip
+
         def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:
-            report = PPOReport(components, evaluation, health, writer, kept)
+            samples.lines.begin()
+            report = PPOReport(components, evaluation, health, writer, kept, samples)
             with report.bar:
                 report.evaluate_before_training()
                 run(components, report, checkpointer)
             return report.result()
 
         announce("train")
-        result = session.train(ResumablePPO(components, evaluation, health), train)
+        result = session.train(ResumablePPO(components, evaluation, health, [samples.lines]), train)
 
     announce("save models")
     save_models(engines, tokenizer, output)
