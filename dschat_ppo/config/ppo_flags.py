@@ -116,7 +116,7 @@ class PPOFlags:
     actor_dropout: float | None = flag("dropout of the actor in training; not given: 0", None)
     critic_dropout: float | None = flag("dropout of the critic in training; not given: 0", None)
 
-    print_answers: bool = flag("print the prompts and answers of every rank", False)
+    print_answers: bool = flag("print the prompts, answers and scores of all ranks", False)
     print_answers_interval: int = flag("print answers every N PPO steps", 1)
     sample_interval: int = flag(
         "write some answers with their scores to samples.jsonl after the first and every Nth PPO step; 0 = off", 10

@@ -1,4 +1,4 @@
-"""`samples.jsonl`: some answers of training with their scores, every few PPO steps."""
+"""Answers of training with their scores: in `samples.jsonl` and on the terminal, every few PPO steps."""
 
 from __future__ import annotations
 
@@ -119,3 +119,22 @@ def _scores_of(scores: Tensor, sources: Sequence[str]) -> dict[str, float]:
     """The scores (K,) of a row by source, without sources that do not score it."""
     named = zip(sources, scores.tolist(), strict=True)
     return {name: score for name, score in named if score == score}  # NaN differs from itself
+
+
+def printed_answers(step: int, lines: Sequence[dict[str, Any]]) -> str:
+    """The answers of PPO step `step`, given as `sample_lines`, as text for a terminal."""
+    ended = {"eos": "ended by EOS", "stop": "ended by a stop string", "length": "cut at the length limit"}
+    parts = [f"PPO step {step}: {len(lines)} answers"]
+    for number, line in enumerate(lines, start=1):
+        by_source = ", ".join(f"{name} {score:.3f}" for name, score in line["scores"].items())
+        score = f"{line['score']:.3f}" + (f" ({by_source})" if len(line["scores"]) > 1 else "")
+        parts.append(f"[{number}] score {score}, {line['length']} tokens, {ended[line['ended']]}")
+        parts += [_indented("prompt", line["prompt"]), _indented("answer", line["answer"])]
+    return "\n".join(parts)
+
+
+def _indented(name: str, text: str) -> str:
+    """The text after its name. Control characters, which could move the cursor or change colours, are replaced."""
+    lines = text.expandtabs().split("\n")
+    safe = ["".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line) for line in lines]
+    return f"    {name}: " + f"\n{' ' * (len(name) + 6)}".join(safe)

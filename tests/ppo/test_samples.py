@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dschat_ppo.common import dist
-from dschat_ppo.ppo.samples import Samples, sample_lines, shown_rows
+from dschat_ppo.ppo.samples import Samples, printed_answers, sample_lines, shown_rows
 from dschat_ppo.types import FinishReason, ScoredRollout
 
 TOKENIZER = SimpleNamespace(
@@ -119,3 +119,33 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "is_main", lambda: False)
     samples_of(tmp_path).write(2, scored())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_printed_answers_are_aligned_and_cannot_change_the_terminal():
+    first = {
+        "prompt": "a\n\tb",
+        "answer": "\x1b[31mred\r",
+        "score": 0.5,
+        "scores": {"a": 0.5},
+        "length": 3,
+        "ended": "eos",
+    }
+    second = {
+        "prompt": "",
+        "answer": "é\n",
+        "score": -1.0,
+        "scores": {"a": 1.0, "b": -2.0},
+        "length": 2,
+        "ended": "length",
+    }
+    assert printed_answers(7, [first, second]).split("\n") == [
+        "PPO step 7: 2 answers",
+        "[1] score 0.500, 3 tokens, ended by EOS",
+        "    prompt: a",
+        "                    b",
+        "    answer: \N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}",
+        "[2] score -1.000 (a 1.000, b -2.000), 2 tokens, cut at the length limit",
+        "    prompt: ",
+        "    answer: é",
+        "            ",
+    ]
