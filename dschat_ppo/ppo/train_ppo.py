@@ -71,14 +71,17 @@ from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.session.begin_run import begin_run, show_plan
 from dschat_ppo.session.kept_models import KeptModels
+from dschat_ppo.session.output_folder import prepare_output_folder
 from dschat_ppo.session.session import open_session
+from dschat_ppo.session.validation import write_validation
 
 
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
     ppo = config.ppo
     named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
-    device, output = begin_run("ppo", config, config.run, [name for name in named if name is not None])
+    models, validate_only = [name for name in named if name is not None], config.validation.validate_only
+    device, output = begin_run("ppo", config, config.run, models, validate_only)
     read_overlay(config.run.deepspeed_config)
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     check_sources(config.rewards)
@@ -96,10 +99,15 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     texts = plain_texts(config, plan, tokenizer, device)
     show_batches(config, plan)
     started = time.perf_counter()
-    session = open_session(
-        "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
-        plan.ppo_steps,
-    )  # fmt: skip
+    session = None
+    if validate_only:
+        prepare_output_folder(output, config, config.run)
+        folders = replace(folders, critic=None)  # it does not take part in the evaluation
+    else:
+        session = open_session(
+            "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
+            plan.ppo_steps,
+        )  # fmt: skip
 
     announce("load models")
     engines = RLHFEngine(config, plan, folders)
@@ -115,6 +123,11 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         if rows.eval is not None:
             held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, kept)
             evaluation = at_end.enter_context(closing(held_out))
+        if session is None:
+            assert evaluation is not None  # --validate_only needs --eval_data_path
+            announce("evaluate")
+            engines.eval()
+            return write_validation(output, evaluation.run(0), time.perf_counter() - started)
 
         samples = Samples(
             output, ppo.sample_interval, ppo.samples_per_step, tokenizer, rewards.names, rows.sources

@@ -37,6 +37,14 @@ def test_the_folder_is_locked_before_anything_is_written_there_and_checked_once_
     assert events == [*joined, "open_log", "watchdog", "check_earlier_outputs", "seed_everything"]
 
 
+def test_a_validation_has_its_own_folder_whatever_training_left(events, tmp_path):
+    config = config_of(tmp_path)
+    assert begin_run.begin_run("sft", config, config.run, [str(tmp_path)], True)[1] == tmp_path / "validation"
+    assert "lock" in events and "check_earlier_outputs" not in events
+    with pytest.raises(UserError, match="would be written over a model"):
+        begin_run.begin_run("sft", config, config.run, [str(tmp_path)])
+
+
 def test_a_later_step_in_the_same_process_keeps_the_lock(events, tmp_path):
     config = config_of(tmp_path)
     begin_run.begin_run("sft", config, config.run, [])
