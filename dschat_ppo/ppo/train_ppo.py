@@ -71,7 +71,6 @@ from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.session.begin_run import begin_run, show_plan
 from dschat_ppo.session.kept_models import KeptModels
-from dschat_ppo.session.output_folder import prepare_output_folder
 from dschat_ppo.session.session import open_session
 from dschat_ppo.session.validation import write_validation
 
@@ -99,18 +98,13 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     texts = plain_texts(config, plan, tokenizer, device)
     show_batches(config, plan)
     started = time.perf_counter()
-    session = None
-    if validate_only:
-        prepare_output_folder(output, config, config.run)
-        folders = replace(folders, critic=None)  # it does not take part in the evaluation
-    else:
-        session = open_session(
-            "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
-            plan.ppo_steps,
-        )  # fmt: skip
+    session = None if validate_only else open_session(
+        "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
+        plan.ppo_steps,
+    )  # fmt: skip
 
     announce("load models")
-    engines = RLHFEngine(config, plan, folders)
+    engines = RLHFEngine(config, plan, replace(folders, critic=None) if validate_only else folders)
     with ExitStack() as at_end:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
@@ -129,9 +123,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             engines.eval()
             return write_validation(output, evaluation.run(0), time.perf_counter() - started)
 
-        samples = Samples(
-            output, ppo.sample_interval, ppo.samples_per_step, tokenizer, rewards.names, rows.sources
-        )  # fmt: skip
+        every, count = ppo.sample_interval, ppo.samples_per_step
+        samples = Samples(output, every, count, tokenizer, rewards.names, rows.sources)
 
         def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:
             samples.lines.begin()

@@ -19,7 +19,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import watchdog
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.runtime.rank_log import open_log
-from dschat_ppo.session.output_folder import check_earlier_outputs, refuse_model_folders
+from dschat_ppo.session.output_folder import check_earlier_outputs, prepare_output_folder, refuse_model_folders
 from dschat_ppo.session.run_lock import RunLock
 from dschat_ppo.session.validation import VALIDATION
 
@@ -62,7 +62,9 @@ def begin_run(
         _LOCKED[folder.resolve()] = RunLock.acquire(folder)
     open_log(folder)
     watchdog.start(config.safety.collective_timeout)
-    if not validate_only:
+    if validate_only:
+        prepare_output_folder(folder, config, run)
+    else:
         check_earlier_outputs(folder, config, run)
     seed_everything(run.seed)
     _check_dtype(run.dtype)

@@ -38,7 +38,6 @@ from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.begin_run import begin_run, naming, show_plan
 from dschat_ppo.session.kept_models import KeptModels
-from dschat_ppo.session.output_folder import prepare_output_folder
 from dschat_ppo.session.session import Session, open_session
 from dschat_ppo.session.validation import write_validation
 from dschat_ppo.supervised.trainer import AdapterPlan, SupervisedTrainer, fit_ds_config
@@ -128,14 +127,10 @@ def begin_supervised_run(
     count = plan_packing(rows.train, fit.max_seq_len).rows if fit.packing else len(rows.train)
     ranks, shared = dist.world_size(), dist.sequence_ranks()
     plan = plan_supervised(fit, count, ranks, shared=shared, max_steps=config.schedule.max_steps)
-    session = None
-    if fit.validate_only:
-        prepare_output_folder(output, config, config.run)
-    else:
-        session = open_session(
-            kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
-            plan.total_steps,
-        )  # fmt: skip
+    session = None if fit.validate_only else open_session(
+        kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
+        plan.total_steps,
+    )  # fmt: skip
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
     kept = (config.export.save_hf_steps, config.best.metric_for_best is not None)
