@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 STEP_3 = (
     "--data_split 0,0,1 --dtype fp32 --max_prompt_seq_len 32 --max_answer_seq_len 6 --advantage_estimator grpo "
     "--n_samples_per_prompt 3 --num_warmup_steps 0 --actor_learning_rate 0.003 --enable_test_mode --test_stop_step 4 "
-    "--sample_interval 2 --samples_per_step 3 --save_steps 1 --save_total_limit 0 --save_best False "
+    "--sample_interval 2 --samples_per_step 3 --save_steps 1 --save_total_limit 9 --save_best False "
     "--eval_interval 2 --eval_samples 2 --eval_batch_size 2 --eval_pass_score 0.5"
 )
 SPLIT = "--actor_zero_stage 3 --critic_zero_stage 3 "
@@ -55,7 +55,8 @@ def runs(assets, tmp_path_factory):
     }
     found = run_steps(cases, folder)
     errors = {name: case["error"] for name, case in found.items() if case["error"]}
-    assert errors.keys() == {"no rows"} and "--validate_only: there are no evaluation rows" in errors["no rows"]
+    assert list(errors) == ["no rows"], errors
+    assert "--validate_only: there are no evaluation rows" in errors["no rows"]
     shutil.copytree(folder / "whole", folder / "cut")
     for place in ("step_000003", "step_000004"):
         shutil.rmtree(folder / "cut/checkpoints" / place)
