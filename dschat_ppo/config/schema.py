@@ -18,6 +18,7 @@ from dschat_ppo.errors import UserError
 SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
 EPOCHS_HELP = "epochs over the {}; a fraction such as 0.5 or 1.5 ends inside an epoch (see --max_steps)"
+VALIDATE_ONLY = "evaluate once, write the results to validation/ in --output_dir, and train nothing"
 MOST_EPOCHS = 2**31 - 1
 MOST_PROCESSES = 1024  # worker processes on one machine
 MOST_SETTINGS = 2**20  # characters of a settings file; a device such as /dev/zero has no end
@@ -245,6 +246,7 @@ class SupervisedFlags:
     eval_fraction: float = flag(
         "share of the training rows held out for evaluation if a data set has no eval, test or validation split", 0.05
     )
+    validate_only: bool = flag(VALIDATE_ONLY, False)
     add_eot_token: bool = flag(
         "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", False
     )

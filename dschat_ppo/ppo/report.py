@@ -10,6 +10,7 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation
+from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.session.kept_models import KeptModels
 
@@ -33,17 +34,19 @@ class PPOReport:
         health: the metrics of the steps before, for warnings.
         writer: of the metrics.
         kept: saves the models of some steps, or None.
+        samples: writes answers of some steps, or None.
     """
 
     def __init__(
         self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, writer: MetricsWriter,
-        kept: KeptModels | None = None,
+        kept: KeptModels | None = None, samples: Samples | None = None,
     ):  # fmt: skip
         self.ppo = ppo
         self.evaluation = evaluation
         self.health = health
         self.writer = writer
         self.kept = kept
+        self.samples = samples
         self.bar = progress_bar("PPO", ppo.plan.ppo_steps, ppo.state.steps)
 
     def evaluate_before_training(self) -> None:
@@ -62,6 +65,8 @@ class PPOReport:
             metrics |= update_metrics(ppo, metrics)
             if state.applied:
                 ppo.entropy_coef.update(metrics["policy/entropy"], 1)
+            if self.samples is not None and self.samples.is_due(step):
+                self.samples.write(step, state.experience)
         metrics |= {**ppo.nonfinite.metrics(*ppo.engines.trained), **self._evaluate(step)}
         if self.kept is not None and self.kept.is_due(step):
             with ppo.clock.phase("save"):

@@ -49,6 +49,13 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip
     return list(tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens))
 
 
+def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
+    """The text of each answer, without special tokens and without the EOS that ended it."""
+    lengths = rollout.response_mask.sum(dim=1) - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
+    is_text = torch.arange(rollout.response_mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)  # (B, R)
+    return texts_of(tokenizer, rollout.response_ids, is_text, skip_special_tokens=True)
+
+
 class RewardScorer:
     """Scores a rollout with the reward sources.
 
@@ -77,12 +84,10 @@ class RewardScorer:
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(text) for text in self.prompts[indices]["row"]]
-        lengths = rollout.response_mask.sum(dim=1) - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
-        is_text = torch.arange(rollout.response_mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)  # (B, R)
         prompts = texts_of(self.tokenizer, rollout.prompt_ids, rollout.prompt_mask, skip_special_tokens=False)
         return RewardRequest(
             [text.removeprefix(self.tokenizer.bos_token or "") for text in prompts],
-            texts_of(self.tokenizer, rollout.response_ids, is_text, skip_special_tokens=True),
+            answers_of(self.tokenizer, rollout),
             [row for row in data for _ in range(samples)],
             self.step,
         )

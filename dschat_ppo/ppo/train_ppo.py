@@ -52,6 +52,7 @@ from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
+from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.build_rewards import build_sources, check_routes, check_sources
@@ -71,13 +72,15 @@ from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.session.begin_run import begin_run, show_plan
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import open_session
+from dschat_ppo.session.validation import write_validation
 
 
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
     ppo = config.ppo
     named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
-    device, output = begin_run("ppo", config, config.run, [name for name in named if name is not None])
+    models, validate_only = [name for name in named if name is not None], config.validation.validate_only
+    device, output = begin_run("ppo", config, config.run, models, validate_only)
     read_overlay(config.run.deepspeed_config)
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     check_sources(config.rewards)
@@ -95,13 +98,13 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     texts = plain_texts(config, plan, tokenizer, device)
     show_batches(config, plan)
     started = time.perf_counter()
-    session = open_session(
+    session = None if validate_only else open_session(
         "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
         plan.ppo_steps,
     )  # fmt: skip
 
     announce("load models")
-    engines = RLHFEngine(config, plan, folders)
+    engines = RLHFEngine(config, plan, replace(folders, critic=None) if validate_only else folders)
     with ExitStack() as at_end:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
@@ -114,16 +117,25 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         if rows.eval is not None:
             held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, kept)
             evaluation = at_end.enter_context(closing(held_out))
+        if session is None:
+            assert evaluation is not None  # --validate_only needs --eval_data_path
+            announce("evaluate")
+            engines.eval()
+            return write_validation(output, evaluation.run(0), time.perf_counter() - started)
+
+        every, count = ppo.sample_interval, ppo.samples_per_step
+        samples = Samples(output, every, count, tokenizer, rewards.names, rows.sources)
 
         def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:
-            report = PPOReport(components, evaluation, health, writer, kept)
+            samples.lines.begin()
+            report = PPOReport(components, evaluation, health, writer, kept, samples)
             with report.bar:
                 report.evaluate_before_training()
                 run(components, report, checkpointer)
             return report.result()
 
         announce("train")
-        result = session.train(ResumablePPO(components, evaluation, health), train)
+        result = session.train(ResumablePPO(components, evaluation, health, [samples.lines]), train)
 
     announce("save models")
     save_models(engines, tokenizer, output)

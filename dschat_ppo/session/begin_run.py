@@ -19,13 +19,16 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import watchdog
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.runtime.rank_log import open_log
-from dschat_ppo.session.output_folder import check_earlier_outputs, refuse_model_folders
+from dschat_ppo.session.output_folder import check_earlier_outputs, prepare_output_folder, refuse_model_folders
 from dschat_ppo.session.run_lock import RunLock
+from dschat_ppo.session.validation import VALIDATION
 
 _LOCKED: dict[Path, RunLock] = {}  # output folders that this process holds until it ends
 
 
-def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[torch.device, Path]:
+def begin_run(
+    step: str, config: Any, run: RunFlags, models: list[str], validate_only: bool = False
+) -> tuple[torch.device, Path]:
     """Join the ranks, lock and check the output folder, seed, and print notes on flags without effect. Collective.
 
     Args:
@@ -33,9 +36,11 @@ def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple
         config: its configuration.
         run: its flags of a run.
         models: the models that it reads.
+        validate_only: the run trains nothing and writes to a folder inside `--output_dir`, whatever training left in
+            the latter; it replaces what an earlier validation wrote.
 
     Returns:
-        This rank's device and the output folder.
+        This rank's device and the output folder; with `validate_only`, the folder inside it.
 
     Raises:
         UserError: another run writes to the folder; the folder holds a model that the run reads, or outputs of an
@@ -43,7 +48,7 @@ def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple
             not divide the number of ranks.
         StopRequested: the same run has finished in the folder; nothing is left to do.
     """
-    folder = Path(run.folder)
+    folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
     refuse_model_folders(folder, models)
     quiet_libraries()
     is_locked = folder.resolve() in _LOCKED  # several steps may run one after another in one process
@@ -57,7 +62,10 @@ def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple
         _LOCKED[folder.resolve()] = RunLock.acquire(folder)
     open_log(folder)
     watchdog.start(config.safety.collective_timeout)
-    check_earlier_outputs(folder, config, run)
+    if validate_only:
+        prepare_output_folder(folder, config, run)
+    else:
+        check_earlier_outputs(folder, config, run)
     seed_everything(run.seed)
     _check_dtype(run.dtype)
     for line in notes(step, config):

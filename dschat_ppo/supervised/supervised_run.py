@@ -39,6 +39,7 @@ from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.begin_run import begin_run, naming, show_plan
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import Session, open_session
+from dschat_ppo.session.validation import write_validation
 from dschat_ppo.supervised.trainer import AdapterPlan, SupervisedTrainer, fit_ds_config
 
 MODEL = "--model_name_or_path"
@@ -53,7 +54,8 @@ class SupervisedRun:
     folder: str
     tokenizer: PreTrainedTokenizerBase
     rows: TokenRows
-    session: Session
+    output: Path
+    session: Session | None  # None: --validate_only
     ds_config: Config
     nonfinite: NonFinitePolicy
     adapter: AdapterSettings | None
@@ -89,7 +91,7 @@ def begin_supervised_run(
         StopRequested: the run was asked to stop, or it is already complete.
     """
     fit = config.fit
-    device, output = begin_run(kind, config, config.run, [fit.model_name_or_path])
+    device, output = begin_run(kind, config, config.run, [fit.model_name_or_path], fit.validate_only)
     logger().info(title)
     adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
     if fit.learning_rate > HIGH_LEARNING_RATE and (adapter is None or not adapter.freeze_base):
@@ -118,22 +120,21 @@ def begin_supervised_run(
         step_separator=separator,
     )  # fmt: skip
     log_samples(tokenizer, rows.train, rows.sources)
-    if config.best.metric_for_best is not None and rows.eval is None:
-        raise UserError(
-            f"--metric_for_best {config.best.metric_for_best}: there are no evaluation rows; give --eval_data_path, or "
-            "an --eval_fraction above 0"
-        )
+    named = config.best.metric_for_best
+    if rows.eval is None and (fit.validate_only or named is not None):
+        flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
+        raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
     count = plan_packing(rows.train, fit.max_seq_len).rows if fit.packing else len(rows.train)
     ranks, shared = dist.world_size(), dist.sequence_ranks()
     plan = plan_supervised(fit, count, ranks, shared=shared, max_steps=config.schedule.max_steps)
-    session = open_session(
+    session = None if fit.validate_only else open_session(
         kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
         plan.total_steps,
     )  # fmt: skip
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
     kept = (config.export.save_hf_steps, config.best.metric_for_best is not None)
-    return SupervisedRun(device, folder, tokenizer, rows, session, ds_config, nonfinite, adapter, *kept)
+    return SupervisedRun(device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept)
 
 
 def adapter_plan(config: SFTConfig | PreferenceConfig) -> AdapterPlan | None:
@@ -157,15 +158,19 @@ def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
 def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str) -> dict[str, Any]:
     """Train, resuming from the session's checkpoint if it has one; save the model and write `result.json`.
 
+    Without a session, only evaluate.
+
     Returns:
         The contents of `result.json`.
     """
-    output = run.session.output
+    output, started = run.output, time.perf_counter()
+    if run.session is None:
+        announce("evaluate")
+        return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
     total, schedule = trainer.plan.total_steps, trainer.schedule
     lines = [*trainer.plan.table(), *schedule.warmup_shown(total)]
     [model] = fit_schedules(trainer.fit)
     show_plan(f"{title}: batches", lines, (schedule.warmup_of(model, trainer.fit.num_warmup_steps, total), total))
-    started = time.perf_counter()
     announce("train")
 
     def save(folder: Path) -> None:

@@ -18,6 +18,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
 from dschat_ppo.ppo.state import PPOState
@@ -84,7 +85,8 @@ def test_the_saved_format_has_these_keys(tmp_path):
     """Checkpoints of earlier versions have them."""
     whole = resumable(ENTROPY, texts=True, average=True, evaluation=True)
     shared, rank = whole.shared_state(), whole.rank_state()
-    assert set(shared) == {"progress", "collector", "shaping", "entropy_coef", "health", "guard", "texts", "best"}
+    names = {"progress", "collector", "shaping", "entropy_coef", "health", "guard", "texts", "best", "files"}
+    assert set(shared) == names
     assert set(rank) == {"sums", "actor_average", "reference"}
     assert set(shared["collector"]) == {"stream", "pool"} and set(shared["shaping"]) == {"kl_coef", "running"}
     plain = resumable()
@@ -93,6 +95,23 @@ def test_the_saved_format_has_these_keys(tmp_path):
     whole.ppo.state.begin_updates(experience(range(3)), {"a": 1.0})
     save_state(tmp_path / "shared", whole.shared_state())
     assert load_state(tmp_path / "shared").keys() == shared.keys()
+
+
+def test_files_that_grow_are_cut_back_to_their_length_at_the_checkpoint(tmp_path):
+    before, after, older = resumable(), resumable(), resumable()
+    for trainer in (before, after, older):
+        trainer.files = [JsonLines(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    before.files[1].append([{"step": 1}])
+    shared = before.shared_state()
+    before.files[0].append([{"step": 2}])
+    before.files[1].append([{"step": 2}])
+    after.load_state(shared, RankStates(before.rank_state(), lambda: iter([])))
+    for file in after.files:
+        file.begin()
+    assert [file.path.read_text() for file in after.files] == ["", '{"step": 1}\n']
+    del shared["files"]
+    older.load_state(shared, RankStates(before.rank_state(), lambda: iter([])))
+    assert [file.offset for file in older.files] == [0, 0], "a checkpoint of an earlier version, without such files"
 
 
 def test_every_part_is_restored():

@@ -146,10 +146,14 @@ def test_a_run_is_reproducible_from_its_seed(out):
 def test_batch_table_and_answers_of_both_ranks_are_printed(out):
     log = (out / "ppo.log").read_text()
     assert "16 / 8 x 2 = 4" in log  # updates per PPO step: rows / global batch x epochs
-    assert "[rank 0, step 1, score " in log
-    assert "[rank 1, step 1, score " in log
-    answers = {rank: [line.split("->")[1] for line in log.splitlines() if f"[rank {rank}," in line] for rank in (0, 1)}
-    assert answers[0] != answers[1]
+    for step in (1, 2, 3):
+        _, block = log.split(f"PPO step {step}: 16 answers\n")
+        lines = re.sub("\n {12}.*", "", block).splitlines()[:48]  # answers of several lines
+        for number, (about, prompt, answer) in enumerate(zip(*[iter(lines)] * 3, strict=True), start=1):
+            assert re.fullmatch(
+                rf"\[{number}\] score -?[0-9.]+, \d tokens, (ended by EOS|cut at the length limit)", about
+            )
+            assert prompt.startswith("    prompt: ") and answer.startswith("    answer: ")
 
 
 def test_saved_actor_and_critic_load_and_differ_from_their_start(out):
