@@ -27,3 +27,6 @@ class ConsoleFlags:
     def prints(self, step: int, total: int) -> bool:
         """Whether the run prints a line after `step`, counted from 1, of `total`."""
         return step in (1, total) or step % self.logging_steps == 0
+
+
+EVERY_TENTH_STEP = ConsoleFlags()
