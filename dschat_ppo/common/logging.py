@@ -131,3 +131,6 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
     pairs = list(rows)
     width = max(len(left) for left, _ in pairs)
     return "\n".join([title] + [f"  {left.ljust(width)}  {right}" for left, right in pairs])
+
+
+set_verbose(False)  # for programs without `--verbose`
