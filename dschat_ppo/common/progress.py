@@ -77,7 +77,8 @@ class Progress:
         if is_main():
             _SHOWN.append(self)
             if sys.stderr.isatty():
-                self._bar = tqdm(total=None, bar_format="{desc}", leave=False)
+                size = shutil.get_terminal_size()  # of a terminal without a size, too, such as that of a CI
+                self._bar = tqdm(total=None, bar_format="{desc}", leave=False, ncols=size.columns, nrows=size.lines)
                 self._bar.set_description_str(self._fitted())
         return self
 
@@ -133,7 +134,8 @@ class Progress:
             parts.append(self.phase.text(self.clock()))
         if each := self.seconds_per_step:
             parts.append(f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s")
-            parts.append(f"{self.left} left" + (" in all" if self.phase is not None else ""))
+            if self.done < self.total:
+                parts.append(f"{self.left} left" + (" in all" if self.phase is not None else ""))
         return " | ".join([*parts, self.note] if self.note else parts)
 
     def _fitted(self) -> str:

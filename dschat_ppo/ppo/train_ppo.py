@@ -141,15 +141,13 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 
 def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, output: Path) -> None:
     """Log the models, the generation engine and the output folder."""
-    engines = ppo.engines
+    engines, reference = ppo.engines, folders.reference or folders.actor
     roles = {
-        "actor": engines.actor, "reference": engines.reference, "critic": engines.critic, "reward model": engines.reward
-    }  # fmt: skip
-    places = {
-        "actor": folders.actor, "reference": folders.reference, "critic": folders.critic, "reward model": folders.reward
+        "actor": (engines.actor, folders.actor), "reference": (engines.reference, reference),
+        "critic": (engines.critic, folders.critic), "reward model": (engines.reward, folders.reward),
     }  # fmt: skip
     rollout = ("rollout", ppo.collection.generator.engine_text)
-    show_models(roles, places, config.run.dtype, output, [rollout])
+    show_models(roles, config.run.dtype, output, [rollout])
 
 
 def show_result(result: dict[str, Any], output: Path, start: str) -> None:

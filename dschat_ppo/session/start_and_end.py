@@ -68,21 +68,20 @@ def short_count(count: int) -> str:
 
 
 def show_models(
-    engines: Mapping[str, Engine | None], folders: Mapping[str, str | None], dtype: str, output: Path,
+    roles: Mapping[str, tuple[Engine | None, str | None]], dtype: str, output: Path,
     more: Sequence[tuple[str, str]] = (),
 ) -> None:  # fmt: skip
     """Log the models with their sizes, the devices and the output folder.
 
     Args:
-        engines: by role; None: the run has no such model.
-        folders: by role, where the model comes from.
+        roles: role -> its engine, and the folder that it comes from; None: the run has no such model.
         dtype: `--dtype`.
         output: the output folder.
         more: further rows, (name, text).
     """
-    modules: dict[str, Any] = {role: engine.module for role, engine in engines.items() if engine is not None}
+    modules: dict[str, Any] = {role: engine.module for role, (engine, _) in roles.items() if engine is not None}
     rows = [
-        (role, f"{modules[role].config.model_type}, {size}" + (f", from {folders[role]}" if folders.get(role) else ""))
+        (role, f"{modules[role].config.model_type}, {size}, from {roles[role][1]}")
         for role, size in model_sizes(modules).items()
     ]
     ranks = dist.world_size()

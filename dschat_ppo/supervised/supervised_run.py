@@ -176,7 +176,7 @@ def train_and_save(
     """
     output = run.session.output
     total, schedule = trainer.plan.total_steps, trainer.schedule
-    show_models({"model": trainer.engine}, {"model": run.folder}, run.dtype, output)
+    show_models({"model": (trainer.engine, run.folder)}, run.dtype, output)
     lines = [*trainer.plan.table(), *schedule.warmup_shown(total)]
     [model] = fit_schedules(trainer.fit)
     show_plan(f"{title}: batches", lines, (schedule.warmup_of(model, trainer.fit.num_warmup_steps, total), total))

@@ -142,14 +142,14 @@ def test_without_a_terminal_there_are_only_plain_lines():
     assert (done.stdout, done.stderr) == ("line 1\nline 2\nline 3\nend\n", "")
 
 
-def in_a_terminal(columns: int) -> str:
+def in_a_terminal(columns: int, rows: int = 24) -> str:
     """What the program writes to a terminal."""
     leader, follower = pty.openpty()
     import fcntl
     import struct
     import termios
 
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=follower, stdout=follower, stderr=follower, env=environment()
     )
@@ -168,8 +168,9 @@ def in_a_terminal(columns: int) -> str:
     return written.decode()
 
 
-def test_in_a_terminal_one_line_is_redrawn_below_the_lines():
-    written = in_a_terminal(100)
+@pytest.mark.parametrize("size", [(100, 24), (0, 0)])  # terminals of some CI systems have no size
+def test_in_a_terminal_one_line_is_redrawn_below_the_lines(size):
+    written = in_a_terminal(*size)
     screen = [line.rpartition("\r")[2] for line in written.replace("\r\n", "\n").split("\n")]
     assert [line for line in screen if line.strip()] == ["line 1", "line 2", "line 3", "end"]
     assert "\rSFT step 0/3 (0 %)" in written and "SFT step 3/3 (100 %) | " in written

@@ -47,12 +47,12 @@ def test_the_models_are_a_table(said, monkeypatch):
     monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(start_and_end.dist, "world_size", lambda: 2)
     actor, reward = nn.Linear(10, 100, bias=False), nn.Linear(10, 10, bias=False).requires_grad_(False)
-    engines = {"actor": engine_of(actor), "critic": None, "reward model": engine_of(reward)}
-    show_models(engines, {"actor": "/sft"}, "bf16", Path("/out"), [("rollout", "continuous batching")])
+    roles = {"actor": (engine_of(actor), "/sft"), "critic": (None, None), "reward model": (engine_of(reward), "/rm")}
+    show_models(roles, "bf16", Path("/out"), [("rollout", "continuous batching")])
     assert said == [
         "models\n"
         "  actor         llama, 1 K parameters, 100 % trained, from /sft\n"
-        "  reward model  llama, 100 parameters, frozen\n"
+        "  reward model  llama, 100 parameters, frozen, from /rm\n"
         "  devices       2 cpu ranks, bf16\n"
         "  rollout       continuous batching\n"
         "  outputs       /out, with its report.html at the end"
