@@ -15,6 +15,7 @@ from dschat_ppo.checkpoint.resumable import Checkpointer, load_saved
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.steps import PPOConfig
@@ -142,6 +143,7 @@ class ExperienceCollection:
                 greedy_scores = self.reward_scorer(greedy, prompts.rows).total  # (count,)
                 baselines = greedy_scores.repeat_interleave(self.plan.samples)  # (B,)
         with self.clock.phase("reward"):
+            report_phase(0, len(rollout.response_ids), "answers")
             scores = self.reward_scorer(rollout, prompts.rows)
             self._faults += self.reward_scorer.count_failed_rows()
             self._numbers.add(scores.numbers)

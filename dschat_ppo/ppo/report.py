@@ -5,24 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger, progress_bar
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.progress import Progress
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
+from dschat_ppo.monitor.step_line import PPO_COLUMNS, ppo_columns, show_step
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.session.kept_models import KeptModels
 
-HEADLINE = (
-    "reward/score_mean",
-    "kl/ref_k1",
-    "policy/entropy",
-    "value/explained_variance",
-    "rollout/length_mean",
+RESULT = (
+    *(column.metric for column in PPO_COLUMNS),
+    "reward/total_mean",
+    "rollout/ended_share",
+    "rollout/distinct_share",
 )
-
-RESULT = (*HEADLINE, "reward/total_mean", "rollout/ended_share", "rollout/distinct_share")
 
 
 class PPOReport:
@@ -47,7 +46,7 @@ class PPOReport:
         self.writer = writer
         self.kept = kept
         self.samples = samples
-        self.bar = progress_bar("PPO", ppo.plan.ppo_steps, ppo.state.steps)
+        self.bar = Progress("PPO", ppo.plan.ppo_steps, ppo.state.steps)
 
     def evaluate_before_training(self) -> None:
         """Evaluate the untrained actor, unless the run resumes after that."""
@@ -73,12 +72,12 @@ class PPOReport:
                 self.kept.save_step(step)
         metrics |= phase_metrics(ppo.clock, ppo.device)
         self.writer.write(step, metrics)
-        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINE if name in metrics)
-        logger().info(f"PPO step {step}/{ppo.plan.ppo_steps}: {shown}")
+        self.bar.advance()
+        columns = ppo_columns(ppo.engines.reference is not None, ppo.engines.critic is not None)
+        show_step(columns, metrics, self.bar, ppo.config.console)
         for warning in self.health.check(metrics):
             logger().warning(f"health: step {step}: {warning}")
         state.finish_step(metrics)
-        self.bar.update()
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the held-out prompts, if they are due after PPO step `step`; else {}. Collective."""
@@ -88,11 +87,11 @@ class PPOReport:
         with ppo.clock.phase("evaluate"):
             ppo.engines.eval()
             metrics = evaluation.run(step)
-        shown = ", ".join(
-            f"{name} {value:.4f}" for name, value in metrics.items()
+        shown = "  ".join(
+            f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()
             if name.count("/") == 1 or name.startswith("eval/score/")  # of one data set: the score only
         )  # fmt: skip
-        logger().info(f"evaluation after PPO step {step}: {shown}")
+        logger().info(f"evaluation after step {step}: {shown}")
         return metrics
 
     def result(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS, kl_full
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
@@ -158,7 +159,11 @@ class ModelScorer:
         shares = share_prompts(self.actor, self.reference, self.critic) and self.scoring.kl_estimator != "full"
         prompts = prompts_of(shared) if shares else None
         parts, own = even_passes(row_lengths(shared), self.scoring.micro_batch_tokens, prompts)
-        scored = [self._score_micro_batch(select_rows(shared, part)) for part in parts][:own]
+        scored = []
+        for number, part in enumerate(parts, start=1):
+            scored.append(self._score_micro_batch(select_rows(shared, part)))
+            report_phase(number, len(parts), "batches")
+        scored = scored[:own]
         order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout
         return select_rows(concat_rows(scored), order.chunk(dist.sequence_ranks())[dist.sequence_rank()])
 

@@ -37,6 +37,7 @@ from dschat_ppo.models.model_folders import model_folder, with_bases
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.step_line import PPO_COLUMNS
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.ppo.check_models import (
     ACTOR,
@@ -72,6 +73,7 @@ from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.session.begin_run import begin_run, show_plan
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import open_session
+from dschat_ppo.session.start_and_end import changes_of, show_end, show_models
 from dschat_ppo.session.validation import write_validation
 
 
@@ -109,6 +111,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
         components = PPOComponents(config, plan, engines, rows.train, tokenizer, rewards, device, texts, rows.sources)
+        show_roles(config, components, folders, output)
         evaluation, health = None, HealthWatch()
         kept = KeptModels(
             output, config.export.save_hf_steps, config.validation.save_best,
@@ -144,8 +147,28 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     write_result(output, result)
     if dist.is_main():
         report_run(output)
-    logger().info(f"PPO: saved to {output}/actor" + (f" and {output}/critic" if engines.critic else ""))
+    show_result(result, output, folders.actor)
     return result
+
+
+def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, output: Path) -> None:
+    """Log the models, the generation engine and the output folder."""
+    engines, reference = ppo.engines, folders.reference or folders.actor
+    roles = {
+        "actor": (engines.actor, folders.actor), "reference": (engines.reference, reference),
+        "critic": (engines.critic, folders.critic), "reward model": (engines.reward, folders.reward),
+    }  # fmt: skip
+    rollout = ("rollout", ppo.collection.generator.engine_text)
+    show_models(roles, config.run.dtype, output, [rollout])
+
+
+def show_result(result: dict[str, Any], output: Path, start: str) -> None:
+    """Log what the run has reached; `start` is the folder of the actor before training."""
+    names = {column.metric: column.label for column in PPO_COLUMNS} | {"eval/score": "held-out score"}
+    saved = [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
+    chat = ["python", "-m", "dschat_ppo.tools.chat", "--model", str(output / "actor"), "--compare", start]
+    steps = f"{result['ppo_steps']} PPO steps, {result['optimizer_steps']} updates"
+    show_end("PPO", steps, result["seconds"], changes_of(result, names), saved, chat)
 
 
 def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:

@@ -81,4 +81,5 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         config.best.best_metric,
         config.schedule,
     )
-    return train_and_save(trainer, run, "SFT")
+    chat = ["python", "-m", "dschat_ppo.tools.chat", "--model", str(run.output)]
+    return train_and_save(trainer, run, "SFT", chat)

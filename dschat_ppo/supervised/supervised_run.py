@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import plan_supervised
+from dschat_ppo.config.console_flags import ConsoleFlags
 from dschat_ppo.config.schedule_flags import fit_schedules
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
@@ -39,6 +40,7 @@ from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.begin_run import begin_run, naming, show_plan
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import Session, open_session
+from dschat_ppo.session.start_and_end import changes_of, show_end, show_models
 from dschat_ppo.session.validation import write_validation
 from dschat_ppo.supervised.trainer import AdapterPlan, SupervisedTrainer, fit_ds_config
 
@@ -61,6 +63,8 @@ class SupervisedRun:
     adapter: AdapterSettings | None
     save_hf_steps: int
     keeps_best: bool  # the best model, in `best/`
+    console: ConsoleFlags
+    dtype: str
 
 
 def begin_supervised_run(
@@ -134,7 +138,10 @@ def begin_supervised_run(
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
     kept = (config.export.save_hf_steps, config.best.metric_for_best is not None)
-    return SupervisedRun(device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept)
+    settings = (config.console, config.run.dtype)
+    return SupervisedRun(
+        device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept, *settings
+    )
 
 
 def adapter_plan(config: SFTConfig | PreferenceConfig) -> AdapterPlan | None:
@@ -155,10 +162,18 @@ def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
     )
 
 
-def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str) -> dict[str, Any]:
+def train_and_save(
+    trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str, next_command: Sequence[str]
+) -> dict[str, Any]:
     """Train, resuming from the session's checkpoint if it has one; save the model and write `result.json`.
 
     Without a session, only evaluate.
+
+    Args:
+        trainer: of the model.
+        run: what came before it.
+        title: of the step, for the log.
+        next_command: what to run next, as words.
 
     Returns:
         The contents of `result.json`.
@@ -168,6 +183,7 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: s
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
     total, schedule = trainer.plan.total_steps, trainer.schedule
+    show_models({"model": (trainer.engine, run.folder)}, run.dtype, output)
     lines = [*trainer.plan.table(), *schedule.warmup_shown(total)]
     [model] = fit_schedules(trainer.fit)
     show_plan(f"{title}: batches", lines, (schedule.warmup_of(model, trainer.fit.num_warmup_steps, total), total))
@@ -177,12 +193,14 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: s
         trainer.save(folder, run.tokenizer)
 
     kept = KeptModels(output, run.save_hf_steps, run.keeps_best, save)
-    run.session.train(trainer, lambda writer, checkpointer: trainer.run(writer, checkpointer, title, kept))
+    run.session.train(trainer, lambda writer, checkpointer: trainer.run(writer, checkpointer, title, kept, run.console))
     announce("save models")
     result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)
     write_result(output, result)
     if dist.is_main():
         report_run(output)
-    logger().info(f"{title}: saved to {output}")
+    names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
+    steps = f"{result['optimizer_steps']} optimizer steps"
+    show_end(title, steps, result["seconds"], changes_of(result, names), [output], next_command)
     return result

@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.checkpoint.resumable import Checkpointer, RankStates
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.logging import logger, progress_bar
+from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
+from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
+from dschat_ppo.config.console_flags import EVERY_TENTH_STEP, ConsoleFlags
 from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
@@ -37,6 +39,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.step_line import show_step, supervised_columns
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
@@ -133,8 +136,9 @@ class SupervisedTrainer(Generic[Batch]):
         return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, most)
 
     def run(
-        self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None
-    ) -> None:
+        self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None,
+        console: ConsoleFlags = EVERY_TENTH_STEP,
+    ) -> None:  # fmt: skip
         """Train from the current state to the end. `kept` also saves the models of some steps, and the best one.
 
         Raises:
@@ -148,7 +152,7 @@ class SupervisedTrainer(Generic[Batch]):
         if kept is not None and kept.keeps_best:
             self.best.require_model(kept.best)
         steps = collated(self.objective.collate, self.rows.train, self.steps_left(), self.engine.device)
-        with progress_bar(title, self.plan.total_steps, self.steps) as bar, closing(steps):
+        with Progress(title, self.plan.total_steps, self.steps) as progress, closing(steps):
             for micro_batches, take in steps:
                 step = self.steps + 1
                 announce_step(step)
@@ -156,10 +160,8 @@ class SupervisedTrainer(Generic[Batch]):
                 with self.clock.phase("train"):
                     metrics = self.train_step(micro_batches, take())
                 self.steps = step
-                shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
-                size = f"{metrics['samples']:.0f} samples, {metrics['tokens']:.0f} tokens"
-                used = ", ".join(f"{name} {rate:.2e}" for name, rate in rates.items())
-                logger().info(f"step {step}/{self.plan.total_steps}: {shown}, {used}, {size}")
+                progress.advance(metrics["tokens"], f"loss {metrics['loss']:.4f}")
+                show_step(supervised_columns(self.objective.headline, rates), metrics | rates, progress, console)
                 if self._evaluation_is_due():
                     self.after = self.evaluate()
                     metrics |= self.after
@@ -170,7 +172,6 @@ class SupervisedTrainer(Generic[Batch]):
                 metrics |= {f"time/{name}": value for name, value in seconds.items()}
                 metrics |= {f"memory/{name}_peak_gib": value for name, value in peak.items()}
                 writer.write(step, metrics)
-                bar.update()
                 checkpointer.save_if_due()
 
     def steps_left(self) -> Iterator[list[list[int]]]:
@@ -245,18 +246,19 @@ class SupervisedTrainer(Generic[Batch]):
             rows, size = self.rows.eval, self.fit.per_device_eval_batch_size
             sums = MetricSums(self.rows.eval_sources)
             steps = optimizer_steps(range(len(rows)), size, 1, dist.data_ranks(), dist.data_rank())
-            steps = islice(steps, self.fit.eval_iters or None)  # 0: all
-            made = collated(self.objective.collate, rows, steps, self.engine.device)
+            used = list(islice(steps, self.fit.eval_iters or None))  # 0: all
+            made = collated(self.objective.collate, rows, iter(used), self.engine.device)
             with closing(made):
                 batches: Iterable[Batch] = (batch for _, take in made for batch in take())
                 if self.objective.complete is not None:
                     batches = self.objective.complete(self.engine, list(batches))
-                for batch in batches:
+                for number, batch in enumerate(batches, start=1):
                     self.objective.loss(self.engine, batch, self.objective.count(batch).clamp_min(1), sums)
+                    report_phase(number, len(used), "batches")
                     heartbeat()
             self.engine.train()
             found = self.objective.summary(sums.reduce())
-        logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        logger().info("evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
         return {f"eval_{name}": value for name, value in found.items()}
 
     def _keep(self, kept: KeptModels | None) -> None:

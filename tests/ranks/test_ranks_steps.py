@@ -177,7 +177,7 @@ def test_plain_python_trains_a_single_process(assets, tmp_path):
 
 
 def test_help_names_every_flag():
-    printed = succeed(run([sys.executable, str(ROOT / "training/step3_ppo/main.py"), "--help"])).stdout
+    printed = succeed(run([sys.executable, str(ROOT / "training/step3_ppo/main.py"), "--help", "all"])).stdout
     for flag in ("--actor_model_name_or_path", "--ppo_epochs", "--kl_coef", "--truncation", "--deepspeed_config"):
         assert flag in printed
 

@@ -96,7 +96,7 @@ def test_several_ranks_get_the_visible_gpus(script, driver, stubs, visible, rank
     printed = bash(script, "launch main.py --flag", **driver, **stubs, **visible, RANKS=ranks, MASTER_PORT="77")
     words = printed.split()
     assert words[2:5] == ["-u", "-m", "deepspeed.launcher.launch"]
-    assert words[6:] == ["--master_port=77", "main.py", "--flag"]
+    assert words[6:] == ["--master_port=77", "--log_level=warning", "main.py", "--flag"]
     world = base64.urlsafe_b64decode(words[5].removeprefix("--world_info="))
     assert json.loads(world) == {"localhost": expected}
 
@@ -105,8 +105,13 @@ def test_a_hostfile_needs_the_deepspeed_command(script, stubs, tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     command = f"hostfile={tmp_path}/hosts; launch main.py --flag"
     printed = bash(script, command, **stubs, RANKS="1", MASTER_PORT="77", DS_ACCELERATOR="cpu")
-    flags = f"--hostfile {tmp_path}/hosts --num_accelerators 1 --master_port 77"
+    flags = f"--log_level warning --hostfile {tmp_path}/hosts --num_accelerators 1 --master_port 77"
     assert printed == f"deepspeed unset {flags} main.py --flag"
+
+
+def test_verbose_brings_the_lines_of_the_launcher_back(script, stubs):
+    printed = bash(script, "launch main.py --verbose --flag", **stubs, RANKS="2", MASTER_PORT="77")
+    assert printed.endswith(" --log_level=info main.py --verbose --flag")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
