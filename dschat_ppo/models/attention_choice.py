@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.common.extras import how_to_install, require_extra
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.segment_attention import LARGEST_FLASH_HEAD
 
@@ -46,8 +46,18 @@ def check_attention(choice: str, device: torch.device) -> None:
 
 
 def _flash_caps() -> bool:
-    """Whether flash-attn has soft caps."""
-    from flash_attn import flash_attn_varlen_func
+    """Whether flash-attn has soft caps.
+
+    Raises:
+        UserError: its library was compiled for another torch.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError as problem:
+        raise UserError(
+            f"{FLAG} flash_attention_2: flash-attn was compiled for another torch ({in_one_line(problem)}); compile it "
+            f"again: pip uninstall flash-attn, {how_to_install('flash_attn')}"
+        ) from problem
 
     return "softcap" in inspect.signature(flash_attn_varlen_func).parameters
 

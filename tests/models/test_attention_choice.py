@@ -251,6 +251,15 @@ def test_without_flash_attn_or_with_an_old_one(monkeypatch):
     assert line == f"--attn_implementation flash_attention_2 needs the package flash-attn: {command}"
 
 
+def test_a_flash_attn_of_another_torch(monkeypatch, tmp_path):
+    device, stale = gpu(monkeypatch), "flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda"
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn/__init__.py").write_text(f"raise ImportError({stale!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    line = refusal(check_attention, "flash_attention_2", device)
+    assert f"flash-attn was compiled for another torch ({stale}); compile it again: pip uninstall flash-attn" in line
+
+
 def test_on_an_old_gpu(monkeypatch):
     line = refusal(check_attention, "flash_attention_2", gpu(monkeypatch, (7, 5)))
     assert "compute capability 8.0; Tesla T4 has less" in line
