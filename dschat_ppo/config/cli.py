@@ -103,9 +103,10 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     words = (_yaml_arguments(path, known) if path else []) + list(argv)
     found, unknown = parser.parse_known_args(words)
     if unknown:
-        raise UserError(
-            f"unknown flag or value: {' '.join(unknown)}{_suggestion(unknown[0], known)} (all flags: --help)"
-        )
+        names = known | {f"no_{field.name}" for field in fields if parser.get_default(field.name) is True}
+        flags = [word for word in unknown if word.startswith("-")] or unknown[:1]
+        hints = dict.fromkeys(_suggestion(word, names) for word in flags)
+        raise UserError(f"unknown flag or value: {' '.join(unknown)}{''.join(hints)} (all flags: --help)")
     # after unknown flags: often one of them is a required flag under another name
     missing = [f"--{field.name}" for field in fields if field.name not in found]
     if missing:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 from collections.abc import Iterable
+from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -79,10 +81,19 @@ def values_of(kind: Any) -> dict[str, Any]:
         return {**values_of(item), "nargs": "*"}  # a list may be empty, as in DeepSpeed-Chat
     if get_origin(kind) is Literal:
         by_text = {str(choice): choice for choice in get_args(kind)}
-        return {"choices": get_args(kind), "type": lambda text: by_text.get(text, text)}
+        return {"choices": get_args(kind), "type": partial(_choice_of, by_text)}
     if kind is bool:
         return {"type": _bool_of, "nargs": "?", "const": True, "metavar": "BOOL"}
     return {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
+
+
+def _choice_of(by_text: dict[str, Any], text: str) -> Any:
+    """The choice that `text` names; if none, an error that suggests the nearest one."""
+    if text in by_text:
+        return by_text[text]
+    nearest = difflib.get_close_matches(text.lower().replace("-", "_"), by_text, n=1)
+    meant = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise argparse.ArgumentTypeError(f"invalid choice: '{text}'{meant} (choose from {', '.join(by_text)})")
 
 
 def _bool_of(text: str) -> bool:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 from zlib import crc32
 
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dschat_ppo.common.extras import require_extra
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapter_weights import MATRICES, load_adapter_weights, merged_weight
@@ -79,7 +79,7 @@ def adapter_settings(
     """
     if dim == 0:
         return None
-    require_peft("LoRA")
+    require_extra("peft", "LoRA")
     bits: Bits | None = 4 if flags.load_in_4bit else 8 if flags.load_in_8bit else None
     if bits is not None:
         require_quantisation(bits)
@@ -87,16 +87,6 @@ def adapter_settings(
         dim, flags.lora_alpha, flags.lora_dropout, module_name, flags.use_rslora, flags.use_dora,
         flags.only_optimize_lora, bits, flag,
     )  # fmt: skip
-
-
-def require_peft(what: str) -> None:
-    """Check that the package peft is there.
-
-    Raises:
-        UserError: it is not; the message names `what` needs it.
-    """
-    if find_spec("peft") is None:
-        raise UserError(f"{what} needs the package peft: pip install 'dschat_ppo[lora]'")
 
 
 def lora_targets(model: PreTrainedModel, names: str | None, flag: str = "--lora_module_name") -> list[str]:
@@ -321,10 +311,10 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
     Raises:
         UserError: the adapter does not fit the model.
     """
+    require_extra("peft", f"the adapter folder {folder}")
     import deepspeed
     from peft import LoraConfig
 
-    require_peft(f"the adapter folder {folder}")
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     read_adapter_config(folder, "model")
     config = replace(LoraConfig.from_pretrained(folder), init_lora_weights=False)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.common.extras import how_to_install, require_extra
+from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.segment_attention import LARGEST_FLASH_HEAD
 
 FLAG = "--attn_implementation"
-INSTALL = 'pip install --no-build-isolation -e ".[flash]"'
 WITHOUT_MASKS = ("flash_attention_2", "flex_attention")  # padded rows too run without transformers' masks
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # settings of configurations
 HEAD_SIZES = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")  # likewise
@@ -37,18 +36,28 @@ def check_attention(choice: str, device: torch.device) -> None:
         raise UserError(f"{FLAG} {choice} needs a GPU, because {reason}; use sdpa")
     if choice == "flex_attention":
         return
-    if find_spec("flash_attn") is None:
-        raise UserError(f"{FLAG} flash_attention_2 needs the package flash-attn: {INSTALL}")
+    require_extra("flash_attn", f"{FLAG} flash_attention_2")
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"{FLAG} flash_attention_2 needs a GPU of compute capability 8.0; {name} has less: use sdpa")
     if not _flash_caps():
-        raise UserError(f"{FLAG} flash_attention_2: the installed flash-attn is older than 2.6: {INSTALL}")
+        install = how_to_install("flash_attn")
+        raise UserError(f"{FLAG} flash_attention_2: the installed flash-attn is older than 2.6: {install}")
 
 
 def _flash_caps() -> bool:
-    """Whether flash-attn has soft caps."""
-    from flash_attn import flash_attn_varlen_func
+    """Whether flash-attn has soft caps.
+
+    Raises:
+        UserError: its library was compiled for another torch.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError as problem:
+        raise UserError(
+            f"{FLAG} flash_attention_2: flash-attn was compiled for another torch ({in_one_line(problem)}); compile it "
+            f"again: pip uninstall flash-attn, {how_to_install('flash_attn')}"
+        ) from problem
 
     return "softcap" in inspect.signature(flash_attn_varlen_func).parameters
 

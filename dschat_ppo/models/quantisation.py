@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.extras import require_extra
 from dschat_ppo.errors import UserError
 
 Bits = Literal[4, 8]
@@ -23,8 +23,7 @@ def require_quantisation(bits: Bits) -> None:
     flag = f"--load_in_{bits}bit"
     if not torch.cuda.is_available():
         raise UserError(f"{flag} needs a GPU, and there is none here; omit it to train LoRA over whole weights")
-    if find_spec("bitsandbytes") is None:
-        raise UserError(f"{flag} needs the package bitsandbytes: pip install 'dschat_ppo[qlora]'")
+    require_extra("bitsandbytes", flag)
 
 
 def quantised_loading(

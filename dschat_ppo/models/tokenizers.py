@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from dschat_ppo.common.extras import how_to_install, is_installed
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.model_files import check_settings
@@ -29,8 +29,8 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
         folder = base_folder(folder, flag)
     if _needs_sentencepiece(folder):
         raise UserError(
-            f"{flag} {folder}: its only tokenizer is a SentencePiece tokenizer.model; pip install "
-            '"dschat_ppo[sentencepiece]", or save a tokenizer.json there'
+            f"{flag} {folder}: its only tokenizer is a SentencePiece tokenizer.model: "
+            f"{how_to_install('sentencepiece')}, or save a tokenizer.json there"
         )
     if (Path(folder) / "config.json").exists():  # transformers reads it here too
         check_settings(folder, f"{flag} {folder}: config.json cannot be used")
@@ -93,7 +93,7 @@ def _needs_sentencepiece(folder: str) -> bool:
     list of pieces.
     """
     file = Path(folder) / "tokenizer.model"
-    if find_spec("sentencepiece") is not None or (Path(folder) / "tokenizer.json").exists() or not file.is_file():
+    if is_installed("sentencepiece") or (Path(folder) / "tokenizer.json").exists() or not file.is_file():
         return False
     with file.open("rb") as stream:
         return stream.read(1) == b"\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import UserError, in_one_line
@@ -31,7 +31,7 @@ RULES = {
     "exact_match": _RULES, "numeric_match": _RULES, "boxed_math": _RULES, "format_match": _RULES, "length": _RULES,
     "length_penalty": _RULES, "json_valid": _RULES, "code_tests": _SANDBOX,
 }  # fmt: skip
-EXTRAS = {"boxed_math": ("math_verify", "math")}  # rule -> (module it imports, extra of this package that installs it)
+MODULES = {"boxed_math": "math_verify"}  # rule -> module of an extra that it imports
 SETTING_CHECKS: dict[tuple[str, str], Callable[[str], Any]] = {("format_match", "pattern"): re.compile}
 MOST_WARNINGS = 3
 LARGEST = torch.finfo(torch.float32).max
@@ -128,10 +128,8 @@ def _checked(spec: FunctionSpec, given: str) -> FunctionSpec:
             raise UserError(f"{given}: there is no file {spec.path}")
     elif not all(part.isidentifier() for part in spec.path.split(".")):
         raise UserError(f"{given}: '{spec.path}' is neither a file that ends in .py nor a module")
-    if spec.rule in EXTRAS:
-        module, extra = EXTRAS[spec.rule]
-        if importlib.util.find_spec(module) is None:
-            raise UserError(f"{given}: needs {module}; install it with: pip install 'dschat_ppo[{extra}]'")
+    if spec.rule in MODULES:
+        require_extra(MODULES[spec.rule], given)
     for key, value in spec.settings:
         try:
             SETTING_CHECKS.get((spec.rule or "", key), str)(value)

@@ -18,11 +18,12 @@ from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, GraphRecorder, Static
 from dschat_ppo.rollout.decode_batch import DecodeInputs
 from dschat_ppo.rollout.flash_decode import flash_decode
 from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.memory import LOGITS_BYTES, is_out_of_memory, warn_of_memory
+from dschat_ppo.rollout.memory import LOGITS_BYTES, warn_of_memory
 from dschat_ppo.rollout.pool_scheduler import PooledRows, PoolScheduler
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NUCLEUS_STATIC, NucleusSearch, SamplingParameters, sample
 from dschat_ppo.rollout.scheduler import Prefill, Scheduler
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
 MaxOverRanks = Callable[[int], int]
 
@@ -83,7 +84,7 @@ class ContinuousBatching:
                     self._step()
                     continue
                 except RuntimeError as problem:
-                    if self.synchronised or not is_out_of_memory(problem) or self.scheduler.rows == 1:
+                    if self.synchronised or not ran_out_of_memory(problem) or self.scheduler.rows == 1:
                         raise
                 # Outside the handler nothing refers to the tensors of the failed step, so their memory is free again.
                 before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)

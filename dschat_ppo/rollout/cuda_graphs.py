@@ -14,8 +14,9 @@ from torch import Tensor
 from dschat_ppo.rollout.attention_metadata import PooledMetadata
 from dschat_ppo.rollout.decode_batch import DecodeInputs
 from dschat_ppo.rollout.kv_pool import KVPool
-from dschat_ppo.rollout.memory import is_out_of_memory, release_if_short
+from dschat_ppo.rollout.memory import release_if_short
 from dschat_ppo.rollout.pool_scheduler import PooledRows
+from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class GraphRecorder:
                     ended = True
         except RuntimeError as problem:
             torch.cuda.synchronize()
-            if not (ended and is_out_of_memory(problem)):
+            if not (ended and ran_out_of_memory(problem)):
                 self._refuse(f"a CUDA graph of this model cannot be captured ({problem})")
             raise
         self.captures += 1
@@ -282,7 +283,7 @@ class GraphedDecoder:
         try:
             graphs[bucket] = graph = self._recorder.record(eager, self._memory.graph_pool)
         except RuntimeError as problem:
-            if is_out_of_memory(problem):
+            if ran_out_of_memory(problem):
                 raise
             return eager
         return graph.replay

@@ -1,4 +1,4 @@
-"""How many rows fit into memory, and how a lack of memory is recognised and reported."""
+"""How many rows fit into memory, and how a lack of memory is reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ MEMORY_SHARE = 0.5  # share of a CPU's free memory that the KV cache may take
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 2 * 2**30  # of a GPU's free memory: the larger of both is left for everything else
 LOGITS_SHARE = 0.1  # share of a GPU's free memory that the logits of a step may take
 LOGITS_BYTES = 6 * 4  # per row and token of the vocabulary: sampling holds about six fp32 copies
-_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @torch.no_grad()
@@ -83,21 +82,6 @@ def release_if_short(device: torch.device, needed: int) -> None:
     """
     if torch.cuda.mem_get_info(device)[0] < RESERVE_BYTES + needed:
         torch.cuda.empty_cache()
-
-
-def is_out_of_memory(problem: BaseException) -> bool:
-    """Whether memory ran out: PyTorch's CUDA allocator has an exception class, the other allocators only messages.
-
-    An error that replaced such an error counts too: the end of a CUDA graph capture fails after it.
-    """
-    seen: BaseException | None = problem
-    while seen is not None:
-        if isinstance(seen, torch.OutOfMemoryError):
-            return True
-        if isinstance(seen, RuntimeError) and any(message in str(seen) for message in _MESSAGES):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def warn_of_memory(before: int, after: int) -> None:

@@ -13,9 +13,10 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, never
-from dschat_ppo.rollout.memory import is_out_of_memory, warn_of_memory
+from dschat_ppo.rollout.memory import warn_of_memory
 from dschat_ppo.rollout.sampling import SamplingParameters, sample
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 from dschat_ppo.types import position_ids_of
 
 GROWTH_TOKENS = 64  # by which a cache grows
@@ -92,7 +93,7 @@ class PaddedBatches:
                 report_phase(self.buffers.count - len(waiting), self.buffers.count, "answers", tokens)
                 continue
             except RuntimeError as problem:
-                if self.synchronised or not is_out_of_memory(problem) or self.rows == 1:
+                if self.synchronised or not ran_out_of_memory(problem) or self.rows == 1:
                     raise
             # Outside the handler nothing refers to the tensors of the failed batch, so their memory is free again.
             self.buffers.reset(batch.tolist())

@@ -1,4 +1,4 @@
-"""What to change after a run has ended because memory ran out; docs/memory.md says what each flag moves."""
+"""How a lack of memory is recognised, and what to change then; docs/memory.md says what each flag moves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ _OTHERWISE = f"{_DIVIDED}, smaller batches"
 
 
 def ran_out_of_memory(problem: BaseException) -> bool:
-    """Whether memory ran out: torch's `OutOfMemoryError`, known by its name so that torch is not imported here, or a
-    message of another allocator; also of an exception during whose handling `problem` was raised."""
+    """Whether memory ran out: a `MemoryError`, torch's `OutOfMemoryError`, known by its name so that torch is not
+    imported here, or a message of another allocator.
+
+    An error that replaced such an error counts too: the end of a CUDA graph capture fails after it.
+    """
     seen: BaseException | None = problem
     while seen is not None:
+        if isinstance(seen, MemoryError):
+            return True
         if isinstance(seen, RuntimeError) and (
             type(seen).__name__ == "OutOfMemoryError" or any(message in str(seen) for message in _MESSAGES)
         ):

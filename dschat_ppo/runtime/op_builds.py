@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import sys
 import threading
 import time
@@ -26,10 +27,10 @@ from typing import Any
 from dschat_ppo.common import ranks
 from dschat_ppo.common.atomic_files import checksum, remove_folder, sync_folder, write_file
 from dschat_ppo.common.heartbeat import watchdog_paused
-from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import UserError
+from dschat_ppo.common.logging import logger, quiet_prints
+from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.runtime.processes import find_process, processes_at
-from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
+from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, requested, subprocesses_may_stop
 
 OWN_LOCK, TORCH_LOCK = "dschat_ppo.lock", "lock"
 LIBRARIES = "dschat_ppo.whole"  # name and SHA-256 of each library, written when all files are on the disk
@@ -50,8 +51,10 @@ def guard_builds() -> None:
         OpBuilder.jit_load = _guarded(OpBuilder.jit_load)
 
 
-def offer_all_reduce() -> None:
+def offer_all_reduce() -> bool:
     """Tell DeepSpeed whether to load its all-reduce in shared memory: on a CPU, if there are ranks to share it with.
+
+    Returns whether it loads it.
 
     Otherwise DeepSpeed would probe all its operators, some by a compiler, to learn about this one, and load it for a
     single rank too, which has nothing to reduce.
@@ -60,8 +63,11 @@ def offer_all_reduce() -> None:
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None:
-        ops.__compatible_ops__ = {builder.NAME: ranks.world_size() > 1 and builder.is_compatible()}
+    if builder is None:
+        return False
+    is_loaded = ranks.world_size() > 1 and builder.is_compatible()
+    ops.__compatible_ops__ = {builder.NAME: is_loaded}
+    return is_loaded
 
 
 def folder_of_environment() -> Path:
@@ -86,12 +92,76 @@ def _guarded(jit_load: Callable[..., Any]) -> Callable[..., Any]:
         with watchdog_paused(), exclusive(folder) as locked, _announced(folder):
             if locked and _remove_if_damaged(folder):
                 _print(f"{folder} is damaged, or was compiled by an earlier version: it is compiled again")
-            loaded = jit_load(builder, *args, **kwargs)
+            with explained(builder.name, folder):
+                loaded = jit_load(builder, *args, **kwargs)
             if locked:
                 _record_libraries(folder)
             return loaded
 
     return load
+
+
+def load_operator(builder: str) -> None:
+    """Load an operator of DeepSpeed, such as "CPUAdamBuilder", and compile it if needed.
+
+    DeepSpeed would load it together with an engine, after the models. The engine finds it loaded.
+
+    Raises:
+        UserError: the operator cannot be compiled or loaded on this machine.
+        StopRequested: the run is to stop.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    with quiet_prints(), subprocesses_may_stop("compiled an operator"):
+        get_accelerator().create_op_builder(builder).load()
+
+
+@contextmanager
+def explained(name: str, folder: Path) -> Iterator[None]:
+    """Turn what DeepSpeed and torch raise for a machine that cannot compile or load an operator into a `UserError`.
+
+    Other errors pass, and so do all during a stop, which ends compilers.
+
+    Args:
+        name: of the operator.
+        folder: of its compiled files.
+
+    Raises:
+        UserError: the message says what is missing or out of date.
+    """
+    from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
+
+    try:
+        yield
+    except (RuntimeError, OSError, ImportError, CUDAMismatchException, MissingCUDAException) as problem:
+        reason = None if requested() else _reason(problem, folder)
+        if reason is None:
+            raise
+        raise UserError(f"DeepSpeed's operator {name} cannot be {reason}") from problem
+
+
+def _reason(problem: Exception, folder: Path) -> str | None:
+    """Why an operator cannot be compiled or loaded, and what to do; None if the cause is unknown."""
+    from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
+
+    text = str(problem)
+    if isinstance(problem, ImportError):
+        return (
+            f"loaded: it was compiled for another torch or Python ({in_one_line(problem)}); remove the folder {folder} "
+            "and run the same command again, which compiles it again"
+        )
+    if not is_ninja_available():
+        return "compiled without ninja: pip install ninja, and check that it is in PATH"
+    compiler = get_cxx_compiler()
+    if shutil.which(compiler) is None:
+        return f"compiled without a C++ compiler, and there is no '{compiler}': install g++, or name a compiler by CXX"
+    if "Python.h" in text:
+        return "compiled without the header files of Python (Python.h): install python3-dev"
+    if "CUDA_HOME" in text or "nvcc" in text:
+        return "compiled without CUDA's compiler nvcc: install the CUDA toolkit, and name its folder by CUDA_HOME"
+    if "does not match the version torch was compiled with" in text:
+        return f"compiled ({in_one_line(problem)}): name the folder of torch's CUDA version by CUDA_HOME"
+    return None
 
 
 @contextmanager

@@ -20,6 +20,13 @@ from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.op_builds import guard_builds, offer_all_reduce
 from dschat_ppo.runtime.processes import ancestor
+from dschat_ppo.runtime.shared_memory import (
+    CPU_RANK_BYTES,
+    MORE,
+    SHARED_MEMORY,
+    lacks_shared_memory,
+    require_shared_memory,
+)
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.runtime.unused_gpu import require_usable_gpu
 
@@ -39,7 +46,8 @@ def init_process_group(folder: str = "") -> torch.device:
         folder: the output folder, as given by the flags; it helps to distinguish launches on one port.
 
     Raises:
-        UserError: the port is in use, another launch has a process group there, or torch cannot use this machine's GPU.
+        UserError: the port is in use, another launch has a process group there, torch cannot use this machine's GPU,
+            an operator cannot be compiled, or there is too little shared memory.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -61,20 +69,23 @@ def init_process_group(folder: str = "") -> torch.device:
         # cuDNN's attention builds a plan for every new shape, up to a second, and here most shapes are new
         torch.backends.cuda.enable_cudnn_sdp(False)
     guard_builds()
-    offer_all_reduce()
+    if offer_all_reduce():
+        require_shared_memory(CPU_RANK_BYTES)
     try:
         with subprocesses_may_stop("joined the ranks"), quiet_prints():  # on a CPU this compiles an operator
             backend, address = accelerator.communication_backend_name(), address_of(folder)
             deepspeed.init_distributed(dist_backend=backend, timeout=dist.TIMEOUT, init_method=address)
+        _give_deepspeeds_group_the_timeout()
+        _unlink_all_reduce_buffer()  # the first collective: NCCL connects the ranks
     except RuntimeError as problem:  # DistNetworkError in newer versions of torch
+        if lacks_shared_memory(problem):
+            raise UserError(f"NCCL lacks shared memory in {SHARED_MEMORY}: {MORE} {SHARED_MEMORY}") from problem
         if "EADDRINUSE" not in str(problem):
             raise
         port = os.environ.get("MASTER_PORT")
         raise UserError(
             f"port {port} of this machine is in use, by another run perhaps: deepspeed --master_port N takes another"
         ) from None
-    _give_deepspeeds_group_the_timeout()
-    _unlink_all_reduce_buffer()
     return dist.device()
 
 

@@ -11,12 +11,14 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, quiet_libraries, table
+from dschat_ppo.common.phases import announce
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import watchdog
+from dschat_ppo.runtime.op_builds import load_operator
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.runtime.rank_log import open_log
 from dschat_ppo.session.output_folder import check_earlier_outputs, prepare_output_folder, refuse_model_folders
@@ -44,8 +46,8 @@ def begin_run(
 
     Raises:
         UserError: another run writes to the folder; the folder holds a model that the run reads, or outputs of an
-            earlier run with other settings; the device does not support the dtype; or `--sequence_parallel_size` does
-            not divide the number of ranks.
+            earlier run with other settings; the device does not support the dtype; `--sequence_parallel_size` does
+            not divide the number of ranks; or DeepSpeed cannot compile an operator that the run needs.
         StopRequested: the same run has finished in the folder; nothing is left to do.
     """
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
@@ -68,6 +70,9 @@ def begin_run(
         check_earlier_outputs(folder, config, run)
     seed_everything(run.seed)
     _check_dtype(run.dtype)
+    if config.memory.offload_optimizer or (config.ppo if step == "ppo" else config.fit).offload:
+        announce("load operators")
+        load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
     for line in notes(step, config):
         logger().info(f"note: {line}")
     return device, folder
@@ -77,6 +82,12 @@ def _check_dtype(dtype: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
+    on_gpu = accelerator.device_name() == "cuda"
+    if dtype == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        logger().warning(
+            f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch emulates it slowly; "
+            "use --dtype fp16"
+        )
     supported = {
         "bf16": accelerator.is_bf16_supported(),
         "fp16": accelerator.is_fp16_supported(),

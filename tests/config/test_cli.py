@@ -135,3 +135,26 @@ def test_a_required_flag_under_the_name_of_another_step_is_answered():
 def test_flags_of_other_trainers_that_shorten_a_run_are_answered(step, given):
     with pytest.raises(UserError, match="; to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS "):
         read(step, *given)
+
+
+def test_each_misspelt_flag_is_answered_and_switches_that_turn_off_too():
+    with pytest.raises(UserError) as problem:
+        read("ppo", "--no_whiten_advantage", "--kl_cof", "3")
+    for meant in ("--no_whiten_advantages", "--kl_coef"):
+        assert f"; did you mean {meant}?" in str(problem.value)
+
+
+@pytest.mark.parametrize(("step", "flag", "given", "meant"), [
+    ("ppo", "advantage_estimator", "gae2", "gae"), ("ppo", "advantage_estimator", "dr-grpo", "dr_grpo"),
+    ("ppo", "policy_loss", "gmop", "gmpo"), ("sft", "dtype", "bfloat16", "bf16"), ("sft", "dtype", "int8", None),
+    ("sft", "dtype", "FP32", "fp32"),
+    ("sft", "lr_scheduler_type", "cosin", "cosine"), ("reward", "objective", "dop", "dpo"),
+])  # fmt: skip
+@pytest.mark.parametrize("in_yaml", [False, True])
+def test_the_nearest_choice_is_suggested(tmp_path, step, flag, given, meant, in_yaml):
+    (tmp_path / "flags.yaml").write_text(f"{flag}: {given}\n")
+    words = ["--config", str(tmp_path / "flags.yaml")] if in_yaml else [f"--{flag}", given]
+    with pytest.raises(UserError) as problem:
+        read(step, *words)
+    assert f"argument --{flag}" in str(problem.value) and f"invalid choice: '{given}'" in str(problem.value)
+    assert (f"; did you mean {meant}? (choose from " in str(problem.value)) is (meant is not None)

@@ -74,9 +74,14 @@ def test_a_wrong_value_is_an_error_of_one_line(words, message):
     assert str(problem.value) == message
 
 
-def test_a_value_that_is_no_choice_is_refused():
-    with pytest.raises(UserError, match="argument --level: invalid choice: 'high'"):
-        read("--level", "high")
+@pytest.mark.parametrize(("given", "meant"), [
+    ("lo", "; did you mean low?"), ("LOW", "; did you mean low?"), ("high", ""), ("3", ""),
+])  # fmt: skip
+def test_a_value_that_is_no_choice_is_refused_and_the_nearest_is_suggested(given, meant):
+    with pytest.raises(UserError) as problem:
+        read("--level", given)
+    message = f"argument --level: invalid choice: '{given}'{meant} (choose from low, 2) (all flags: --help)"
+    assert str(problem.value) == message
 
 
 def test_help_shows_types_and_defaults_but_no_empty_ones():

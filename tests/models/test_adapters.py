@@ -1,20 +1,22 @@
 """LoRA: which layers get it, its formula by hand, and what trains."""
 
 import math
+import sys
 
 import pytest
 import torch
 from tiny_models import KINDS, new_model
+from torch import nn
 
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.models import adapters
 from dschat_ppo.models.adapters import (
     AdapterSettings,
     adapter_layers,
     adapter_settings,
     add_adapter,
     is_adapter_parameter,
+    load_merged,
     lora_targets,
 )
 from dschat_ppo.models.loading import load_sequence_classifier
@@ -215,6 +217,8 @@ def test_settings_are_those_of_the_flags():
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"^LoRA needs the package peft: pip install 'dschat_ppo\[lora\]'$"):
+    monkeypatch.setitem(sys.modules, "peft", None)  # an import of it would raise ModuleNotFoundError
+    with pytest.raises(UserError, match=r'^LoRA needs the package peft: pip install -e "\.\[lora\]"$'):
         adapter_settings(5, None, AdapterFlags())
+    with pytest.raises(UserError, match=r"^the adapter folder out/sft needs the package peft: pip install"):
+        load_merged(nn.Linear(1, 1), "out/sft")

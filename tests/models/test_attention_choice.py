@@ -14,10 +14,10 @@ from tiny_models import KINDS, new_model
 from torch.nn.attention import flex_attention as of_torch
 from transformers import AttentionInterface
 
+from dschat_ppo.common.extras import how_to_install
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.models import attention_choice
 from dschat_ppo.models.attention_choice import check_attention, check_attention_dropout, reason_against
 from dschat_ppo.models.backbone import backbone_of
 from dschat_ppo.models.forward import response_scores, response_values
@@ -243,11 +243,21 @@ def test_without_flash_attn_or_with_an_old_one(monkeypatch):
         return flash_attn_varlen_func
 
     install(monkeypatch, old)
-    assert refusal(check_attention, "flash_attention_2", device).endswith("older than 2.6: " + attention_choice.INSTALL)
+    line = refusal(check_attention, "flash_attention_2", device)
+    assert line.endswith(f"older than 2.6: {how_to_install('flash_attn')}")
     monkeypatch.delitem(sys.modules, "flash_attn")
     line = refusal(check_attention, "flash_attention_2", device)
-    assert line == f"--attn_implementation flash_attention_2 needs the package flash-attn: {attention_choice.INSTALL}"
-    assert '-e ".[flash]"' in line
+    command = 'pip install --no-build-isolation -e ".[flash]"'
+    assert line == f"--attn_implementation flash_attention_2 needs the package flash-attn: {command}"
+
+
+def test_a_flash_attn_of_another_torch(monkeypatch, tmp_path):
+    device, stale = gpu(monkeypatch), "flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda"
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn/__init__.py").write_text(f"raise ImportError({stale!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    line = refusal(check_attention, "flash_attention_2", device)
+    assert f"flash-attn was compiled for another torch ({stale}); compile it again: pip uninstall flash-attn" in line
 
 
 def test_on_an_old_gpu(monkeypatch):

@@ -1,6 +1,7 @@
 """Loading is strict: heads, layouts, missing and unexpected weights."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -335,9 +336,9 @@ def test_weights_that_only_look_like_old_buffers_are_unexpected(tmp_path, name, 
 
 def test_a_tokenizer_model_alone_asks_for_sentencepiece(tmp_path, monkeypatch):
     tiny_config().save_pretrained(tmp_path)
-    monkeypatch.setattr("dschat_ppo.models.tokenizers.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    with pytest.raises(UserError, match=r'--model .*pip install "dschat_ppo\[sentencepiece\]"'):
+    with pytest.raises(UserError, match=r'--model .*pip install -e "\.\[sentencepiece\]"'):
         load_tokenizer(str(tmp_path), "--model")
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # a file of tiktoken
     with pytest.raises(UserError, match="tokenizer") as raised:

@@ -1,6 +1,7 @@
 """QLoRA as far as a machine without a GPU can test it: what is asked of transformers, and refusals."""
 
 import importlib.util
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,9 +13,9 @@ from tiny_models import new_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from dschat_ppo.common import extras
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.models import quantisation
 from dschat_ppo.models.adapted_base import quantised_base
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, adapter_settings, add_adapter, lora_targets
 from dschat_ppo.models.loading import load_causal_lm
@@ -48,11 +49,11 @@ def test_a_gpu_is_needed(monkeypatch):
 
 def test_the_package_is_needed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(quantisation, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     flags = AdapterFlags(load_in_8bit=True, only_optimize_lora=True)
-    with pytest.raises(UserError, match=r"^--load_in_8bit needs the package bitsandbytes: pip install 'dschat_ppo\[ql"):
+    with pytest.raises(UserError, match=r"^--load_in_8bit needs the package bitsandbytes: pip install -e \"\.\[q"):
         adapter_settings(8, None, flags)
-    monkeypatch.setattr(quantisation, "find_spec", lambda name: object())
+    monkeypatch.setattr(extras, "find_spec", lambda name: object())
     assert adapter_settings(8, None, flags).quantise == 8
 
 

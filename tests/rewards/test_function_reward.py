@@ -1,5 +1,6 @@
 """Reward functions: their names, their arguments, and the score of failed calls."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -215,8 +216,8 @@ def test_messages_name_the_flag_that_named_the_function(spec):
 
 
 def test_a_rule_whose_extra_is_missing(monkeypatch):
-    monkeypatch.setattr(function_reward.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"boxed_math: needs math_verify.*dschat_ppo\[math\]"):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match=r'boxed_math needs the package math-verify: pip install -e "\.\[math\]"$'):
         parse_function("boxed_math")
     assert parse_function("exact_match").rule == "exact_match"
 

@@ -164,7 +164,7 @@ def test_the_static_cache_is_released_after_the_call(caches):
 
 def test_keys_and_values_are_released_after_an_error(caches, monkeypatch):
     fail_at(monkeypatch, "write_decode", lambda number, _: number == 9)
-    monkeypatch.setattr(continuous_batching, "is_out_of_memory", lambda problem: False)
+    monkeypatch.setattr(continuous_batching, "ran_out_of_memory", lambda problem: False)
     with pytest.raises(RuntimeError, match="allocate"):
         run()
     assert caches

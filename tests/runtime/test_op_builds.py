@@ -2,25 +2,32 @@
 
 import errno
 import fcntl
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 from launch import ROOT, environment
 from power_loss_model import PowerLoss
 
+from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import op_builds, stop_requests
 from dschat_ppo.runtime.op_builds import (
+    LIBRARIES,
     OWN_LOCK,
     TORCH_LOCK,
     _guarded,
     exclusive,
+    explained,
     folder_of_environment,
     guard_builds,
     offer_all_reduce,
@@ -115,6 +122,82 @@ def test_of_two_processes_one_compiles(operators, tmp_path):
     first = next(p for p, (_, err) in zip(both, ended, strict=True) if "compiles" in err)
     waits = f"DeepSpeed's operator toy waits for process {first.pid}, which compiles it\n"
     assert [waits in out for out, _ in ended] == [process is not first for process in both]
+
+
+STALE = """
+#include <Python.h>
+extern "C" void gone_in_this_torch();
+static struct PyModuleDef toy = {PyModuleDef_HEAD_INIT, "toy", nullptr, -1, nullptr};
+extern "C" PyObject* PyInit_toy() { gone_in_this_torch(); return PyModule_Create(&toy); }
+"""
+
+
+def load_toy(folder: Path, programs: list[str]) -> str:
+    """The last line of a process that loads the toy operator, with these programs alone in PATH."""
+    for place in ("operators", "bin"):
+        (folder / place).mkdir(exist_ok=True)
+    for program in programs:
+        (folder / "bin" / program).symlink_to(shutil.which(program))
+    env = environment() | {"TORCH_EXTENSIONS_DIR": str(folder / "operators"), "PATH": str(folder / "bin")}
+    command = [sys.executable, str(ROOT / "tests/workers/toy_operator.py")]
+    done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+    return (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_machine_without_ninja_or_without_a_compiler(tmp_path):
+    said = load_toy(tmp_path, ["sh"])
+    assert said.endswith("toy cannot be compiled without ninja: pip install ninja, and check that it is in PATH")
+    said = load_toy(tmp_path, ["ninja"])
+    assert said.endswith(
+        "toy cannot be compiled without a C++ compiler, and there is no 'c++': install g++, or name a compiler by CXX"
+    )
+
+
+@pytest.mark.slow
+def test_an_operator_of_another_torch_names_its_folder(tmp_path):
+    programs = ["sh", "ninja", "c++", "as", "ld"]
+    assert load_toy(tmp_path, programs) == "loaded"
+    folder = tmp_path / "operators/toy"
+    (tmp_path / "stale.cpp").write_text(STALE)
+    include = sysconfig.get_path("include")
+    subprocess.run(
+        ["c++", "-shared", "-fPIC", "-Wl,-z,now", f"-I{include}", tmp_path / "stale.cpp", "-o", folder / "toy.so"],
+        check=True,
+    )
+    (folder / LIBRARIES).write_text(json.dumps({"toy.so": checksum(folder / "toy.so")}))  # it is not damaged
+    said = load_toy(tmp_path, [])
+    assert "toy cannot be loaded: it was compiled for another torch or Python (" in said
+    assert "undefined symbol: gone_in_this_torch" in said
+    assert f"remove the folder {folder} and run the same command again" in said
+    shutil.rmtree(folder)
+    assert load_toy(tmp_path, []) == "loaded"
+
+
+@pytest.mark.parametrize(("problem", "reason"), [
+    (RuntimeError("Error building extension 'toy': fatal error: Python.h: No such file or directory"), "python3-dev"),
+    (OSError("CUDA_HOME environment variable is not set. Please set it to your CUDA install root."), "nvcc"),
+    (MissingCUDAException("CUDA_HOME does not exist, unable to compile CUDA op(s)"), "CUDA toolkit"),
+    (CUDAMismatchException(
+        ">- DeepSpeed Op Builder: Installed CUDA version 12.8 does not match the version torch was compiled with 12.4"
+    ), "folder of torch's CUDA version by CUDA_HOME"),
+])  # fmt: skip
+def test_what_a_compilation_lacks(tmp_path, problem, reason):
+    with pytest.raises(UserError, match="^DeepSpeed's operator toy cannot be compiled") as caught, \
+            explained("toy", tmp_path):  # fmt: skip
+        raise problem
+    assert reason in str(caught.value) and caught.value.__cause__ is problem
+
+
+def test_other_errors_of_a_compilation_pass(tmp_path):
+    with pytest.raises(RuntimeError, match="expected ';'"), explained("toy", tmp_path):
+        raise RuntimeError("Error building extension 'toy': error: expected ';' before '}' token")
+
+
+def test_during_a_stop_errors_pass_because_the_stop_causes_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(op_builds, "requested", lambda: True)
+    with pytest.raises(ImportError), explained("toy", tmp_path):
+        raise ImportError("toy.so: cannot open shared object file")
 
 
 @pytest.fixture

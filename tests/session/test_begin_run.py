@@ -1,7 +1,9 @@
 """The start of a step: checks and messages before a model is loaded."""
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.session import begin_run
@@ -63,6 +65,53 @@ def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_p
     with pytest.raises(UserError, match="--sequence_parallel_size 3 does not divide the 4 ranks"):
         begin_run.begin_run("sft", config, config.run, [])
     assert "init_process_group" not in events
+
+
+@pytest.mark.parametrize(("words", "loads"), [
+    ([], False), (["--zero_stage", "2", "--offload"], True), (["--zero_stage", "1", "--offload_optimizer"], True),
+])  # fmt: skip
+def test_the_operator_of_an_offloaded_optimizer_is_compiled_before_data_and_models_are_read(
+    events, tmp_path, monkeypatch, words, loads
+):
+    monkeypatch.setattr(begin_run, "load_operator", lambda name: events.append(name))
+    given = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)]
+    config = parse("sft", [*given, *words])
+    begin_run.begin_run("sft", config, config.run, [])
+    assert (events[-1] == "CPUAdamBuilder") is loads
+    actor = ["--actor_zero_stage", "2", "--critic_zero_stage", "2"] if loads else []
+    flags = [word for word in words if word.startswith("--offload")]
+    named = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "m", "--data_path", "d", *actor, *flags]
+    config = parse("ppo", [*named, "--output_dir", str(tmp_path)])
+    events.clear()
+    begin_run.begin_run("ppo", config, config.run, [])
+    assert (events[-1] == "CPUAdamBuilder") is loads
+
+
+@pytest.mark.parametrize(("dtype", "supported", "usable"), [
+    ("fp16", {"bf16"}, "bf16, fp32"), ("bf16", {"fp16"}, "fp16, fp32"), ("bf16", set(), "fp32"),
+])  # fmt: skip
+def test_a_number_format_that_the_device_lacks_is_refused(events, tmp_path, monkeypatch, dtype, supported, usable):
+    accelerator = get_accelerator()
+    for name in ("bf16", "fp16"):
+        monkeypatch.setattr(accelerator, f"is_{name}_supported", lambda name=name: name in supported)
+    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path), "--dtype", dtype]
+    config = parse("sft", words)
+    device = accelerator.device_name()
+    with pytest.raises(UserError, match=f"^--dtype {dtype}: this {device} does not support it; use one of {usable}$"):
+        begin_run.begin_run("sft", config, config.run, [])
+
+
+@pytest.mark.parametrize("emulates", [False, True])
+def test_bf16_on_a_gpu_that_emulates_it_is_reported(events, tmp_path, monkeypatch, caplog, emulates):
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cuda")
+    monkeypatch.setattr(
+        "torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation or not emulates
+    )
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Tesla T4")
+    config = config_of(tmp_path)
+    monkeypatch.setattr(logger(), "propagate", True)
+    begin_run.begin_run("sft", config, config.run, [])
+    assert ("--dtype bf16: Tesla T4 has no bf16 arithmetic" in caplog.text) is emulates
 
 
 def test_errors_of_a_block_name_its_flag():

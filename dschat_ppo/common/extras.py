@@ -1,0 +1,39 @@
+"""Packages that only some flags need: the extras of setup.py."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from dschat_ppo.errors import UserError
+
+EXTRAS = {  # module -> (package, the arguments of pip that install it)
+    "bitsandbytes": ("bitsandbytes", '-e ".[qlora]"'),
+    "flash_attn": ("flash-attn", '--no-build-isolation -e ".[flash]"'),
+    "math_verify": ("math-verify", '-e ".[math]"'),
+    "peft": ("peft", '-e ".[lora]"'),
+    "sentencepiece": ("sentencepiece", '-e ".[sentencepiece]"'),
+}
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module of an extra can be imported."""
+    return find_spec(module) is not None
+
+
+def how_to_install(module: str) -> str:
+    """The pip command that installs a module of `EXTRAS`."""
+    return f"pip install {EXTRAS[module][1]}"
+
+
+def require_extra(module: str, what: str) -> None:
+    """Check that a module of `EXTRAS` is installed, before it is imported.
+
+    Args:
+        module: its import name.
+        what: the flag, value or file that needs it.
+
+    Raises:
+        UserError: it is not installed; the message holds the pip command.
+    """
+    if not is_installed(module):
+        raise UserError(f"{what} needs the package {EXTRAS[module][0]}: {how_to_install(module)}")
