@@ -172,5 +172,5 @@ def notes(step_name: str, config: Any) -> list[str]:
         field.name: field.default for _, kind in _groups(step) for field in dataclasses.fields(kind)
     } | step.defaults
     values = flatten(config)
-    reasons = (step.notes | config.idle()).items()
+    reasons = (step.notes | config.run.idle() | config.idle()).items()
     return [f"--{name} has no effect: {reason}" for name, reason in reasons if values[name] != defaults[name]]

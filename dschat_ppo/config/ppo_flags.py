@@ -118,6 +118,7 @@ class PPOFlags:
 
     print_answers: bool = flag("print the prompts and answers of every rank", False)
     print_answers_interval: int = flag("print answers every N PPO steps", 1)
+    report_answers: int = flag("answers with their scores that each PPO step gives to trackers (see --report_to)", 4)
     enable_test_mode: bool = flag("stop after --test_stop_step PPO steps", False)
     test_stop_step: int = flag("number of PPO steps with --enable_test_mode", 0)
 
@@ -153,7 +154,7 @@ class PPOFlags:
         require_not_negative(
             self,
             "micro_batch_tokens top_k min_answer_seq_len rollout_rows unsup_coef actor_weight_decay "
-            "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm",
+            "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm report_answers",
         )
         require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
         require_fraction(self, "actor_dropout critic_dropout ema_decay")

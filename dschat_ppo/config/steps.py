@@ -277,6 +277,8 @@ class PPOConfig:
             reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
         if ppo.offload_reward_model and self.lora.share_base:
             reasons["offload_reward_model"] = "the reward model uses the actor's frozen weights"
+        if not self.run.trackers and ppo.report_answers != PPOFlags.report_answers:
+            reasons["report_answers"] = "there is no tracker (--report_to)"
         given = memory.tp_gather_partition_size != PPOMemoryFlags().tp_gather_partition_size
         if given and memory.inference_tp_size == 1:
             reasons["tp_gather_partition_size"] = "no layers are divided: --inference_tp_size is 1"

@@ -11,6 +11,7 @@ from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.step_figures import step_figures
 from dschat_ppo.session.kept_models import KeptModels
 
 HEADLINE = (
@@ -67,7 +68,7 @@ class PPOReport:
             with ppo.clock.phase("save"):
                 self.kept.save_step(step)
         metrics |= phase_metrics(ppo.clock, ppo.device)
-        self.writer.write(step, metrics)
+        self.writer.write(step, metrics, step_figures(ppo))
         shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINE if name in metrics)
         logger().info(f"PPO step {step}/{ppo.plan.ppo_steps}: {shown}")
         for warning in self.health.check(metrics):
