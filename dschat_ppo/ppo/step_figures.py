@@ -35,6 +35,8 @@ def answers_of(rows: Experience, tokenizer: PreTrainedTokenizerBase, count: int)
     """`count` rows as text (all, if they are fewer), spread evenly over the experience; special tokens are shown."""
     total = len(rows.scores)
     count = min(count, total)
+    if count == 0:
+        return []
     chosen = select_rows(rows, rows.groups.new_tensor([number * total // count for number in range(count)]))
     prompts = texts_of(tokenizer, chosen.prompt_ids, chosen.prompt_mask, skip_special_tokens=False)
     answers = texts_of(tokenizer, chosen.response_ids, chosen.response_mask, skip_special_tokens=False)
