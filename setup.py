@@ -51,6 +51,9 @@ setup(
         "math": ["math-verify"],
         "plot": ["matplotlib"],
         "sentencepiece": ["sentencepiece"],
+        "wandb": ["wandb>=0.19"],
+        "mlflow": ["mlflow-skinny>=3.1", "sqlalchemy", "alembic"],
+        "trackio": ["trackio>=0.14"],
         "test": [
             "pytest",
             "pytest-xdist",

@@ -18,6 +18,7 @@ WHERE_AND_WHEN = frozenset({
     "save_steps", "save_minutes", "save_total_limit", "save_best", "resume", "resume_force",
     "save_hf_steps", "metric_for_best", "lora_merge",
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
+    "report_to", "run_name", "project",
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
     "sample_interval", "samples_per_step", "validate_only",
     "logging_steps", "verbose",

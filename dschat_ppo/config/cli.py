@@ -104,8 +104,8 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     found, unknown = parser.parse_known_args(words)
     if unknown:
         names = known | {f"no_{field.name}" for field in fields if parser.get_default(field.name) is True}
-        flags = [word for word in unknown if word.startswith("-")] or unknown[:1]
-        hints = dict.fromkeys(_suggestion(word, names) for word in flags)
+        misspelt = [word for word in unknown if word.startswith("-")] or unknown[:1]
+        hints = dict.fromkeys(_suggestion(word, names) for word in misspelt)
         raise UserError(f"unknown flag or value: {' '.join(unknown)}{''.join(hints)} (all flags: --help)")
     # after unknown flags: often one of them is a required flag under another name
     missing = [f"--{field.name}" for field in fields if field.name not in found]
@@ -189,5 +189,5 @@ def notes(step_name: str, config: Any) -> list[str]:
         field.name: field.default for _, kind in _groups(step) for field in dataclasses.fields(kind)
     } | step.defaults
     values = flatten(config)
-    reasons = (step.notes | config.idle()).items()
+    reasons = (step.notes | config.run.idle() | config.idle()).items()
     return [f"--{name} has no effect: {reason}" for name, reason in reasons if values[name] != defaults[name]]

@@ -155,7 +155,20 @@ class RunFlags:
     adam_beta1: float = flag("first beta of AdamW", 0.9)
     adam_beta2: float = flag("second beta of AdamW; above the square of the first", 0.95)
     adam_epsilon: float = flag("epsilon of AdamW, from 1.1e-19 to 1", 1e-8)
-    enable_tensorboard: bool = flag("also write the metrics to TensorBoard", False)
+    report_to: list[Literal["none", "tensorboard", "wandb", "mlflow", "trackio"]] = flag_list(
+        "trackers that receive the metrics too, one or several; all but tensorboard need an extra, such as pip install "
+        '-e ".[wandb]". none: no tracker, even with --enable_tensorboard',
+        list,
+    )
+    run_name: str | None = flag(
+        "name of the run in wandb, mlflow and trackio; not given: WANDB_NAME, or the name of the output folder", None
+    )
+    project: str | None = flag(
+        "project in wandb and trackio, experiment in mlflow; not given: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME or "
+        "TRACKIO_PROJECT, or the name of the folder around the output folder",
+        None,
+    )
+    enable_tensorboard: bool = flag("the same as --report_to tensorboard, in addition to that flag's trackers", False)
     tensorboard_path: str = flag(
         "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there", "tensorboard"
     )
@@ -168,6 +181,10 @@ class RunFlags:
     def __post_init__(self) -> None:
         if self.output_dir is None:
             raise UserError("--output_dir is required: name the folder for the model and its metrics")
+        require(
+            "none" not in self.report_to or len(set(self.report_to)) == 1,
+            f"--report_to {' '.join(self.report_to)}: none does not go with other trackers; omit it or them",
+        )
         require_not_negative(self, "seed")
         require_fraction(self, "adam_beta1 adam_beta2")
         # AdamW divides m by sqrt(v), and |m| <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) sqrt(v) for all gradients
@@ -194,6 +211,20 @@ class RunFlags:
         """`--output_dir` with `~` expanded, because a shell does not expand it in `--output_dir=~/out`."""
         assert self.output_dir is not None
         return os.path.expanduser(self.output_dir)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers of `--report_to` and `--enable_tensorboard`, each once."""
+        if "none" in self.report_to:
+            return ()
+        return tuple(dict.fromkeys([*self.report_to, *(["tensorboard"] if self.enable_tensorboard else [])]))
+
+    def idle(self) -> dict[str, str]:
+        """Flags of trackers that have no effect with the other flags -> the reason."""
+        found = {"enable_tensorboard": "--report_to none turns all trackers off"} if "none" in self.report_to else {}
+        if not set(self.trackers) - {"tensorboard"}:
+            found |= dict.fromkeys(("run_name", "project"), "no tracker of --report_to has names of runs and projects")
+        return found
 
     @property
     def tensorboard_folder(self) -> Path:

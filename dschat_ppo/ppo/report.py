@@ -14,6 +14,7 @@ from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.step_figures import step_figures
 from dschat_ppo.session.kept_models import KeptModels
 
 RESULT = (
@@ -59,19 +60,19 @@ class PPOReport:
     def finish(self, step: int) -> None:
         """Finish the PPO step in flight. Collective."""
         ppo, state = self.ppo, self.ppo.state
-        metrics = state.metrics | state.sums.reduce()
+        metrics, shown = state.metrics | state.sums.reduce(), list[dict[str, Any]]()
         if state.experience is not None:
             metrics |= update_metrics(ppo, metrics)
             if state.applied:
                 ppo.entropy_coef.update(metrics["policy/entropy"], 1)
             if self.samples is not None and self.samples.is_due(step):
-                self.samples.write(step, state.experience)
+                shown = self.samples.write(step, state.experience)
         metrics |= {**ppo.nonfinite.metrics(*ppo.engines.trained), **self._evaluate(step)}
         if self.kept is not None and self.kept.is_due(step):
             with ppo.clock.phase("save"):
                 self.kept.save_step(step)
         metrics |= phase_metrics(ppo.clock, ppo.device)
-        self.writer.write(step, metrics)
+        self.writer.write(step, metrics, step_figures(ppo, shown))
         self.bar.advance()
         columns = ppo_columns(ppo.engines.reference is not None, ppo.engines.critic is not None)
         show_step(columns, metrics, self.bar, ppo.config.console)

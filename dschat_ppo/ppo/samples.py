@@ -46,8 +46,8 @@ class Samples:
         """Whether answers of PPO step `step` are written."""
         return self.every > 0 and (step == 1 or step % self.every == 0)
 
-    def write(self, step: int, rows: ScoredRollout) -> None:
-        """Write answers of PPO step `step`; only rank 0 does anything.
+    def write(self, step: int, rows: ScoredRollout) -> list[dict[str, Any]]:
+        """Write answers of PPO step `step` and return them; only rank 0 does anything.
 
         Args:
             step: the number of the PPO step.
@@ -56,11 +56,13 @@ class Samples:
         Raises:
             StorageError: the file cannot be written; only on rank 0.
         """
-        if dist.is_main():
-            index = shown_rows(rows.groups.tolist(), rows.scores.tolist(), self.count)
-            shown = to_device(select_rows(rows, torch.tensor(index, device=rows.groups.device)), "cpu")
-            lines = sample_lines(shown, self.tokenizer, self.sources, self.data_sources)
-            self.lines.append({"step": step, **line} for line in lines)
+        if not dist.is_main():
+            return []
+        index = shown_rows(rows.groups.tolist(), rows.scores.tolist(), self.count)
+        shown = to_device(select_rows(rows, torch.tensor(index, device=rows.groups.device)), "cpu")
+        lines = sample_lines(shown, self.tokenizer, self.sources, self.data_sources)
+        self.lines.append({"step": step, **line} for line in lines)
+        return lines
 
 
 def shown_rows(groups: Sequence[int], scores: Sequence[float], count: int) -> list[int]:

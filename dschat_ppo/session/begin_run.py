@@ -17,6 +17,7 @@ from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import UserError
+from dschat_ppo.monitor.open_trackers import check_trackers
 from dschat_ppo.runtime import watchdog
 from dschat_ppo.runtime.op_builds import load_operator
 from dschat_ppo.runtime.process_group import init_process_group
@@ -68,6 +69,7 @@ def begin_run(
         prepare_output_folder(folder, config, run)
     else:
         check_earlier_outputs(folder, config, run)
+        _check_trackers(run)
     seed_everything(run.seed)
     _check_dtype(run.dtype)
     if config.memory.offload_optimizer or (config.ppo if step == "ppo" else config.fit).offload:
@@ -76,6 +78,19 @@ def begin_run(
     for line in notes(step, config):
         logger().info(f"note: {line}")
     return device, folder
+
+
+def _check_trackers(run: RunFlags) -> None:
+    """See `check_trackers`; all ranks raise the error. Collective."""
+    problem = None
+    if dist.is_main():
+        try:
+            check_trackers(run.trackers)
+        except UserError as raised:
+            problem = str(raised)
+    problem = dist.broadcast_object(problem)
+    if problem is not None:
+        raise UserError(problem)
 
 
 def _check_dtype(dtype: str) -> None:
@@ -107,11 +122,6 @@ def naming(flag: str) -> Iterator[None]:
         hint = " (are actor and critic swapped?)" if "score.weight" in str(problem) else ""
         prefix = "" if str(problem).startswith("--") else f"{flag} "
         raise UserError(f"{prefix}{problem}{hint}") from problem.__cause__
-
-
-def tensorboard_folder(run: RunFlags) -> Path | None:
-    """The folder for TensorBoard files; None without `--enable_tensorboard`."""
-    return run.tensorboard_folder if run.enable_tensorboard else None
 
 
 def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]) -> None:
