@@ -9,6 +9,7 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.export_flags import BestFlags, ExportFlags
+from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
 from dschat_ppo.config.lora_flags import (
     AdaptedModel,
     AdapterFlags,
@@ -57,6 +58,7 @@ class SFTConfig:
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
     export: ExportFlags = field(default_factory=ExportFlags)
     best: BestFlags = field(default_factory=BestFlags)
+    health: FitHealthFlags = field(default_factory=FitHealthFlags)
 
     def __post_init__(self) -> None:
         self.best.require_metric(("loss", "perplexity"))
@@ -82,6 +84,7 @@ class PreferenceConfig:
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
     export: ExportFlags = field(default_factory=ExportFlags)
     best: BestFlags = field(default_factory=BestFlags)
+    health: FitHealthFlags = field(default_factory=FitHealthFlags)
 
     def __post_init__(self) -> None:
         require(
@@ -138,6 +141,7 @@ class PPOConfig:
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
     ppo_schedule: PPOScheduleFlags = field(default_factory=PPOScheduleFlags)
     export: ExportFlags = field(default_factory=ExportFlags)
+    health: PPOHealthFlags = field(default_factory=PPOHealthFlags)
 
     def __post_init__(self) -> None:
         ppo, algorithm = self.ppo, self.algorithm

@@ -80,5 +80,6 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         adapter_plan(config),
         config.best.best_metric,
         config.schedule,
+        config.health,
     )
     return train_and_save(trainer, run, "SFT")

@@ -105,5 +105,6 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
         adapter_plan(config),
         config.best.best_metric,
         config.schedule,
+        config.health,
     )
     return train_and_save(trainer, run, "reward model" if name == "reward" else name)
