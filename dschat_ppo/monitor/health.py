@@ -107,7 +107,7 @@ class HealthWatch:
             for rule in self.rules if rule.name in found and rule.name not in self._standing
         ]  # fmt: skip
         for event in fresh:
-            logger().warning(f"health: step {step}: {event.name}: {event.seen}. Likely {event.cause}; {event.change}")
+            logger().warning(f"health: step {step}: {_described(event)}")
         self._update_standing(step, found)
         if any(name in now for name in COMPLETE):
             self._remember(step, now)
@@ -115,7 +115,9 @@ class HealthWatch:
             self.events += fresh
             self._write_events()
         stops = [event for event in fresh if self.flags.stop_on_health in ("warning", event.level)]
-        self._reason_to_stop = self._reason_of(stops[0]) if stops else None
+        self._reason_to_stop = None
+        if stops:
+            self._reason_to_stop = f"--stop_on_health {self.flags.stop_on_health}: step {step}: {_described(stops[0])}"
         return fresh
 
     def stop_if_due(self, checkpointer: CanStop) -> None:
@@ -184,10 +186,6 @@ class HealthWatch:
             if len(values) == window:
                 self._lowest[name] = min(self._lowest.get(name, math.inf), sum(values) / window)
 
-    def _reason_of(self, event: Event) -> str:
-        flag = f"--stop_on_health {self.flags.stop_on_health}"
-        return f"{flag}: step {event.step}: {event.name}: {event.seen}. Likely {event.cause}; {event.change}"
-
     def _write_events(self) -> None:
         """Write `health.jsonl` on rank 0, durably: all of it, because events are rare."""
         if self._file is None or not is_main():
@@ -199,3 +197,8 @@ class HealthWatch:
             raise StorageError(
                 f"{self._file}: cannot be written ({problem.strerror}); free space, then run the same command again"
             ) from problem
+
+
+def _described(event: Event) -> str:
+    """An event in one line."""
+    return f"{event.name}: {event.seen}. Likely cause: {event.cause}. To change: {event.change}"

@@ -141,7 +141,7 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
             metrics[f"time/{name}_tokens_per_s"] = count / max(most_seconds, 1e-9)
         if len(ranks) > 1:
             metrics[f"time/{name}_imbalance"] = most_seconds * len(ranks) / max(all_seconds, 1e-9)
-            if count:
+            if count and name != "train":  # whose tokens are counted as the mean of the ranks
                 metrics[f"time/{name}_tokens_imbalance"] = most_tokens * len(ranks) / count
     return metrics | _allocator_metrics(device)
 

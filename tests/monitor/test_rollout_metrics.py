@@ -207,8 +207,8 @@ def test_phases_have_seconds_tokens_and_on_a_gpu_the_memory_that_the_allocator_h
 
 
 def test_several_ranks_have_an_imbalance_of_time_and_tokens(monkeypatch):
-    clock = PhaseClock({"rollout": 6.0, "train": 2.0}, {"rollout": 5.0}, {"rollout": 1.0, "train": 1.0})
-    other = torch.tensor([[[2.0, 1.0, 15.0], [2.0, 1.0, 0.0]]], dtype=torch.float64)
+    clock = PhaseClock({"rollout": 6.0, "train": 2.0}, {"rollout": 5.0, "train": 9.0}, {"rollout": 1.0, "train": 1.0})
+    other = torch.tensor([[[2.0, 1.0, 15.0], [2.0, 1.0, 9.0]]], dtype=torch.float64)
     monkeypatch.setattr(rollout_metrics, "gather_cat", lambda mine: torch.cat([mine, other]))
     found = phase_metrics(clock, torch.device("cpu"))
     assert {name: value for name, value in found.items() if name.endswith("imbalance")} == {
