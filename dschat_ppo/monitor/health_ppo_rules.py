@@ -94,7 +94,8 @@ def exploited_reward(history: History, flags: PPOHealthFlags) -> Seen | None:
     (score, score_now), (length, length_now), (kl, kl_now) = (halves.get(name, (0.0, 0.0)) for name in names)
     rises = score_now - score > RISE * history.now.get("reward/score_std", 0.0)
     explodes = kl_now > max(flags.health_kl_spike, 3 * kl)
-    climbs = length_now > flags.health_length_growth * length and ("kl/ref_k1" not in halves or kl_now > 1.5 * kl)
+    factor = flags.health_length_growth
+    climbs = length_now > factor * length and (kl_now > factor * kl or names[2] not in halves)
     if not rises or not (explodes or climbs):
         return None
     grown = ", ".join(f"{name} from {older:.3g} to {newer:.3g}" for name, (older, newer) in halves.items())
@@ -290,7 +291,7 @@ PPO_RULES: tuple[Rule, ...] = (
     Rule(
         "ranks_uneven", "warning", for_a_window(ranks_wait),
         "one rank has longer answers, slower rewards or a slower device than the others",
-        "raise --reward_workers for slow rewards, check the load of the machine, and use the continuous "
-        "--rollout_engine for answers of different lengths",
+        "raise --reward_workers for slow rewards, check the load of the machine, and use --rollout_engine auto for "
+        "answers of different lengths",
     ),
 )  # fmt: skip

@@ -2,11 +2,14 @@
 
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 from health_steps import PPO_STEP, WINDOW, events_of, ppo_watch
 
+import dschat_ppo
+from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.monitor.health_fit_rules import FIT_RULES
 from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
@@ -186,3 +189,17 @@ def test_every_rule_has_a_case_and_names_only_flags_that_exist():
         for rule in rules:
             for flag in re.findall(r"--(\w+)", f"{rule.cause} {rule.change}"):
                 assert any(flag in known[step] for step in steps), (rule.name, flag)
+
+
+@pytest.mark.parametrize("group", [PPOHealthFlags, FitHealthFlags])
+def test_the_documents_name_each_event_and_the_default_of_each_threshold(group):
+    text = (Path(dschat_ppo.__file__).parents[1] / "docs/troubleshooting.md").read_text()
+    rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+    for rule in PPO_RULES if group is PPOHealthFlags else FIT_RULES:
+        assert rule.name in rows, rule.name
+        assert ("(error)" in rows[rule.name]) == (rule.level == "error"), rule.name
+    for field in fields(group):
+        if field.name not in ("stop_on_health", "health_window"):
+            [row, *_] = [row for row in rows.values() if f"`--{field.name}`" in row]
+            shares = {0.1: "10 %", 0.3: "30 %"}
+            assert f"{field.default:g}" in row or shares.get(field.default, "-") in row, field.name
