@@ -10,6 +10,7 @@ from dschat_ppo.config.console_flags import ConsoleFlags
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.export_flags import BestFlags, ExportFlags
+from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
 from dschat_ppo.config.lora_flags import (
     AdaptedModel,
     AdapterFlags,
@@ -59,6 +60,7 @@ class SFTConfig:
     export: ExportFlags = field(default_factory=ExportFlags)
     best: BestFlags = field(default_factory=BestFlags)
     console: ConsoleFlags = field(default_factory=ConsoleFlags)
+    health: FitHealthFlags = field(default_factory=FitHealthFlags)
 
     def __post_init__(self) -> None:
         self.best.require_metric(("loss", "perplexity"))
@@ -85,6 +87,7 @@ class PreferenceConfig:
     export: ExportFlags = field(default_factory=ExportFlags)
     best: BestFlags = field(default_factory=BestFlags)
     console: ConsoleFlags = field(default_factory=ConsoleFlags)
+    health: FitHealthFlags = field(default_factory=FitHealthFlags)
 
     def __post_init__(self) -> None:
         require(
@@ -142,6 +145,7 @@ class PPOConfig:
     ppo_schedule: PPOScheduleFlags = field(default_factory=PPOScheduleFlags)
     export: ExportFlags = field(default_factory=ExportFlags)
     console: ConsoleFlags = field(default_factory=ConsoleFlags)
+    health: PPOHealthFlags = field(default_factory=PPOHealthFlags)
 
     def __post_init__(self) -> None:
         ppo, algorithm = self.ppo, self.algorithm

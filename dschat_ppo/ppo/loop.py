@@ -20,6 +20,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer) -> No
 
     Raises:
         StopRequested: a stop was requested, and the state is saved.
+        UnhealthyRun: by --stop_on_health, and the state is saved.
     """
     for step in ppo.state.steps_left(ppo.plan.ppo_steps):  # a resumed run may enter in the middle of a step
         experience = ppo.state.experience or make_experience(ppo, step, checkpointer)  # (N, R); None if not finite
@@ -29,6 +30,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer) -> No
         ppo.sync_reference(step)  # every --ref_sync_interval PPO steps
         report.finish(step)  # metrics, evaluation, warnings
         checkpointer.save_if_due()
+        report.stop_if_unhealthy(checkpointer)  # --stop_on_health
 
 
 def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -> Experience | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dschat_ppo.checkpoint.resumable import Checkpointer
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import Progress
@@ -31,7 +32,7 @@ class PPOReport:
     Args:
         ppo: the parts of step 3.
         evaluation: of held-out prompts, or None.
-        health: the metrics of the steps before, for warnings.
+        health: watches the metrics.
         writer: of the metrics.
         kept: saves the models of some steps, or None.
         samples: writes answers of some steps, or None.
@@ -76,9 +77,16 @@ class PPOReport:
         self.bar.advance()
         columns = ppo_columns(ppo.engines.reference is not None, ppo.engines.critic is not None)
         show_step(columns, metrics, self.bar, ppo.config.console)
-        for warning in self.health.check(metrics):
-            logger().warning(f"health: step {step}: {warning}")
+        self.health.check(step, metrics)
         state.finish_step(metrics)
+
+    def stop_if_unhealthy(self, checkpointer: Checkpointer) -> None:
+        """End the run if the last PPO step has an event of `--stop_on_health`. Collective.
+
+        Raises:
+            UnhealthyRun: it has, and the state is saved.
+        """
+        self.health.stop_if_due(checkpointer)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the held-out prompts, if they are due after PPO step `step`; else {}. Collective."""

@@ -23,7 +23,7 @@ class ResumablePPO:
     Args:
         ppo: the parts of step 3.
         evaluation: of held-out prompts, or None.
-        health: the metrics of the steps before.
+        health: watches the metrics.
         files: that grow during the run.
     """
 
@@ -90,7 +90,7 @@ class ResumablePPO:
         ppo.advantage_computation.load_state_dict(shared["shaping"])
         if ppo.config.algorithm.entropy_target is not None:
             load_saved("--entropy_target", shared["entropy_coef"], ppo.entropy_coef.load_state_dict)
-        self.health.load_state_dict(shared["health"])
+        self.health.load_state_dict(shared["health"], ppo.state.steps)
         ppo.nonfinite.load_state_dict(shared["guard"])
         if ppo.texts is not None:
             load_saved("--unsupervised_dataset_name", shared["texts"], ppo.texts.stream.load_state_dict)

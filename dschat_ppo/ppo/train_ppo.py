@@ -37,6 +37,7 @@ from dschat_ppo.models.model_folders import model_folder, with_bases
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.step_line import PPO_COLUMNS
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.ppo.check_models import (
@@ -112,7 +113,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
         components = PPOComponents(config, plan, engines, rows.train, tokenizer, rewards, device, texts, rows.sources)
         show_roles(config, components, folders, output)
-        evaluation, health = None, HealthWatch()
+        evaluation, health = None, HealthWatch(PPO_RULES, config.health)
         kept = KeptModels(
             output, config.export.save_hf_steps, config.validation.save_best,
             lambda folder: save_models(engines, tokenizer, folder),
@@ -131,6 +132,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 
         def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:
             samples.lines.begin()
+            health.begin(output)
             report = PPOReport(components, evaluation, health, writer, kept, samples)
             with report.bar:
                 report.evaluate_before_training()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.checkpoint.resumable import Checkpointer
 from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
@@ -34,7 +35,7 @@ from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import model_folder, with_bases
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.monitor.writers import write_result
+from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.begin_run import begin_run, naming, show_plan
@@ -193,7 +194,12 @@ def train_and_save(
         trainer.save(folder, run.tokenizer)
 
     kept = KeptModels(output, run.save_hf_steps, run.keeps_best, save)
-    run.session.train(trainer, lambda writer, checkpointer: trainer.run(writer, checkpointer, title, kept, run.console))
+
+    def train(writer: MetricsWriter, checkpointer: Checkpointer) -> None:
+        trainer.health.begin(output)
+        trainer.run(writer, checkpointer, title, kept, run.console)
+
+    run.session.train(trainer, train)
     announce("save models")
     result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)

@@ -105,6 +105,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
         adapter_plan(config),
         config.best.best_metric,
         config.schedule,
+        config.health,
     )
     output = str(run.output)
     command = ["python", "-m", "dschat_ppo.tools.chat", "--model", output, "--compare", run.folder]

@@ -23,6 +23,7 @@ from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
 from dschat_ppo.config.console_flags import EVERY_TENTH_STEP, ConsoleFlags
 from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
+from dschat_ppo.config.health_flags import FitHealthFlags
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schedule_flags import ScheduleFlags
@@ -38,6 +39,8 @@ from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import require_finite_weights, save_model
+from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.health_fit_rules import FIT_RULES
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.step_line import show_step, supervised_columns
 from dschat_ppo.monitor.writers import MetricsWriter
@@ -77,6 +80,7 @@ class SupervisedTrainer(Generic[Batch]):
         adapter: of a model with LoRA; else None.
         best_metric: of the evaluation; decides which model is the best.
         schedule: flags of the schedule and the length.
+        health: flags of the health warnings.
 
     Raises:
         UserError: `--packing`, and the model cannot run packed rows.
@@ -86,7 +90,7 @@ class SupervisedTrainer(Generic[Batch]):
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
         fit: SupervisedFlags, run: RunFlags, nonfinite: NonFinitePolicy | None = None,
         adapter: AdapterPlan | None = None, best_metric: BestMetric = LOWEST_LOSS,
-        schedule: ScheduleFlags | None = None,
+        schedule: ScheduleFlags | None = None, health: FitHealthFlags | None = None,
     ):  # fmt: skip
         self.schedule = schedule or ScheduleFlags()
         self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
@@ -101,6 +105,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
         self.after: dict[str, float] = {}  # the last evaluation
         self.best = BestEvaluation(best_metric)
+        self.health = HealthWatch(FIT_RULES, health or FitHealthFlags())
         self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
         settings = OptimizerSettings(
             fit.learning_rate,
@@ -127,8 +132,7 @@ class SupervisedTrainer(Generic[Batch]):
 
     def _plan(self, fit: SupervisedFlags, rows: Dataset) -> SupervisedPlan:
         """The batch plan, with --packing over packed rows."""
-        packing, ranks, shared = self.packing, dist.world_size(), dist.sequence_ranks()
-        most = self.schedule.max_steps
+        packing, ranks, shared, most = self.packing, dist.world_size(), dist.sequence_ranks(), self.schedule.max_steps
         if packing is None:
             tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
             return plan_supervised(fit, len(rows), ranks, tokens, shared=shared, max_steps=most)
@@ -142,7 +146,7 @@ class SupervisedTrainer(Generic[Batch]):
         """Train from the current state to the end. `kept` also saves the models of some steps, and the best one.
 
         Raises:
-            StopRequested: from the checkpointer.
+            StopRequested, UnhealthyRun: from the checkpointer.
             UserError: the evaluation does not have the metric that decides which model is the best.
         """
         if self.before is None:
@@ -172,7 +176,9 @@ class SupervisedTrainer(Generic[Batch]):
                 metrics |= {f"time/{name}": value for name, value in seconds.items()}
                 metrics |= {f"memory/{name}_peak_gib": value for name, value in peak.items()}
                 writer.write(step, metrics)
+                self.health.check(step, metrics)
                 checkpointer.save_if_due()
+                self.health.stop_if_due(checkpointer)
 
     def steps_left(self) -> Iterator[list[list[int]]]:
         """For each optimizer step that is left: the row numbers of this rank's micro-batches."""
@@ -322,6 +328,7 @@ class SupervisedTrainer(Generic[Batch]):
             **self.best.state_dict(),
             "described": self.described[0] if self.described and self.described[1] == self.steps else None,
             "guard": self.nonfinite.state_dict(),
+            "health": self.health.state_dict(),
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -334,6 +341,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.best.load_state_dict(shared)
         self.described = (shared["described"], self.steps) if shared.get("described") else None
         self.nonfinite.load_state_dict(shared["guard"])
+        self.health.load_state_dict(shared.get("health", {}), self.steps)  # earlier versions saved none
 
 
 def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | None = None) -> Config:

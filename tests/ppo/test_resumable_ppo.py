@@ -15,9 +15,11 @@ from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.checkpoint.resumable import RankStates
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
@@ -71,7 +73,9 @@ def resumable(words: str = "", texts=False, average=False, evaluation=False, col
         nonfinite=NonFinitePolicy(config.safety), advantage_computation=computation(),
         collection=collection_of(collection),
     )  # fmt: skip
-    return ResumablePPO(ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch())
+    return ResumablePPO(
+        ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch(PPO_RULES, PPOHealthFlags())
+    )
 
 
 def resume(before: ResumablePPO, after: ResumablePPO, alone: bool = False) -> ResumablePPO:
@@ -126,7 +130,7 @@ def test_every_part_is_restored():
     before.ppo.nonfinite.load_state_dict({"in_a_row": {}, "skipped": 3, "overflows": {"actor": 2}})
     before.evaluation.best = (0.5, 3)
     metrics = {"reward/score_std": 0.0, "rollout/count": 8, "rollout/distinct_share": 1.0, "rollout/ended_share": 1.0}
-    assert len(before.health.check(metrics)) == 1
+    assert len(before.health.check(4, metrics)) == 1
     resume(before, after, alone=True)
     assert after.position == before.position == (4, 1) and after.ppo.state.sums.reduce() == {
         "optim/grad_norm/actor": 2.0
@@ -135,7 +139,7 @@ def test_every_part_is_restored():
     assert (after.ppo.collection.stream.taken, after.ppo.texts.stream.taken) == (3, 2)
     assert after.ppo.entropy_coef.value == 0.015 and after.evaluation.best == (0.5, 3)
     assert after.ppo.nonfinite.metrics("actor") == {"optim/nonfinite_skipped": 3, "optim/overflow/actor": 2}
-    assert after.health.check(metrics) == [], "a warning is given once"
+    assert after.health.check(5, metrics) == [], "a warning is given once"
     assert after.ppo.engines.actor_average.did == ["loaded"]
     assert after.engines_to_save == {"actor": "A", "critic": "C"}
 
