@@ -1,9 +1,7 @@
 """Steps by their command lines with trackers: two PPO steps with TensorBoard, and a resumed step 1 with the others."""
 
 import json
-import sqlite3
 import sys
-from contextlib import closing
 
 import pytest
 from launch import ROOT, forked, metrics_of, run, succeed
@@ -97,7 +95,7 @@ def test_a_resumed_run_continues_in_every_library(assets, tmp_path, monkeypatch)
     assert [point.step for point in points] == [1, 2, 3, 4]
     assert [point.value for point in points] == [line["loss"] for line in metrics_of(out) if "loss" in line]
     assert len(list(out.glob(f"wandb/offline-run-*-{ids['wandb']}*/run-{ids['wandb']}.wandb"))) == 2
-    with closing(sqlite3.connect(tmp_path / f"trackio/{tmp_path.name}.db")) as database:
-        rows = database.execute("SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", [ids["trackio"]])
-        steps = [step for step, metrics in rows if "train/loss" in metrics]
-    assert steps == [1, 2, 3, 4]
+    read = "import json; from trackio.sqlite_storage import SQLiteStorage as storage; "
+    read += f"print(json.dumps(storage.get_logs({tmp_path.name!r}, {ids['trackio']!r})))"
+    logged = json.loads(succeed(run([sys.executable, "-c", read])).stdout)  # it reads TRACKIO_DIR when it is imported
+    assert [line["step"] for line in logged if "train/loss" in line] == [1, 2, 3, 4]
