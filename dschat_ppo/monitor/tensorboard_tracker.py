@@ -19,11 +19,11 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._writer: Any = SummaryWriter(str(tracking.tensorboard), purge_step=start.first_step)
+        self._writer = SummaryWriter(str(tracking.tensorboard), purge_step=start.first_step)
         # Without an experiment summary, the HParams tab finds flags and metrics itself: all scalars, the last value.
         flags = {name: _hparam(value) for name, value in tracking.flags.items()}
         _, began, self._ended = hparams(flags, {})
-        self._writer.file_writer.add_summary(began)
+        self._writer._get_file_writer().add_summary(began)
         self._writer.flush()
 
     def write(self, step: int, metrics: Mapping[str, float], figures: StepFigures) -> None:
@@ -54,7 +54,7 @@ class TensorBoardTracker:
     def close(self, succeeded: bool) -> None:
         """See `Tracker`. TensorBoard marks a run as finished, and has no mark for a failed one."""
         if succeeded:
-            self._writer.file_writer.add_summary(self._ended)
+            self._writer._get_file_writer().add_summary(self._ended)
         self._writer.close()
 
 
