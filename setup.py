@@ -4,7 +4,8 @@ The lower bounds are the oldest versions that the tests pass with (tests/version
 versions that the tests run with otherwise; training_scripts/setup_venv.sh installs those. DeepSpeed before 0.19.8
 cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that transformers asks for: it needs a GPU,
 and the tests run without. flash-attn starts at the version with soft caps; it needs a GPU too, and builds against the
-installed torch (pip's --no-build-isolation). Libraries without a bound are imported by the package and required, with
+installed torch (pip's --no-build-isolation). mlflow-skinny is MLflow's client; with sqlalchemy and alembic it also
+writes MLflow's default, a local database. Libraries without a bound are imported by the package and required, with
 bounds, by those above them.
 """
 
@@ -57,9 +58,9 @@ setup(
             "mkdocstrings-python>=2,<3",
         ],
         "sentencepiece": ["sentencepiece"],
-        "wandb": ["wandb>=0.19"],
-        "mlflow": ["mlflow-skinny>=3.1", "sqlalchemy", "alembic"],
-        "trackio": ["trackio>=0.14"],
+        "wandb": ["wandb>=0.30.0,<1"],
+        "mlflow": ["mlflow-skinny>=3.1.0,<4", "sqlalchemy", "alembic"],
+        "trackio": ["trackio>=0.40.0,<1"],
         "test": [
             "pytest",
             "pytest-xdist",
@@ -74,6 +75,9 @@ setup(
             "mkdocs-material>=9.6,<10",
             "mkdocstrings[python]>=1,<2",
             "mkdocstrings-python>=2,<3",
+            "wandb>=0.30.0,<1",
+            "mlflow-skinny>=3.1.0,<4",
+            "trackio>=0.40.0,<1",
         ],
     },
 )

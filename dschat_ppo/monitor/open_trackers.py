@@ -28,7 +28,8 @@ def check_trackers(libraries: Sequence[str]) -> None:
         UserError: one is not installed, or cannot begin a run.
     """
     for library in libraries:
-        if find_spec(library) is None:
+        spec = find_spec(library)
+        if spec is None or spec.origin is None:  # none, or only a folder of that name, such as W&B's local files
             raise UserError(f'--report_to {library}: it is not installed; run pip install -e ".[{library}]"')
         if library in _CHECKS:
             _CHECKS[library]()

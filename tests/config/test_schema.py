@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from command_lines import read
+from command_lines import NEEDED, read
 
-from dschat_ppo.config.cli import parse
+from dschat_ppo.config.cli import notes, parse
 from dschat_ppo.config.schema import LARGEST_BETA, SMALLEST_EPSILON, SMALLEST_NORM, RunFlags, SupervisedFlags
 from dschat_ppo.errors import UserError
 
@@ -155,3 +155,44 @@ def test_a_tilde_in_output_dir_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir=~/out"])
     assert config.run.folder == "/home/ada/out"
+
+
+def config(step: str, words: str = ""):
+    return parse(step, [*NEEDED[step], *words.split()])
+
+
+@pytest.mark.parametrize(("words", "trackers"), [
+    ("", ()),
+    ("--enable_tensorboard", ("tensorboard",)),
+    ("--report_to wandb mlflow", ("wandb", "mlflow")),
+    ("--report_to wandb wandb --enable_tensorboard", ("wandb", "tensorboard")),
+    ("--report_to tensorboard --enable_tensorboard", ("tensorboard",)),
+    ("--report_to none", ()),
+    ("--report_to none --enable_tensorboard", ()),
+])  # fmt: skip
+def test_enable_tensorboard_adds_to_report_to_and_none_turns_all_trackers_off(words, trackers):
+    assert config("sft", words).run.trackers == trackers
+
+
+def test_none_with_another_tracker_is_refused():
+    with pytest.raises(UserError, match="^--report_to none wandb: none does not go with other trackers; omit it or"):
+        config("sft", "--report_to none wandb")
+
+
+@pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize(("words", "without_effect"), [
+    ("--report_to wandb --run_name a --project b", set()),
+    ("--report_to trackio", set()),
+    ("--report_to tensorboard --run_name a", {"run_name"}),
+    ("--project b --enable_tensorboard", {"project"}),
+    ("--report_to none --enable_tensorboard", {"enable_tensorboard"}),
+])  # fmt: skip
+def test_flags_of_trackers_without_effect_are_noted(step, words, without_effect):
+    found = notes(step, config(step, words))
+    assert {line.split()[0].removeprefix("--") for line in found} == without_effect
+
+
+@pytest.mark.parametrize(("words", "noted"), [("", False), ("--report_to tensorboard", True)])
+def test_the_number_of_answers_for_trackers_needs_a_tracker(words, noted):
+    assert ("report_answers" in config("ppo", f"--report_answers 9 {words}").idle()) is not noted
+    assert "report_answers" not in config("ppo").idle()

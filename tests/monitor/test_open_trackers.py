@@ -1,5 +1,7 @@
 """Trackers are checked before anything is loaded."""
 
+from types import SimpleNamespace
+
 import pytest
 from tracked_runs import tracking_in
 
@@ -8,10 +10,12 @@ from dschat_ppo.monitor import open_trackers
 from dschat_ppo.monitor.tensorboard_tracker import TensorBoardTracker
 from dschat_ppo.monitor.trackers import Start
 
+INSTALLED = SimpleNamespace(origin="wandb/__init__.py")
+
 
 @pytest.mark.parametrize("library", ["wandb", "mlflow", "trackio"])
 def test_a_missing_library_names_the_command_that_installs_it(monkeypatch, library):
-    monkeypatch.setattr(open_trackers, "find_spec", lambda name: None if name == library else name)
+    monkeypatch.setattr(open_trackers, "find_spec", lambda name: None if name == library else INSTALLED)
     monkeypatch.setattr(open_trackers, "_CHECKS", {})
     open_trackers.check_trackers(["tensorboard"])
     with pytest.raises(UserError) as raised:
@@ -19,11 +23,18 @@ def test_a_missing_library_names_the_command_that_installs_it(monkeypatch, libra
     assert str(raised.value) == f'--report_to {library}: it is not installed; run pip install -e ".[{library}]"'
 
 
+def test_a_folder_of_local_files_is_not_the_library(monkeypatch, tmp_path):
+    (tmp_path / "some_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="--report_to some_tracker: it is not installed"):
+        open_trackers.check_trackers(["some_tracker"])
+
+
 def test_an_installed_library_is_asked_whether_it_can_begin_a_run(monkeypatch):
     def refuse():
         raise UserError("there is no key")
 
-    monkeypatch.setattr(open_trackers, "find_spec", lambda name: name)
+    monkeypatch.setattr(open_trackers, "find_spec", lambda name: INSTALLED)
     monkeypatch.setattr(open_trackers, "_CHECKS", {"wandb": refuse})
     open_trackers.check_trackers(["trackio"])
     with pytest.raises(UserError, match="there is no key"):

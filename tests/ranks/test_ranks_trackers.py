@@ -1,7 +1,10 @@
-"""Step 3 by its command line with TensorBoard: two PPO steps on two ranks."""
+"""Steps by their command lines with trackers: two PPO steps with TensorBoard, and a resumed step 1 with the others."""
+
+import json
+import sys
 
 import pytest
-from launch import forked, metrics_of, succeed
+from launch import ROOT, forked, metrics_of, run, succeed
 from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -66,3 +69,33 @@ def test_flags_are_hparams_of_a_run_that_ended(board):
     assert began.session_start_info.hparams["actor_learning_rate"].number_value == pytest.approx(0.01)
     assert began.session_start_info.hparams["advantage_estimator"].string_value == "gae"
     assert ended.session_end_info.status == 1  # STATUS_SUCCESS
+
+
+def test_a_resumed_run_continues_in_every_library(assets, tmp_path, monkeypatch):
+    """The first start ends after 2 steps of 4; each library then has one run, with each step once."""
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    store, out = (tmp_path / "store").as_uri(), tmp_path / "sft"
+    variables = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    variables |= {"MLFLOW_TRACKING_URI": store, "MLFLOW_ALLOW_FILE_STORE": "true"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    words = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
+    words += f" --output_dir {out} --per_device_train_batch_size 4 --lr_scheduler_type constant --eval_fraction 0"
+    words += " --report_to wandb mlflow trackio --run_name mine --max_steps"
+    command = [sys.executable, str(ROOT / "training/step1_sft/main.py"), *words.split()]
+    for steps in ("2", "4"):
+        succeed(run([*command, steps], timeout=120))
+    ids = json.loads((out / "trackers.json").read_text())
+    client = mlflow.MlflowClient(store)
+    info = client.get_run(ids["mlflow"]).info
+    assert (info.run_name, info.status) == ("mine", "FINISHED")
+    points = client.get_metric_history(ids["mlflow"], "train/loss")
+    assert [point.step for point in points] == [1, 2, 3, 4]
+    assert [point.value for point in points] == [line["loss"] for line in metrics_of(out) if "loss" in line]
+    assert len(list(out.glob(f"wandb/offline-run-*-{ids['wandb']}*/run-{ids['wandb']}.wandb"))) == 2
+    read = "import json; from trackio.sqlite_storage import SQLiteStorage as storage; "
+    read += f"print(json.dumps(storage.get_logs({tmp_path.name!r}, {ids['trackio']!r})))"
+    logged = json.loads(succeed(run([sys.executable, "-c", read])).stdout)  # it reads TRACKIO_DIR when it is imported
+    assert [line["step"] for line in logged if "train/loss" in line] == [1, 2, 3, 4]

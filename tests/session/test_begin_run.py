@@ -114,6 +114,29 @@ def test_bf16_on_a_gpu_that_emulates_it_is_reported(events, tmp_path, monkeypatc
     assert ("--dtype bf16: Tesla T4 has no bf16 arithmetic" in caplog.text) is emulates
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_trackers_that_cannot_be_used_end_the_run_on_all_ranks_before_a_model_is_loaded(
+    events, tmp_path, monkeypatch, rank
+):
+    checked, sent = [], []
+
+    def refuse(libraries):
+        checked.append(libraries)
+        raise UserError("wandb is not installed")
+
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(begin_run, "check_trackers", refuse)
+    monkeypatch.setattr(
+        begin_run.dist, "broadcast_object", lambda value: sent.append(value) or "wandb is not installed"
+    )
+    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path), "--report_to", "wandb"]
+    config = parse("sft", words)
+    with pytest.raises(UserError, match="^wandb is not installed$"):
+        begin_run.begin_run("sft", config, config.run, [])
+    assert checked == ([("wandb",)] if rank == 0 else []), "rank 0 alone needs the library"
+    assert sent == (["wandb is not installed"] if rank == 0 else [None])
+
+
 def test_errors_of_a_block_name_its_flag():
     with pytest.raises(UserError, match="^--rank 8: not that of m$"), naming("--model"):
         raise UserError("--rank 8: not that of m")
