@@ -331,7 +331,7 @@ STEPS = {
     "sft": Step(
         config=SFTConfig,
         defaults={"tensorboard_path": "step1_tensorboard"},
-        notes=_RUN_NOTES | {"add_eot_token": _EOT_NOTE, "eot_token": _EOT_NOTE, "print_loss": _PRINT_NOTE},
+        notes={**_RUN_NOTES, "add_eot_token": _EOT_NOTE, "eot_token": _EOT_NOTE, "print_loss": _PRINT_NOTE},
     ),
     "reward": _PAIRS,
     "dpo": replace(_PAIRS, defaults={**_PAIRS.defaults, "objective": "dpo"}),

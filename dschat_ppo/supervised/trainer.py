@@ -108,16 +108,11 @@ class SupervisedTrainer(Generic[Batch]):
         self.health = HealthWatch(FIT_RULES, health or FitHealthFlags())
         self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
         settings = OptimizerSettings(
-            fit.learning_rate,
-            fit.weight_decay,
-            fit.lr_scheduler_type,
-            self.schedule.warmup_steps(fit.num_warmup_steps, self.plan.total_steps),
-            self.plan.total_steps,
-            (run.adam_beta1, run.adam_beta2),
-            run.adam_epsilon,
-            None if adapter is None else adapter.learning_rate,
+            fit.learning_rate, fit.weight_decay, fit.lr_scheduler_type,
+            self.schedule.warmup_steps(fit.num_warmup_steps, self.plan.total_steps), self.plan.total_steps,
+            (run.adam_beta1, run.adam_beta2), run.adam_epsilon, None if adapter is None else adapter.learning_rate,
             self.schedule.min_lr_ratio,
-        )
+        )  # fmt: skip
         self.router = router_settings(fit.router_loss_coef, model)
         self.engine: Engine = train_engine(model, ds_config, settings)
         reason = select_kernels(self.engine, pack_on_gpu=fit.packing)

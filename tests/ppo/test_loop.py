@@ -349,3 +349,18 @@ def test_a_sign_of_a_problem_is_logged_as_a_warning_once(assets, tmp_path, monke
     PlainRun(assets, tmp_path / "run").run()
     warnings = [line for line in said if line.startswith("health: ") and "scores_equal" in line]
     assert len(warnings) == 1 and warnings[0].startswith("health: step 1: ")
+
+
+def test_a_health_event_stops_the_run_after_its_step(assets, tmp_path, monkeypatch):
+    monkeypatch.setattr(TokenSum, "__call__", lambda self, request, rollout: torch.ones(len(request)))
+    run = PlainRun(assets, tmp_path / "run", "--stop_on_health warning")
+    checkpointer, reasons = StopAt(run), []
+
+    def stop_if(reason: str | None) -> None:
+        reasons.append((run.resumable.position, reason and reason.split(": ")[:3]))
+
+    checkpointer.stop_if = stop_if
+    run.run(checkpointer)
+    assert reasons[0] == ((1, 0), ["--stop_on_health warning", "step 1", "scores_equal"])
+    assert [position for position, _ in reasons] == [(1, 0), (2, 0), (3, 0)]
+    assert [reason for _, reason in reasons[1:]] == [None, None], "it stands, and does not stop the run again"

@@ -421,3 +421,24 @@ def test_rows_are_scored_in_order_without_fillers():
     assert found.tolist() == [[0, 3], [1, 1], [2, 2], [3, 4], [4, 1]]
     assert [len(indices) for indices in seen] == [2, 2, 1]
     assert engine.training
+
+
+def test_health_is_watched_and_the_watch_resumes(tmp_path):
+    config = config_of(tmp_path, "--health_loss_growth", "1.001", "--health_window", "2", "--stop_on_health", "error")
+    trainer, reasons = make(config, Seen(), health=config.health), []
+    trainer.health.begin(tmp_path)
+    checkpointer = Checkpointer(trainer)
+    checkpointer.stop_if = reasons.append
+    run(trainer, tmp_path, checkpointer)
+    assert len(reasons) == 8, "after each optimizer step"
+    events = [json.loads(line) for line in (tmp_path / "health.jsonl").read_text().splitlines()]
+    assert {"loss_grows"} <= {event["name"] for event in events}, "a window of two steps is noise"
+    stops = [step for step, reason in enumerate(reasons, 1) if reason is not None]
+    assert stops == sorted({event["step"] for event in events if event["level"] == "error"})
+
+    save_state(tmp_path / "state", trainer.shared_state())
+    after = make(config, Seen(), health=config.health)
+    after.load_state(load_state(tmp_path / "state"), RankStates({}, lambda: iter([])))
+    assert after.health.state_dict() == trainer.health.state_dict()
+    former = {name: value for name, value in trainer.shared_state().items() if name != "health"}
+    make(config, Seen()).load_state(former, RankStates({}, lambda: iter([])))
