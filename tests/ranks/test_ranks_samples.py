@@ -19,7 +19,7 @@ STEP_3 = (
 SPLIT = "--actor_zero_stage 3 --critic_zero_stage 3 "
 TWO = SPLIT + "--per_device_generation_batch_size 2 --per_device_training_batch_size 6"
 ONE = "--per_device_generation_batch_size 4 --per_device_training_batch_size 12"
-GAE = f"{ONE} --advantage_estimator gae --n_samples_per_prompt 1"
+GAE = f"{ONE} --per_device_training_batch_size 4 --advantage_estimator gae --n_samples_per_prompt 1"
 LORA = "--actor_lora_dim 2 --actor_lora_module_name attn --only_optimize_lora"
 FIT = "--max_seq_len 32 --dtype fp32 --learning_rate 0.01 --per_device_train_batch_size 4 --eval_fraction 0.2"
 
