@@ -77,8 +77,8 @@ class Progress:
         if is_main():
             _SHOWN.append(self)
             if sys.stderr.isatty():
-                size = shutil.get_terminal_size()  # of a terminal without a size, too, such as that of a CI
-                self._bar = tqdm(total=None, bar_format="{desc}", leave=False, ncols=size.columns, nrows=size.lines)
+                rows = shutil.get_terminal_size().lines  # of a terminal without a size, too, such as that of a CI
+                self._bar = tqdm(total=None, bar_format="{desc}", leave=False, ncols=0, nrows=rows)
                 self._bar.set_description_str(self._fitted())
         return self
 

@@ -65,11 +65,11 @@ def test_rate_and_time_left_are_those_of_the_steps_of_this_process(clock):
 
 def test_rates_are_those_of_the_last_twenty_steps(clock):
     with Progress("SFT", 100, clock=clock) as bar:
-        for seconds in [50.0] + 20 * [0.25]:
+        for seconds in [50.0, 5.25, *(19 * [0.25])]:
             clock.now += seconds
             bar.advance(5)
-    assert bar.seconds_per_step == 0.25 and bar.tokens_per_second == 20.0
-    assert "| 4 steps/s |" in bar.text()
+    assert bar.seconds_per_step == 0.5 and bar.tokens_per_second == 10.0, "20 steps of 5 tokens in 10 seconds"
+    assert "| 2 steps/s |" in bar.text()
 
 
 def test_a_phase_shows_its_rate_over_all_ranks_and_its_time_left(clock, monkeypatch):
@@ -85,10 +85,15 @@ def test_a_phase_shows_its_rate_over_all_ranks_and_its_time_left(clock, monkeypa
         clock.now += 1.0
         report_phase(1, 4, "batches", name="score")
         assert bar.text() == "PPO step 0/3 (0 %) | score 1/4 batches, 0:00 left", "another phase starts at 0"
+        clock.now += 1.0
+        report_phase(1, 4, "updates", name="train")
+        clock.now += 1.0
+        report_phase(2, 4, "updates", name="train")
+        assert bar.text() == "PPO step 0/3 (0 %) | train 2/4 updates, 0:01 left", "as many as of the phase before"
         bar.advance()
-        assert bar.text() == "PPO step 1/3 (33 %) | 3 s/step | 0:06 left"
+        assert bar.text() == "PPO step 1/3 (33 %) | 5 s/step | 0:10 left"
         report_phase(1, 4, "batches", name="score")
-        assert bar.text().endswith("left | 3 s/step | 0:06 left in all")
+        assert bar.text().endswith("left | 5 s/step | 0:10 left in all")
 
 
 def test_a_phase_that_starts_again_measures_again(clock):
