@@ -26,13 +26,15 @@ _SHOWN: list[Progress] = []  # the innermost last
 
 @dataclass
 class _Phase:
-    """The phase in progress, such as a rollout: `done` of `total` things since `start`."""
+    """The phase in progress, such as a rollout: `done` of `total` things. Rates count from `start` on, the time of the
+    first report, when `first` were done: what came before it took an unknown time."""
 
     name: str
     total: int
     unit: str
     start: float
-    done: int = 0
+    first: int
+    done: int
     tokens: float = 0.0  # of this rank
 
     def text(self, now: float) -> str:
@@ -40,8 +42,8 @@ class _Phase:
         parts, seconds = [f"{self.name} {self.done}/{self.total} {self.unit}"], max(now - self.start, 1e-9)
         if self.tokens:
             parts.append(f"{self.tokens * world_size() / seconds:,.0f} tokens/s")
-        if 0 < self.done < self.total:
-            parts.append(f"{duration(seconds * (self.total - self.done) / self.done)} left")
+        if self.first < self.done < self.total:
+            parts.append(f"{duration(seconds * (self.total - self.done) / (self.done - self.first))} left")
         return ", ".join(parts)
 
 
@@ -73,12 +75,12 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._printed = self.clock()
-        self._ends[-1] = (self._printed, 0.0)
+        self.measure_from_here()
         if is_main():
             _SHOWN.append(self)
             if sys.stderr.isatty():
-                size = shutil.get_terminal_size()  # of a terminal without a size, too, such as that of a CI
-                self._bar = tqdm(total=None, bar_format="{desc}", leave=False, ncols=size.columns, nrows=size.lines)
+                rows = shutil.get_terminal_size().lines  # of a terminal without a size, too, such as that of a CI
+                self._bar = tqdm(total=None, bar_format="{desc}", leave=False, ncols=0, nrows=rows)
                 self._bar.set_description_str(self._fitted())
         return self
 
@@ -89,6 +91,11 @@ class Progress:
             _SHOWN.remove(self)
         if self._bar is not None:
             self._bar.close()
+
+    def measure_from_here(self) -> None:
+        """Measure rates from now on: what came before, such as an evaluation, is no step."""
+        self._ends.clear()
+        self._ends.append((self.clock(), 0.0))
 
     def advance(self, tokens: float = 0.0, note: str = "") -> None:
         """Count a step, of `tokens` tokens over all ranks; `note` follows the time left."""
@@ -104,9 +111,10 @@ class Progress:
         """See `report_phase`."""
         phase = self.phase
         if phase is None or (phase.name, phase.total) != (name, total) or done < phase.done:
-            phase = self.phase = _Phase(name, total, unit, self.clock())
-        phase.done = done
-        phase.tokens += tokens
+            self.phase = _Phase(name, total, unit, self.clock(), first=done, done=done)
+        else:
+            phase.done = done
+            phase.tokens += tokens
         self._draw()
 
     @property
@@ -133,7 +141,8 @@ class Progress:
         if self.phase is not None:
             parts.append(self.phase.text(self.clock()))
         if each := self.seconds_per_step:
-            parts.append(f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s")
+            if self.phase is None:
+                parts.append(f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s")
             if self.done < self.total:
                 parts.append(f"{self.left} left" + (" in all" if self.phase is not None else ""))
         return " | ".join([*parts, self.note] if self.note else parts)

@@ -119,12 +119,12 @@ def help_text(step: str, flags: Sequence[Flag], topic: str) -> str:
     if word == "all":
         return f"All {len(flags)} flags of {TITLES[step][1]}; in names, - is as good as _.\n\n{_by_group(flags, width)}"
     exact = [flag for flag in flags if word == flag.name or f"--{word}" in flag.aliases]
-    others = [flag for flag in flags if word in flag.name and flag not in exact]
-    if not exact and not others:
+    found = exact or [flag for flag in flags if word in flag.name]
+    if not found:
         near = difflib.get_close_matches(word, [flag.name for flag in flags])
         meant = f"; did you mean {' or '.join(f'--help {name}' for name in near)}?" if near else ""
         raise UserError(f"--help {topic}: no flag has this in its name{meant} (all flags: --help all)")
-    return _by_group([*exact, *others], width)
+    return _by_group(found, width)
 
 
 def _usual(step: str, flags: Sequence[Flag]) -> str:

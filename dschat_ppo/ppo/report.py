@@ -57,6 +57,7 @@ class PPOReport:
             state.evaluated = self._evaluate(0)
             if state.evaluated:
                 self.writer.write(0, state.evaluated)
+        self.bar.measure_from_here()
 
     def finish(self, step: int) -> None:
         """Finish the PPO step in flight. Collective."""

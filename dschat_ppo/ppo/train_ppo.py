@@ -84,6 +84,10 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
     models, validate_only = [name for name in named if name is not None], config.validation.validate_only
     device, output = begin_run("ppo", config, config.run, models, validate_only)
+    algorithm = config.algorithm
+    logger().info(
+        f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss {algorithm.policy_loss}"
+    )
     read_overlay(config.run.deepspeed_config)
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     check_sources(config.rewards)

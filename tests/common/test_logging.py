@@ -64,6 +64,7 @@ def test_rank_0_prints_a_warning_of_a_library_once_and_other_ranks_print_errors(
         log.error("broken")
         log.warning("a LOAD REPORT from: folder")
     assert stream.getvalue() == printed
+    assert len(log.handlers[0].filters) == 1
 
 
 def test_verbose_prints_everything(library, monkeypatch):

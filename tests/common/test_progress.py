@@ -63,13 +63,24 @@ def test_rate_and_time_left_are_those_of_the_steps_of_this_process(clock):
         assert bar.text() == "SFT step 6/10 (60 %) | 3 s/step | 0:12 left | loss 1.5"
 
 
+def test_time_before_the_first_step_counts_for_no_rate(clock):
+    bar = Progress("SFT", 4, clock=clock)
+    clock.now += 50.0  # between construction and the start
+    with bar:
+        clock.now += 50.0  # an evaluation
+        bar.measure_from_here()
+        clock.now += 2.0
+        bar.advance()
+    assert (bar.seconds_per_step, bar.left) == (2.0, "0:06")
+
+
 def test_rates_are_those_of_the_last_twenty_steps(clock):
     with Progress("SFT", 100, clock=clock) as bar:
-        for seconds in [50.0] + 20 * [0.25]:
+        for seconds in [50.0, 5.25, *(19 * [0.25])]:
             clock.now += seconds
             bar.advance(5)
-    assert bar.seconds_per_step == 0.25 and bar.tokens_per_second == 20.0
-    assert "| 4 steps/s |" in bar.text()
+    assert bar.seconds_per_step == 0.5 and bar.tokens_per_second == 10.0, "20 steps of 5 tokens in 10 seconds"
+    assert "| 2 steps/s |" in bar.text()
 
 
 def test_a_phase_shows_its_rate_over_all_ranks_and_its_time_left(clock, monkeypatch):
@@ -78,17 +89,25 @@ def test_a_phase_shows_its_rate_over_all_ranks_and_its_time_left(clock, monkeypa
         report_phase(0, 8, "answers", name="rollout")
         assert bar.text() == "PPO step 0/3 (0 %) | rollout 0/8 answers"
         clock.now += 2.0
-        report_phase(2, 8, "answers", 100, name="rollout")
+        report_phase(2, 8, "answers", 100, name="rollout")  # 100 tokens in 2 seconds, on 2 ranks
         assert bar.text() == "PPO step 0/3 (0 %) | rollout 2/8 answers, 100 tokens/s, 0:06 left"
         report_phase(8, 8, "answers", 100, name="rollout")
         assert bar.text() == "PPO step 0/3 (0 %) | rollout 8/8 answers, 200 tokens/s"
         clock.now += 1.0
-        report_phase(1, 4, "batches", name="score")
-        assert bar.text() == "PPO step 0/3 (0 %) | score 1/4 batches, 0:00 left", "another phase starts at 0"
+        report_phase(1, 4, "batches", 500, name="score")
+        assert bar.text() == "PPO step 0/3 (0 %) | score 1/4 batches", "its first batch took an unknown time"
+        clock.now += 2.0
+        report_phase(2, 4, "batches", 100, name="score")
+        assert bar.text() == "PPO step 0/3 (0 %) | score 2/4 batches, 100 tokens/s, 0:04 left"
+        clock.now += 1.0
+        report_phase(2, 4, "updates", name="train")
+        clock.now += 1.0
+        report_phase(3, 4, "updates", name="train")
+        assert bar.text() == "PPO step 0/3 (0 %) | train 3/4 updates, 0:01 left", "as many as of the phase before"
         bar.advance()
-        assert bar.text() == "PPO step 1/3 (33 %) | 3 s/step | 0:06 left"
+        assert bar.text() == "PPO step 1/3 (33 %) | 7 s/step | 0:14 left"
         report_phase(1, 4, "batches", name="score")
-        assert bar.text().endswith("left | 3 s/step | 0:06 left in all")
+        assert bar.text().endswith("| score 1/4 batches | 0:14 left in all")
 
 
 def test_a_phase_that_starts_again_measures_again(clock):
