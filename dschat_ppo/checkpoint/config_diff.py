@@ -19,6 +19,7 @@ WHERE_AND_WHEN = frozenset({
     "save_hf_steps", "metric_for_best", "lora_merge",
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
+    "profile",
     "data_output_path", "preprocessing_num_workers",
     "reward_workers", "reward_timeout",
     "remote_reward_timeout", "remote_reward_retries", "remote_reward_batch_size",

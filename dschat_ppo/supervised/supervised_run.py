@@ -172,7 +172,8 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: s
         trainer.save(folder, run.tokenizer)
 
     kept = KeptModels(output, run.save_hf_steps, run.keeps_best, save)
-    run.session.train(trainer, lambda writer, checkpointer: trainer.run(writer, checkpointer, title, kept))
+    trace = run.session.trace
+    run.session.train(trainer, lambda writer, checkpointer: trainer.run(writer, checkpointer, title, kept, trace))
     announce("save models")
     result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)

@@ -37,6 +37,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
@@ -133,9 +134,11 @@ class SupervisedTrainer(Generic[Batch]):
         return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, most)
 
     def run(
-        self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None
-    ) -> None:
-        """Train from the current state to the end. `kept` also saves the models of some steps, and the best one.
+        self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None,
+        trace: StepTrace = NO_TRACE,
+    ) -> None:  # fmt: skip
+        """Train from the current state to the end. `kept` also saves the models of some steps, and the best one;
+        `trace` records one step.
 
         Raises:
             StopRequested: from the checkpointer.
@@ -149,7 +152,7 @@ class SupervisedTrainer(Generic[Batch]):
             self.best.require_model(kept.best)
         steps = collated(self.objective.collate, self.rows.train, self.steps_left(), self.engine.device)
         with progress_bar(title, self.plan.total_steps, self.steps) as bar, closing(steps):
-            for micro_batches, take in steps:
+            for micro_batches, take in trace.around(steps, self.steps + 1):
                 step = self.steps + 1
                 announce_step(step)
                 rates = learning_rates(self.engine)  # before the update, which advances the schedule
