@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -76,3 +77,15 @@ def test_a_step_with_a_truncated_result_is_not_finished(script, content):
     steps_run(script)
     (script.parents[1] / "out/ppo/result.json").write_text(content)
     assert steps_run(script) == (0, ["ppo"])
+
+
+def test_ctrl_c_says_how_to_resume_and_returns_130(script):
+    waits = "#!/usr/bin/env bash\ntrap 'exit 130' INT\necho ready\nsleep 100\n"
+    (script.parent / "toy/run_step2_reward.sh").write_text(waits)
+    words = ["bash", script, script.parents[1] / "out"]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    while "ready" not in run.stdout.readline():
+        assert run.poll() is None
+    os.killpg(run.pid, signal.SIGINT)
+    rest = run.communicate(timeout=60)[0]
+    assert (run.returncode, rest) == (130, "quickstart: interrupted; run the same command again to resume\n")
