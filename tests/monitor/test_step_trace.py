@@ -72,7 +72,8 @@ def test_a_step_that_ends_by_an_exception_leaves_no_trace_and_no_profiler(tmp_pa
         fail()
     assert not any(tmp_path.iterdir())
     assert not phases._MARKERS
-    work(StepTrace(tmp_path, 1), 1)  # a profiler that still ran would refuse a second one
+    assert not torch.autograd._profiler_enabled()
+    work(StepTrace(tmp_path, 1), 1)
     assert (tmp_path / "profile/step_1_rank_0.json.gz").exists()
 
 
