@@ -10,6 +10,7 @@ bash "$here/setup_venv.sh"
 source "$here/ranks.sh"
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
+trap 'echo "quickstart: interrupted; run the same command again to resume"; exit 130' INT
 echo "quickstart: $RANKS rank(s), $OMP_NUM_THREADS thread(s) each, outputs in $out"
 
 if [ ! -e "$out/toy/model/model.safetensors" ]; then

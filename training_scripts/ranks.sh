@@ -43,4 +43,5 @@ launch() { # launch MAIN FLAGS...: like `deepspeed MAIN FLAGS...`, whose command
         python -u "$@"
     fi
 }
+trap 'exit 130' INT # Ctrl-C: DeepSpeed's launcher returns 1 after it, as after a failure
 is_valid_json() { python -m json.tool "$1" >/dev/null 2>&1; } # is_valid_json FILE: false also if there is no such file

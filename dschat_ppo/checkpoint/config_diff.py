@@ -22,6 +22,7 @@ WHERE_AND_WHEN = frozenset({
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
     "sample_interval", "samples_per_step", "validate_only",
     "logging_steps", "verbose",
+    "profile",
     "data_output_path", "preprocessing_num_workers",
     "reward_workers", "reward_timeout",
     "remote_reward_timeout", "remote_reward_retries", "remote_reward_batch_size",

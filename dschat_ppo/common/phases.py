@@ -5,10 +5,10 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dschat_ppo.common.heartbeat import heartbeat
 
@@ -17,10 +17,44 @@ _CURRENT = ["start"]
 _STEP: list[int] = []
 
 
+class Marker(Protocol):
+    """What records a trace and marks blocks in it."""
+
+    def block(self, name: str) -> AbstractContextManager[None]:
+        """Mark a block under this name."""
+
+    def decode_step(self) -> None:
+        """Note that the current block generates one more token for each sequence of a batch."""
+
+
+_MARKERS: list[Marker] = []  # at most one: while a step is profiled
+
+
 def reset_phases() -> None:
     """Return to the state of a new process: phase "start", no step."""
     _CURRENT[:] = ["start"]
     _STEP.clear()
+
+
+@contextmanager
+def blocks_marked_by(marker: Marker) -> Iterator[None]:
+    """Inside, each phase and each `block` is marked in a trace."""
+    _MARKERS.append(marker)
+    try:
+        yield
+    finally:
+        _MARKERS.remove(marker)
+
+
+def block(name: str) -> AbstractContextManager[None]:
+    """Mark a part of a phase, or of the work between phases, in the trace of a profiled step; else do nothing."""
+    return _MARKERS[-1].block(name) if _MARKERS else nullcontext()
+
+
+def decode_step() -> None:
+    """Note one step of decoding for the trace of a profiled step; else do nothing."""
+    if _MARKERS:
+        _MARKERS[-1].decode_step()
 
 
 def current_phase() -> str:
@@ -65,9 +99,10 @@ class PhaseClock:
         heartbeat()
         _reset_peak()
         start = time.perf_counter()
-        yield
-        if (gpu := _gpu()) is not None:
-            gpu.synchronize()
+        with block(name):
+            yield
+            if (gpu := _gpu()) is not None:
+                gpu.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), _peak_bytes() / _GIB)
         _CURRENT.pop()

@@ -172,6 +172,11 @@ class RunFlags:
     tensorboard_path: str = flag(
         "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there", "tensorboard"
     )
+    profile: int | None = flag(
+        "write a trace of this step (optimizer step; in step 3 PPO step) by torch's profiler to "
+        "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing",
+        None,
+    )
     deepspeed: bool = flag("no effect (kept for old scripts): training always runs on DeepSpeed", False)
     deepspeed_config: str | None = flag(
         "JSON file of DeepSpeed settings that override those derived from the flags", None
@@ -186,6 +191,7 @@ class RunFlags:
             f"--report_to {' '.join(self.report_to)}: none does not go with other trackers; omit it or them",
         )
         require_not_negative(self, "seed")
+        require_positive(self, "profile")
         require_fraction(self, "adam_beta1 adam_beta2")
         # AdamW divides m by sqrt(v), and |m| <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) sqrt(v) for all gradients
         # (Cauchy-Schwarz on the two sums). So an update is at most the learning rate times a function of the betas.

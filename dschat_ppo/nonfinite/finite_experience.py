@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.phases import block
 from dschat_ppo.nonfinite.diagnostics import bad_places
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy, shown_places
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
@@ -63,7 +64,8 @@ class FiniteExperience:
             self._report(rows, places, step, {})
             return None
         before = self.compute.state_dict()
-        experience = self.compute(rows, step)
+        with block("advantages"):
+            experience = self.compute(rows, step)
         if places := bad_places(experience):
             self.compute.load_state_dict(before)
             self._report(replace(rows, values=experience.values), places, step, before)

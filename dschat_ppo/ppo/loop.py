@@ -9,20 +9,22 @@ Shapes: B rows (answers) of this rank, N rows of all ranks, P prompt tokens, R r
 from __future__ import annotations
 
 from dschat_ppo.checkpoint.resumable import Checkpointer
+from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.types import Experience
 
 
-def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer) -> None:
-    """Run the PPO steps that are left, starting at the position in `ppo.state`.
+def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer, trace: StepTrace = NO_TRACE) -> None:
+    """Run the PPO steps that are left, starting at the position in `ppo.state`; `trace` records one of them.
 
     Raises:
         StopRequested: a stop was requested, and the state is saved.
         UnhealthyRun: by --stop_on_health, and the state is saved.
     """
-    for step in ppo.state.steps_left(ppo.plan.ppo_steps):  # a resumed run may enter in the middle of a step
+    steps = ppo.state.steps_left(ppo.plan.ppo_steps)  # a resumed run may enter in the middle of a step
+    for step in trace.around(steps, ppo.state.steps + 1):
         experience = ppo.state.experience or make_experience(ppo, step, checkpointer)  # (N, R); None if not finite
         for minibatch in ppo.minibatches_left(experience, step):  # shuffled in each of the PPO epochs
             update(ppo, minibatch, step)

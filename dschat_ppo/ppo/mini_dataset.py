@@ -10,6 +10,7 @@ import torch
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
+from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
 from dschat_ppo.types import (
@@ -131,4 +132,6 @@ def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
     prompt_length, response_length = dist.all_reduce(lengths, "max").tolist()
     padded = pad_rows(rows, prompt_length, response_length)
     named = tensors_of(padded)
-    return replace(padded, **dict(zip(named, dist.gather_together([*named.values()], group), strict=True)))
+    with block("gather rows"):
+        gathered = dist.gather_together([*named.values()], group)
+    return replace(padded, **dict(zip(named, gathered, strict=True)))

@@ -140,7 +140,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             report = PPOReport(components, evaluation, health, writer, kept, samples)
             with report.bar:
                 report.evaluate_before_training()
-                run(components, report, checkpointer)
+                run(components, report, checkpointer, session.trace)
             return report.result()
 
         announce("train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.common.phases import PhaseClock, block
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.engine.optimizer_step import Gradients, accumulate, apply, apply_together
@@ -115,7 +116,7 @@ class PPOUpdate:
         self.drop_critic_pass()
         recorded = RecordedTokens()
         objective = self._value_objective(minibatch, recorded)
-        with self.clock.phase("train"):
+        with self.clock.phase("train"), block("train critic"):
             gradients = accumulate(objective.engine, objective.batches, objective.loss)
         self._critic_pass = replace(objective, gradients=gradients)
         return recorded
@@ -159,7 +160,8 @@ class PPOUpdate:
         waiting: list[tuple[Objective, Gradients[Any]]] = []  # for --align_overflow
         with self.clock.phase("train"):
             for objective in sorted(objectives, key=lambda objective: objective.gradients is None):
-                gradients = objective.gradients or accumulate(objective.engine, objective.batches, objective.loss)
+                with block(f"train {objective.role}"):
+                    gradients = objective.gradients or accumulate(objective.engine, objective.batches, objective.loss)
                 is_actor = objective.role == "actor"
                 if is_actor and gradients.fault is None:
                     logprobs = objective.recorded
@@ -169,8 +171,11 @@ class PPOUpdate:
                 if self.config.aligns_overflow:
                     waiting.append((objective, gradients))
                 else:
-                    self._record_result(objective, apply(gradients), step, outcome)
-            results = apply_together([gradients for _, gradients in waiting])
+                    with block(f"update {objective.role}"):
+                        result = apply(gradients)
+                    self._record_result(objective, result, step, outcome)
+            with block("update actor and critic") if waiting else nullcontext():
+                results = apply_together([gradients for _, gradients in waiting])
             for (objective, _), result in zip(waiting, results, strict=True):
                 self._record_result(objective, result, step, outcome)
             ends = "actor" in outcome.grad_norms and self._exceeds_target_kl(objectives[0].sums)

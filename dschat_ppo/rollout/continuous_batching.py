@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.phases import decode_step
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
@@ -99,6 +100,7 @@ class ContinuousBatching:
     def _step(self) -> None:
         """Prefill the prompts of new sequences, generate for every running sequence, and drop the finished ones."""
         heartbeat()
+        decode_step()
         prefills = self.scheduler.admit()
         for number in range(self.max_over_ranks(len(prefills))):
             if number < len(prefills):

@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.phases import decode_step
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, never
@@ -114,6 +115,7 @@ class PaddedBatches:
         counts = torch.zeros_like(rows)
         while self.max_over_ranks(int(running.any() and not self.cancelled())):
             heartbeat()
+            decode_step()
             output = self.model(
                 input_ids=ids,
                 attention_mask=mask,

@@ -22,6 +22,7 @@ from dschat_ppo.config.safety_flags import AUTO, SafetyFlags
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.monitor.run_starts import record_start
+from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.trackers import Tracking
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.runtime import stop_requests
@@ -39,6 +40,11 @@ class Session:
     run: RunFlags
     safety: SafetyFlags
     checkpoint: Path | None
+
+    @property
+    def trace(self) -> StepTrace:
+        """Records the step of `--profile`, if it is given."""
+        return StepTrace(self.output, self.run.profile)
 
     def train(self, trainer: Resumable, train: Callable[[MetricsWriter, Checkpointer], Result]) -> Result:
         """Restore the trainer if the run resumes, and train with checkpoints; the last one is saved at the end.
@@ -89,10 +95,13 @@ def open_session(
 
     Raises:
         StopRequested: a stop was requested; nothing is changed.
-        UserError: the run would resume from a checkpoint beyond its end; or see `find_checkpoint` and
-            `prepare_output_folder`.
+        UserError: `--profile` or the checkpoint to resume from is beyond the end of the run; or see `find_checkpoint`
+            and `prepare_output_folder`.
     """
     _raise_if_stop_requested()
+    profiled = config.run.profile
+    if profiled is not None and profiled > steps:
+        raise UserError(f"--profile {profiled}: this run has {steps} steps; name one of them")
     identity = identify_run(kind, config, inputs, derived)
     checkpoint = find_checkpoint(output, config.safety, identity, config.run.overwrite_output_dir)
     if checkpoint is not None:
@@ -101,6 +110,11 @@ def open_session(
             raise UserError(
                 f"{checkpoint} is beyond the end of this run, which has {steps} steps: raise --num_train_epochs or "
                 "--max_steps, or name an earlier checkpoint by --resume"
+            )
+        if profiled is not None and profiled <= saved.step:
+            logger().info(
+                f"note: --profile {profiled} has no effect: the run resumes from {checkpoint}, where step {saved.step} "
+                "is done"
             )
     resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
     prepare_output_folder(output, config, config.run, resumed)

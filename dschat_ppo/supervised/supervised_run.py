@@ -180,7 +180,7 @@ def train_and_save(
         The contents of `result.json`.
     """
     output, started = run.output, time.perf_counter()
-    if run.session is None:
+    if (session := run.session) is None:
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
     total, schedule = trainer.plan.total_steps, trainer.schedule
@@ -197,9 +197,9 @@ def train_and_save(
 
     def train(writer: MetricsWriter, checkpointer: Checkpointer) -> None:
         trainer.health.begin(output)
-        trainer.run(writer, checkpointer, title, kept, run.console)
+        trainer.run(writer, checkpointer, title, kept, run.console, session.trace)
 
-    run.session.train(trainer, train)
+    session.train(trainer, train)
     announce("save models")
     result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)

@@ -43,6 +43,7 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.health_fit_rules import FIT_RULES
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.step_line import show_step, supervised_columns
+from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
@@ -136,9 +137,10 @@ class SupervisedTrainer(Generic[Batch]):
 
     def run(
         self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None,
-        console: ConsoleFlags = EVERY_TENTH_STEP,
+        console: ConsoleFlags = EVERY_TENTH_STEP, trace: StepTrace = NO_TRACE,
     ) -> None:  # fmt: skip
-        """Train from the current state to the end. `kept` also saves the models of some steps, and the best one.
+        """Train from the current state to the end. `kept` also saves the models of some steps, and the best one;
+        `trace` records one step.
 
         Raises:
             StopRequested, UnhealthyRun: from the checkpointer.
@@ -152,7 +154,7 @@ class SupervisedTrainer(Generic[Batch]):
             self.best.require_model(kept.best)
         steps = collated(self.objective.collate, self.rows.train, self.steps_left(), self.engine.device)
         with Progress(title, self.plan.total_steps, self.steps) as progress, closing(steps):
-            for micro_batches, take in steps:
+            for micro_batches, take in trace.around(steps, self.steps + 1):
                 step = self.steps + 1
                 announce_step(step)
                 rates = learning_rates(self.engine)  # before the update, which advances the schedule

@@ -256,6 +256,7 @@ def test_a_flash_attn_of_another_torch(monkeypatch, tmp_path):
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn/__init__.py").write_text(f"raise ImportError({stale!r})")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     line = refusal(check_attention, "flash_attention_2", device)
     assert f"flash-attn was compiled for another torch ({stale}); compile it again: pip uninstall flash-attn" in line
 

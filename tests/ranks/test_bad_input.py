@@ -218,6 +218,13 @@ CASES = {
     "clip that fp32 does not hold": ("ppo", "--reward_clip 1e308", ["--reward_clip 1e+308", "fp32"]),
     "watchdog that looks too often": ("sft", "--collective_timeout 1e-30", ["--collective_timeout 1e-30"]),
     "seed that 64 bits do not hold": ("sft", f"--seed {10**30}", ["--seed", "2^63"]),
+    "value that is no choice": (
+        "ppo",
+        "--advantage_estimator gae2",
+        ["--advantage_estimator", "did you mean gae?", "grpo_pass_at_k"],
+    ),
+    "trace of a step that does not come": ("sft", "--profile 99999", ["--profile 99999", "name one of them"]),
+    "trace of no step": ("sft", "--profile 0", ["--profile must be"]),
     "slip of the pen": ("sft", "--learning_rat 3", ["did you mean --learning_rate?"]),
     "unknown setting in YAML": ("sft", "--config {b}/bad.yaml", ["bad.yaml", "'learning_speed'"]),
 }

@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -97,3 +98,15 @@ def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accep
     assert wanted.words.model == ["/out of/quick/sft", "/out of/quick/ppo/actor"]
     assert wanted.prompts.data_path == ["/out of/quick/toy/data/heldout.jsonl"]
     assert wanted.rewards.reward_model_name_or_path == "/out of/quick/reward"
+
+
+def test_ctrl_c_says_how_to_resume_and_returns_130(script):
+    waits = "#!/usr/bin/env bash\ntrap 'exit 130' INT\necho ready\nsleep 100\n"
+    (script.parent / "toy/run_step2_reward.sh").write_text(waits)
+    words = ["bash", script, script.parents[1] / "out"]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    while "ready" not in run.stdout.readline():
+        assert run.poll() is None
+    os.killpg(run.pid, signal.SIGINT)
+    rest = run.communicate(timeout=60)[0]
+    assert (run.returncode, rest) == (130, "quickstart: interrupted; run the same command again to resume\n")

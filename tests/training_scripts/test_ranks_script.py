@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -132,3 +133,29 @@ def test_the_exit_code_is_that_of_the_step(script, tmp_path):
     with pytest.raises(subprocess.CalledProcessError) as problem:
         bash(script, f"launch {tmp_path}/main.py", RANKS="1", DS_ACCELERATOR="cpu", PATH=path)
     assert problem.value.returncode == 3
+
+
+WAITS = """
+import signal, sys, time
+def stop(number, frame):
+    sys.exit(0)
+signal.signal(signal.SIGINT, stop)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_of_a_process_group_returns_130(script, tmp_path, ranks):
+    """All its processes get the signal, as from a terminal; ranks end with 0, and DeepSpeed's launcher with 1."""
+    (tmp_path / "main.py").write_text(WAITS)
+    env = {**os.environ, "RANKS": str(ranks), "DS_ACCELERATOR": "cpu"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    words = ["bash", "-euo", "pipefail", "-c", f'source "{script}"; launch {tmp_path}/main.py; echo after']
+    run = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    for _ in range(ranks):
+        while "ready" not in run.stdout.readline():
+            assert run.poll() is None
+    os.killpg(run.pid, signal.SIGINT)
+    rest = run.communicate(timeout=60)[0]
+    assert (run.returncode, "after" in rest) == (130, False)

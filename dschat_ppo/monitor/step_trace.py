@@ -1,0 +1,118 @@
+"""`--profile`: a trace of one step by torch's profiler, with the phases as named blocks around the operators."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dschat_ppo.common.dist import rank
+from dschat_ppo.common.heartbeat import watchdog_paused
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.phases import blocks_marked_by
+
+FOLDER = "profile"
+# Of each rollout, so that a trace has a size that a browser opens: a step of decoding has hundreds of operators and
+# kernels, and all steps are alike. Later ones are inside the block of their phase, without their operators.
+MOST_DECODE_STEPS = 64
+
+Item = TypeVar("Item")
+
+
+class StepTrace:
+    """Records one step of a run on this rank, and writes the trace when the step is finished.
+
+    Every rank writes its own file: where ranks wait for each other shows only in the traces of all of them.
+
+    Args:
+        output: the output folder.
+        step: number of the step, from 1 on; None: nothing is recorded.
+    """
+
+    def __init__(self, output: Path, step: int | None):
+        self.output = output
+        self.step = step
+
+    @property
+    def file(self) -> Path:
+        """The trace of this rank."""
+        return self.output / FOLDER / f"step_{self.step}_rank_{rank()}.json.gz"
+
+    def around(self, steps: Iterable[Item], first: int) -> Iterator[Item]:
+        """Yield the items of `steps`, each of which is the work of one step, and record what the caller does with one.
+
+        If the caller's loop ends before the step is finished, no trace is written.
+
+        Args:
+            steps: one item for each step.
+            first: number of the first one.
+        """
+        for number, item in enumerate(steps, first):
+            if number == self.step:
+                with self._recorded():
+                    yield item
+            else:
+                yield item
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's profiler, which prints its starts and stops
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        recorder = profile(activities=activities)
+        recorder.start()
+        try:
+            with blocks_marked_by(_Blocks(recorder, activities)):
+                yield
+        finally:
+            recorder.stop()
+        self._write(recorder)
+
+    def _write(self, recorder: profile) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.file.with_name(f".{self.file.name}")
+        with watchdog_paused():  # a large trace takes minutes
+            recorder.export_chrome_trace(str(draft))
+        draft.replace(self.file)
+        logger().info(
+            f"--profile: the trace of step {self.step} is {self.file}, and one file for each other rank; open it at "
+            "https://ui.perfetto.dev or chrome://tracing"
+        )
+
+
+class _Blocks:
+    """Marks blocks in the trace of `recorder`; pauses it in a block after `MOST_DECODE_STEPS` steps of decoding."""
+
+    def __init__(self, recorder: profile, activities: list[ProfilerActivity]):
+        self._recorder = recorder
+        self._activities = activities
+        self._decode_steps = 0
+        self._is_paused = False
+
+    @contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        with record_function(name):
+            self._decode_steps = 0
+            try:
+                yield
+            finally:
+                if self._is_paused:
+                    self._pause(False)
+
+    def decode_step(self) -> None:
+        self._decode_steps += 1
+        if self._decode_steps > MOST_DECODE_STEPS and not self._is_paused:
+            self._pause(True)
+
+    def _pause(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        self._recorder.toggle_collection_dynamic(not is_paused, self._activities)
+
+
+NO_TRACE = StepTrace(Path(), None)

@@ -1,0 +1,83 @@
+"""A trace of one step: its blocks, its size, and that nothing is recorded outside."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from traces import blocks, inside, spans_of
+
+from dschat_ppo.common import phases
+from dschat_ppo.common.phases import PhaseClock, block, decode_step
+from dschat_ppo.monitor import step_trace
+from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
+
+
+def work(trace: StepTrace, steps: int, first: int = 1, tokens: int = 3) -> list[str]:
+    """Do steps of two phases; returns the items."""
+    clock, done = PhaseClock(), []
+    x = torch.ones(4, 4)
+    for item in trace.around([f"step {number}" for number in range(first, first + steps)], first):
+        done.append(item)
+        with clock.phase("rollout"):
+            for _ in range(tokens):
+                decode_step()
+                torch.mm(x, x)
+            torch.neg(x)
+        with clock.phase("train"), block("train actor"):
+            torch.exp(x)
+    return done
+
+
+def test_the_trace_of_a_step_has_its_phases_around_their_operators(tmp_path, capsys):
+    assert work(StepTrace(tmp_path, 2), 3) == ["step 1", "step 2", "step 3"]
+    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == ["profile/step_2_rank_0.json.gz"]
+    events = spans_of(tmp_path / files[0])
+    assert [event["name"] for event in blocks(events)] == ["rollout", "train", "train actor"]
+    rollout, train, actor = blocks(events)
+    assert inside(rollout, events).count("aten::mm") == 3 and "aten::exp" not in inside(rollout, events)
+    assert {"train actor", "aten::exp"} <= set(inside(train, events)) and "aten::exp" in inside(actor, events)
+    assert [event["name"] for event in events].count("aten::mm") == 3, "of one step alone"
+    out = capsys.readouterr().out
+    assert f"the trace of step 2 is {tmp_path}/profile/step_2_rank_0.json.gz" in out and "ui.perfetto.dev" in out
+
+
+@pytest.mark.parametrize(("step", "first"), [(None, 1), (4, 1), (2, 3)])
+def test_other_steps_leave_nothing(tmp_path, step, first):
+    assert len(work(StepTrace(tmp_path, step), 3, first)) == 3
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_resumed_run_counts_from_its_first_step(tmp_path):
+    work(StepTrace(tmp_path, 5), 3, first=4)
+    assert (tmp_path / "profile/step_5_rank_0.json.gz").exists()
+
+
+def test_operators_of_late_decode_steps_are_left_out_but_not_those_after_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_trace, "MOST_DECODE_STEPS", 2)
+    work(StepTrace(tmp_path, 1), 1, tokens=50)
+    events = spans_of(tmp_path / "profile/step_1_rank_0.json.gz")
+    names = [event["name"] for event in events]
+    assert names.count("aten::mm") == 2
+    assert [event["name"] for event in blocks(events)] == ["rollout", "train", "train actor"]
+    assert names.count("aten::exp") == 1
+
+
+def test_a_step_that_ends_by_an_exception_leaves_no_trace_and_no_profiler(tmp_path):
+    def fail() -> None:
+        for _ in StepTrace(tmp_path, 1).around([0], 1):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not any(tmp_path.iterdir())
+    assert not phases._MARKERS
+    assert not torch.autograd._profiler_enabled()
+    work(StepTrace(tmp_path, 1), 1)
+    assert (tmp_path / "profile/step_1_rank_0.json.gz").exists()
+
+
+def test_without_a_trace_a_block_is_nothing(tmp_path):
+    assert list(NO_TRACE.around("ab", 1)) == ["a", "b"]
+    assert isinstance(block("train actor"), nullcontext)
+    decode_step()
