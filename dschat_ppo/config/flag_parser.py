@@ -48,11 +48,16 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
         settings: of `argparse.ArgumentParser`.
     """
     parser = FlagParser(allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
+    add_groups(parser, groups)
+    return parser
+
+
+def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any]) -> None:
+    """Add the fields of dataclasses, as `flag_parser` does."""
     for group in groups:
         section, types = parser.add_argument_group(group._argument_group_name), get_type_hints(group)
         for field in dataclasses.fields(group):
             _add_flag(section, field, types[field.name])
-    return parser
 
 
 def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:

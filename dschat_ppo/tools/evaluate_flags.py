@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.flag_parser import add_groups, flag_parser
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
@@ -44,13 +44,13 @@ def read_arguments(argv: Sequence[str], description: str | None = None) -> Wante
         UserError: a flag is unknown, does not accept its value, or has no effect.
         SystemExit: after `--help`.
     """
-    parser = flag_parser(
-        [DataFlags, RewardSourceFlags], prog="python -m dschat_ppo.tools.evaluate", description=description
-    )  # fmt: skip
+    parser = flag_parser([], prog="python -m dschat_ppo.tools.evaluate", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.set_defaults(use_reward_model=None, data_path=[])
+    parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]\n       {parser.prog} --pairs DATA ..."
     _add_flags(parser)
     add_sampling_flags(parser)
+    add_groups(parser, [DataFlags, RewardSourceFlags])
+    parser.set_defaults(use_reward_model=None, data_path=[])
     words = parser.parse_args(argv)
     defaults = {field.name: field.default for field in dataclasses.fields(DataFlags)}
     for name in NO_EFFECT:
