@@ -190,9 +190,3 @@ def test_none_with_another_tracker_is_refused():
 def test_flags_of_trackers_without_effect_are_noted(step, words, without_effect):
     found = notes(step, config(step, words))
     assert {line.split()[0].removeprefix("--") for line in found} == without_effect
-
-
-@pytest.mark.parametrize(("words", "noted"), [("", False), ("--report_to tensorboard", True)])
-def test_the_number_of_answers_for_trackers_needs_a_tracker(words, noted):
-    assert ("report_answers" in config("ppo", f"--report_answers 9 {words}").idle()) is not noted
-    assert "report_answers" not in config("ppo").idle()
