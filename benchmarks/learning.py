@@ -281,7 +281,7 @@ def plot(outputs: Outputs, file: Path) -> None:
             )
         axes.set(title=task, xlabel="PPO step", ylabel="held-out score")
         axes.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=80)
 
 
 def arguments() -> argparse.Namespace:
