@@ -57,7 +57,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Tracking:
-    """The trackers of a run and what they are told about it.
+    """The trackers of a run, and what they receive when they open.
 
     Attributes:
         libraries: names of the trackers, see `RunFlags.trackers`.

@@ -28,8 +28,8 @@ def check_wandb() -> None:
 class WandbTracker:
     """Writes to one W&B run, which resumed starts continue under the same id.
 
-    W&B takes steps in ascending order only. A step that it has already is not sent again: of those sent to a server,
-    W&B knows the last one; offline, each start writes files of its own, and `written` tells.
+    W&B takes steps in ascending order only. A step that it has already is not sent again: W&B knows the last one that
+    its server has, and `written` is the last one of earlier starts, each of which writes a separate file offline.
 
     Raises:
         UserError: W&B does not begin the run.
