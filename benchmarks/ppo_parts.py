@@ -92,6 +92,9 @@ class NoCheckpoints:
     def save_if_due(self) -> None:
         """Nothing is due."""
 
+    def stop_if(self, reason: str | None) -> None:
+        """Nothing stops the run."""
+
 
 @contextmanager
 def given_lengths(ppo: PPOComponents, work: Workload) -> Iterator[None]:

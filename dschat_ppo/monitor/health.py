@@ -99,7 +99,7 @@ class HealthWatch:
         now = {name: value for name, value in metrics.items() if not math.isnan(value)}
         self._add_evaluation(step, now)
         window = self.flags.health_window
-        start = {name: sum(values) / window for name, values in self._start.items() if len(values) == window}
+        start = {name: sum(values) / len(values) for name, values in self._start.items() if len(values) >= window}
         history = History(step, now, list(self._past), window, start, self._lowest, self._evaluations)
         found = {rule.name: seen for rule in self.rules if (seen := rule.find(history, self.flags)) is not None}
         fresh = [

@@ -68,10 +68,14 @@ def equal_scores(metrics: Metrics, flags: PPOHealthFlags) -> str | None:
 
 
 def constant_source(metrics: Metrics, flags: PPOHealthFlags) -> str | None:
-    """One of several reward sources gives all answers the same score."""
-    spreads = {name: value for name, value in metrics.items()
-               if name.startswith("reward/") and name.endswith("_std") and name != "reward/score_std"}  # fmt: skip
-    constant = [f"{name} is {value:.3g}" for name, value in spreads.items() if value < flags.health_score_std]
+    """One of several reward sources gives all answers that it scores the same score."""
+    count, constant = metrics.get("rollout/count", 1), []
+    for name, spread in metrics.items():
+        source = name.removesuffix("_std")
+        if source == name or not name.startswith("reward/") or source == "reward/score":
+            continue
+        if spread < flags.health_score_std and count * metrics.get(f"{source}_share", 1.0) >= 2:
+            constant.append(f"{name} is {spread:.3g}")
     return f"{', '.join(constant)}, below {flags.health_score_std:g} (--health_score_std)" if constant else None
 
 

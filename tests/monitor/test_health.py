@@ -104,6 +104,14 @@ def test_a_resumed_watch_finds_what_it_would_have_found(tmp_path):
         assert resumed.events == expected
 
 
+def test_a_resumed_run_may_have_another_window():
+    watch, narrow = ppo_watch(), ppo_watch(health_window=4)
+    events_of(watch, [{}] * WINDOW)
+    narrow.load_state_dict(watch.state_dict(), WINDOW)
+    found = [event for step in range(5) for event in narrow.check(11 + step, {**PPO_STEP, "rollout/length_mean": 70.0})]
+    assert "length_creep" in names(found)
+
+
 def test_the_state_of_an_earlier_version_is_read():
     old = {"kl/ref_k1": 0.05, "answers/ended_share": 0.9, "answers/length_mean": 40.0, "reward/score_std": 1.0}
     watch = ppo_watch()

@@ -3,6 +3,7 @@
 import pytest
 from health_steps import FIT_STEP, WINDOW, events_of, fit_watch
 
+from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.monitor.health_fit_rules import FIT_RULES
 
 HEALTHY = [{}] * WINDOW
@@ -80,3 +81,18 @@ def test_a_step_without_a_finite_loss_is_no_part_of_a_trend():
     watch.check(5, {**FIT_STEP, "loss": float("nan")})
     found = events_of(watch, [])
     assert found == [] and len(watch.state_dict()["past"]) == 4
+
+
+@pytest.mark.parametrize("cut", [7, 11, 15, 19])
+def test_a_resumed_watch_finds_what_it_would_have_found(tmp_path, cut):
+    uneven = [{**step, "loss": step["loss"] + 0.1 * ("eval_loss" in step)} for step in CASES["overfitting"][0]]
+    for steps in (uneven, [*HEALTHY, *[{"loss": 1.4}] * 9, *[{"loss": 1.7}] * 9]):
+        whole, watch, resumed = fit_watch(), fit_watch(), fit_watch()
+        expected = events_of(whole, steps)
+        assert len(expected) == 1
+        events_of(watch, steps[:cut])
+        save_state(tmp_path / "state", watch.state_dict())
+        resumed.load_state_dict(load_state(tmp_path / "state"), cut)
+        for step, changes in enumerate(steps[cut:], cut + 1):
+            resumed.check(step, {**FIT_STEP, **changes})
+        assert resumed.events == expected

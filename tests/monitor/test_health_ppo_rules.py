@@ -158,6 +158,13 @@ def test_a_single_answer_has_no_spread():
     assert events_of(ppo_watch(), [{"reward/score_std": 0.0, "rollout/count": 1}]) == []
 
 
+def test_a_source_that_scores_a_single_answer_has_no_spread():
+    alone = {"reward/format_std": 0.0, "reward/format_share": 1 / 64}
+    assert events_of(ppo_watch(), [alone] * 11) == []
+    both = {"reward/format_std": 0.0, "reward/format_share": 2 / 64}
+    assert [event.name for event in events_of(ppo_watch(), [both] * 11)] == ["source_constant"]
+
+
 def test_ratios_of_rollout_log_probs_are_reported_once():
     same = {"policy/first_log_ratio_abs_mean": 0.09, "rollout/logprob_diff_mean": 0.09}
     assert events_of(ppo_watch(), [same]) == []
