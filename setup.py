@@ -50,7 +50,16 @@ setup(
         "qlora": ["peft>=0.20.0,<1", "bitsandbytes>=0.46.1"],
         "math": ["math-verify"],
         "plot": ["matplotlib"],
+        "docs": [
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.6,<10",
+            "mkdocstrings[python]>=1,<2",
+            "mkdocstrings-python>=2,<3",
+        ],
         "sentencepiece": ["sentencepiece"],
+        "wandb": ["wandb>=0.19"],
+        "mlflow": ["mlflow-skinny>=3.1", "sqlalchemy", "alembic"],
+        "trackio": ["trackio>=0.14"],
         "test": [
             "pytest",
             "pytest-xdist",
@@ -60,6 +69,11 @@ setup(
             "hypothesis",
             "math-verify",
             "peft>=0.20.0,<1",
+            # the tests build the documents
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.6,<10",
+            "mkdocstrings[python]>=1,<2",
+            "mkdocstrings-python>=2,<3",
         ],
     },
 )

@@ -25,6 +25,13 @@ class NonFiniteError(FloatingPointError):
     """NaN or infinity in the training; the message names the repro bundle that replays it."""
 
 
+class UnhealthyRun(Exception):  # noqa: N818  a decision of the user, by a flag
+    """The run ends because of a health event (`--stop_on_health`), with its state saved; raised on every rank.
+
+    The entry points print the message without a traceback and exit with code 6.
+    """
+
+
 class StopRequested(Exception):  # noqa: N818  nothing went wrong
     """The run stops here on every rank: a stop was requested and the state is saved, or the run was already finished.
 

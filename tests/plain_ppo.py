@@ -25,6 +25,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.loop import run
@@ -185,7 +186,7 @@ class PlainRun:
                 config.validation, collection.generator, held_out, scorer if engines.reference else None, folder,
                 lambda: self.saved_best.append(self.evaluation.best),
             )  # fmt: skip
-        self.health = HealthWatch()
+        self.health = HealthWatch(PPO_RULES, config.health)
         self.resumable = ResumablePPO(self.ppo, self.evaluation, self.health)
 
     def run(self, checkpointer=NO_CHECKPOINTS, resumed: tuple[int, int] | None = None) -> dict[str, Any]:

@@ -30,12 +30,14 @@ launch() { # launch MAIN FLAGS...: like `deepspeed MAIN FLAGS...`, whose command
     if [ "$RANKS" -le "$gpus" ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
         devices="$(cut -d, -f"1-$RANKS" <<<"$CUDA_VISIBLE_DEVICES")"
     fi
+    local log_level=warning
+    if [[ " $* " == *" --verbose "* ]]; then log_level=info; fi
     if [ -e "$hostfile" ]; then
-        deepspeed --hostfile "$hostfile" --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$@"
+        deepspeed --log_level "$log_level" --hostfile "$hostfile" --num_accelerators "$RANKS" --master_port "$MASTER_PORT" "$@"
     elif [ "$RANKS" -gt 1 ]; then # the process that the `deepspeed` command starts on each machine
         local world
         world="$(base64 <<<"{\"localhost\": [\"${devices//,/\", \"}\"]}" | tr -d '\n')"
-        python -u -m deepspeed.launcher.launch --world_info="$world" --master_port="$MASTER_PORT" "$@"
+        python -u -m deepspeed.launcher.launch --world_info="$world" --master_port="$MASTER_PORT" --log_level="$log_level" "$@"
     else # one rank needs no launcher
         if [ "$gpus" -gt 0 ]; then local -x CUDA_VISIBLE_DEVICES="$devices"; fi
         python -u "$@"

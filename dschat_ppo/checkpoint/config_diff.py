@@ -18,11 +18,18 @@ WHERE_AND_WHEN = frozenset({
     "save_steps", "save_minutes", "save_total_limit", "save_best", "resume", "resume_force",
     "save_hf_steps", "metric_for_best", "lora_merge",
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
+    "report_to", "run_name", "project",
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
     "profile",
+    "sample_interval", "samples_per_step", "validate_only",
+    "logging_steps", "verbose",
     "data_output_path", "preprocessing_num_workers",
     "reward_workers", "reward_timeout",
     "remote_reward_timeout", "remote_reward_retries", "remote_reward_batch_size",
+    "stop_on_health", "health_window", "health_kl_spike", "health_negative_kl", "health_entropy_factor",
+    "health_score_std", "health_distinct_share", "health_length_growth", "health_ended_drop", "health_clip_fraction",
+    "health_first_log_ratio", "health_logprob_diff", "health_rank_wait", "health_grad_growth", "health_loss_growth",
+    "health_overfit_evals",
 })  # fmt: skip
 
 # The result is the same up to rounding: these flags choose how the work is laid out on the machine.

@@ -26,7 +26,7 @@ from dschat_ppo.common.atomic_files import PARTIAL
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.errors import StopRequested, StorageError
+from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.runtime import stop_requests
@@ -151,6 +151,14 @@ class CheckpointManager:
     def stop_requested(self) -> bool:
         """See `Checkpointer`."""
         return self._any([stop_requests.requested()])[0]
+
+    def stop_if(self, reason: str | None) -> None:
+        """See `Checkpointer`."""
+        reason = dist.broadcast_object(reason)
+        if reason is not None:
+            self.finish()
+            path = self._folder.root / checkpoint_name(*self._trainer.position)
+            raise UnhealthyRun(f"{reason} (saved as {path}; {self._how_to_resume})")
 
     def finish(self) -> None:
         """Save the current state, unless it is saved already, and wait until it is on the disk. Collective."""

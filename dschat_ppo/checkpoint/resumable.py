@@ -84,6 +84,13 @@ class Checkpointer(Protocol):
     def stop_requested(self) -> bool:
         """Whether any rank received a stop request."""
 
+    def stop_if(self, reason: str | None) -> None:
+        """Save a checkpoint and end the run if rank 0 has a reason.
+
+        Raises:
+            UnhealthyRun: with the reason.
+        """
+
 
 class _NoCheckpoints:
     """Saves nothing and never stops."""
@@ -94,6 +101,9 @@ class _NoCheckpoints:
     def stop_requested(self) -> bool:
         """Always False."""
         return False
+
+    def stop_if(self, reason: str | None) -> None:
+        """Does nothing."""
 
 
 NO_CHECKPOINTS: Checkpointer = _NoCheckpoints()

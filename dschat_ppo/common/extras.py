@@ -10,8 +10,12 @@ EXTRAS = {  # module -> (package, the arguments of pip that install it)
     "bitsandbytes": ("bitsandbytes", '-e ".[qlora]"'),
     "flash_attn": ("flash-attn", '--no-build-isolation -e ".[flash]"'),
     "math_verify": ("math-verify", '-e ".[math]"'),
+    "mlflow": ("mlflow-skinny", '-e ".[mlflow]"'),
     "peft": ("peft", '-e ".[lora]"'),
     "sentencepiece": ("sentencepiece", '-e ".[sentencepiece]"'),
+    "tensorboard": ("tensorboard", "-e ."),  # required by setup.py, and checked as the other trackers are
+    "trackio": ("trackio", '-e ".[trackio]"'),
+    "wandb": ("wandb", '-e ".[wandb]"'),
 }
 
 

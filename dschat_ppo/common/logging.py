@@ -1,4 +1,4 @@
-"""Log lines and progress bars: rank 0 prints, and no line breaks a progress bar."""
+"""Log lines: rank 0 prints, no line breaks the progress line, and libraries print warnings only, once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from typing import TextIO
 
 from tqdm import tqdm
 
 from dschat_ppo.common.ranks import is_main
 
-_VERBOSE = os.environ.get("DSCHAT_PPO_VERBOSE") == "1"
+_HIDDEN: list[TextIO] = []  # where stdout leads outside of the `quiet_prints` blocks that are open
+_VERBOSE = [os.environ.get("DSCHAT_PPO_VERBOSE") == "1"]
+_REPLACED = ("Setting accelerator to CPU", "LOAD REPORT")  # warnings in whose place this project prints a line
 
 
 class _BarSafeHandler(logging.Handler):
@@ -23,11 +25,12 @@ class _BarSafeHandler(logging.Handler):
 
 
 def print_line(line: str) -> None:
-    """Print a line: on a terminal above the progress bar, in a log file without redrawing the bar."""
+    """Print a line: on a terminal above the progress line, in a log file without drawing that again."""
+    stdout = _HIDDEN[-1] if _HIDDEN else sys.stdout
     if sys.stderr.isatty():
-        tqdm.write(line)
+        tqdm.write(line, file=stdout)
     else:
-        print(line, flush=True)
+        print(line, file=stdout, flush=True)
 
 
 def logger() -> logging.Logger:
@@ -43,25 +46,65 @@ def logger() -> logging.Logger:
     return log
 
 
+class _WarningsOnce(logging.Filter):
+    """Of a handler that prints: passes errors, on rank 0 also warnings, and each text once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        passes = record.levelno >= (logging.WARNING if is_main() else logging.ERROR) and text not in self.seen
+        passes = passes and _is_new(record)
+        self.seen.add(text)
+        return passes
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    """Whether no line of this project says the same as the record."""
+    return not any(known in record.getMessage() for known in _REPLACED)
+
+
+def set_verbose(verbose: bool) -> None:
+    """Decide whether libraries print everything; call it before they are imported. `DSCHAT_PPO_VERBOSE=1` does the
+    same as `verbose`."""
+    _VERBOSE[0] = verbose or os.environ.get("DSCHAT_PPO_VERBOSE") == "1"
+    log = logging.getLogger("DeepSpeed")
+    log.removeFilter(_is_new)
+    if not _VERBOSE[0]:
+        log.addFilter(_is_new)  # it stays when DeepSpeed sets its logger up
+
+
 def quiet_libraries() -> None:
-    """Suppress progress bars and informational messages of the libraries, unless `DSCHAT_PPO_VERBOSE=1`."""
-    if _VERBOSE:
-        return
+    """Print only warnings of the libraries, once and on rank 0, and errors; after `set_verbose(True)`, everything from
+    INFO on. The log files of all ranks get every warning in any case."""
     import deepspeed  # noqa: F401  (creates the logger that is set here)
 
-    for name in ("DeepSpeed", "deepspeed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    log = logging.getLogger("DeepSpeed")
+    log.setLevel(logging.INFO if _VERBOSE[0] else logging.WARNING)
+    for handler in log.handlers:
+        handler.setLevel(log.level)
+    _print_once(log)
     quiet_hugging_face()
+
+
+def _print_once(log: logging.Logger) -> None:
+    for handler in log.handlers:
+        if not _VERBOSE[0] and not any(isinstance(own, _WarningsOnce) for own in handler.filters):
+            handler.addFilter(_WarningsOnce())
 
 
 def quiet_hugging_face() -> None:
     """`quiet_libraries` for programs that do without DeepSpeed, whose import takes seconds."""
-    if _VERBOSE:
-        return
     import datasets
     import transformers
 
-    transformers.logging.set_verbosity_error()
+    if _VERBOSE[0]:
+        transformers.logging.set_verbosity_info()
+        return
+    transformers.logging.set_verbosity_warning()
+    _print_once(logging.getLogger("transformers"))
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -69,20 +112,18 @@ def quiet_hugging_face() -> None:
 
 @contextmanager
 def quiet_prints() -> Iterator[None]:
-    """Discard what libraries print in the block (DeepSpeed prints on every rank), unless `DSCHAT_PPO_VERBOSE=1`."""
-    if _VERBOSE:
+    """Discard what libraries print in the block (DeepSpeed prints on every rank), unless `set_verbose(True)`; lines of
+    this project are printed."""
+    if _VERBOSE[0]:
         yield
         return
+    stdout = sys.stdout
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        yield
-
-
-def progress_bar(title: str, total: int, done: int = 0) -> Any:
-    """A progress bar on rank 0, starting at `done`: redrawn every second on a terminal, every 30 s in a log file."""
-    shown: dict[str, Any] = {"total": total, "initial": done, "desc": title, "disable": not is_main()}
-    if sys.stderr.isatty():
-        return tqdm(**shown, mininterval=1.0)
-    return tqdm(**shown, mininterval=30.0, bar_format="{l_bar}{bar:20}{r_bar}\n")
+        _HIDDEN.append(stdout)
+        try:
+            yield
+        finally:
+            _HIDDEN.pop()
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
@@ -90,3 +131,6 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
     pairs = list(rows)
     width = max(len(left) for left, _ in pairs)
     return "\n".join([title] + [f"  {left.ljust(width)}  {right}" for left, right in pairs])
+
+
+set_verbose(False)  # for programs without `--verbose`

@@ -66,8 +66,8 @@ class SupervisedPlan:
 
     def table(self) -> list[tuple[str, str]]:
         """The plan as (name, arithmetic) lines for the log."""
-        lines = [("training rows", f"{self.rows}")]
-        steps, device = self.steps_per_epoch, "device" if self.shared == 1 else "group"
+        lines: list[tuple[str, str]] = []
+        steps, rows = self.steps_per_epoch, "rows" if self.packing is None else "packed rows"
         if self.packing is not None:
             samples, tokens, room = self.packing.samples, self.tokens or 0, self.rows * self.packing.capacity
             lines = [
@@ -80,14 +80,8 @@ class SupervisedPlan:
             lines.append(("tokens per optimizer step", per_step))
         return [
             *lines,
-            ("ranks", f"{self.world_size}"),
             *_sharing(self.world_size, self.shared),
-            (f"micro-batch per {device}", f"{self.per_device}" + (" packed rows" if self.packing is not None else "")),
-            ("micro-batches per optimizer step", f"{self.accumulation}"),
-            (
-                "global batch",
-                f"{self.per_device} x {self.accumulation} x {self.world_size // self.shared} = {self.global_batch}",
-            ),
+            ("global batch", _global_batch(self, self.per_device, rows)),
             (
                 "optimizer steps per epoch",
                 f"ceil({self.rows} / {self.global_batch}) = {self.steps_per_epoch}",
@@ -100,6 +94,12 @@ class SupervisedPlan:
             return f"{self.max_steps} (--max_steps), {self.max_steps / self.steps_per_epoch:.3g} epochs"
         product = f"{self.steps_per_epoch} x {_shown(self.epochs)}"
         return f"{product if self.epochs == int(self.epochs) else f'ceil({product})'} = {self.total_steps}"
+
+
+def _global_batch(plan: SupervisedPlan | PPOPlan, micro_batch: int, rows: str) -> str:
+    """Such as "32 rows x 1 micro-batches x 2 ranks = 64"."""
+    apart = f"{plan.world_size // plan.shared} {'ranks' if plan.shared == 1 else 'groups'}"
+    return f"{micro_batch} {rows} x {plan.accumulation} micro-batches x {apart} = {plan.global_batch}"
 
 
 def _sharing(world_size: int, shared: int) -> list[tuple[str, str]]:
@@ -218,22 +218,15 @@ class PPOPlan:
         device = "device" if self.shared == 1 else "group"
         return [
             ("prompts", f"{self.prompts}"),
-            ("ranks", f"{self.world_size}"),
             *_sharing(self.world_size, self.shared),
             (
-                "answers per rank",
-                f"{self.generation_batch} x {self.generation_batches} prompts x {self.samples} = {self.rows_per_rank}",
+                "rows per rank",
+                f"{self.generation_batch} x {self.generation_batches} prompts x {self.samples} answers = "
+                f"{self.rows_per_rank}",
             ),
-            ("rows per PPO step", f"{self.rows_per_rank} x {self.world_size} = {self.rollout_rows}"),
+            ("rows per PPO step", f"{self.rows_per_rank} x {self.world_size} ranks = {self.rollout_rows}"),
             (f"micro-batch per {device}", f"up to {self.micro_batch_tokens} tokens, padding included"),
-            (
-                f"rows per optimizer step and {device}",
-                f"{self.micro_batch} x {self.accumulation} = {self.micro_batch * self.accumulation}",
-            ),
-            (
-                "global batch",
-                f"{self.micro_batch} x {self.accumulation} x {self.world_size // self.shared} = {self.global_batch}",
-            ),
+            ("global batch", _global_batch(self, self.micro_batch, "rows")),
             (
                 "updates per PPO step",
                 f"{self.rollout_rows} / {self.global_batch} x {self.ppo_epochs} = {self.updates_per_rollout}",

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 import unicodedata
 from collections.abc import Sequence
 from typing import Any, get_type_hints
@@ -14,6 +15,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.help_text import asked_for_help, flags_of, help_text
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.steps import STEPS, Step
 from dschat_ppo.errors import UserError, reading
@@ -87,9 +89,13 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         SystemExit: after `--help`.
     """
     step = STEPS[step_name]
-    groups = _groups(step)
-    parser = flag_parser([kind for _, kind in groups], usage="deepspeed %(prog)s [--flag value ...]")
-    parser.set_defaults(**{**step.defaults, **(given or {})})
+    groups, defaults = _groups(step), {**step.defaults, **(given or {})}
+    if (topic := asked_for_help(argv)) is not None:
+        flags = flags_of([kind for _, kind in groups], defaults)
+        _print_help(help_text(step_name, flags, topic))
+        raise SystemExit(0)
+    parser = flag_parser([kind for _, kind in groups], add_help=False)
+    parser.set_defaults(**defaults)
     fields = [field for _, kind in groups for field in dataclasses.fields(kind)]
     known = {field.name for field in fields} - {"config", "local_rank"}
     known |= {alias.lstrip("-") for field in fields for alias in field.metadata.get("aliases", [])}
@@ -98,8 +104,8 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     found, unknown = parser.parse_known_args(words)
     if unknown:
         names = known | {f"no_{field.name}" for field in fields if parser.get_default(field.name) is True}
-        flags = [word for word in unknown if word.startswith("-")] or unknown[:1]
-        hints = dict.fromkeys(_suggestion(word, names) for word in flags)
+        misspelt = [word for word in unknown if word.startswith("-")] or unknown[:1]
+        hints = dict.fromkeys(_suggestion(word, names) for word in misspelt)
         raise UserError(f"unknown flag or value: {' '.join(unknown)}{''.join(hints)} (all flags: --help)")
     # after unknown flags: often one of them is a required flag under another name
     missing = [f"--{field.name}" for field in fields if field.name not in found]
@@ -111,6 +117,16 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     }
     _check_values(values)
     return step.config(**parts)
+
+
+def _print_help(text: str) -> None:
+    """Print on rank 0; a reader such as `head` may stop reading."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
 
 
 def flag_help(kind: Any) -> str:
@@ -173,5 +189,5 @@ def notes(step_name: str, config: Any) -> list[str]:
         field.name: field.default for _, kind in _groups(step) for field in dataclasses.fields(kind)
     } | step.defaults
     values = flatten(config)
-    reasons = (step.notes | config.idle()).items()
+    reasons = (step.notes | config.run.idle() | config.idle()).items()
     return [f"--{name} has no effect: {reason}" for name, reason in reasons if values[name] != defaults[name]]

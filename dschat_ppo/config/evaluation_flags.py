@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
-from dschat_ppo.config.schema import flag, flag_list, require, require_not_negative, require_positive
+from dschat_ppo.config.schema import VALIDATE_ONLY, flag, flag_list, require, require_not_negative, require_positive
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,16 @@ class EvaluationFlags:
     eval_reward_function: str | None = flag(
         "reward function for evaluation, written as for --reward_function; not given: the training reward", None
     )
+    validate_only: bool = flag(VALIDATE_ONLY, False)
     save_best: bool = flag("keep the models of the best evaluation in `best/` inside --output_dir", True)
 
     def __post_init__(self) -> None:
         require_not_negative(self, "eval_interval eval_max_prompts")
         require_positive(self, "eval_samples eval_batch_size")
+        require(
+            bool(self.eval_data_path) or not self.validate_only,
+            "--validate_only answers held-out prompts: name them by --eval_data_path",
+        )
         values = asdict(self)
         others = [field for field in fields(self) if field.name != "eval_data_path"]
         given = [f"--{field.name}" for field in others if values[field.name] != field.default]

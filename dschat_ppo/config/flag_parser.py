@@ -63,7 +63,7 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
         default = field.default
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
     section.add_argument(
-        *names, *field.metadata.get("aliases", []), help=field.metadata["help"], default=default, **_values_of(kind)
+        *names, *field.metadata.get("aliases", []), help=field.metadata["help"], default=default, **values_of(kind)
     )
     if default is True:
         section.add_argument(
@@ -72,13 +72,13 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
         )  # fmt: skip
 
 
-def _values_of(kind: Any) -> dict[str, Any]:
-    """What argparse needs to read values of a type."""
+def values_of(kind: Any) -> dict[str, Any]:
+    """What argparse needs to read values of a type: settings of `add_argument`."""
     if get_origin(kind) in (Union, UnionType):
         [kind] = [part for part in get_args(kind) if part is not NoneType]
     if get_origin(kind) is list:
         [item] = get_args(kind)
-        return {**_values_of(item), "nargs": "*"}  # a list may be empty, as in DeepSpeed-Chat
+        return {**values_of(item), "nargs": "*"}  # a list may be empty, as in DeepSpeed-Chat
     if get_origin(kind) is Literal:
         by_text = {str(choice): choice for choice in get_args(kind)}
         return {"choices": get_args(kind), "type": partial(_choice_of, by_text)}

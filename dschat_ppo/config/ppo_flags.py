@@ -116,8 +116,16 @@ class PPOFlags:
     actor_dropout: float | None = flag("dropout of the actor in training; not given: 0", None)
     critic_dropout: float | None = flag("dropout of the critic in training; not given: 0", None)
 
-    print_answers: bool = flag("print the prompts and answers of every rank", False)
+    print_answers: bool = flag("print the prompts, answers and scores of all ranks", False)
     print_answers_interval: int = flag("print answers every N PPO steps", 1)
+    sample_interval: int = flag(
+        "write some answers with their scores to samples.jsonl after the first and every Nth PPO step; 0 = off", 10
+    )
+    samples_per_step: int = flag(
+        "maximum number of answers that --sample_interval writes: of the first prompts of the PPO step, the answer with"
+        " the highest and the one with the lowest score",
+        8,
+    )
     enable_test_mode: bool = flag("stop after --test_stop_step PPO steps", False)
     test_stop_step: int = flag("number of PPO steps with --enable_test_mode", 0)
 
@@ -148,12 +156,13 @@ class PPOFlags:
             self,
             "per_device_generation_batch_size per_device_training_batch_size generation_batches ppo_epochs "
             "gradient_accumulation_steps num_train_epochs max_prompt_seq_len max_answer_seq_len temperature "
-            "actor_learning_rate critic_learning_rate print_answers_interval n_samples_per_prompt repetition_penalty",
+            "actor_learning_rate critic_learning_rate print_answers_interval samples_per_step n_samples_per_prompt "
+            "repetition_penalty",
         )
         require_not_negative(
             self,
             "micro_batch_tokens top_k min_answer_seq_len rollout_rows unsup_coef actor_weight_decay "
-            "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm",
+            "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm sample_interval",
         )
         require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
         require_fraction(self, "actor_dropout critic_dropout ema_decay")

@@ -78,7 +78,7 @@ class PreferenceFlags:
     offload_reference_model: bool = flag(
         "no effect (kept for old scripts): the log-probs of the reference are computed once, before training", False
     )
-    print_loss: bool = flag("no effect (kept for old scripts): the loss of every step is printed in any case", False)
+    print_loss: bool = flag("no effect (kept for old scripts): see --logging_steps", False)
 
     def __post_init__(self) -> None:
         require_not_negative(self, "center_rewards_coef label_smoothing nll_coef simpo_gamma")

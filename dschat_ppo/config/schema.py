@@ -18,6 +18,7 @@ from dschat_ppo.errors import UserError
 SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
 EPOCHS_HELP = "epochs over the {}; a fraction such as 0.5 or 1.5 ends inside an epoch (see --max_steps)"
+VALIDATE_ONLY = "evaluate once, write the results to validation/ in --output_dir, and train nothing"
 MOST_EPOCHS = 2**31 - 1
 MOST_PROCESSES = 1024  # worker processes on one machine
 MOST_SETTINGS = 2**20  # characters of a settings file; a device such as /dev/zero has no end
@@ -154,7 +155,20 @@ class RunFlags:
     adam_beta1: float = flag("first beta of AdamW", 0.9)
     adam_beta2: float = flag("second beta of AdamW; above the square of the first", 0.95)
     adam_epsilon: float = flag("epsilon of AdamW, from 1.1e-19 to 1", 1e-8)
-    enable_tensorboard: bool = flag("also write the metrics to TensorBoard", False)
+    report_to: list[Literal["none", "tensorboard", "wandb", "mlflow", "trackio"]] = flag_list(
+        "trackers that receive the metrics too, one or several; all but tensorboard need an extra, such as pip install "
+        '-e ".[wandb]". none: no tracker, even with --enable_tensorboard',
+        list,
+    )
+    run_name: str | None = flag(
+        "name of the run in wandb, mlflow and trackio; not given: WANDB_NAME, or the name of the output folder", None
+    )
+    project: str | None = flag(
+        "project in wandb and trackio, experiment in mlflow; not given: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME or "
+        "TRACKIO_PROJECT, or the name of the folder around the output folder",
+        None,
+    )
+    enable_tensorboard: bool = flag("the same as --report_to tensorboard, in addition to that flag's trackers", False)
     tensorboard_path: str = flag(
         "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there", "tensorboard"
     )
@@ -172,6 +186,10 @@ class RunFlags:
     def __post_init__(self) -> None:
         if self.output_dir is None:
             raise UserError("--output_dir is required: name the folder for the model and its metrics")
+        require(
+            "none" not in self.report_to or len(set(self.report_to)) == 1,
+            f"--report_to {' '.join(self.report_to)}: none does not go with other trackers; omit it or them",
+        )
         require_not_negative(self, "seed")
         require_positive(self, "profile")
         require_fraction(self, "adam_beta1 adam_beta2")
@@ -199,6 +217,20 @@ class RunFlags:
         """`--output_dir` with `~` expanded, because a shell does not expand it in `--output_dir=~/out`."""
         assert self.output_dir is not None
         return os.path.expanduser(self.output_dir)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers of `--report_to` and `--enable_tensorboard`, each once."""
+        if "none" in self.report_to:
+            return ()
+        return tuple(dict.fromkeys([*self.report_to, *(["tensorboard"] if self.enable_tensorboard else [])]))
+
+    def idle(self) -> dict[str, str]:
+        """Flags of trackers that have no effect with the other flags -> the reason."""
+        found = {"enable_tensorboard": "--report_to none turns all trackers off"} if "none" in self.report_to else {}
+        if not set(self.trackers) - {"tensorboard"}:
+            found |= dict.fromkeys(("run_name", "project"), "no tracker of --report_to has names of runs and projects")
+        return found
 
     @property
     def tensorboard_folder(self) -> Path:
@@ -251,6 +283,7 @@ class SupervisedFlags:
     eval_fraction: float = flag(
         "share of the training rows held out for evaluation if a data set has no eval, test or validation split", 0.05
     )
+    validate_only: bool = flag(VALIDATE_ONLY, False)
     add_eot_token: bool = flag(
         "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", False
     )

@@ -24,4 +24,4 @@ class SFTFlags:
         "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS",
         "<|endoftext|>",
     )
-    print_loss: bool = flag("no effect (kept for old scripts): the loss of every step is printed in any case", False)
+    print_loss: bool = flag("no effect (kept for old scripts): see --logging_steps", False)

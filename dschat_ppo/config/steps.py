@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.config.console_flags import ConsoleFlags
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.export_flags import BestFlags, ExportFlags
+from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
 from dschat_ppo.config.lora_flags import (
     AdaptedModel,
     AdapterFlags,
@@ -57,6 +59,8 @@ class SFTConfig:
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
     export: ExportFlags = field(default_factory=ExportFlags)
     best: BestFlags = field(default_factory=BestFlags)
+    console: ConsoleFlags = field(default_factory=ConsoleFlags)
+    health: FitHealthFlags = field(default_factory=FitHealthFlags)
 
     def __post_init__(self) -> None:
         self.best.require_metric(("loss", "perplexity"))
@@ -82,6 +86,8 @@ class PreferenceConfig:
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
     export: ExportFlags = field(default_factory=ExportFlags)
     best: BestFlags = field(default_factory=BestFlags)
+    console: ConsoleFlags = field(default_factory=ConsoleFlags)
+    health: FitHealthFlags = field(default_factory=FitHealthFlags)
 
     def __post_init__(self) -> None:
         require(
@@ -138,6 +144,8 @@ class PPOConfig:
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
     ppo_schedule: PPOScheduleFlags = field(default_factory=PPOScheduleFlags)
     export: ExportFlags = field(default_factory=ExportFlags)
+    console: ConsoleFlags = field(default_factory=ConsoleFlags)
+    health: PPOHealthFlags = field(default_factory=PPOHealthFlags)
 
     def __post_init__(self) -> None:
         ppo, algorithm = self.ppo, self.algorithm
@@ -305,7 +313,7 @@ _RUN_NOTES = {
 }
 _EOT_NOTE = "answers end with the chat template's end-of-turn token, or with the tokenizer's EOS after a text prompt"
 _PADDING_NOTE = "the attention mask gives the score position"
-_PRINT_NOTE = "the loss of every step is printed in any case"
+_PRINT_NOTE = "the loss is printed every --logging_steps steps in any case"
 
 _PAIRS = Step(
     config=PreferenceConfig,
@@ -323,18 +331,13 @@ STEPS = {
     "sft": Step(
         config=SFTConfig,
         defaults={"tensorboard_path": "step1_tensorboard"},
-        notes={
-            **_RUN_NOTES,
-            "add_eot_token": _EOT_NOTE,
-            "eot_token": _EOT_NOTE,
-            "print_loss": _PRINT_NOTE,
-        },
+        notes=_RUN_NOTES | {"add_eot_token": _EOT_NOTE, "eot_token": _EOT_NOTE, "print_loss": _PRINT_NOTE},
     ),
     "reward": _PAIRS,
     "dpo": replace(_PAIRS, defaults={**_PAIRS.defaults, "objective": "dpo"}),
     "ppo": Step(
         config=PPOConfig,
-        defaults={"tensorboard_path": "step3_tensorboard", "truncation": "drop"},
+        defaults={"tensorboard_path": "step3_tensorboard", "truncation": "drop", "logging_steps": 1},
         notes={
             **_RUN_NOTES,
             "add_eot_token": _EOT_NOTE,

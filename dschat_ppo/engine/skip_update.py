@@ -23,7 +23,7 @@ class Fault:
         kind: "loss", "gradient", or "norm" (each rank's gradients are finite, but their norm over all ranks is not).
         rank: the rank that computed it; for "norm" the rank of the largest gradient.
         micro_batch: its number on that rank, from 0.
-        numbers: [rank][micro-batch] -> the loss, or the largest absolute gradient.
+        numbers: `numbers[rank][micro_batch]` is the loss, or the largest absolute gradient.
         random_state: this rank's `random_state()` at the start of the step.
     """
 

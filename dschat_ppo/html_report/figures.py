@@ -175,7 +175,7 @@ FIGURES = [
     Figure(
         _COST, "Time per step by phase",
         "The height is the time of a step and each band is one phase of it: the thickest band is the one to speed up.",
-        ("time/*",), kind="stacked", unit="seconds", without=("time/*_tokens_per_s",),
+        ("time/*",), kind="stacked", unit="seconds", without=("time/*_tokens_per_s", "time/*_imbalance"),
     ),
     Figure(
         _COST, "Throughput",

@@ -31,7 +31,7 @@ class Answer:
     text: str
     score: float | None
     scores: dict[str, float | None]  # by reward source; {} without them
-    kl: float | None
+    kl: float | None  # to the reference: mean over its tokens
     tokens: int | None
     ended: str  # "eos", "stop", "length" or ""
 
@@ -233,7 +233,7 @@ def _evaluated(path: Path, damaged: dict[str, int]) -> list[Answer]:
     for line in _read_lines(path, damaged):
         texts = line.get("answers")
         for number, text in enumerate(texts if isinstance(texts, list) else []):
-            tokens, ended = _item(line, "lengths", number), _item(line, "ended", number)
+            tokens, kl = _item(line, "lengths", number), number_or_none(_item(line, "kl", number))
             found.append(
                 Answer(
                     kind="held-out",
@@ -241,13 +241,27 @@ def _evaluated(path: Path, damaged: dict[str, int]) -> list[Answer]:
                     prompt=str(line.get("prompt", "")),
                     text=str(text),
                     score=number_or_none(_item(line, "scores", number)),
-                    scores={},
-                    kl=number_or_none(_item(line, "kl", number)),
+                    scores=_scores_of(line, number),
+                    kl=kl / tokens if kl is not None and type(tokens) is int and tokens > 0 else None,
                     tokens=tokens if type(tokens) is int else None,
-                    ended={True: "eos", False: "length"}.get(ended, "") if isinstance(ended, bool) else "",
+                    ended=_how_ended(_item(line, "ended", number)),
                 )
             )
     return found
+
+
+def _scores_of(line: dict[str, Any], number: int) -> dict[str, float | None]:
+    """The scores of an answer by source; {} in files of earlier versions."""
+    found = line.get("scores_by_source")
+    by_source = found if isinstance(found, dict) else {}
+    return {str(name): number_or_none(_item(by_source, name, number)) for name in by_source}
+
+
+def _how_ended(found: Any) -> str:
+    """How an answer ended. Files of earlier versions say whether it ended by itself."""
+    if isinstance(found, bool):
+        return "eos" if found else "length"
+    return found if isinstance(found, str) else ""
 
 
 def _item(line: dict[str, Any], key: str, number: int) -> Any:

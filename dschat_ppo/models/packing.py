@@ -20,7 +20,13 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.backbone import position_arguments, real_slots
 from dschat_ppo.models.router_recorder import record_router, router_arguments
-from dschat_ppo.models.segment_attention import Segments, segment_by_segment, whole_row_kernel
+from dschat_ppo.models.segment_attention import (
+    Segments,
+    attention_in_blocks,
+    segment_by_segment,
+    suits_blocks,
+    whole_row_kernel,
+)
 from dschat_ppo.models.sequence_parallel import (
     Columns,
     attention_of_own_heads,
@@ -104,11 +110,19 @@ def segments(
     return _entered(_Running(config, None if lengths is None else Segments(lengths, seen), divided, choice))
 
 
-def padded_attention(config: PretrainedConfig, choice: str) -> AbstractContextManager[None]:
-    """Make models of `config` compute right-padded rows with the attention that `--attn_implementation` names."""
-    if choice == "auto":
+def padded_attention(model: PreTrainedModel, choice: str, is_replaceable: bool = False) -> AbstractContextManager[None]:
+    """Make `model` compute right-padded rows with the attention that `--attn_implementation` names.
+
+    Args:
+        model: a Hugging Face decoder, with or without its head.
+        choice: the value of `--attn_implementation`; "auto": the attention in blocks where the model computes in bf16
+            on a CPU and its attention is replaceable, else the model's own.
+        is_replaceable: `select_kernels` found that this module's attention gives the numbers of the model's own.
+    """
+    in_blocks = is_replaceable and model.device.type == "cpu" and model.dtype == torch.bfloat16
+    if choice == "auto" and not in_blocks:
         return nullcontext()
-    return _entered(_Running(config, None, choice=choice, name=choice if choice in OF_TRANSFORMERS else NAME))
+    return _entered(_Running(model.config, None, choice=choice, name=choice if choice in OF_TRANSFORMERS else NAME))
 
 
 @contextmanager
@@ -139,13 +153,15 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]
 ) -> Tensor:
     running = _RUNNING[-1]
+    laid_out = running.segments or running.whole_rows(query.shape[0], query.shape[2])
+    if running.choice == "auto" and suits_blocks(module, query, key, laid_out, options):
+        return attention_in_blocks(query, key, value, laid_out, window, options)
     kernel = whole_row_kernel(running.choice, query, key, value, options)
     if _RECORDED:
         _RECORDED[-1].in_one_call &= kernel is not None
     if kernel is None or (running.segments is None and running.choice == "auto"):
         eager = running.choice == "eager"
         return segment_by_segment(module, query, key, value, running.segments, window, options, eager)
-    laid_out = running.segments or running.whole_rows(query.shape[0], query.shape[2])
     return kernel(query, key, value, laid_out, window, options)
 
 

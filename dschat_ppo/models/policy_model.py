@@ -109,7 +109,7 @@ class PolicyModel(nn.Module):
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first  # columns whose logits are computed
-        with padded_attention(self.config, self.attention):
+        with padded_attention(self.lm, self.attention):
             output = self.lm(
                 input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids),
                 **last_logits_argument(self.lm, count), **router_arguments(),
@@ -131,7 +131,7 @@ class PolicyModel(nn.Module):
             packed = packed_states(self.backbone, input_ids, lengths, rows, self.attention)
             states = packed[rows.places[row, column]]  # (N, H)
         else:
-            with padded_attention(self.backbone.config, self.attention):
+            with padded_attention(self.backbone, self.attention, self.packed):
                 states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
         return self._head_scores(states, tokens, temperature, entropy_grad)
 

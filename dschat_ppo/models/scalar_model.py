@@ -77,7 +77,7 @@ class ScalarModel(nn.Module):
             states = packed_states(self.backbone, input_ids, lengths, packed, self.attention)
             places = packed.places
         else:
-            with padded_attention(self.backbone.config, self.attention):
+            with padded_attention(self.backbone, self.attention, self.packed):
                 states = backbone_states(self.backbone, input_ids, lengths).flatten(0, 1)
             places = torch.arange(len(states), device=states.device).view(input_ids.shape)
         if wanted is not None:

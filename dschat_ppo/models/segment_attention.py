@@ -16,6 +16,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,11 +26,16 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.blockwise_attention import (
+    MOST_KEYS,
+    Part,
+    blockwise_attention,
+)
 from dschat_ppo.models.flex_attention import BlockMasks, flex_attention
 from dschat_ppo.models.shared_prompts import VarlenSegments
 
 LARGEST_FLASH_HEAD = 256
-OF_OTHER_KERNELS = ("softcap", "s_aux", "position_bias")  # attention options that FlashAttention here does not have
+OF_OTHER_KERNELS = ("softcap", "s_aux", "position_bias")  # options that neither FlashAttention nor blocks have here
 VARLEN_ARGUMENTS = {"scale", "window_size", "enable_gqa"}  # that not every version of PyTorch has
 
 
@@ -52,6 +59,19 @@ class Segments:
         if device not in self._varlen:
             self._varlen[device] = VarlenSegments.of(self.lengths, self.seen, device)
         return self._varlen[device]
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """For attention in blocks."""
+        ends = list(accumulate(self.lengths))
+        seen = self.seen or [(0, 0)] * len(ends)
+        own = (slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True))
+        return [Part(columns, slice(*before)) for columns, before in zip(own, seen, strict=True)]
+
+    @cached_property
+    def most_keys(self) -> int:
+        """The most keys that a query sees if no window hides any."""
+        return max(part.own.stop - part.own.start + part.seen.stop - part.seen.start for part in self.parts)
 
     def masks(self, device: torch.device) -> BlockMasks:
         """For flex attention."""
@@ -174,6 +194,30 @@ def whole_row_flex_attention(
     q, k, v = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # (1, heads, b x T, d)
     found = flex_attention(q, k, v, mask, options.get("scaling"), options.get("softcap"), options.get("s_aux"))
     return found[0].transpose(0, 1).unflatten(0, (len(query), -1))
+
+
+# Blocks of logits on a CPU
+
+
+def suits_blocks(module: Any, query: Tensor, key: Tensor, segments: Segments, options: dict[str, Any]) -> bool:
+    """Whether attention in blocks computes this layer faster: its device, dtype, heads, lengths and options."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype == key.dtype == torch.bfloat16
+        and query.shape[1] % key.shape[1] == 0
+        and segments.most_keys <= MOST_KEYS
+        and not options.get("dropout")
+        and options.get("is_causal", getattr(module, "is_causal", True)) is not False
+        and all(options.get(name) is None for name in OF_OTHER_KERNELS)
+    )
+
+
+def attention_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
+) -> Tensor:
+    """Blocks of logits, in bf16 on a CPU; a `WholeRowKernel`. Several rows are segments of one length."""
+    parts = segments.parts if len(query) == 1 else [Part(slice(0, query.shape[2]), slice(0, 0))]
+    return blockwise_attention(query, key, value, parts, window, options.get("scaling")).transpose(1, 2)
 
 
 # Segment by segment

@@ -1,78 +1,204 @@
-"""Health warnings: metrics of PPO that indicate a problem, with the usual cause."""
+"""Health warnings: metrics of each step are compared with the rules; what they find is logged and recorded."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections import deque
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-WINDOW = 10  # PPO steps
-Metrics = dict[str, float]
+from dschat_ppo.common.atomic_files import write_file
+from dschat_ppo.common.dist import is_main
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
+from dschat_ppo.errors import StorageError
+from dschat_ppo.monitor.health_rule import History, Level, Rule
+from dschat_ppo.monitor.metric_names import present_name
 
-
-def step_warnings(now: Metrics) -> list[str]:
-    """Warnings from the metrics of one step. A run without a critic or a reference has no metrics for some of them."""
-    found = []
-    if now.get("kl/ref_k1", 0.0) < -0.02:
-        found.append("mean KL to the reference is negative: sampling and scoring may use different settings")
-    if now.get("policy/clip_fraction", 0.0) > 0.3:
-        found.append("more than 30 % of the ratios are clipped: lower the actor's learning rate or --ppo_epochs")
-    if now["reward/score_std"] < 1e-3 and now["rollout/count"] > 1:
-        found.append("all scores are nearly equal: the reward does not distinguish the answers")
-    if now["rollout/distinct_share"] < 0.5:
-        found.append(
-            "more than half of the answers are duplicates: unless there are only a few short correct answers, the "
-            "policy is collapsing; raise --kl_coef or --entropy_coef"
-        )
-    if now.get("rollout/logprob_diff_mean", 0.0) > 0.1:
-        found.append("rollout and training log-probs differ: the precision is too low, or the models differ")
-    return found
+HEALTH = "health.jsonl"
+CALM = 3  # steps without a warning after which it is over
+COMPLETE = ("reward/score_std", "loss")  # a step without any of them made no update
+FROM_THE_START = ("rollout/length_mean",)  # metrics whose first window is kept
+LOWEST = ("loss",)
 
 
-def trend_warnings(past: list[Metrics], now: Metrics) -> list[str]:
-    """Warnings from a comparison with `past`, the last `WINDOW` steps, oldest first; none before the window is full."""
-    if len(past) < WINDOW:
-        return []
-    mean = {name: sum(step[name] for step in past) / len(past) for name in now if all(name in step for step in past)}
-    found = []
-    if "kl/ref_k1" in mean and now["kl/ref_k1"] > max(0.2, 3 * mean["kl/ref_k1"]):
-        found.append("KL to the reference jumped: the last updates were too large")
-    if "policy/entropy" in mean and now["policy/entropy"] < 0.3 * mean["policy/entropy"]:
-        found.append("entropy fell below 30 % of its mean over the last steps: the policy is collapsing")
-    if now["rollout/ended_share"] < mean["rollout/ended_share"] - 0.3:
-        found.append("far fewer answers end by themselves: raise --missing_eos_penalty or --max_answer_seq_len")
-    names = ("rollout/length_mean", "kl/ref_k1")
-    rising = all(name in mean and now[name] > 1.5 * past[0][name] > 0 for name in names)
-    if rising and now["reward/score_mean"] > past[0]["reward/score_mean"]:
-        found.append("score, length and KL all rise: the policy may be exploiting the reward")
-    explained = [step.get("value/explained_variance", 1.0) for step in [*past, now]]
-    if all(share <= 0 for share in explained):
-        found.append(
-            "the critic explains no variance of the returns: raise --critic_learning_rate, or check the reward"
-        )
-    return found
+@dataclass(frozen=True)
+class Event:
+    """A line of `health.jsonl`.
+
+    Attributes:
+        step: at which it was found.
+        since: the first step of what was found.
+        name: of the rule.
+        level: of the rule.
+        seen: what was found, with numbers.
+        cause: the likely cause.
+        change: what to change.
+    """
+
+    step: int
+    since: int
+    name: str
+    level: Level
+    seen: str
+    cause: str
+    change: str
+
+
+class CanStop(Protocol):
+    """A `Checkpointer`, which a layer above defines."""
+
+    def stop_if(self, reason: str | None) -> None:
+        """Save a checkpoint and end the run if rank 0 has a reason."""
 
 
 class HealthWatch:
-    """Checks the metrics of each step and returns new warnings: a warning that persists is returned only once."""
+    """Applies rules to the metrics of each step. A warning that persists is one event; after `CALM` steps without it,
+    it is over and would be a new one.
 
-    def __init__(self) -> None:
-        self._past: deque[Metrics] = deque(maxlen=WINDOW)
-        self._standing: set[str] = set()  # warnings of the last step
+    Args:
+        rules: to apply.
+        flags: their thresholds.
+    """
 
-    def check(self, metrics: Metrics) -> list[str]:
-        """New warnings for the metrics of a step; none for a step without scores, whose updates were skipped."""
-        if "reward/score_std" not in metrics:
-            return []
-        found = step_warnings(metrics) + trend_warnings(list(self._past), metrics)
-        fresh = [warning for warning in found if warning not in self._standing]
-        self._standing = set(found)
-        self._past.append(metrics)
+    def __init__(self, rules: Sequence[Rule], flags: PPOHealthFlags | FitHealthFlags):
+        self.rules = rules
+        self.flags = flags
+        self.events: list[Event] = []  # of the whole run
+        self._reason_to_stop: str | None = None  # by --stop_on_health, at the last step
+        self._past: deque[tuple[int, dict[str, float]]] = deque(maxlen=flags.health_window)
+        self._standing: dict[str, int] = {}  # name -> step at which it was last found
+        self._start: dict[str, list[float]] = {name: [] for name in FROM_THE_START}
+        self._lowest: dict[str, float] = {}
+        self._evaluations: list[tuple[int, float, float]] = []
+        self._losses = (0.0, 0)  # sum and number of training losses since the last evaluation
+        self._file: Path | None = None
+
+    def begin(self, folder: Path) -> None:
+        """Write `health.jsonl` with the events so far, so that a resumed run has those up to its checkpoint.
+
+        Raises:
+            StorageError: it cannot be written; only on rank 0.
+        """
+        self._file = folder / HEALTH
+        self._write_events()
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> list[Event]:
+        """The new events at a step; they are logged and recorded.
+
+        Args:
+            step: its number.
+            metrics: as in `metrics.jsonl`.
+
+        Raises:
+            StorageError: `health.jsonl` cannot be written; only on rank 0.
+        """
+        now = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        self._add_evaluation(step, now)
+        window = self.flags.health_window
+        start = {name: sum(values) / window for name, values in self._start.items() if len(values) == window}
+        history = History(step, now, list(self._past), window, start, self._lowest, self._evaluations)
+        found = {rule.name: seen for rule in self.rules if (seen := rule.find(history, self.flags)) is not None}
+        fresh = [
+            Event(step, found[rule.name].since, rule.name, rule.level, found[rule.name].text, rule.cause, rule.change)
+            for rule in self.rules if rule.name in found and rule.name not in self._standing
+        ]  # fmt: skip
+        for event in fresh:
+            logger().warning(f"health: step {step}: {_described(event)}")
+        self._update_standing(step, found)
+        if any(name in now for name in COMPLETE):
+            self._remember(step, now)
+        if fresh:
+            self.events += fresh
+            self._write_events()
+        stops = [event for event in fresh if self.flags.stop_on_health in ("warning", event.level)]
+        self._reason_to_stop = None
+        if stops:
+            self._reason_to_stop = f"--stop_on_health {self.flags.stop_on_health}: step {step}: {_described(stops[0])}"
         return fresh
+
+    def stop_if_due(self, checkpointer: CanStop) -> None:
+        """Give the checkpointer the reason to stop at the last step, unless `--stop_on_health` is off. Collective."""
+        if self.flags.stop_on_health != "off":
+            checkpointer.stop_if(self._reason_to_stop)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`."""
-        return {"past": list(self._past), "standing": sorted(self._standing)}
+        return {
+            "steps": [step for step, _ in self._past],
+            "past": [dict(metrics) for _, metrics in self._past],
+            "standing": dict(self._standing),
+            "start": {name: list(values) for name, values in self._start.items()},
+            "lowest": dict(self._lowest),
+            "evaluations": list(self._evaluations),
+            "losses": self._losses,
+            "events": [asdict(event) for event in self.events],
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._past, self._standing = deque(state["past"], maxlen=WINDOW), set(state["standing"])
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Restore what `state_dict` returned after `step`.
+
+        Versions before `health.jsonl` saved nothing in steps 1 and 2, and in step 3 the metrics of the last steps, by
+        their names of that time, and the texts of standing warnings: one that persists is found again.
+        """
+        past = [{present_name(name): value for name, value in metrics.items()} for metrics in state.get("past", [])]
+        steps = state.get("steps", range(step - len(past) + 1, step + 1))
+        self._past.clear()
+        self._past.extend(zip(steps, past, strict=True))
+        standing = state.get("standing", {})
+        self._standing = dict(standing) if isinstance(standing, dict) else {}
+        self._start |= {name: list(values) for name, values in state.get("start", {}).items()}
+        self._lowest = dict(state.get("lowest", {}))
+        self._evaluations = list(state.get("evaluations", []))
+        self._losses = state.get("losses", (0.0, 0))
+        self.events = [Event(**event) for event in state.get("events", [])]
+
+    def _update_standing(self, step: int, found: Iterable[str]) -> None:
+        """Note the warnings of this step, and log the end of those that were not found for `CALM` steps."""
+        self._standing |= dict.fromkeys(found, step)
+        for name, last in list(self._standing.items()):
+            if step - last >= CALM:
+                del self._standing[name]
+                logger().info(f"health: step {step}: {name} is over")
+
+    def _add_evaluation(self, step: int, now: Mapping[str, float]) -> None:
+        """Add an evaluation of steps 1 and 2, with the mean training loss since the one before."""
+        total, count = self._losses
+        if "loss" in now:
+            total, count = total + now["loss"], count + 1
+        if "eval_loss" in now and count:
+            self._evaluations.append((step, now["eval_loss"], total / count))
+            total, count = 0.0, 0
+        self._losses = (total, count)
+
+    def _remember(self, step: int, now: dict[str, float]) -> None:
+        """Make the step in hand one of the past."""
+        window = self.flags.health_window
+        self._past.append((step, now))
+        for name, values in self._start.items():
+            if name in now and len(values) < window:
+                values.append(now[name])
+        for name in LOWEST:
+            values = [metrics[name] for _, metrics in self._past if name in metrics]
+            if len(values) == window:
+                self._lowest[name] = min(self._lowest.get(name, math.inf), sum(values) / window)
+
+    def _write_events(self) -> None:
+        """Write `health.jsonl` on rank 0, durably: all of it, because events are rare."""
+        if self._file is None or not is_main():
+            return
+        lines = "".join(f"{json.dumps(asdict(event))}\n" for event in self.events)
+        try:
+            write_file(self._file, lines.encode())
+        except OSError as problem:
+            raise StorageError(
+                f"{self._file}: cannot be written ({problem.strerror}); free space, then run the same command again"
+            ) from problem
+
+
+def _described(event: Event) -> str:
+    """An event in one line."""
+    return f"{event.name}: {event.seen}. Likely cause: {event.cause}. To change: {event.change}"

@@ -1,4 +1,4 @@
-"""Names of metrics in the files of earlier versions, and what they are called today."""
+"""Names of metrics: those of earlier versions and what they are called today, and those that trackers show."""
 
 from __future__ import annotations
 
@@ -27,3 +27,19 @@ def present_name(name: str) -> str:
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     return name
+
+
+NAME_SPACES = ("reward", "kl", "policy", "value", "rollout", "time", "memory", "optim", "eval")
+_OPTIMIZER = ("lr", "lora_lr", "grad_norm")
+
+
+def tracked_name(name: str) -> str:
+    """The name of a metric in a tracker, whose charts are in sections: a name of step 3 is `SECTION/...` already.
+
+    Steps 1 and 2: `eval/loss` for `eval_loss`, `optim/lr` for `lr`, and `train/loss` for `loss`.
+    """
+    if name.split("/")[0] in NAME_SPACES:
+        return name
+    if name.startswith("eval_"):
+        return f"eval/{name.removeprefix('eval_')}"
+    return f"optim/{name}" if name in _OPTIMIZER else f"train/{name}"

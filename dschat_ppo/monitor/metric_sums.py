@@ -26,6 +26,7 @@ class MetricSums:
         self._means: dict[str, Tensor] = {}  # name -> (2,) fp64, sum and count
         self._parts: dict[str, Tensor] = {}  # the same for means over some values; not in the result without them
         self._maxima: dict[str, Tensor] = {}  # name -> scalar fp64
+        self._counts: dict[str, Tensor] = {}  # name -> (buckets,) fp64, of a histogram
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values`, of any shape, to the mean `name`; with a `mask` (same shape, bool) only where it is True."""
@@ -68,9 +69,13 @@ class MetricSums:
         part = kept.max() if kept.numel() else torch.full((), -math.inf, dtype=torch.float64, device=kept.device)
         self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
 
+    def add_counts(self, name: str, counts: Tensor) -> None:
+        """Add to the histogram `name` how many values are in each of its buckets, (buckets,) fp64."""
+        self._counts[name] = self._counts.get(name, torch.zeros_like(counts)) + counts
+
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's sums and maxima, on the CPU, for `restored`."""
-        parts = {"means": self._means, "parts": self._parts, "maxima": self._maxima}
+        """This rank's sums, maxima and counts, on the CPU, for `restored`."""
+        parts = {"means": self._means, "parts": self._parts, "maxima": self._maxima, "counts": self._counts}
         return {kind: {name: value.cpu() for name, value in named.items()} for kind, named in parts.items()}
 
     @classmethod
@@ -82,6 +87,7 @@ class MetricSums:
             part._means = {name: value.to(device) for name, value in state["means"].items()}
             part._parts = {name: value.to(device) for name, value in state.get("parts", {}).items()}
             part._maxima = {name: value.to(device) for name, value in state["maxima"].items()}
+            part._counts = {name: value.to(device) for name, value in state.get("counts", {}).items()}
             merged.merge(part)
         return merged
 
@@ -91,6 +97,7 @@ class MetricSums:
         empty._means = {name: torch.zeros_like(part) for name, part in self._means.items()}
         empty._parts = {name: torch.zeros_like(part) for name, part in self._parts.items()}
         empty._maxima = {name: torch.full_like(part, -math.inf) for name, part in self._maxima.items()}
+        empty._counts = {name: torch.zeros_like(part) for name, part in self._counts.items()}
         return empty
 
     def scaled(self, factor: float) -> MetricSums:
@@ -99,6 +106,7 @@ class MetricSums:
         scaled._means = {name: part * factor for name, part in self._means.items()}
         scaled._parts = {name: part * factor for name, part in self._parts.items()}
         scaled._maxima = dict(self._maxima)
+        scaled._counts = {name: part * factor for name, part in self._counts.items()}
         return scaled
 
     def merge(self, other: MetricSums) -> None:
@@ -109,6 +117,8 @@ class MetricSums:
             self._parts[name] = self._parts.get(name, torch.zeros_like(part)) + part
         for name, part in other._maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
+        for name, part in other._counts.items():
+            self.add_counts(name, part)
 
     def only(self, name: str) -> MetricSums:
         """The values of one name only."""
@@ -137,6 +147,15 @@ class MetricSums:
                 result[name] = total / count if count else 0.0
         values = zip(largest, numbers[cut:], strict=True)  # -inf where no rank has values
         return result | {name: 0.0 if value == -math.inf else value for name, value in values}
+
+    def reduce_counts(self) -> dict[str, list[float]]:
+        """Name -> counts of the buckets over all ranks. Collective if there are any."""
+        if not self._counts:
+            return {}
+        names = sorted(self._counts)
+        total = gather_cat(torch.cat([self._counts[name] for name in names]).unsqueeze(0)).sum(dim=0)  # (all buckets,)
+        parts = total.split([len(self._counts[name]) for name in names])
+        return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
 
 
 def _selected(values: Tensor, mask: Tensor, filler: float) -> Tensor:

@@ -46,7 +46,7 @@ def experience_metrics(
         scored = ~scores.isnan()  # (B,); other rows are not this source's
         found[f"reward/{name}_share"] = scored.float().mean()
         if len(sources) > 1:
-            found[f"reward/{name}_mean"] = scores[scored].mean()
+            found[f"reward/{name}_mean"], found[f"reward/{name}_std"] = mean_and_std(scores[scored])
     if rows.ref_logprobs is not None and rows.kl is not None:
         found["reward/kl_penalty"] = (kl_coef * rows.kl * mask).sum(dim=1).mean()
     if rows.values is not None:
@@ -65,7 +65,8 @@ def experience_metrics(
         if metrics[f"reward/{name}_share"] == 1:
             del metrics[f"reward/{name}_share"]
         elif metrics[f"reward/{name}_share"] == 0:
-            metrics.pop(f"reward/{name}_mean", None)
+            for statistic in ("mean", "std"):
+                metrics.pop(f"reward/{name}_{statistic}", None)
     distinct = torch.unique(torch.where(mask, rows.response_ids, -1), dim=0).shape[0]  # rows that differ in a token
     return metrics | {
         "rollout/count": len(rows.response_ids),
@@ -124,7 +125,8 @@ def drift_metrics(rows: Experience) -> dict[str, float]:
 def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
     """By phase: seconds of the slowest rank, tokens per second of all ranks, and peak memory of the fullest rank.
 
-    Collective.
+    With several ranks also the imbalance of a phase: seconds, and tokens if they are counted, of the rank with the most
+    over the mean of the ranks; 1 means that all have the same. Collective.
     """
     seconds, tokens, peak = clock.take()
     names = sorted(seconds)
@@ -132,11 +134,15 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
     ranks = gather_cat(torch.tensor([mine], dtype=torch.float64, device=device))  # (ranks, phases, 3)
     largest, total = ranks.amax(dim=0).tolist(), ranks.sum(dim=0).tolist()
     metrics: dict[str, float] = {}
-    for name, (most_seconds, most_gib, _), (_, _, count) in zip(names, largest, total, strict=True):
+    for name, (most_seconds, most_gib, most_tokens), (all_seconds, _, count) in zip(names, largest, total, strict=True):
         metrics[f"time/{name}"] = most_seconds
         metrics[f"memory/{name}_peak_gib"] = most_gib
         if count:
             metrics[f"time/{name}_tokens_per_s"] = count / max(most_seconds, 1e-9)
+        if len(ranks) > 1:
+            metrics[f"time/{name}_imbalance"] = most_seconds * len(ranks) / max(all_seconds, 1e-9)
+            if count and name != "train":  # whose tokens are counted as the mean of the ranks
+                metrics[f"time/{name}_tokens_imbalance"] = most_tokens * len(ranks) / count
     return metrics | _allocator_metrics(device)
 
 

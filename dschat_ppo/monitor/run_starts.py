@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import dschat_ppo
-from dschat_ppo.errors import StorageError
+from dschat_ppo.monitor.json_lines import JsonLines
 
 STARTS = "starts.jsonl"
 _LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "peft", "bitsandbytes")
 
 
 def record_start(folder: Path, step: int, world_size: int) -> None:
-    """Add a line to `starts.jsonl`; call it on rank 0.
+    """Add a line to `starts.jsonl`, durably, on rank 0.
 
     Args:
         folder: output folder.
@@ -28,13 +27,9 @@ def record_start(folder: Path, step: int, world_size: int) -> None:
     """
     versions = {"dschat_ppo": dschat_ppo.__version__, "python": platform.python_version(), **installed_versions()}
     line = {"step": step, "time": round(time.time(), 3), "world_size": world_size, "versions": versions}
-    try:
-        with (folder / STARTS).open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(line)}\n")
-    except OSError as problem:
-        raise StorageError(
-            f"{folder / STARTS}: cannot be written ({problem.strerror}); free space, then run the same command again"
-        ) from problem
+    lines = JsonLines(folder / STARTS)
+    lines.append([line])
+    lines.saved_offset()  # syncs it to the disk
 
 
 def installed_versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Writers of `metrics.jsonl`, of TensorBoard events, and of `result.json`."""
+"""Writers of `metrics.jsonl`, which passes the metrics to trackers too, and of `result.json`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,32 @@ from typing import Any
 from dschat_ppo.common.atomic_files import sync_entries, sync_file, write_file
 from dschat_ppo.common.dist import broadcast_object, is_main
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import StorageError
+from dschat_ppo.errors import StopRequested, StorageError
+from dschat_ppo.monitor.metric_names import tracked_name
+from dschat_ppo.monitor.open_trackers import open_trackers
+from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking
 
 RESULT, METRICS = "result.json", "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Rank 0 writes the metrics of each step as a line of JSON to `metrics.jsonl`, and optionally to TensorBoard.
+    """Rank 0 writes the metrics of each step as a line of JSON to `metrics.jsonl`, and to trackers.
 
     Args:
         folder: output folder.
-        tensorboard: TensorBoard folder; None: no TensorBoard.
+        tracking: the trackers; None: none.
         resumed: (`saved_offset` of the checkpoint from which the run resumes, first step to run). Lines after the
             offset are removed, because their steps run again. None: a new file.
 
     If the file is shorter than the offset, lines of finished steps are lost, and a warning is logged.
+
+    Raises:
+        UserError: a tracker does not begin the run; only on rank 0.
     """
 
-    def __init__(self, folder: Path, tensorboard: Path | None, resumed: tuple[int, int] | None = None):
+    def __init__(self, folder: Path, tracking: Tracking | None, resumed: tuple[int, int] | None = None):
         self._file: Any = None
-        self._board: Any = None
+        self._trackers: list[Tracker] = []
         if is_main():
             self._file = (folder / METRICS).open("ab")
             sync_entries(folder)
@@ -44,11 +50,10 @@ class MetricsWriter:
                 )
                 with Path(self._file.name).open("rb") as lines:  # drop a last line that is incomplete
                     offset = sum(len(line) for line in lines if line.endswith(b"\n"))
+            written = _last_step(folder / METRICS) if resumed and tracking else -1
             self._file.truncate(offset)
-            if tensorboard is not None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._board = SummaryWriter(str(tensorboard), purge_step=resumed[1] if resumed else None)
+            if tracking is not None:
+                self._trackers = open_trackers(tracking, Start(resumed[1] if resumed else None, written))
 
     def saved_offset(self) -> int:
         """Length of `metrics.jsonl` in bytes, after syncing it to disk; 0 on ranks other than 0.
@@ -72,8 +77,8 @@ class MetricsWriter:
         """
         write_file(file, Path(self._file.name).read_bytes())
 
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one step; NaN and infinity become null in the file.
+    def write(self, step: int, metrics: dict[str, float], figures: StepFigures | None = None) -> None:
+        """Write the metrics of one step; NaN and infinity become null in the file. `figures` go to trackers only.
 
         Raises:
             StorageError: the file cannot be written; only on rank 0.
@@ -87,9 +92,9 @@ class MetricsWriter:
             self._file.flush()
         except OSError as problem:
             raise StorageError(_cannot_write(self._file.name, problem)) from problem
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
+        tracked = {tracked_name(name): value for name, value in metrics.items()} if self._trackers else {}
+        for tracker in self._trackers:
+            tracker.write(step, tracked, figures or StepFigures())
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -99,8 +104,14 @@ class MetricsWriter:
     ) -> None:
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close(kind is None or issubclass(kind, StopRequested))
+
+
+def _last_step(metrics: Path) -> int:
+    """The step of the last complete line of `metrics.jsonl`; -1 if it has none."""
+    lines = [line for line in metrics.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return int(json.loads(lines[-1]).get("step", -1)) if lines else -1
 
 
 def _finite_or_null(metrics: dict[str, Any]) -> dict[str, Any]:

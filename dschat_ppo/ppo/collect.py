@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dschat_ppo.checkpoint.resumable import Checkpointer, load_saved
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger, print_line
+from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.steps import PPOConfig
@@ -23,7 +24,8 @@ from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.group_pool import GroupPool
-from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, ScoringSettings, texts_of
+from dschat_ppo.ppo.samples import printed_answers, sample_lines
+from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, ScoringSettings
 from dschat_ppo.rewards.number_means import NumberMeans
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
 from dschat_ppo.types import Rollout, ScoredRollout, to_device
@@ -141,11 +143,10 @@ class ExperienceCollection:
                 greedy_scores = self.reward_scorer(greedy, prompts.rows).total  # (count,)
                 baselines = greedy_scores.repeat_interleave(self.plan.samples)  # (B,)
         with self.clock.phase("reward"):
+            report_phase(0, len(rollout.response_ids), "answers")
             scores = self.reward_scorer(rollout, prompts.rows)
             self._faults += self.reward_scorer.count_failed_rows()
             self._numbers.add(scores.numbers)
-        if self.print_interval and step % self.print_interval == 0:
-            self._print_answers(rollout, scores.total, step)
         return Scores(scores.total, scores.by_source, baselines)
 
     def score(self, rollout: Rollout, scores: Scores, prompts: Prompts) -> ScoredRollout:
@@ -176,6 +177,7 @@ class ExperienceCollection:
         if self.pool is None:
             assert self._rows is not None
             rows, self._rows = self._rows, None
+            self._print_answers(rows)
             return rows
         self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)
         self.metrics["rollout/dynamic_sampling_kept_share"] = self.pool.kept_share
@@ -187,6 +189,7 @@ class ExperienceCollection:
                 f"dynamic sampling: {self._round} rounds gave too few prompts whose answers differ in score; {filled} "
                 "rows of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
             )
+        self._print_answers(rows)
         return rows
 
     def _timed_rollout(self, prompts: Prompts, step: int, greedy: bool = False) -> Rollout:
@@ -195,16 +198,12 @@ class ExperienceCollection:
             self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
         return rollout
 
-    def _print_answers(self, rollout: Rollout, scores: Tensor, step: int) -> None:
-        """Print prompts, answers and scores, one rank after another."""
-        tokenizer = self.reward_scorer.tokenizer
-        prompts = texts_of(tokenizer, rollout.prompt_ids, rollout.prompt_mask, skip_special_tokens=False)
-        answers = texts_of(tokenizer, rollout.response_ids, rollout.response_mask, skip_special_tokens=False)
-        for turn in range(dist.world_size()):
-            if turn == dist.rank():
-                for prompt, answer, score in zip(prompts, answers, scores.tolist(), strict=True):
-                    print_line(f"[rank {turn}, step {step}, score {score:.3f}] {prompt!r} -> {answer!r}")
-            dist.barrier()
+    def _print_answers(self, rows: ScoredRollout) -> None:
+        """Print the answers of all ranks, which rank 0 holds, as one record: no other line comes between."""
+        step, scorer = self.reward_scorer.step + 1, self.reward_scorer
+        if dist.is_main() and self.print_interval and step % self.print_interval == 0:
+            lines = sample_lines(to_device(rows, "cpu"), scorer.tokenizer, scorer.mixture.names)
+            logger().info(printed_answers(step, lines))
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the prompts and the rows kept for the next step; the same on every rank, between two steps."""

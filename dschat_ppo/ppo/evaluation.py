@@ -19,12 +19,14 @@ from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.data.sampler import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
+from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.ppo.generate import RolloutGenerator, greedily
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.rewards.rules import last_boxed
-from dschat_ppo.types import Rollout
+from dschat_ppo.types import FinishReason, Rollout
 
+CUT = FinishReason.LENGTH.name.lower()
 STREAM = 5  # separates the seeds of the evaluation's answers from those of training
 
 
@@ -37,8 +39,9 @@ class Answered:
     answers: list[str]
     scores: list[float]
     lengths: list[int]  # in tokens
-    ended: list[bool]  # False where the length limit cut the answer
+    ended: list[str]  # "eos", "stop" (a stop token or stop string) or "length" (the limit cut the answer)
     kl: list[float] | None  # sum over the tokens of each answer; None without a reference
+    scores_by_source: dict[str, list[float]] = field(default_factory=dict)  # NaN where the source does not score
     numbers: dict[str, list[float]] = field(default_factory=dict)  # see `MixedScores`; NaN where an answer has none
     data_source: str | None = None  # name of the prompt's data set; None if there is only one
 
@@ -66,7 +69,7 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     metrics = {
         "eval/score": float(scores.mean()),
         "eval/length_mean": float(lengths.mean()),
-        "eval/ended_share": float(torch.tensor([row.ended for row in rows], dtype=torch.float64).mean()),
+        "eval/ended_share": sum(reason != CUT for row in rows for reason in row.ended) / scores.numel(),
     }
     for k in (2**power for power in range(samples.bit_length())):
         metrics[f"eval/pass@{k}"] = float(pass_at_k(passed, k).mean())
@@ -101,7 +104,7 @@ def majority_passes(row: Answered, pass_score: float) -> bool:
 
 def answered_rows(
     indices: Sequence[int], rollout: Rollout, request: RewardRequest, scores: Scores, kl: list[float] | None,
-    names: Sequence[str | None],
+    names: Sequence[str | None], sources: Sequence[str],
 ) -> list[Answered]:  # fmt: skip
     """One record for each of some prompts.
 
@@ -112,17 +115,19 @@ def answered_rows(
         scores: of them.
         kl: of them, see `Answered`.
         names: of each prompt's data set, or None.
+        sources: names of the reward sources.
     """
     samples = len(rollout.response_ids) // len(indices)
-    lengths, ended = rollout.response_mask.sum(dim=1).tolist(), rollout.ended.tolist()
-    totals = scores.total.tolist()
+    lengths, totals = rollout.response_mask.sum(dim=1).tolist(), scores.total.tolist()
+    ended = [FinishReason(reason).name.lower() for reason in rollout.finish_reason.tolist()]
+    by_source = dict(zip(sources, scores.by_source.T.tolist(), strict=True))
     rows = []
     for number, index in enumerate(indices):
         own = slice(number * samples, (number + 1) * samples)
         rows.append(
             Answered(
                 index, request.prompts[own.start], list(request.responses[own]), totals[own], lengths[own], ended[own],
-                None if kl is None else kl[own],
+                None if kl is None else kl[own], {name: values[own] for name, values in by_source.items()},
                 {name: values[own].tolist() for name, values in scores.numbers.items()}, names[number],
             )
         )  # fmt: skip
@@ -215,7 +220,7 @@ class Evaluation:
         names: list[str | None] = [None] * len(indices)
         if len(self.data_sources) > 1:
             names = [self.data_sources[number] for number in prompts[indices]["source"]]
-        return answered_rows(indices, rollout, request, scores, kl, names)
+        return answered_rows(indices, rollout, request, scores, kl, names, self.reward_scorer.mixture.names)
 
     def _write(self, rows: list[Answered], step: int) -> str | None:
         """Write the answers; returns why they cannot be written, so that all ranks stop, or None."""
@@ -230,12 +235,9 @@ class Evaluation:
 
 def json_line(row: Answered) -> str:
     """One line of JSON. NaN and infinity become null, as in metrics.jsonl; `numbers` only where there are some."""
-
-    def strict(values: list[float]) -> list[float | None]:
-        return [value if math.isfinite(value) else None for value in values]
-
-    line = asdict(row) | {"scores": strict(row.scores), "kl": row.kl and strict(row.kl)}
-    numbers = {name: strict(values) for name, values in line.pop("numbers").items()}
+    line = asdict(row)
     if row.data_source is None:
         del line["data_source"]
-    return json.dumps(line | ({"numbers": numbers} if numbers else {}))
+    if not row.numbers:
+        del line["numbers"]
+    return json.dumps(finite_or_null(line), allow_nan=False)

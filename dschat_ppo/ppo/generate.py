@@ -19,7 +19,7 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rollout.continuous_batching import never
-from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.generator import GenerationConfig, engine_text, generate
 from dschat_ppo.rollout.memory import rows_for_memory
 from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
@@ -128,6 +128,7 @@ class RolloutGenerator:
         hybrid.check_division()
         with hybrid.generating() as model:
             self.config = choose_engine(model, config, hybrid.max_over_ranks, self.graphs)
+            self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
 
     def generate(self, indices: list[int], step: int, round_number: int = 0, greedy: bool = False) -> Rollout:
         """Answer the prompts at `indices`, this rank's share of a round of a PPO step. Collective.

@@ -21,6 +21,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer, trace
 
     Raises:
         StopRequested: a stop was requested, and the state is saved.
+        UnhealthyRun: by --stop_on_health, and the state is saved.
     """
     steps = ppo.state.steps_left(ppo.plan.ppo_steps)  # a resumed run may enter in the middle of a step
     for step in trace.around(steps, ppo.state.steps + 1):
@@ -31,6 +32,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer, trace
         ppo.sync_reference(step)  # every --ref_sync_interval PPO steps
         report.finish(step)  # metrics, evaluation, warnings
         checkpointer.save_if_due()
+        report.stop_if_unhealthy(checkpointer)  # --stop_on_health
 
 
 def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -> Experience | None:

@@ -20,6 +20,7 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.models.router_recorder import unrecorded_router
+from dschat_ppo.monitor.histograms import RATIO, RATIO_EDGES, bucket_counts
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.recorded_tokens import RecordedTokens
@@ -39,13 +40,18 @@ class ActorLoss:
         reference: engine, needed for the full KL as a loss; else None.
         flags: of the algorithm.
         temperature: of sampling.
+        counts_ratios: count the ratios for a histogram.
     """
 
-    def __init__(self, actor: Model, reference: Model | None, flags: AlgorithmFlags, temperature: float):
+    def __init__(
+        self, actor: Model, reference: Model | None, flags: AlgorithmFlags, temperature: float,
+        counts_ratios: bool = False,
+    ):  # fmt: skip
         self.actor = actor
         self.reference = reference
         self.flags = flags
         self.temperature = temperature
+        self.counts_ratios = counts_ratios
         self.full_kl = flags.full_kl_loss
         self.settings = PolicyLossSettings(
             clip_eps_low=flags.clip_eps if flags.clip_eps_low is None else flags.clip_eps_low,
@@ -87,6 +93,8 @@ class ActorLoss:
         weight = loss.new_full((), minibatch.metric_weight)
         sums.add_sum("policy/loss", loss, weight)
         _measure(rows, scores, old_logprobs, policy, sums)
+        if self.counts_ratios:
+            sums.add_counts(RATIO, bucket_counts(policy.ratio, mask, RATIO_EDGES))
         if entropy_coef > 0:
             loss = loss - entropy_coef * aggregate(scores.entropy, mask, aggregation, denominators)
         if flags.kl_loss_coef > 0:

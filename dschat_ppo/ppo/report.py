@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from dschat_ppo.checkpoint.resumable import Checkpointer
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger, progress_bar
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.progress import Progress
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
+from dschat_ppo.monitor.step_line import PPO_COLUMNS, ppo_columns, show_step
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation
+from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.step_figures import step_figures
 from dschat_ppo.session.kept_models import KeptModels
 
-HEADLINE = (
-    "reward/score_mean",
-    "kl/ref_k1",
-    "policy/entropy",
-    "value/explained_variance",
-    "rollout/length_mean",
+RESULT = (
+    *(column.metric for column in PPO_COLUMNS),
+    "reward/total_mean",
+    "rollout/ended_share",
+    "rollout/distinct_share",
 )
-
-RESULT = (*HEADLINE, "reward/total_mean", "rollout/ended_share", "rollout/distinct_share")
 
 
 class PPOReport:
@@ -30,21 +32,23 @@ class PPOReport:
     Args:
         ppo: the parts of step 3.
         evaluation: of held-out prompts, or None.
-        health: the metrics of the steps before, for warnings.
+        health: watches the metrics.
         writer: of the metrics.
         kept: saves the models of some steps, or None.
+        samples: writes answers of some steps, or None.
     """
 
     def __init__(
         self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, writer: MetricsWriter,
-        kept: KeptModels | None = None,
+        kept: KeptModels | None = None, samples: Samples | None = None,
     ):  # fmt: skip
         self.ppo = ppo
         self.evaluation = evaluation
         self.health = health
         self.writer = writer
         self.kept = kept
-        self.bar = progress_bar("PPO", ppo.plan.ppo_steps, ppo.state.steps)
+        self.samples = samples
+        self.bar = Progress("PPO", ppo.plan.ppo_steps, ppo.state.steps)
 
     def evaluate_before_training(self) -> None:
         """Evaluate the untrained actor, unless the run resumes after that."""
@@ -57,23 +61,32 @@ class PPOReport:
     def finish(self, step: int) -> None:
         """Finish the PPO step in flight. Collective."""
         ppo, state = self.ppo, self.ppo.state
-        metrics = state.metrics | state.sums.reduce()
+        metrics, shown = state.metrics | state.sums.reduce(), list[dict[str, Any]]()
         if state.experience is not None:
             metrics |= update_metrics(ppo, metrics)
             if state.applied:
                 ppo.entropy_coef.update(metrics["policy/entropy"], 1)
+            if self.samples is not None and self.samples.is_due(step):
+                shown = self.samples.write(step, state.experience)
         metrics |= {**ppo.nonfinite.metrics(*ppo.engines.trained), **self._evaluate(step)}
         if self.kept is not None and self.kept.is_due(step):
             with ppo.clock.phase("save"):
                 self.kept.save_step(step)
         metrics |= phase_metrics(ppo.clock, ppo.device)
-        self.writer.write(step, metrics)
-        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINE if name in metrics)
-        logger().info(f"PPO step {step}/{ppo.plan.ppo_steps}: {shown}")
-        for warning in self.health.check(metrics):
-            logger().warning(f"health: step {step}: {warning}")
+        self.writer.write(step, metrics, step_figures(ppo, shown))
+        self.bar.advance()
+        columns = ppo_columns(ppo.engines.reference is not None, ppo.engines.critic is not None)
+        show_step(columns, metrics, self.bar, ppo.config.console)
+        self.health.check(step, metrics)
         state.finish_step(metrics)
-        self.bar.update()
+
+    def stop_if_unhealthy(self, checkpointer: Checkpointer) -> None:
+        """End the run if the last PPO step has an event of `--stop_on_health`. Collective.
+
+        Raises:
+            UnhealthyRun: it has, and the state is saved.
+        """
+        self.health.stop_if_due(checkpointer)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the held-out prompts, if they are due after PPO step `step`; else {}. Collective."""
@@ -83,11 +96,11 @@ class PPOReport:
         with ppo.clock.phase("evaluate"):
             ppo.engines.eval()
             metrics = evaluation.run(step)
-        shown = ", ".join(
-            f"{name} {value:.4f}" for name, value in metrics.items()
+        shown = "  ".join(
+            f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()
             if name.count("/") == 1 or name.startswith("eval/score/")  # of one data set: the score only
         )  # fmt: skip
-        logger().info(f"evaluation after PPO step {step}: {shown}")
+        logger().info(f"evaluation after step {step}: {shown}")
         return metrics
 
     def result(self) -> dict[str, Any]:

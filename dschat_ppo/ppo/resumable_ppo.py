@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dschat_ppo.checkpoint.resumable import RankStates, load_saved, log_starts_from_scratch
@@ -9,6 +10,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.state import PPOComponents
@@ -21,13 +23,17 @@ class ResumablePPO:
     Args:
         ppo: the parts of step 3.
         evaluation: of held-out prompts, or None.
-        health: the metrics of the steps before.
+        health: watches the metrics.
+        files: that grow during the run.
     """
 
-    def __init__(self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch):
+    def __init__(
+        self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, files: Sequence[JsonLines] = ()
+    ):
         self.ppo = ppo
         self.evaluation = evaluation
         self.health = health
+        self.files = files
 
     @property
     def engines_to_save(self) -> dict[str, Engine]:
@@ -57,6 +63,7 @@ class ResumablePPO:
             "guard": ppo.nonfinite.state_dict(),
             "texts": None if ppo.texts is None else ppo.texts.stream.state_dict(),
             "best": None if self.evaluation is None else self.evaluation.best,
+            "files": {file.path.name: file.saved_offset() for file in self.files},
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -83,12 +90,14 @@ class ResumablePPO:
         ppo.advantage_computation.load_state_dict(shared["shaping"])
         if ppo.config.algorithm.entropy_target is not None:
             load_saved("--entropy_target", shared["entropy_coef"], ppo.entropy_coef.load_state_dict)
-        self.health.load_state_dict(shared["health"])
+        self.health.load_state_dict(shared["health"], ppo.state.steps)
         ppo.nonfinite.load_state_dict(shared["guard"])
         if ppo.texts is not None:
             load_saved("--unsupervised_dataset_name", shared["texts"], ppo.texts.stream.load_state_dict)
         if self.evaluation is not None and shared["best"] is not None:
             self.evaluation.best = tuple(shared["best"])
+        for file in self.files:
+            file.offset = shared.get("files", {}).get(file.path.name, 0)
 
     def _check_rows(self) -> None:
         """Check the rows of a PPO step in flight, and those kept for the next one: the saved flags made them."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS, kl_full
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
@@ -49,6 +50,13 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip
     return list(tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens))
 
 
+def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
+    """The text of each answer, without special tokens and without the EOS that ended it."""
+    lengths = rollout.response_mask.sum(dim=1) - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
+    is_text = torch.arange(rollout.response_mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)  # (B, R)
+    return texts_of(tokenizer, rollout.response_ids, is_text, skip_special_tokens=True)
+
+
 class RewardScorer:
     """Scores a rollout with the reward sources.
 
@@ -77,12 +85,10 @@ class RewardScorer:
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(text) for text in self.prompts[indices]["row"]]
-        lengths = rollout.response_mask.sum(dim=1) - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
-        is_text = torch.arange(rollout.response_mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)  # (B, R)
         prompts = texts_of(self.tokenizer, rollout.prompt_ids, rollout.prompt_mask, skip_special_tokens=False)
         return RewardRequest(
             [text.removeprefix(self.tokenizer.bos_token or "") for text in prompts],
-            texts_of(self.tokenizer, rollout.response_ids, is_text, skip_special_tokens=True),
+            answers_of(self.tokenizer, rollout),
             [row for row in data for _ in range(samples)],
             self.step,
         )
@@ -153,7 +159,11 @@ class ModelScorer:
         shares = share_prompts(self.actor, self.reference, self.critic) and self.scoring.kl_estimator != "full"
         prompts = prompts_of(shared) if shares else None
         parts, own = even_passes(row_lengths(shared), self.scoring.micro_batch_tokens, prompts)
-        scored = [self._score_micro_batch(select_rows(shared, part)) for part in parts][:own]
+        scored = []
+        for number, part in enumerate(parts, start=1):
+            scored.append(self._score_micro_batch(select_rows(shared, part)))
+            report_phase(number, len(parts), "batches")
+        scored = scored[:own]
         order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout
         return select_rows(concat_rows(scored), order.chunk(dist.sequence_ranks())[dist.sequence_rank()])
 

@@ -16,6 +16,7 @@ from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
+from dschat_ppo.common.progress import report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.on_policy import describe, old_logprobs_source
@@ -237,4 +238,5 @@ class PPOComponents:
         for minibatch in islice(minibatches, self.state.updates, None):
             if self.state.ended:
                 return
+            report_phase(self.state.updates, self.plan.updates_per_rollout, "updates", name="train")
             yield minibatch

@@ -37,6 +37,8 @@ from dschat_ppo.models.model_folders import model_folder, with_bases
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
+from dschat_ppo.monitor.step_line import PPO_COLUMNS
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.ppo.check_models import (
     ACTOR,
@@ -52,6 +54,7 @@ from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
+from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.build_rewards import build_sources, check_routes, check_sources
@@ -71,13 +74,16 @@ from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.session.begin_run import begin_run, show_plan
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import open_session
+from dschat_ppo.session.start_and_end import changes_of, show_end, show_models
+from dschat_ppo.session.validation import write_validation
 
 
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
     ppo = config.ppo
     named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
-    device, output = begin_run("ppo", config, config.run, [name for name in named if name is not None])
+    models, validate_only = [name for name in named if name is not None], config.validation.validate_only
+    device, output = begin_run("ppo", config, config.run, models, validate_only)
     read_overlay(config.run.deepspeed_config)
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     check_sources(config.rewards)
@@ -95,18 +101,19 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     texts = plain_texts(config, plan, tokenizer, device)
     show_batches(config, plan)
     started = time.perf_counter()
-    session = open_session(
+    session = None if validate_only else open_session(
         "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
         plan.ppo_steps,
     )  # fmt: skip
 
     announce("load models")
-    engines = RLHFEngine(config, plan, folders)
+    engines = RLHFEngine(config, plan, replace(folders, critic=None) if validate_only else folders)
     with ExitStack() as at_end:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
         components = PPOComponents(config, plan, engines, rows.train, tokenizer, rewards, device, texts, rows.sources)
-        evaluation, health = None, HealthWatch()
+        show_roles(config, components, folders, output)
+        evaluation, health = None, HealthWatch(PPO_RULES, config.health)
         kept = KeptModels(
             output, config.export.save_hf_steps, config.validation.save_best,
             lambda folder: save_models(engines, tokenizer, folder),
@@ -114,16 +121,26 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         if rows.eval is not None:
             held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, kept)
             evaluation = at_end.enter_context(closing(held_out))
+        if session is None:
+            assert evaluation is not None  # --validate_only needs --eval_data_path
+            announce("evaluate")
+            engines.eval()
+            return write_validation(output, evaluation.run(0), time.perf_counter() - started)
+
+        every, count = ppo.sample_interval, ppo.samples_per_step
+        samples = Samples(output, every, count, tokenizer, rewards.names, rows.sources)
 
         def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:
-            report = PPOReport(components, evaluation, health, writer, kept)
+            samples.lines.begin()
+            health.begin(output)
+            report = PPOReport(components, evaluation, health, writer, kept, samples)
             with report.bar:
                 report.evaluate_before_training()
                 run(components, report, checkpointer, session.trace)
             return report.result()
 
         announce("train")
-        result = session.train(ResumablePPO(components, evaluation, health), train)
+        result = session.train(ResumablePPO(components, evaluation, health, [samples.lines]), train)
 
     announce("save models")
     save_models(engines, tokenizer, output)
@@ -132,8 +149,28 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     write_result(output, result)
     if dist.is_main():
         report_run(output)
-    logger().info(f"PPO: saved to {output}/actor" + (f" and {output}/critic" if engines.critic else ""))
+    show_result(result, output, folders.actor)
     return result
+
+
+def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, output: Path) -> None:
+    """Log the models, the generation engine and the output folder."""
+    engines, reference = ppo.engines, folders.reference or folders.actor
+    roles = {
+        "actor": (engines.actor, folders.actor), "reference": (engines.reference, reference),
+        "critic": (engines.critic, folders.critic), "reward model": (engines.reward, folders.reward),
+    }  # fmt: skip
+    rollout = ("rollout", ppo.collection.generator.engine_text)
+    show_models(roles, config.run.dtype, output, [rollout])
+
+
+def show_result(result: dict[str, Any], output: Path, start: str) -> None:
+    """Log what the run has reached; `start` is the folder of the actor before training."""
+    names = {column.metric: column.label for column in PPO_COLUMNS} | {"eval/score": "held-out score"}
+    saved = [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
+    chat = ["python", "-m", "dschat_ppo.tools.chat", "--model", str(output / "actor"), "--compare", start]
+    steps = f"{result['ppo_steps']} PPO steps, {result['optimizer_steps']} updates"
+    show_end("PPO", steps, result["seconds"], changes_of(result, names), saved, chat)
 
 
 def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:

@@ -77,7 +77,9 @@ class PPOUpdate:
         self.clock = clock
         coef = config.algorithm.router_loss_coef
         self.router = router_settings(coef, engines.actor.module) if coef > 0 else None
-        self.actor_loss = ActorLoss(engines.actor, engines.reference, config.algorithm, config.ppo.temperature)
+        self.actor_loss = ActorLoss(
+            engines.actor, engines.reference, config.algorithm, config.ppo.temperature, bool(config.run.trackers)
+        )
         self._critic_pass: Objective | None = None
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:

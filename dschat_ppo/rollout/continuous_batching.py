@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.phases import decode_step
+from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
 from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
@@ -109,10 +110,14 @@ class ContinuousBatching:
         if not self.scheduler.num_running:
             self._idle_pass()
             return
+        running, tokens = self.scheduler.num_running, 1
         if isinstance(self.scheduler, PoolScheduler):
+            tokens = self.scheduler.poll
             self._decode_poll(self.scheduler)
         else:
             self._decode(self.scheduler)
+        unfinished = self.scheduler.num_running + len(self.scheduler.waiting)
+        report_phase(self.buffers.count - unfinished, self.buffers.count, "answers", running * tokens)
 
     def _decode(self, scheduler: Scheduler) -> None:
         """Generate one token for every running sequence, and drop the finished ones."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching, MaxOverRanks, never
 from dschat_ppo.rollout.cuda_graphs import StaticMemory
+from dschat_ppo.rollout.flash_decode import flash_decode
 from dschat_ppo.rollout.fused_norms import fused_norms
 from dschat_ppo.rollout.fused_rotary import fused_rotary
 from dschat_ppo.rollout.kv_pool import SPARE, KVPool
@@ -105,6 +106,21 @@ def generate(
             scheduler = Scheduler(*_lengths_and_prompts(buffers), rows, config.samples, MIN_SHARED_TOKENS)
             ContinuousBatching(model, buffers, scheduler, config.sampling, max_over_ranks, cancelled=cancelled).run()
     return buffers.rollout()
+
+
+def engine_text(model: PreTrainedModel, config: GenerationConfig, max_over_ranks: MaxOverRanks | None = None) -> str:
+    """The engine and the kernels of `generate` with these arguments, for the log."""
+    on_gpu, whole = next(model.parameters()).is_cuda, max_over_ranks is None
+    parts = ["continuous batching" if config.engine == "continuous" else "padded batches"]
+    if config.engine == "continuous":
+        kernel = flash_decode(next(model.parameters()).device)
+        parts.append("flash attention" if kernel is not None else "PyTorch attention")
+    if on_gpu and config.engine == "continuous":
+        static = whole if config.static is None else config.static
+        parts.append("CUDA graphs" if static else "no CUDA graphs")
+    if config.prepack and whole and can_prepack(model):
+        parts.append("prepacked weights")
+    return ", ".join([*parts, "whole weights" if whole else "weights gathered layer by layer"])
 
 
 def _generate_static(

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.phases import decode_step
+from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, never
 from dschat_ppo.rollout.memory import warn_of_memory
@@ -89,6 +90,8 @@ class PaddedBatches:
             try:
                 self._run_batch(batch)
                 waiting = waiting[len(batch) :]
+                tokens = float(self.buffers.response_lengths[batch].sum())
+                report_phase(self.buffers.count - len(waiting), self.buffers.count, "answers", tokens)
                 continue
             except RuntimeError as problem:
                 if self.synchronised or not ran_out_of_memory(problem) or self.rows == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from dschat_ppo.errors import StopRequested, StorageError, UserError
+from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, UserError
 
 DONE = 0  # finished, or stopped on request with everything saved
 UNEXPECTED = 1  # any other exception; also a second Ctrl-C
@@ -13,6 +13,7 @@ USER_ERROR = 2  # flags, data or models that the user has to correct
 NOT_FINITE = 3  # NaN or infinity
 NOT_WRITTEN = 4  # the disk is full, or the output may not be written
 RANK_LOST = 5  # a rank hangs, or its process has ended
+UNHEALTHY = 6  # a health event ended it (--stop_on_health), with everything saved
 
 HOW_TO_RESUME = "run the same command again to resume from the newest checkpoint"
 
@@ -33,6 +34,8 @@ def exit_code(problem: BaseException) -> int:
         return NOT_WRITTEN
     if isinstance(problem, UserError):
         return USER_ERROR
+    if isinstance(problem, UnhealthyRun):
+        return UNHEALTHY
     if isinstance(problem, FloatingPointError):
         return NOT_FINITE
     return RANK_LOST if peer_disconnected(problem) else UNEXPECTED

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from dschat_ppo.common import phases, ranks
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
 from dschat_ppo.runtime import stop_requests, watchdog
 from dschat_ppo.runtime.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST, exit_code, peer_disconnected
 from dschat_ppo.runtime.first_failure import FirstFailureRecord, open_failure_record
@@ -26,9 +26,10 @@ _RANK_0_HEAD_START_SECONDS = 20
 def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]) -> int:
     """Parse `argv`, train, and return the exit code (`runtime/exit_codes.py`).
 
-    However the run ends, the user gets one message. For `UserError` and `NonFiniteError` rank 0 prints the message of
-    the exception. For any other exception the first rank that fails prints its rank, phase, step and traceback. Ranks
-    that fail later print nothing, write their traceback to their log file, and end with the same exit code.
+    However the run ends, the user gets one message. For `UserError`, `NonFiniteError` and `UnhealthyRun` rank 0 prints
+    the message of the exception. For any other exception the first rank that fails prints its rank, phase, step and
+    traceback. Ranks that fail later print nothing, write their traceback to their log file, and end with the same exit
+    code.
     """
     phases.reset_phases()
     faulthandler.enable(2)
@@ -45,7 +46,7 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
         logger().info(str(stop))
         _leave_process_group()
         return DONE
-    except (UserError, NonFiniteError) as problem:
+    except (UserError, NonFiniteError, UnhealthyRun) as problem:
         return _report_user_error(record, problem)
     except (Exception, KeyboardInterrupt) as problem:  # noqa: BLE001  the top level: no caller handles it
         return _report_failure(record, problem)
@@ -62,7 +63,7 @@ def _leave_process_group() -> None:
         dist.shutdown()
 
 
-def _report_user_error(record: FirstFailureRecord, problem: UserError | NonFiniteError) -> int:
+def _report_user_error(record: FirstFailureRecord, problem: UserError | NonFiniteError | UnhealthyRun) -> int:
     """Print its message. The other ranks give rank 0 some time first, because it usually has the same error."""
     deadline = time.monotonic() + _RANK_0_HEAD_START_SECONDS
     while not ranks.is_main() and record.read() is None and time.monotonic() < deadline:

@@ -16,6 +16,7 @@ import torch.distributed as torch_dist
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore, register_rendezvous_handler
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.op_builds import guard_builds, offer_all_reduce
 from dschat_ppo.runtime.processes import ancestor
@@ -71,7 +72,7 @@ def init_process_group(folder: str = "") -> torch.device:
     if offer_all_reduce():
         require_shared_memory(CPU_RANK_BYTES)
     try:
-        with subprocesses_may_stop("joined the ranks"):  # on a CPU this compiles an operator
+        with subprocesses_may_stop("joined the ranks"), quiet_prints():  # on a CPU this compiles an operator
             backend, address = accelerator.communication_backend_name(), address_of(folder)
             deepspeed.init_distributed(dist_backend=backend, timeout=dist.TIMEOUT, init_method=address)
         _give_deepspeeds_group_the_timeout()

@@ -17,17 +17,21 @@ from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import UserError
+from dschat_ppo.monitor.open_trackers import check_trackers
 from dschat_ppo.runtime import watchdog
 from dschat_ppo.runtime.op_builds import load_operator
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.runtime.rank_log import open_log
-from dschat_ppo.session.output_folder import check_earlier_outputs, refuse_model_folders
+from dschat_ppo.session.output_folder import check_earlier_outputs, prepare_output_folder, refuse_model_folders
 from dschat_ppo.session.run_lock import RunLock
+from dschat_ppo.session.validation import VALIDATION
 
 _LOCKED: dict[Path, RunLock] = {}  # output folders that this process holds until it ends
 
 
-def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple[torch.device, Path]:
+def begin_run(
+    step: str, config: Any, run: RunFlags, models: list[str], validate_only: bool = False
+) -> tuple[torch.device, Path]:
     """Join the ranks, lock and check the output folder, seed, and print notes on flags without effect. Collective.
 
     Args:
@@ -35,9 +39,11 @@ def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple
         config: its configuration.
         run: its flags of a run.
         models: the models that it reads.
+        validate_only: the run trains nothing and writes to a folder inside `--output_dir`, whatever training left in
+            the latter; it replaces what an earlier validation wrote.
 
     Returns:
-        This rank's device and the output folder.
+        This rank's device and the output folder; with `validate_only`, the folder inside it.
 
     Raises:
         UserError: another run writes to the folder; the folder holds a model that the run reads, or outputs of an
@@ -45,7 +51,7 @@ def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple
             not divide the number of ranks; or DeepSpeed cannot compile an operator that the run needs.
         StopRequested: the same run has finished in the folder; nothing is left to do.
     """
-    folder = Path(run.folder)
+    folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
     refuse_model_folders(folder, models)
     quiet_libraries()
     is_locked = folder.resolve() in _LOCKED  # several steps may run one after another in one process
@@ -59,7 +65,11 @@ def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple
         _LOCKED[folder.resolve()] = RunLock.acquire(folder)
     open_log(folder)
     watchdog.start(config.safety.collective_timeout)
-    check_earlier_outputs(folder, config, run)
+    if validate_only:
+        prepare_output_folder(folder, config, run)
+    else:
+        check_earlier_outputs(folder, config, run)
+        _check_trackers(run)
     seed_everything(run.seed)
     _check_dtype(run.dtype)
     if config.memory.offload_optimizer or (config.ppo if step == "ppo" else config.fit).offload:
@@ -68,6 +78,19 @@ def begin_run(step: str, config: Any, run: RunFlags, models: list[str]) -> tuple
     for line in notes(step, config):
         logger().info(f"note: {line}")
     return device, folder
+
+
+def _check_trackers(run: RunFlags) -> None:
+    """See `check_trackers`; all ranks raise the error. Collective."""
+    problem = None
+    if dist.is_main():
+        try:
+            check_trackers(run.trackers)
+        except UserError as raised:
+            problem = str(raised)
+    problem = dist.broadcast_object(problem)
+    if problem is not None:
+        raise UserError(problem)
 
 
 def _check_dtype(dtype: str) -> None:
@@ -99,11 +122,6 @@ def naming(flag: str) -> Iterator[None]:
         hint = " (are actor and critic swapped?)" if "score.weight" in str(problem) else ""
         prefix = "" if str(problem).startswith("--") else f"{flag} "
         raise UserError(f"{prefix}{problem}{hint}") from problem.__cause__
-
-
-def tensorboard_folder(run: RunFlags) -> Path | None:
-    """The folder for TensorBoard files; None without `--enable_tensorboard`."""
-    return run.tensorboard_folder if run.enable_tensorboard else None
 
 
 def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]) -> None:

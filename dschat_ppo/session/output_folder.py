@@ -16,10 +16,12 @@ from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.safety_flags import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.html_report.run_folder import HEALTH, SAMPLES
 from dschat_ppo.html_report.write_report import REPORT
 from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
 from dschat_ppo.monitor.run_starts import STARTS
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
+from dschat_ppo.monitor.trackers import RUN_IDS
 from dschat_ppo.monitor.writers import METRICS, RESULT, is_finished
 from dschat_ppo.session.kept_models import BEST, HF, clear_partials
 
@@ -153,13 +155,14 @@ def _prepare_on_main(folder: Path, config: Any, run: RunFlags, resumed: Path | N
 
 
 def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
-    """Remove the outputs of an earlier run that this run would not write over: answers of evaluations, the record of
-    its starts, its report, models that only some runs write, checkpoints, repro bundles, traces, TensorBoard files."""
+    """Remove the outputs of an earlier run that this run would not write over: answers of evaluations, samples,
+    health events, the record of its starts, the ids of its runs in trackers, its report, models that only some runs
+    write, checkpoints, repro bundles, traces and TensorBoard files."""
     if saved := CheckpointFolder(folder).names():
         logger().warning(f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})")
     for answers in (folder / "eval").glob("step_*.jsonl"):
         answers.unlink()
-    for file in (STARTS, REPORT):
+    for file in (STARTS, REPORT, HEALTH, SAMPLES, RUN_IDS):
         (folder / file).unlink(missing_ok=True)
     parts = [BEST, f"{BEST}{OLD}", f"{BEST}{PARTIAL}", HF, "checkpoints", "nonfinite", TRACES]
     for part in [*parts, "actor_ema", "critic"] if run.overwrite_output_dir else parts:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from dschat_ppo.checkpoint.config_diff import FLAGS
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manager import CheckpointManager, restore
 from dschat_ppo.checkpoint.manifest import Manifest
@@ -22,9 +23,9 @@ from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.monitor.run_starts import record_start
 from dschat_ppo.monitor.step_trace import StepTrace
+from dschat_ppo.monitor.trackers import Tracking
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.session.begin_run import tensorboard_folder
 from dschat_ppo.session.output_folder import prepare_output_folder
 
 Result = TypeVar("Result")
@@ -62,13 +63,20 @@ class Session:
         if dist.is_main():
             record_start(self.output, resumed[1] if resumed else 1, dist.world_size())
         command = "the same command again" if self.safety.resume == AUTO else "the command again with --resume auto"
-        with MetricsWriter(self.output, tensorboard_folder(self.run), resumed) as metrics:
+        with MetricsWriter(self.output, self._tracking(), resumed) as metrics:
             checkpoints = CheckpointManager(
                 self.output, trainer, self.safety, self.identity, metrics, saved, f"run {command} to resume"
             )
             result = train(metrics, checkpoints)
             checkpoints.finish()
         return result
+
+    def _tracking(self) -> Tracking | None:
+        """What the trackers receive; None without any."""
+        run, flags = self.run, {name: value for name, value in self.identity.config.items() if name in FLAGS}
+        if not run.trackers:
+            return None
+        return Tracking(run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags)
 
 
 def open_session(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.logging import progress_bar
+from dschat_ppo.common.progress import Progress
 from dschat_ppo.data.sampler import optimizer_steps
 from dschat_ppo.types import Model
 
@@ -26,7 +26,7 @@ def score_rows(
         rows: at least one.
         score: `(rows, indices)` -> (len(indices), k); the lines of filler rows are ignored.
         batch_size: rows per batch and device.
-        title: of the progress bar.
+        title: of the progress line.
 
     Returns:
         (len(rows), k) on the CPU, in the order of the rows; the same on every rank.
@@ -34,10 +34,10 @@ def score_rows(
     model.eval()
     batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.data_ranks(), dist.data_rank()))
     parts = []
-    with progress_bar(title, len(batches)) as bar:
+    with Progress(title, len(batches), unit="batch") as progress:
         for [indices] in batches:
             parts.append(dist.gather_data_cat(score(rows, indices)).cpu())
             heartbeat()
-            bar.update()
+            progress.advance()
     model.train()
     return torch.cat(parts)[: len(rows)]  # filler rows are at the end

@@ -80,5 +80,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         adapter_plan(config),
         config.best.best_metric,
         config.schedule,
+        config.health,
     )
-    return train_and_save(trainer, run, "SFT")
+    chat = ["python", "-m", "dschat_ppo.tools.chat", "--model", str(run.output)]
+    return train_and_save(trainer, run, "SFT", chat)

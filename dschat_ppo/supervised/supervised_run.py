@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +11,13 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.checkpoint.resumable import Checkpointer
 from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import plan_supervised
+from dschat_ppo.config.console_flags import ConsoleFlags
 from dschat_ppo.config.schedule_flags import fit_schedules
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
@@ -33,12 +35,14 @@ from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import model_folder, with_bases
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.monitor.writers import write_result
+from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.begin_run import begin_run, naming, show_plan
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import Session, open_session
+from dschat_ppo.session.start_and_end import changes_of, show_end, show_models
+from dschat_ppo.session.validation import write_validation
 from dschat_ppo.supervised.trainer import AdapterPlan, SupervisedTrainer, fit_ds_config
 
 MODEL = "--model_name_or_path"
@@ -53,12 +57,15 @@ class SupervisedRun:
     folder: str
     tokenizer: PreTrainedTokenizerBase
     rows: TokenRows
-    session: Session
+    output: Path
+    session: Session | None  # None: --validate_only
     ds_config: Config
     nonfinite: NonFinitePolicy
     adapter: AdapterSettings | None
     save_hf_steps: int
     keeps_best: bool  # the best model, in `best/`
+    console: ConsoleFlags
+    dtype: str
 
 
 def begin_supervised_run(
@@ -89,7 +96,7 @@ def begin_supervised_run(
         StopRequested: the run was asked to stop, or it is already complete.
     """
     fit = config.fit
-    device, output = begin_run(kind, config, config.run, [fit.model_name_or_path])
+    device, output = begin_run(kind, config, config.run, [fit.model_name_or_path], fit.validate_only)
     logger().info(title)
     adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
     if fit.learning_rate > HIGH_LEARNING_RATE and (adapter is None or not adapter.freeze_base):
@@ -118,22 +125,24 @@ def begin_supervised_run(
         step_separator=separator,
     )  # fmt: skip
     log_samples(tokenizer, rows.train, rows.sources)
-    if config.best.metric_for_best is not None and rows.eval is None:
-        raise UserError(
-            f"--metric_for_best {config.best.metric_for_best}: there are no evaluation rows; give --eval_data_path, or "
-            "an --eval_fraction above 0"
-        )
+    named = config.best.metric_for_best
+    if rows.eval is None and (fit.validate_only or named is not None):
+        flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
+        raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
     count = plan_packing(rows.train, fit.max_seq_len).rows if fit.packing else len(rows.train)
     ranks, shared = dist.world_size(), dist.sequence_ranks()
     plan = plan_supervised(fit, count, ranks, shared=shared, max_steps=config.schedule.max_steps)
-    session = open_session(
+    session = None if fit.validate_only else open_session(
         kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
         plan.total_steps,
     )  # fmt: skip
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
     kept = (config.export.save_hf_steps, config.best.metric_for_best is not None)
-    return SupervisedRun(device, folder, tokenizer, rows, session, ds_config, nonfinite, adapter, *kept)
+    settings = (config.console, config.run.dtype)
+    return SupervisedRun(
+        device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept, *settings
+    )
 
 
 def adapter_plan(config: SFTConfig | PreferenceConfig) -> AdapterPlan | None:
@@ -154,31 +163,50 @@ def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
     )
 
 
-def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str) -> dict[str, Any]:
+def train_and_save(
+    trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str, next_command: Sequence[str]
+) -> dict[str, Any]:
     """Train, resuming from the session's checkpoint if it has one; save the model and write `result.json`.
+
+    Without a session, only evaluate.
+
+    Args:
+        trainer: of the model.
+        run: what came before it.
+        title: of the step, for the log.
+        next_command: what to run next, as words.
 
     Returns:
         The contents of `result.json`.
     """
-    output = run.session.output
+    output, started = run.output, time.perf_counter()
+    if run.session is None:
+        announce("evaluate")
+        return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
     total, schedule = trainer.plan.total_steps, trainer.schedule
+    show_models({"model": (trainer.engine, run.folder)}, run.dtype, output)
     lines = [*trainer.plan.table(), *schedule.warmup_shown(total)]
     [model] = fit_schedules(trainer.fit)
     show_plan(f"{title}: batches", lines, (schedule.warmup_of(model, trainer.fit.num_warmup_steps, total), total))
-    started = time.perf_counter()
     announce("train")
 
     def save(folder: Path) -> None:
         trainer.save(folder, run.tokenizer)
 
-    kept = KeptModels(output, run.save_hf_steps, run.keeps_best, save)
-    trace = run.session.trace
-    run.session.train(trainer, lambda writer, checkpointer: trainer.run(writer, checkpointer, title, kept, trace))
+    kept, trace = KeptModels(output, run.save_hf_steps, run.keeps_best, save), run.session.trace
+
+    def train(writer: MetricsWriter, checkpointer: Checkpointer) -> None:
+        trainer.health.begin(output)
+        trainer.run(writer, checkpointer, title, kept, run.console, trace)
+
+    run.session.train(trainer, train)
     announce("save models")
     result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)
     write_result(output, result)
     if dist.is_main():
         report_run(output)
-    logger().info(f"{title}: saved to {output}")
+    names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
+    steps = f"{result['optimizer_steps']} optimizer steps"
+    show_end(title, steps, result["seconds"], changes_of(result, names), [output], next_command)
     return result

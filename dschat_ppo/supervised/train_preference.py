@@ -105,5 +105,11 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
         adapter_plan(config),
         config.best.best_metric,
         config.schedule,
+        config.health,
     )
-    return train_and_save(trainer, run, "reward model" if name == "reward" else name)
+    output = str(run.output)
+    command = ["python", "-m", "dschat_ppo.tools.chat", "--model", output, "--compare", run.folder]
+    if is_classifier:
+        command = ["deepspeed", "training/step3_ppo/main.py", "--actor_model_name_or_path", run.folder]
+        command += ["--critic_model_name_or_path", output, "--data_path", *config.data.data_path, "--output_dir", "PPO"]
+    return train_and_save(trainer, run, "reward model" if name == "reward" else name, command)

@@ -16,11 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.checkpoint.resumable import Checkpointer, RankStates
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.logging import logger, progress_bar
+from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
+from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
+from dschat_ppo.config.console_flags import EVERY_TENTH_STEP, ConsoleFlags
 from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
+from dschat_ppo.config.health_flags import FitHealthFlags
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schedule_flags import ScheduleFlags
@@ -36,7 +39,10 @@ from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import require_finite_weights, save_model
+from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.health_fit_rules import FIT_RULES
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.step_line import show_step, supervised_columns
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
@@ -75,6 +81,7 @@ class SupervisedTrainer(Generic[Batch]):
         adapter: of a model with LoRA; else None.
         best_metric: of the evaluation; decides which model is the best.
         schedule: flags of the schedule and the length.
+        health: flags of the health warnings.
 
     Raises:
         UserError: `--packing`, and the model cannot run packed rows.
@@ -84,7 +91,7 @@ class SupervisedTrainer(Generic[Batch]):
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
         fit: SupervisedFlags, run: RunFlags, nonfinite: NonFinitePolicy | None = None,
         adapter: AdapterPlan | None = None, best_metric: BestMetric = LOWEST_LOSS,
-        schedule: ScheduleFlags | None = None,
+        schedule: ScheduleFlags | None = None, health: FitHealthFlags | None = None,
     ):  # fmt: skip
         self.schedule = schedule or ScheduleFlags()
         self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
@@ -99,6 +106,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
         self.after: dict[str, float] = {}  # the last evaluation
         self.best = BestEvaluation(best_metric)
+        self.health = HealthWatch(FIT_RULES, health or FitHealthFlags())
         self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
         settings = OptimizerSettings(
             fit.learning_rate,
@@ -125,8 +133,7 @@ class SupervisedTrainer(Generic[Batch]):
 
     def _plan(self, fit: SupervisedFlags, rows: Dataset) -> SupervisedPlan:
         """The batch plan, with --packing over packed rows."""
-        packing, ranks, shared = self.packing, dist.world_size(), dist.sequence_ranks()
-        most = self.schedule.max_steps
+        packing, ranks, shared, most = self.packing, dist.world_size(), dist.sequence_ranks(), self.schedule.max_steps
         if packing is None:
             tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
             return plan_supervised(fit, len(rows), ranks, tokens, shared=shared, max_steps=most)
@@ -135,13 +142,13 @@ class SupervisedTrainer(Generic[Batch]):
 
     def run(
         self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None,
-        trace: StepTrace = NO_TRACE,
+        console: ConsoleFlags = EVERY_TENTH_STEP, trace: StepTrace = NO_TRACE,
     ) -> None:  # fmt: skip
         """Train from the current state to the end. `kept` also saves the models of some steps, and the best one;
         `trace` records one step.
 
         Raises:
-            StopRequested: from the checkpointer.
+            StopRequested, UnhealthyRun: from the checkpointer.
             UserError: the evaluation does not have the metric that decides which model is the best.
         """
         if self.before is None:
@@ -151,7 +158,7 @@ class SupervisedTrainer(Generic[Batch]):
         if kept is not None and kept.keeps_best:
             self.best.require_model(kept.best)
         steps = collated(self.objective.collate, self.rows.train, self.steps_left(), self.engine.device)
-        with progress_bar(title, self.plan.total_steps, self.steps) as bar, closing(steps):
+        with Progress(title, self.plan.total_steps, self.steps) as progress, closing(steps):
             for micro_batches, take in trace.around(steps, self.steps + 1):
                 step = self.steps + 1
                 announce_step(step)
@@ -159,10 +166,8 @@ class SupervisedTrainer(Generic[Batch]):
                 with self.clock.phase("train"):
                     metrics = self.train_step(micro_batches, take())
                 self.steps = step
-                shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in (*self.objective.headline, "grad_norm"))
-                size = f"{metrics['samples']:.0f} samples, {metrics['tokens']:.0f} tokens"
-                used = ", ".join(f"{name} {rate:.2e}" for name, rate in rates.items())
-                logger().info(f"step {step}/{self.plan.total_steps}: {shown}, {used}, {size}")
+                progress.advance(metrics["tokens"], f"loss {metrics['loss']:.4f}")
+                show_step(supervised_columns(self.objective.headline, rates), metrics | rates, progress, console)
                 if self._evaluation_is_due():
                     self.after = self.evaluate()
                     metrics |= self.after
@@ -173,8 +178,9 @@ class SupervisedTrainer(Generic[Batch]):
                 metrics |= {f"time/{name}": value for name, value in seconds.items()}
                 metrics |= {f"memory/{name}_peak_gib": value for name, value in peak.items()}
                 writer.write(step, metrics)
-                bar.update()
+                self.health.check(step, metrics)
                 checkpointer.save_if_due()
+                self.health.stop_if_due(checkpointer)
 
     def steps_left(self) -> Iterator[list[list[int]]]:
         """For each optimizer step that is left: the row numbers of this rank's micro-batches."""
@@ -248,18 +254,19 @@ class SupervisedTrainer(Generic[Batch]):
             rows, size = self.rows.eval, self.fit.per_device_eval_batch_size
             sums = MetricSums(self.rows.eval_sources)
             steps = optimizer_steps(range(len(rows)), size, 1, dist.data_ranks(), dist.data_rank())
-            steps = islice(steps, self.fit.eval_iters or None)  # 0: all
-            made = collated(self.objective.collate, rows, steps, self.engine.device)
+            used = list(islice(steps, self.fit.eval_iters or None))  # 0: all
+            made = collated(self.objective.collate, rows, iter(used), self.engine.device)
             with closing(made):
                 batches: Iterable[Batch] = (batch for _, take in made for batch in take())
                 if self.objective.complete is not None:
                     batches = self.objective.complete(self.engine, list(batches))
-                for batch in batches:
+                for number, batch in enumerate(batches, start=1):
                     self.objective.loss(self.engine, batch, self.objective.count(batch).clamp_min(1), sums)
+                    report_phase(number, len(used), "batches")
                     heartbeat()
             self.engine.train()
             found = self.objective.summary(sums.reduce())
-        logger().info("eval: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        logger().info("evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
         return {f"eval_{name}": value for name, value in found.items()}
 
     def _keep(self, kept: KeptModels | None) -> None:
@@ -323,6 +330,7 @@ class SupervisedTrainer(Generic[Batch]):
             **self.best.state_dict(),
             "described": self.described[0] if self.described and self.described[1] == self.steps else None,
             "guard": self.nonfinite.state_dict(),
+            "health": self.health.state_dict(),
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -335,6 +343,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.best.load_state_dict(shared)
         self.described = (shared["described"], self.steps) if shared.get("described") else None
         self.nonfinite.load_state_dict(shared["guard"])
+        self.health.load_state_dict(shared.get("health", {}), self.steps)  # earlier versions saved none
 
 
 def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | None = None) -> Config:

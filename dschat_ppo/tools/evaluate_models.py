@@ -191,7 +191,7 @@ def _answer(
         request = scorer.request(rollout, indices)
         scores = scorer.score(request, rollout)
         of_prompts = [names[number] if len(names) > 1 else None for number in prompts[indices]["source"]]
-        rows += answered_rows(indices, rollout, request, scores, None, of_prompts)
+        rows += answered_rows(indices, rollout, request, scores, None, of_prompts, scorer.mixture.names)
         parts.append(scores.by_source.cpu())
     return Answers(
         checked.name, decoding, rows, scorer.mixture.names, torch.cat(parts), scorer.count_failed_rows()

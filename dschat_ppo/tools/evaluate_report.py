@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 
+from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.tools.evaluate_models import Share
 from dschat_ppo.tools.evaluate_run import Evaluated, Result
 
@@ -65,15 +66,6 @@ def tables(found: Evaluated) -> list[str]:
     return lines
 
 
-def _strict(value: Any) -> Any:
-    """`value` for JSON, which has no NaN and no infinity: they become null."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _as_dict(result: Result) -> dict[str, Any]:
     answers = result.answers
     return {
@@ -93,7 +85,7 @@ def json_of(found: Evaluated) -> str:
             {"data_source": name, "chosen": chosen, "rejected": rejected} for name, chosen, rejected in found.pairs
         ],
     }
-    return json.dumps(_strict(content), indent=1)
+    return json.dumps(finite_or_null(content), indent=1)
 
 
 def html_of(found: Evaluated) -> str:

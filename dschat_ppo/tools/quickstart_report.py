@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -134,6 +136,25 @@ def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], out: Path
     print(f"\nmodels   {out}/sft  {out}/reward  {out}/ppo/actor  {out}/ppo/critic")
     print(f"metrics  {out}/sft/metrics.jsonl  {out}/reward/metrics.jsonl  {out}/ppo/metrics.jsonl")
     print(f"summary  {out}/summary.json")
+    print(f"reports  {out}/sft/report.html  {out}/reward/report.html  {out}/ppo/report.html  (open them in a browser)")
+    for purpose, command in next_commands(out).items():
+        print(f"\n{purpose}:\n  {command}")
+
+
+def next_commands(out: Path) -> dict[str, str]:
+    """Purpose -> a command to try on the outputs, for a shell; it runs with this interpreter in any folder."""
+    sft, actor = out / "sft", out / "ppo/actor"
+    tools = {
+        "chat with the model, side by side with that before PPO": ["chat", "--model", actor, "--compare", sft],
+        "evaluate both models on the held-out prompts": [
+            "evaluate", "--model", sft, actor, "--data_path", out / "toy/data/heldout.jsonl",
+            "--reward_model_name_or_path", out / "reward", "--html", out / "evaluation.html",
+        ],
+    }  # fmt: skip
+    return {
+        purpose: shlex.join([sys.executable, "-m", f"dschat_ppo.tools.{tool}", *map(str, words)])
+        for purpose, (tool, *words) in tools.items()
+    }
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, make_folder, move_files_up, write_file
+from dschat_ppo.common.logging import quiet_hugging_face
 
 PAD, EOS = "<|pad|>", "<|end|>"
 
@@ -65,5 +66,6 @@ def task_command(description: str, make: Callable[[Path, int], None]) -> None:
     parser.add_argument("folder", type=Path, help="folder for `model/` and `data/`")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the data and the weights")
     args = parser.parse_args()
+    quiet_hugging_face()
     make(args.folder, args.seed)
     print(f"wrote the model and the data of the task to {args.folder}")

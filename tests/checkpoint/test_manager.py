@@ -19,7 +19,7 @@ from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.checkpoint.state_file import load_state
 from dschat_ppo.common import dist
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError
+from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.runtime import stop_requests
 
@@ -158,6 +158,16 @@ def test_a_stop_saves_a_checkpoint_and_names_it(tmp_path, engines, monkeypatch):
     with pytest.raises(StopRequested, match="step_000001_update_0002"):
         run.at(1, 2)
     assert len(engines) == 4
+
+
+def test_a_reason_to_stop_saves_a_checkpoint_and_is_given_with_its_name(tmp_path, engines):
+    run = Run(tmp_path, SafetyFlags(save_minutes=0))
+    run.trainer.position = (4, 0)
+    run.checkpoints.stop_if(None)
+    assert run.folder.names() == []
+    with pytest.raises(UnhealthyRun, match=r"^kl_spike \(saved as .*step_000004; run the same command again to resume"):
+        run.checkpoints.stop_if("kl_spike")
+    assert run.folder.names() == ["step_000004"]
 
 
 def test_a_manifest_describes_the_state_at_the_time_of_the_save(tmp_path, engines):

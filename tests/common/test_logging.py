@@ -1,8 +1,11 @@
 """Log lines: which ranks print them, and tables."""
 
+import io
+import logging
+
 import pytest
 
-from dschat_ppo.common.logging import logger, print_line, progress_bar, quiet_prints, table
+from dschat_ppo.common.logging import _print_once, logger, print_line, quiet_prints, set_verbose, table
 
 
 @pytest.fixture
@@ -33,9 +36,54 @@ def test_prints_of_libraries_are_discarded(capsys):
     assert capsys.readouterr().out == "line\n"
 
 
-def test_only_rank_0_shows_a_progress_bar(monkeypatch):
-    bar = progress_bar("steps", 4, done=1)
-    assert not bar.disable and (bar.n, bar.total) == (1, 4)
-    bar.close()
-    monkeypatch.setenv("RANK", "1")
-    assert progress_bar("steps", 4).disable
+def test_lines_of_this_project_are_printed_among_prints_that_are_discarded(capsys):
+    with quiet_prints():
+        print("memory")
+        print_line("line")
+        logger().info("info")
+    assert capsys.readouterr().out == "line\ninfo\n"
+
+
+@pytest.fixture
+def library():
+    """A logger as DeepSpeed sets it up, after `set_verbose`, in place of the real one."""
+    log = logging.Logger("library")
+    log.addHandler(logging.StreamHandler(stream := io.StringIO()))
+    return log, stream
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", "slow\nbroken\n"), ("1", "broken\n")])
+def test_rank_0_prints_a_warning_of_a_library_once_and_other_ranks_print_errors(library, monkeypatch, rank, printed):
+    monkeypatch.setenv("RANK", rank)
+    log, stream = library
+    _print_once(log)
+    _print_once(log)  # of a second step in the process
+    for _ in range(2):
+        log.info("made")
+        log.warning("slow")
+        log.error("broken")
+        log.warning("a LOAD REPORT from: folder")
+    assert stream.getvalue() == printed
+
+
+def test_verbose_prints_everything(library, monkeypatch):
+    monkeypatch.setattr("dschat_ppo.common.logging._VERBOSE", [True])
+    log, stream = library
+    _print_once(log)
+    log.info("made")
+    log.info("made")
+    assert stream.getvalue() == "made\nmade\n"
+
+
+def test_the_warning_about_the_cpu_does_not_come_before_deepspeed_is_set_up(monkeypatch):
+    log = logging.getLogger("DeepSpeed")
+    filters = list(log.filters)
+    monkeypatch.setattr("dschat_ppo.common.logging._VERBOSE", [False])
+    try:
+        for verbose, passes in ((False, False), (True, True), (False, False)):
+            set_verbose(verbose)
+            record = logging.makeLogRecord({"msg": "Setting accelerator to CPU. If you have", "levelno": 30})
+            assert bool(log.filter(record)) is passes
+            assert log.filter(logging.makeLogRecord({"msg": "other", "levelno": 30}))
+    finally:
+        log.filters[:] = filters

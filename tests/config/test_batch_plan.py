@@ -39,7 +39,7 @@ def test_supervised_plan_by_hand(rows, world_size, micro_batch, accumulation, ep
 
 def test_the_supervised_table_shows_the_arithmetic():
     table = dict(plan_supervised(supervised_flags(4, 3, 2), 100, 2).table())
-    assert table["global batch"] == "4 x 3 x 2 = 24"
+    assert table["global batch"] == "4 rows x 3 micro-batches x 2 ranks = 24"
     assert table["optimizer steps per epoch"] == "ceil(100 / 24) = 5"
     assert table["optimizer steps in all"] == "5 x 2 = 10"
 
@@ -106,7 +106,7 @@ def test_the_table_of_packed_rows_shows_their_samples_and_tokens():
     assert table["packed rows"] == "30 of 250 tokens, 80.0 % full"
     assert table["samples per optimizer step"] == "90 / 5 = 18.0 on average"
     assert table["tokens per optimizer step"] == "6000 / 5 = 1200.0 on average"
-    assert table["micro-batch per device"] == "3 packed rows"
+    assert table["global batch"] == "3 packed rows x 1 micro-batches x 2 ranks = 6"
 
 
 @pytest.mark.parametrize(("tokens", "shown"), [(None, None), (1000, "1000 / 5 = 200.0 on average")])
@@ -128,8 +128,8 @@ def test_ppo_plan_by_hand():
     assert (plan.updates_per_rollout, plan.ppo_steps, plan.total_updates) == (6, 5, 30)
     table = dict(plan.table())
     assert table["micro-batch per device"] == "up to 2048 tokens, padding included"  # 4 x (256 + 256)
-    assert table["rows per optimizer step and device"] == "4 x 2 = 8"
-    assert table["rows per PPO step"] == "24 x 2 = 48"
+    assert table["global batch"] == "4 rows x 2 micro-batches x 2 ranks = 16"
+    assert table["rows per PPO step"] == "24 x 2 ranks = 48"
     assert table["updates per PPO step"] == "48 / 16 x 2 = 6"
     assert table["optimizer steps in all"] == "5 x 6 = 30"
 
@@ -139,10 +139,8 @@ def test_ranks_that_share_rows_count_as_one():
     plan = plan_supervised(supervised_flags(4, 3, 2), 100, 4, shared=2)
     assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == (24, 5, 10)
     table = dict(plan.table())
-    assert table["ranks"] == "4"
     assert table["groups of ranks that share their rows"] == "4 / 2 = 2"
-    assert table["micro-batch per group"] == "4"
-    assert table["global batch"] == "4 x 3 x 2 = 24"
+    assert table["global batch"] == "4 rows x 3 micro-batches x 2 groups = 24"
 
 
 def test_ranks_that_share_rows_generate_their_own():
@@ -156,7 +154,8 @@ def test_ranks_that_share_rows_generate_their_own():
     assert (plan.updates_per_rollout, plan.ppo_steps, plan.total_updates) == (2, 2, 4)
     table = dict(plan.table())
     assert table["groups of ranks that share their rows"] == "4 / 2 = 2"
-    assert table["rows per optimizer step and group"] == "6 x 2 = 12"
+    assert table["micro-batch per group"] == "up to 3072 tokens, padding included"  # 6 x (256 + 256)
+    assert table["global batch"] == "6 rows x 2 micro-batches x 2 groups = 24"
     assert table["updates per PPO step"] == "48 / 24 x 1 = 2"
 
 
@@ -179,7 +178,7 @@ def test_samples_per_prompt_multiply_rows_and_not_prompts():
     plan = plan_ppo(flags, prompts=20, world_size=2)
     assert (plan.prompts_per_rank, plan.rows_per_rank, plan.rollout_prompts, plan.rollout_rows) == (4, 12, 8, 24)
     assert (plan.ppo_steps, plan.updates_per_rollout) == (3, 2)
-    assert dict(plan.table())["answers per rank"] == "4 x 1 prompts x 3 = 12"
+    assert dict(plan.table())["rows per rank"] == "4 x 1 prompts x 3 answers = 12"
 
 
 def test_micro_batch_tokens_overrides_the_derived_value():

@@ -13,6 +13,12 @@ def test_evaluation_flags_need_eval_data_path(given):
     EvaluationFlags(eval_data_path=["prompts.jsonl"], **given)
 
 
+def test_validation_needs_held_out_prompts():
+    with pytest.raises(UserError, match="^--validate_only answers held-out prompts: name them by --eval_data_path$"):
+        EvaluationFlags(validate_only=True)
+    assert EvaluationFlags(eval_data_path=["e"], validate_only=True).validate_only
+
+
 def test_greedy_evaluation_of_several_samples_is_refused():
     with pytest.raises(UserError, match="--eval_greedy .*omit --eval_samples"):
         EvaluationFlags(eval_data_path=["e"], eval_greedy=True, eval_samples=2)

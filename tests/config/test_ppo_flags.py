@@ -43,6 +43,8 @@ from dschat_ppo.errors import UserError
         ("ppo", "actor_dropout", "1.0"),
         ("ppo", "critic_dropout", "-0.5"),
         ("ppo", "print_answers_interval", "0"),
+        ("ppo", "sample_interval", "-1"),
+        ("ppo", "samples_per_step", "0"),
         ("ppo", "actor_zero_stage", "5"),
         ("ppo", "test_stop_step", "3"),
         ("ppo", "test_stop_step", "-1"),

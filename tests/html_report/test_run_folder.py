@@ -8,11 +8,12 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.html_report import run_folder
 from dschat_ppo.html_report.run_folder import kind_of, read_run, read_runs, short_names
 from dschat_ppo.monitor import run_starts, writers
+from dschat_ppo.ppo import samples
 
 
 def test_the_names_of_the_files_are_those_that_runs_write():
-    names = [run_folder.METRICS, run_folder.RESULT, run_folder.CONFIG, run_folder.STARTS]
-    assert names == [writers.METRICS, writers.RESULT, run_files.CONFIG, run_starts.STARTS]
+    names = [run_folder.METRICS, run_folder.RESULT, run_folder.CONFIG, run_folder.STARTS, run_folder.SAMPLES]
+    assert names == [writers.METRICS, writers.RESULT, run_files.CONFIG, run_starts.STARTS, samples.SAMPLES]
 
 
 def test_metrics_become_columns_under_their_names_of_today(tmp_path):
@@ -58,19 +59,26 @@ def test_infinity_that_another_program_wrote_is_as_nan(tmp_path):
 
 def test_answers_of_evaluations_and_of_training(tmp_path):
     row = {"index": 0, "prompt": "p", "answers": ["a", "b"], "scores": [1.0, None], "lengths": [3, 4],
-           "ended": [True, False], "kl": None}  # fmt: skip
+           "ended": ["stop", "length"], "kl": [0.75, None],
+           "scores_by_source": {"rule": [1.0, None], "learned": [0.5, 2.0]}}  # fmt: skip
+    older = {"prompt": "p", "answers": ["a", "b"], "scores": [1, 2], "lengths": [3, 4], "ended": [True, False],
+             "kl": None}  # fmt: skip
     sample = {"step": 2, "prompt": "q", "answer": "c", "tokens": 5, "score": 2.0, "scores": {"rule": 2.0}, "kl": 0.5,
               "length": 5, "ended": "stop"}  # fmt: skip
-    run = read_run(write_run(tmp_path, ppo_lines(1), step_000010=[row], samples=[sample]), "a")
+    run = read_run(write_run(tmp_path, ppo_lines(1), step_000010=[row], step_000011=[older], samples=[sample]), "a")
     found = [
         (one.kind, one.step, one.prompt, one.text, one.score, one.kl, one.tokens, one.ended) for one in run.answers
     ]
     assert found == [
-        ("held-out", 10, "p", "a", 1.0, None, 3, "eos"),
+        ("held-out", 10, "p", "a", 1.0, 0.25, 3, "stop"),  # KL: 0.75 over 3 tokens
         ("held-out", 10, "p", "b", None, None, 4, "length"),
+        ("held-out", 11, "p", "a", 1, None, 3, "eos"),
+        ("held-out", 11, "p", "b", 2, None, 4, "length"),
         ("training", 2, "q", "c", 2.0, 0.5, 5, "stop"),
     ]
-    assert run.answers[2].scores == {"rule": 2.0}
+    assert [one.scores for one in run.answers] == [
+        {"rule": 1.0, "learned": 0.5}, {"rule": None, "learned": 2.0}, {}, {}, {"rule": 2.0},
+    ]  # fmt: skip
 
 
 def test_answers_of_another_shape_stop_no_report(tmp_path):

@@ -8,6 +8,7 @@ from tiny_models import PADDED_ONLY
 from tiny_models import new_model as tiny_model
 
 from dschat_ppo.models import packing, segment_attention
+from dschat_ppo.models.blockwise_attention import Part
 from dschat_ppo.models.forward import last_token_scores, response_scores, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.packing import packed_states
@@ -251,12 +252,22 @@ def test_the_dropout_of_a_classifiers_head_is_no_dropout_of_the_model():
     assert policy.shares
 
 
-def test_wrong_numbers_of_shared_rows_are_found(monkeypatch):
+@pytest.mark.parametrize("by_blocks", [True, False])
+def test_wrong_numbers_of_shared_rows_are_found(monkeypatch, by_blocks):
+    """A kernel that hides what is shared, and one that hides nothing."""
+    monkeypatch.setattr(segment_attention, "MOST_KEYS", segment_attention.MOST_KEYS if by_blocks else 0)
     policy = PolicyModel(tiny_model("llama").to(torch.bfloat16))
     select_kernels(policy)
     assert policy.shares
-    exact = segment_attention._grouped_attention
-    monkeypatch.setattr(segment_attention, "_grouped_attention", lambda q, k, v, band, **o: exact(q, k, v, None, **o))
+    blocks, grouped = segment_attention.blockwise_attention, segment_attention._grouped_attention
+    broken = {
+        "blockwise_attention": lambda q, k, v, parts, *o: blocks(
+            q, k, v, [Part(p.own, slice(0, 0)) for p in parts], *o
+        ),
+        "_grouped_attention": lambda q, k, v, band, **o: grouped(q, k, v, None, **o),
+    }
+    for name, function in broken.items():
+        monkeypatch.setattr(segment_attention, name, function)
     policy.shares = False
     select_kernels(policy)
     assert policy.packed and not policy.shares

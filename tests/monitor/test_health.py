@@ -1,122 +1,149 @@
-"""Each warning appears for its metric, and none for a healthy run."""
+"""The watch: what becomes an event, what is recorded, when the run stops, and its state in checkpoints."""
+
+import json
+import logging
+from types import SimpleNamespace
 
 import pytest
+from health_steps import PPO_STEP, WINDOW, events_of, ppo_watch
 
-from dschat_ppo.monitor.health import WINDOW, HealthWatch
+from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import StorageError
 
-HEALTHY = {
-    "kl/ref_k1": 0.05,
-    "policy/clip_fraction": 0.1,
-    "policy/entropy": 2.0,
-    "reward/score_std": 0.8,
-    "reward/score_mean": 1.0,
-    "rollout/count": 64,
-    "rollout/distinct_share": 0.95,
-    "rollout/ended_share": 0.9,
-    "rollout/length_mean": 40.0,
-    "rollout/logprob_diff_mean": 0.001,
-    "value/explained_variance": 0.4,
-}
-
-WARNINGS_OF_ONE_STEP = {
-    "mean KL to the reference is negative": {"kl/ref_k1": -0.05},
-    "ratios are clipped": {"policy/clip_fraction": 0.4},
-    "scores are nearly equal": {"reward/score_std": 1e-5},
-    "answers are duplicates": {"rollout/distinct_share": 0.3},
-    "rollout and training log-probs differ": {"rollout/logprob_diff_mean": 0.5},
-}
-WARNINGS_OF_A_TREND = {
-    "KL to the reference jumped": {"kl/ref_k1": 0.5},
-    "entropy fell": {"policy/entropy": 0.4},
-    "far fewer answers end by themselves": {"rollout/ended_share": 0.5},
-    "score, length and KL all rise": {"reward/score_mean": 2.0, "rollout/length_mean": 80.0, "kl/ref_k1": 0.12},
-}
+CLIPPED = {**PPO_STEP, "policy/clip_fraction": 0.5}
+NEGATIVE = {**PPO_STEP, "kl/ref_k1": -0.5}  # an error
 
 
-def watch_after(steps: int, **metrics: float) -> HealthWatch:
-    """A `HealthWatch` after `steps` steps that are healthy except for `metrics`."""
-    watch = HealthWatch()
-    for _ in range(steps):
-        watch.check({**HEALTHY, **metrics})
-    return watch
+def names(events) -> list[str]:
+    return [event.name for event in events]
 
 
-def test_a_healthy_run_has_no_warnings():
-    watch = HealthWatch()
-    for step in range(3 * WINDOW):
-        better = {"reward/score_mean": 1.0 + 0.05 * step, "kl/ref_k1": 0.05 + 0.001 * step}
-        assert watch.check({**HEALTHY, **better}) == []
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("warning", "changes"), WARNINGS_OF_ONE_STEP.items())
-def test_warnings_of_one_step_appear_at_once(warning, changes):
-    [line] = HealthWatch().check({**HEALTHY, **changes})
-    assert warning in line
+@pytest.fixture
+def logged(caplog, monkeypatch):
+    monkeypatch.setattr(logger(), "propagate", True)
+    caplog.set_level(logging.INFO, "dschat_ppo")
+    return caplog
 
 
-def test_equal_scores_need_more_than_one_answer():
-    assert HealthWatch().check({**HEALTHY, "reward/score_std": 0.0, "rollout/count": 1}) == []
-    [line] = HealthWatch().check({**HEALTHY, "reward/score_std": 0.0, "rollout/count": 2})
-    assert "scores are nearly equal" in line
+def test_a_warning_that_persists_is_one_event_until_three_steps_without_it():
+    shape = "cc.c..c...c"  # c: clipped
+    watch = ppo_watch()
+    found = [bool(watch.check(step, CLIPPED if mark == "c" else PPO_STEP)) for step, mark in enumerate(shape)]
+    assert "".join("x" if fresh else "-" for fresh in found) == "x---------x"
 
 
-@pytest.mark.parametrize(("warning", "changes"), WARNINGS_OF_A_TREND.items())
-def test_warnings_of_a_trend_appear_after_a_full_window(warning, changes):
-    [line] = watch_after(WINDOW).check({**HEALTHY, **changes})
-    assert warning in line
+def test_a_new_warning_appears_during_one_that_persists():
+    watch = ppo_watch()
+    watch.check(1, CLIPPED)
+    assert names(watch.check(2, {**CLIPPED, "reward/score_std": 0.0})) == ["scores_equal"]
 
 
-@pytest.mark.parametrize("changes", WARNINGS_OF_A_TREND.values())
-def test_warnings_of_a_trend_need_a_full_window(changes):
-    assert watch_after(WINDOW - 1).check({**HEALTHY, **changes}) == []
+def test_an_event_and_its_end_are_logged(logged):
+    watch = ppo_watch()
+    for step, metrics in enumerate([CLIPPED, PPO_STEP, PPO_STEP, PPO_STEP], 1):
+        watch.check(step, metrics)
+    first, last = [record.getMessage() for record in logged.records]
+    assert (
+        first.startswith("health: step 1: clip_fraction_high: policy/clip_fraction is 0.5") and "--ppo_epochs" in first
+    )
+    assert last == "health: step 4: clip_fraction_high is over"
 
 
-def test_a_critic_without_explained_variance_over_a_window():
-    useless = {"value/explained_variance": -0.1}
-    [line] = watch_after(WINDOW, **useless).check({**HEALTHY, **useless})
-    assert "critic explains no variance" in line
-    assert watch_after(WINDOW - 1, **useless).check({**HEALTHY, **useless}) == []
-    assert watch_after(WINDOW, **useless).check(HEALTHY) == []
+def test_events_are_lines_of_a_file(tmp_path):
+    watch = ppo_watch()
+    watch.begin(tmp_path)
+    assert lines(tmp_path) == []
+    watch.check(1, PPO_STEP)
+    watch.check(2, CLIPPED)
+    [event] = lines(tmp_path)
+    assert list(event) == ["step", "since", "name", "level", "seen", "cause", "change"]
+    assert (event["step"], event["since"], event["level"]) == (2, 2, "warning")
+    watch.check(3, {**CLIPPED, "kl/ref_k1": -0.5})
+    assert [event["name"] for event in lines(tmp_path)] == ["clip_fraction_high", "kl_negative"]
 
 
-@pytest.mark.parametrize("missing", ["reward/score_mean", "rollout/length_mean", "kl/ref_k1"])
-def test_reward_exploitation_needs_all_three_metrics(missing):
-    changes = WARNINGS_OF_A_TREND["score, length and KL all rise"]
-    rest = {name: value for name, value in changes.items() if name != missing}
-    assert watch_after(WINDOW).check({**HEALTHY, **rest}) == []
+def test_a_file_that_cannot_be_written_ends_the_run(tmp_path):
+    with pytest.raises(StorageError, match=r"health\.jsonl: cannot be written .*; free space"):
+        ppo_watch().begin(tmp_path / "missing")
 
 
-def test_ordinary_values_are_below_the_thresholds():
-    ordinary = {
-        "kl/ref_k1": -0.01, "policy/clip_fraction": 0.3, "reward/score_std": 0.01, "rollout/distinct_share": 0.5,
-        "rollout/logprob_diff_mean": 0.1,
-    }  # fmt: skip
-    assert HealthWatch().check({**HEALTHY, **ordinary}) == []
+def test_a_resumed_run_has_the_events_up_to_its_checkpoint(tmp_path):
+    watch = ppo_watch()
+    watch.begin(tmp_path)
+    watch.check(1, CLIPPED)
+    save_state(tmp_path / "state", watch.state_dict())
+    watch.check(2, {**CLIPPED, "reward/score_std": 0.0})  # after the checkpoint: runs again
+    assert len(lines(tmp_path)) == 2
+
+    resumed = ppo_watch()
+    resumed.load_state_dict(load_state(tmp_path / "state"), 1)
+    resumed.begin(tmp_path)
+    assert [event["name"] for event in lines(tmp_path)] == ["clip_fraction_high"]
+    assert names(resumed.check(2, {**CLIPPED, "reward/score_std": 0.0})) == ["scores_equal"]
+    assert [event["step"] for event in lines(tmp_path)] == [1, 2]
 
 
-def test_a_persistent_warning_appears_once_and_again_after_a_healthy_step():
-    watch, clipped = HealthWatch(), {**HEALTHY, "policy/clip_fraction": 0.5}
-    counts = [len(watch.check(metrics)) for metrics in (clipped, clipped, clipped, HEALTHY, clipped, clipped)]
-    assert counts == [1, 0, 0, 0, 1, 0]
+def test_a_resumed_watch_finds_what_it_would_have_found(tmp_path):
+    shape = [{"value/explained_variance": -0.1, "rollout/length_mean": 40.0 + (step > 20) * 30} for step in range(40)]
+    whole = ppo_watch()
+    expected = events_of(whole, shape)
+    assert {"critic_explains_nothing", "length_creep"} <= set(names(expected))
+    for cut in (3, 9, 15, 25):
+        watch = ppo_watch()
+        events_of(watch, shape[:cut])
+        save_state(tmp_path / "state", watch.state_dict())
+        resumed = ppo_watch()
+        resumed.load_state_dict(load_state(tmp_path / "state"), cut)
+        for step in range(cut, len(shape)):
+            resumed.check(step + 1, {**PPO_STEP, **shape[step]})
+        assert resumed.events == expected
 
 
-def test_a_new_warning_appears_during_a_persistent_one():
-    watch = HealthWatch()
-    watch.check({**HEALTHY, "policy/clip_fraction": 0.5})
-    [line] = watch.check({**HEALTHY, "policy/clip_fraction": 0.5, "reward/score_std": 0.0})
-    assert "scores are nearly equal" in line
+def test_the_state_of_an_earlier_version_is_read():
+    old = {"kl/ref_k1": 0.05, "answers/ended_share": 0.9, "answers/length_mean": 40.0, "reward/score_std": 1.0}
+    watch = ppo_watch()
+    watch.load_state_dict({"past": [old] * WINDOW, "standing": ["more than 30 % of the ratios are clipped"]}, 20)
+    [event] = watch.check(21, {**PPO_STEP, "rollout/ended_share": 0.1})
+    assert event.name == "fewer_answers_end" and "before is 0.9" in event.seen
+    assert watch.state_dict()["steps"] == list(range(12, 22))
+    ppo_watch().load_state_dict({}, 5)  # of steps 1 and 2, which had none
 
 
-def test_a_step_with_skipped_updates_is_ignored():
-    watch = watch_after(WINDOW - 1)
-    assert watch.check({"optim/nonfinite_skipped": 1.0}) == []
-    watch.check(HEALTHY)
-    [line] = watch.check({**HEALTHY, "kl/ref_k1": 0.5})
-    assert "KL to the reference jumped" in line
+def test_a_step_whose_updates_were_skipped_is_no_part_of_a_trend():
+    watch = ppo_watch()
+    events_of(watch, [{}] * 4)
+    assert names(watch.check(5, {"optim/nonfinite_skipped": 1.0})) == ["updates_skipped"]
+    assert watch.check(6, {**PPO_STEP, "optim/nonfinite_skipped": 1.0}) == []
+    assert watch.check(7, {**PPO_STEP, "optim/nonfinite_skipped": 1.0}) == []
+    assert names(watch.check(8, {**PPO_STEP, "optim/nonfinite_skipped": 1.0, "kl/ref_k1": 0.6})) == ["kl_spike"]
 
 
-def test_trends_are_relative_to_the_last_window():
-    watch = watch_after(WINDOW, **{"policy/entropy": 9.0})
-    for _ in range(WINDOW):
-        watch.check({**HEALTHY, "policy/entropy": 3.0})
-    assert watch.check({**HEALTHY, "policy/entropy": 2.0}) == []
+def test_nan_is_no_metric():
+    watch = ppo_watch()
+    assert watch.check(1, dict.fromkeys(PPO_STEP, float("nan"))) == []
+
+
+@pytest.mark.parametrize(("stop", "metrics", "stops"), [
+    ("off", NEGATIVE, None),
+    ("error", CLIPPED, False),
+    ("error", NEGATIVE, True),
+    ("warning", CLIPPED, True),
+    ("warning", NEGATIVE, True),
+    ("warning", PPO_STEP, False),
+])  # fmt: skip
+def test_an_event_of_the_chosen_level_stops_the_run(stop, metrics, stops):
+    watch, reasons = ppo_watch(stop_on_health=stop), []
+    checkpointer = SimpleNamespace(stop_if=reasons.append)
+    watch.check(7, metrics)
+    watch.stop_if_due(checkpointer)
+    assert [reason is not None for reason in reasons] == ([] if stops is None else [stops])
+    if stops:
+        assert reasons[0].startswith(f"--stop_on_health {stop}: step 7: {watch.events[0].name}: ")
+    watch.check(8, metrics)  # resumed: it stands, and does not stop again
+    watch.stop_if_due(checkpointer)
+    assert reasons[1:] == ([] if stops is None else [None])

@@ -1,8 +1,8 @@
-"""Metrics of earlier versions under the names of today."""
+"""Metrics of earlier versions under the names of today, and the sections of metrics in trackers."""
 
 import pytest
 
-from dschat_ppo.monitor.metric_names import present_name
+from dschat_ppo.monitor.metric_names import present_name, tracked_name
 
 
 @pytest.mark.parametrize(("name", "expected"), [
@@ -29,3 +29,22 @@ from dschat_ppo.monitor.metric_names import present_name
 ])  # fmt: skip
 def test_a_name_of_an_earlier_version_is_mapped(name, expected):
     assert present_name(name) == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("loss", "train/loss"),
+    ("loss/web", "train/loss/web"),
+    ("accuracy", "train/accuracy"),
+    ("epoch", "train/epoch"),
+    ("eval_loss", "eval/loss"),
+    ("eval_loss/web", "eval/loss/web"),
+    ("lr", "optim/lr"),
+    ("lora_lr", "optim/lora_lr"),
+    ("grad_norm", "optim/grad_norm"),
+    ("optim/overflow/model", "optim/overflow/model"),
+    ("time/train", "time/train"),
+    ("reward/score_mean/web", "reward/score_mean/web"),
+    ("eval/pass@1", "eval/pass@1"),
+])  # fmt: skip
+def test_a_metric_has_a_section_in_trackers(name, expected):
+    assert tracked_name(name) == expected

@@ -69,6 +69,8 @@ def metrics_by_loop(rows: Experience) -> dict[str, float]:
         "reward/kl_penalty": KL_COEF * sum(numbers("kl")) / 4,
         "reward/model_mean": 0.5,
         "reward/rule_mean": 1.0,
+        "reward/model_std": 0.125**0.5,
+        "reward/rule_std": 5**0.5,
         "reward/equal_groups_share": 0.0,
         "policy/counted_share": 5 / 8,  # the last row, of three tokens, is not in the loss
         "policy/loss_weight_mean": np.mean(numbers("loss_weights")),
@@ -143,7 +145,7 @@ def test_without_critic_and_reference_their_metrics_are_absent():
     lacking = {name for name in whole if name not in found}
     assert lacking == {
         "kl/ref_k1", "kl/ref_k3", "reward/kl_penalty", "value/explained_variance", "value/mean", "value/std",
-        "reward/model_mean", "reward/rule_mean", "reward/equal_groups_share",
+        "reward/model_mean", "reward/rule_mean", "reward/model_std", "reward/rule_std", "reward/equal_groups_share",
     }  # fmt: skip
 
 
@@ -159,7 +161,8 @@ def test_a_source_is_measured_over_the_rows_that_it_scores():
     found = experience_metrics(experience(source_scores=scores), KL_COEF, ("a", "b", "c"))
     by_source = {name: value for name, value in found.items() if name.startswith(("reward/a", "reward/b", "reward/c"))}
     assert by_source == {
-        "reward/a_mean": 0.5, "reward/a_share": 0.75, "reward/b_share": 0.0, "reward/c_mean": 1.0, "reward/c_share": 0.5
+        "reward/a_mean": 0.5, "reward/a_std": pytest.approx((0.5 / 3) ** 0.5), "reward/a_share": 0.75,
+        "reward/b_share": 0.0, "reward/c_mean": 1.0, "reward/c_std": 3.0, "reward/c_share": 0.5,
     }  # fmt: skip
     alone = experience_metrics(experience(source_scores=scores[:, :1]), KL_COEF, ("a",))
     assert alone["reward/a_share"] == 0.75 and "reward/a_mean" not in alone
@@ -201,3 +204,13 @@ def test_phases_have_seconds_tokens_and_on_a_gpu_the_memory_that_the_allocator_h
     found = phase_metrics(clock, torch.device("cpu"))
     assert found == plain | {"memory/reserved_gib": 3.0, "memory/alloc_retries": 4.0}
     assert reduced[-1] == ([3.0, 4.0], "max")
+
+
+def test_several_ranks_have_an_imbalance_of_time_and_tokens(monkeypatch):
+    clock = PhaseClock({"rollout": 6.0, "train": 2.0}, {"rollout": 5.0, "train": 9.0}, {"rollout": 1.0, "train": 1.0})
+    other = torch.tensor([[[2.0, 1.0, 15.0], [2.0, 1.0, 9.0]]], dtype=torch.float64)
+    monkeypatch.setattr(rollout_metrics, "gather_cat", lambda mine: torch.cat([mine, other]))
+    found = phase_metrics(clock, torch.device("cpu"))
+    assert {name: value for name, value in found.items() if name.endswith("imbalance")} == {
+        "time/rollout_imbalance": 1.5, "time/rollout_tokens_imbalance": 1.5, "time/train_imbalance": 1.0,
+    }  # fmt: skip

@@ -1,10 +1,9 @@
-"""Metric sums, health warnings and `metrics.jsonl` continue from a checkpoint."""
+"""Metric sums and `metrics.jsonl` continue from a checkpoint."""
 
 import json
 
 import torch
 
-from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 
@@ -37,19 +36,6 @@ def test_a_rank_that_is_new_has_all_names_and_changes_no_value():
     new.add_max("most", torch.tensor([-9.0]))
     assert new.reduce() == {"mean": 5.0, "most": -9.0}
     assert saved.reduce() == {"mean": -3.0, "most": -7.0}
-
-
-def test_a_warning_that_stands_is_not_given_again():
-    metrics = {"reward/score_std": 0.0, "rollout/count": 8, "rollout/distinct_share": 1.0, "rollout/ended_share": 1.0}
-    watch, other = HealthWatch(), HealthWatch()
-    assert len(watch.check(metrics)) == 1
-    other.load_state_dict(watch.state_dict())
-    assert other.check(metrics) == []
-    assert other.check({**metrics, "reward/score_std": 1.0}) == []
-    assert len(other.check(metrics)) == 1
-    for _ in range(20):
-        watch.check(metrics)
-    assert len(watch.state_dict()["past"]) == 10
 
 
 def test_metrics_continue_after_the_lines_of_the_checkpoint(tmp_path):

@@ -1,18 +1,20 @@
-"""`metrics.jsonl` and `result.json`: content, durability, and errors when they cannot be written."""
+"""`metrics.jsonl` and `result.json`: content, durability, errors when they cannot be written; what trackers get."""
 
 import errno
 import json
 import math
 import os
-import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import StorageError
+from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.monitor import writers
+from dschat_ppo.monitor.trackers import Histogram, Start, StepFigures, Tracking
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 
 
@@ -86,11 +88,12 @@ def test_lines_are_written_at_once_and_synced_by_saved_offset(tmp_path, monkeypa
         assert writer.saved_offset() == place.stat().st_size == synced[0]
 
 
-def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+def test_other_ranks_write_nothing(tmp_path, monkeypatch, opened):
     monkeypatch.setenv("RANK", "1")
-    with MetricsWriter(tmp_path, tmp_path / "board") as writer:
+    with MetricsWriter(tmp_path, TRACKING) as writer:
         writer.write(1, {"a": 1.0})
         assert writer.saved_offset() == 0
+    assert opened == []
     write_result(tmp_path, {"a": 1.0})
     assert list(tmp_path.iterdir()) == []
 
@@ -105,31 +108,74 @@ def test_a_failed_write_is_a_storage_error(tmp_path):
             writer.write(1, {"a": 1.0})
 
 
-class Board:
-    """Replaces TensorBoard's writer."""
+class Recorded:
+    """A tracker that records what it receives."""
 
-    made: list["Board"] = []
+    def __init__(self, tracking, start):
+        self.tracking, self.start, self.written, self.succeeded = tracking, start, [], None
 
-    def __init__(self, folder, purge_step):
-        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False
-        Board.made.append(self)
+    def write(self, step, metrics, figures):
+        self.written.append((step, metrics, figures))
 
-    def add_scalar(self, name, value, step):
-        self.scalars.append((name, value, step))
-
-    def close(self):
-        self.closed = True
+    def close(self, succeeded):
+        self.succeeded = succeeded
 
 
-def test_tensorboard_purges_the_steps_that_run_again(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
-    for resumed in (None, (0, 4)):
-        with MetricsWriter(tmp_path, tmp_path / "board", resumed) as writer:
-            writer.write(4, {"a": 1.0, "b": 2.0})
-    assert [board.purge_step for board in Board.made] == [None, 4]
-    for board in Board.made:
-        assert (board.folder, board.closed) == (str(tmp_path / "board"), True)
-        assert board.scalars == [("a", 1.0, 4), ("b", 2.0, 4)]
+TRACKING = Tracking(("one", "two"), Path("out"), Path("board"), None, None, {"seed": 3})
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Trackers that a `MetricsWriter` has opened."""
+    made = []
+
+    def open_recorded(tracking, start):
+        made.extend(Recorded(tracking, start) for _ in tracking.libraries)
+        return made[-len(tracking.libraries) :]
+
+    monkeypatch.setattr(writers, "open_trackers", open_recorded)
+    return made
+
+
+def test_every_tracker_receives_each_step_under_the_name_of_its_section(tmp_path, opened):
+    figures = StepFigures({"a": Histogram([0, 1], [2])})
+    with MetricsWriter(tmp_path, TRACKING) as writer:
+        writer.write(4, {"loss": 1.0, "eval_loss": math.nan})
+        writer.write(5, {"reward/score_mean": 2.0}, figures)
+    assert len(opened) == 2
+    for tracker in opened:
+        (_, first, none), second = tracker.written
+        assert first["train/loss"] == 1.0 and math.isnan(first["eval/loss"]) and none == StepFigures()
+        assert second == (5, {"reward/score_mean": 2.0}, figures)
+        assert tracker.tracking is TRACKING and tracker.start == Start(None, -1)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"] == 1.0, "flat in the file"
+
+
+def test_a_resumed_run_tells_trackers_which_steps_run_again(tmp_path, opened):
+    with MetricsWriter(tmp_path, None) as writer:
+        writer.write(1, {"a": 1.0})
+        offset = writer.saved_offset()
+        writer.write(2, {"a": 1.0})
+        writer.write(3, {"a": 1.0})
+    with MetricsWriter(tmp_path, TRACKING, (offset, 2)):
+        pass
+    assert opened[0].start == Start(2, 3)
+    with MetricsWriter(tmp_path, TRACKING, (offset, 2)):
+        pass
+    assert opened[2].start == Start(2, 1), "nothing was written after the checkpoint"
+    with MetricsWriter(tmp_path, TRACKING, (0, 7)):
+        pass
+    assert opened[4].start == Start(7, 1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "succeeded"), [(None, True), (StopRequested("saved"), True), (ValueError("no"), False)]
+)
+def test_trackers_are_closed_as_failed_unless_the_run_ends_or_stops_as_asked(tmp_path, opened, problem, succeeded):
+    with suppress(ValueError, StopRequested), MetricsWriter(tmp_path, TRACKING):
+        if problem is not None:
+            raise problem
+    assert [tracker.succeeded for tracker in opened] == [succeeded, succeeded]
 
 
 def test_a_result_is_replaced_atomically(tmp_path):

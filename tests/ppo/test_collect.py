@@ -38,12 +38,13 @@ class Generator:
         samples = 1 if greedy else 2
         tokens = torch.tensor([[10 * row + sample] for row in indices for sample in range(samples)])
         ones = torch.ones_like(tokens)
-        return Rollout(ones, ones.bool(), tokens, ones.bool(), -ones.float(), torch.zeros(len(tokens)))
+        return Rollout(ones, ones.bool(), tokens, ones.bool(), -ones.float(), torch.full((len(tokens),), 2))
 
 
 class RewardScorer:
     """The score is the token; two answers fail in each rollout."""
 
+    mixture = SimpleNamespace(names=["first", "second"])
     tokenizer = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: [str(row) for row in rows])
 
     def __init__(self):
@@ -169,10 +170,20 @@ def test_answers_are_printed_every_n_steps(capsys, words, steps):
     for step in (1, 2, 3, 4):
         collect(collection, step)
         said = capsys.readouterr().out
-        assert said.count(f"[rank 0, step {step}, score ") == (8 if step in steps else 0)
+        assert said.count(f"PPO step {step}: 8 answers\n") == (step in steps)
+        assert said.count("] score ") == (8 if step in steps else 0)
         if step in steps:
             row = collection.generator.asked[-1][0][0]
-            assert f"score {10 * row + 1:.3f}] '[1]' -> '[{10 * row + 1}]'" in said
+            score = f"{10 * row + 1:.3f} (first {10 * row + 1:.3f}, second {-10 * row - 1:.3f})"
+            assert f"[2] score {score}, 1 tokens, cut at the length limit\n    prompt: [1]\n" in said
+            assert f"    answer: [{10 * row + 1}]\n" in said
+
+
+def test_only_rank_0_prints_the_answers_of_all_ranks(capsys, monkeypatch):
+    collection = collection_of("--print_answers")
+    monkeypatch.setattr(dist, "is_main", lambda: False)
+    collect(collection)
+    assert capsys.readouterr().out == ""
 
 
 # Dynamic sampling

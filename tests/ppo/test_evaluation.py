@@ -45,9 +45,10 @@ def answered(index, answers, scores, lengths, ended, kl=None) -> Answered:
 def test_summary_by_hand():
     rows = [
         answered(
-            0, ["a", "b", "b", "c"], [0.0, 1.0, 1.0, 0.0], [1, 2, 2, 5], [True, True, False, True], [0.0, 0.1, 0.1, 0.3]
+            0, ["a", "b", "b", "c"], [0.0, 1.0, 1.0, 0.0], [1, 2, 2, 5], ["eos", "stop", "length", "eos"],
+            [0.0, 0.1, 0.1, 0.3],
         ),
-        answered(1, ["x", "x", "y", "y"], [0.0, 0.0, 1.0, 1.0], [3, 3, 3, 1], [True] * 4, [0.0] * 4),
+        answered(1, ["x", "x", "y", "y"], [0.0, 0.0, 1.0, 1.0], [3, 3, 3, 1], ["eos"] * 4, [0.0] * 4),
     ]  # fmt: skip
     found = summary(rows, pass_score=1.0)
     assert found == pytest.approx({
@@ -64,13 +65,13 @@ def test_summary_by_hand():
 
 def test_the_majority_is_of_boxes_with_braces_inside():
     right, wrong = r"\boxed{2}, or rather \boxed{\frac{1}{2}}", r"\boxed{2}"
-    rows = [answered(0, [right, wrong, right, wrong, right], [1.0, 0.0, 1.0, 0.0, 1.0], [9] * 5, [True] * 5)]
-    rows += [answered(1, [wrong, right, right], [0.0, 1.0, 1.0], [9] * 3, [True] * 3)]
+    rows = [answered(0, [right, wrong, right, wrong, right], [1.0, 0.0, 1.0, 0.0, 1.0], [9] * 5, ["eos"] * 5)]
+    rows += [answered(1, [wrong, right, right], [0.0, 1.0, 1.0], [9] * 3, ["eos"] * 3)]
     assert [summary([row], 1.0)[f"eval/majority@{len(row.answers)}"] for row in rows] == [1.0, 1.0]
 
 
 def test_one_answer_each_has_no_majority_and_without_reference_no_kl():
-    found = summary([answered(0, ["a"], [0.7], [4], [False])], pass_score=0.5)
+    found = summary([answered(0, ["a"], [0.7], [4], ["length"])], pass_score=0.5)
     assert found == {"eval/score": 0.7, "eval/length_mean": 4.0, "eval/ended_share": 0.0, "eval/pass@1": 1.0}
 
 
@@ -97,7 +98,7 @@ class RewardScorer:
 
     def __init__(self, prompts=3, scores=None, faults=0):
         self.prompts, self.scores, self.faults = Dataset.from_dict({"row": ["{}"] * prompts}), scores, faults
-        self.mixture = SimpleNamespace(close=lambda: setattr(self, "closed", True))
+        self.mixture = SimpleNamespace(close=lambda: setattr(self, "closed", True), names=["number"])
         self.closed = False
 
     def request(self, rollout, indices):
@@ -163,7 +164,8 @@ def test_answers_scores_and_files_do_not_depend_on_batches(tmp_path, batch):
         {
             "index": row, "prompt": f"prompt {row}", "answers": [f"answer {2 * row}", f"answer {2 * row + 1}"],
             "scores": pytest.approx([row / 5, row / 5 + 0.1]), "lengths": [2 * row % 3 + 1, (2 * row + 1) % 3 + 1],
-            "ended": [True, False], "kl": None,
+            "ended": ["eos", "length"], "kl": None,
+            "scores_by_source": {"number": pytest.approx([row / 5, row / 5 + 0.1])},
         }
         for row in range(3)
     ]  # fmt: skip

@@ -347,5 +347,5 @@ def test_without_held_out_prompts_nothing_is_evaluated(assets, tmp_path):
 def test_a_sign_of_a_problem_is_logged_as_a_warning_once(assets, tmp_path, monkeypatch, said):
     monkeypatch.setattr(TokenSum, "__call__", lambda self, request, rollout: torch.ones(len(request)))
     PlainRun(assets, tmp_path / "run").run()
-    warnings = [line for line in said if line.startswith("health: ") and "all scores are nearly equal" in line]
+    warnings = [line for line in said if line.startswith("health: ") and "scores_equal" in line]
     assert len(warnings) == 1 and warnings[0].startswith("health: step 1: ")

@@ -15,9 +15,12 @@ from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.checkpoint.resumable import RankStates
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
+from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
 from dschat_ppo.ppo.state import PPOState
@@ -70,7 +73,9 @@ def resumable(words: str = "", texts=False, average=False, evaluation=False, col
         nonfinite=NonFinitePolicy(config.safety), advantage_computation=computation(),
         collection=collection_of(collection),
     )  # fmt: skip
-    return ResumablePPO(ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch())
+    return ResumablePPO(
+        ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch(PPO_RULES, PPOHealthFlags())
+    )
 
 
 def resume(before: ResumablePPO, after: ResumablePPO, alone: bool = False) -> ResumablePPO:
@@ -84,7 +89,8 @@ def test_the_saved_format_has_these_keys(tmp_path):
     """Checkpoints of earlier versions have them."""
     whole = resumable(ENTROPY, texts=True, average=True, evaluation=True)
     shared, rank = whole.shared_state(), whole.rank_state()
-    assert set(shared) == {"progress", "collector", "shaping", "entropy_coef", "health", "guard", "texts", "best"}
+    names = {"progress", "collector", "shaping", "entropy_coef", "health", "guard", "texts", "best", "files"}
+    assert set(shared) == names
     assert set(rank) == {"sums", "actor_average", "reference"}
     assert set(shared["collector"]) == {"stream", "pool"} and set(shared["shaping"]) == {"kl_coef", "running"}
     plain = resumable()
@@ -93,6 +99,23 @@ def test_the_saved_format_has_these_keys(tmp_path):
     whole.ppo.state.begin_updates(experience(range(3)), {"a": 1.0})
     save_state(tmp_path / "shared", whole.shared_state())
     assert load_state(tmp_path / "shared").keys() == shared.keys()
+
+
+def test_files_that_grow_are_cut_back_to_their_length_at_the_checkpoint(tmp_path):
+    before, after, older = resumable(), resumable(), resumable()
+    for trainer in (before, after, older):
+        trainer.files = [JsonLines(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    before.files[1].append([{"step": 1}])
+    shared = before.shared_state()
+    before.files[0].append([{"step": 2}])
+    before.files[1].append([{"step": 2}])
+    after.load_state(shared, RankStates(before.rank_state(), lambda: iter([])))
+    for file in after.files:
+        file.begin()
+    assert [file.path.read_text() for file in after.files] == ["", '{"step": 1}\n']
+    del shared["files"]
+    older.load_state(shared, RankStates(before.rank_state(), lambda: iter([])))
+    assert [file.offset for file in older.files] == [0, 0], "a checkpoint of an earlier version, without such files"
 
 
 def test_every_part_is_restored():
@@ -107,7 +130,7 @@ def test_every_part_is_restored():
     before.ppo.nonfinite.load_state_dict({"in_a_row": {}, "skipped": 3, "overflows": {"actor": 2}})
     before.evaluation.best = (0.5, 3)
     metrics = {"reward/score_std": 0.0, "rollout/count": 8, "rollout/distinct_share": 1.0, "rollout/ended_share": 1.0}
-    assert len(before.health.check(metrics)) == 1
+    assert len(before.health.check(4, metrics)) == 1
     resume(before, after, alone=True)
     assert after.position == before.position == (4, 1) and after.ppo.state.sums.reduce() == {
         "optim/grad_norm/actor": 2.0
@@ -116,7 +139,7 @@ def test_every_part_is_restored():
     assert (after.ppo.collection.stream.taken, after.ppo.texts.stream.taken) == (3, 2)
     assert after.ppo.entropy_coef.value == 0.015 and after.evaluation.best == (0.5, 3)
     assert after.ppo.nonfinite.metrics("actor") == {"optim/nonfinite_skipped": 3, "optim/overflow/actor": 2}
-    assert after.health.check(metrics) == [], "a warning is given once"
+    assert after.health.check(5, metrics) == [], "a warning is given once"
     assert after.ppo.engines.actor_average.did == ["loaded"]
     assert after.engines_to_save == {"actor": "A", "critic": "C"}
 

@@ -19,7 +19,7 @@ from tiny_models import (
 
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.generator import GenerationConfig, engine_text, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout, concat_rows, pad_rows, select_rows
@@ -287,3 +287,24 @@ def test_greedy_answers_are_cut_at_the_first_end():
             sampling=SamplingParameters(top_k=1), stopping=StoppingCriteria(14, eos_ids=(eos,)), engine=engine
         )
         assert tokens_of(found) == cut_at(whole, (eos,))
+
+
+# What a run prints about the engine
+
+
+@pytest.mark.parametrize(("settings", "synchronised", "text"), [
+    ({}, False, "continuous batching, PyTorch attention, whole weights"),
+    ({"engine": "padded"}, False, "padded batches, whole weights"),
+    ({}, True, "continuous batching, PyTorch attention, weights gathered layer by layer"),
+])  # fmt: skip
+def test_the_engine_is_described_with_its_kernels(settings, synchronised, text):
+    config = GenerationConfig(WARM, WITH_ENDS, **settings)
+    assert engine_text(model_of("llama"), config, (lambda number: number) if synchronised else None) == text
+
+
+def test_prepacked_weights_are_described_where_they_are_used(monkeypatch):
+    monkeypatch.setattr("dschat_ppo.rollout.generator.can_prepack", lambda model: True)
+    model, config = model_of("llama"), GenerationConfig(WARM, WITH_ENDS)
+    assert engine_text(model, config).endswith("PyTorch attention, prepacked weights, whole weights")
+    assert "prepacked" not in engine_text(model, replace(config, prepack=False))
+    assert "prepacked" not in engine_text(model, config, lambda number: number)

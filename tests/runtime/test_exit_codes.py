@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UserError
+from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun, UserError
 from dschat_ppo.runtime.exit_codes import exit_code, peer_disconnected
 
 GLOO = (
@@ -25,6 +25,7 @@ GLOO = (
         (FloatingPointError("nan"), 3),
         (NonFiniteError("nan"), 3),
         (StorageError("full"), 4),
+        (UnhealthyRun("kl_spike"), 6),
         (OSError(errno.ENOSPC, "No space left on device", "x"), 4),
         (OSError(errno.EROFS, "Read-only file system", "x"), 4),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "x"), 4),

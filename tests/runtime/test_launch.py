@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from dschat_ppo.common.phases import PhaseClock, announce, announce_step, reset_phases
-from dschat_ppo.errors import NonFiniteError, StopRequested, UserError, reading
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, reading
 from dschat_ppo.runtime import launch, stop_requests
 from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME
 from dschat_ppo.runtime.first_failure import FirstFailureRecord
@@ -70,6 +70,14 @@ def test_a_nonfinite_error_is_its_message_and_exit_code_3(capsys):
 
     assert run_step(lambda argv: argv, train, []) == 3
     assert capsys.readouterr().err == "error: step 3: the loss is not finite\n"
+
+
+def test_an_unhealthy_run_is_one_line_and_exit_code_6(capsys):
+    def train(_config):
+        raise UnhealthyRun("--stop_on_health error: step 3: kl_negative")
+
+    assert run_step(lambda argv: argv, train, []) == 6
+    assert capsys.readouterr().err == "error: --stop_on_health error: step 3: kl_negative\n"
 
 
 def test_a_second_interrupt_prints_no_traceback(capsys):

@@ -39,6 +39,17 @@ def test_the_folder_is_locked_before_anything_is_written_there_and_checked_once_
     assert events == [*joined, "open_log", "watchdog", "check_earlier_outputs", "seed_everything"]
 
 
+def test_a_validation_has_its_own_folder_whatever_training_left(events, tmp_path):
+    config, folder = config_of(tmp_path), tmp_path / "validation"
+    folder.mkdir()
+    (folder / "result.json").write_text("{}")
+    assert begin_run.begin_run("sft", config, config.run, [str(tmp_path)], True)[1] == folder
+    assert "lock" in events and "check_earlier_outputs" not in events
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"], "the result of an earlier one is removed"
+    with pytest.raises(UserError, match="would be written over a model"):
+        begin_run.begin_run("sft", config, config.run, [str(tmp_path)])
+
+
 def test_a_later_step_in_the_same_process_keeps_the_lock(events, tmp_path):
     config = config_of(tmp_path)
     begin_run.begin_run("sft", config, config.run, [])

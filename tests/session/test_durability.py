@@ -66,7 +66,7 @@ def test_a_checkpoint_latest_metrics_and_flags_are_durable(tmp_path, monkeypatch
     run(tmp_path, 2)
     left, saved = kept(power, tmp_path), tmp_path / "checkpoints/step_000002"
     files = {f"checkpoints/step_000002/{name}" for name in ("manifest.json", "rank_0.pt", "shared.pt", "metrics.jsonl")}
-    assert set(left) == {"config.yaml", "metrics.jsonl", "checkpoints/latest", *files}
+    assert set(left) == {"config.yaml", "metrics.jsonl", "starts.jsonl", "checkpoints/latest", *files}
     assert left["metrics.jsonl"] == (saved / "metrics.jsonl").read_bytes()
 
 

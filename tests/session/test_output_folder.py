@@ -141,6 +141,7 @@ def test_a_start_from_scratch_removes_earlier_outputs_and_a_resume_keeps_them(tm
         "eval/step_000004.jsonl",
         "best/actor/model.safetensors",
         "nonfinite/step_1/what.json",
+        "trackers.json",
     ]
     marks += ["tensorboard/events.out.tfevents.1", "best.old/model.safetensors", "best.partial/model.safetensors"]
     others = ["eval/notes.jsonl", "tensorboard/notes", "notes/step_000004.jsonl"]
@@ -235,3 +236,13 @@ def test_an_unreadable_configuration_is_restored_from_an_intact_checkpoint(tmp_p
     )
     problem, done = earlier(tmp_path, "--seed", "5")
     assert done is None and problem is not None and "--seed 1234" in problem
+
+
+@pytest.mark.parametrize("name", ["health.jsonl", "samples.jsonl", "starts.jsonl", "report.html"])
+def test_a_run_from_scratch_removes_the_records_of_an_earlier_run(tmp_path, name):
+    config = config_of(tmp_path)
+    (tmp_path / name).write_text("{}\n")
+    prepare_output_folder(tmp_path, config, config.run)
+    assert (tmp_path / name).exists(), "no run of this project made it"
+    prepare_output_folder(tmp_path, config, config.run)
+    assert not (tmp_path / name).exists()

@@ -8,6 +8,7 @@ import torch
 from checkpoints import manifest_of
 from stub_runs import ROWS, Trainer, open_run, run, steps_of
 
+from dschat_ppo.checkpoint.config_diff import FLAGS
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.manifest import Manifest
 from dschat_ppo.checkpoint.resume import is_inside
@@ -15,8 +16,9 @@ from dschat_ppo.checkpoint.rng_state import capture_rng_state
 from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.checkpoint.state_file import save_state
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.monitor import writers
+from dschat_ppo.monitor.trackers import Start
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.session import session
 
 
 def names(output) -> list[str]:
@@ -150,21 +152,31 @@ def test_a_quarantined_checkpoint_is_saved_again_under_its_name(tmp_path):
     assert run(tmp_path, 3).position == (3, 0) and steps_of(tmp_path) == [1, 2, 3]
 
 
-def test_tensorboard_resumes_at_the_next_step(tmp_path, monkeypatch):
-    made = []
-
-    class Writer(session.MetricsWriter):
-        def __init__(self, folder, tensorboard, resumed=None):
-            made.append((folder, tensorboard, resumed))
-            super().__init__(folder, None, resumed)
-
-    monkeypatch.setattr(session, "MetricsWriter", Writer)
-    words = ["--enable_tensorboard", "--tensorboard_path", "board"]
+def test_trackers_receive_the_flags_and_resume_at_the_next_step(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(writers, "open_trackers", lambda tracking, start: opened.append((tracking, start)) or [])
+    words = ["--enable_tensorboard", "--tensorboard_path", "board", "--report_to", "trackio", "--run_name", "mine"]
     run(tmp_path, 2, *words)
-    length = (tmp_path / "metrics.jsonl").stat().st_size
-    run(tmp_path, 5, *words)
-    board = tmp_path / "board"
-    assert made == [(tmp_path, board, None), (tmp_path, board, (length, 3))]
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 3}\n{"step": 4}\n{"step"')  # steps after the checkpoint, before a crash
+    run(tmp_path, 5, *words, "--project", "ours")
+    (first, begin), (second, resume) = opened
+    assert (first.libraries, first.folder, first.tensorboard) == (
+        ("trackio", "tensorboard"),
+        tmp_path,
+        tmp_path / "board",
+    )
+    assert (first.project, first.run_name, second.project) == (None, "mine", "ours")
+    assert first.flags["seed"] == 1234 and set(first.flags) <= FLAGS and "rows_per_update" not in first.flags
+    assert (begin, resume) == (Start(None, -1), Start(3, 4))
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_without_trackers_none_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers, "open_trackers", None)
+    run(tmp_path, 1)
+    run(tmp_path, 2, "--report_to", "none", "--enable_tensorboard")
+    assert steps_of(tmp_path) == [1, 2]
 
 
 def test_on_another_number_of_ranks_streams_are_seeded_by_seed_and_step(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from conftest import tiny_config  # noqa: F401  (sets the environment before tra
 from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
-from dschat_ppo.session.begin_run import begin_run, tensorboard_folder
+from dschat_ppo.session.begin_run import begin_run
 from dschat_ppo.session.output_folder import prepare_output_folder
 
 
@@ -35,8 +35,8 @@ def test_old_tensorboard_files_of_an_earlier_run_are_removed(tmp_path, inside, o
 @pytest.mark.parametrize("output", ["out", "./out/", "{here}/out"])
 def test_relative_tensorboard_paths_are_inside_the_output_folder(tmp_path, monkeypatch, given, folder, output):
     monkeypatch.chdir(tmp_path)
-    words = ["--enable_tensorboard", "--tensorboard_path", given.format(here=tmp_path)]
-    board = tensorboard_folder(outputs(output.format(here=tmp_path), *words).run)
+    words = ["--tensorboard_path", given.format(here=tmp_path)]
+    board = outputs(output.format(here=tmp_path), *words).run.tensorboard_folder
     assert board.resolve() == tmp_path / folder
 
 

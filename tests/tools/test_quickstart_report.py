@@ -1,9 +1,12 @@
 """The quickstart with all three steps: its results, its output, and a second run."""
 
 import json
+import shlex
+import subprocess
+from pathlib import Path
 
 import pytest
-from launch import run, succeed
+from launch import environment, run, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -34,6 +37,18 @@ def test_quickstart_prints_samples_and_paths(out):
     assert log.count("  prompt: ") == log.count("before:") == log.count("after :") == 5
     for place in ("sft", "reward", "ppo/actor", "summary.json"):
         assert str(out / place) in log
+
+
+def test_the_reports_exist_and_the_commands_at_the_end_run(out):
+    [reports, *commands] = (out / "log").read_text().split("reports  ")[1].splitlines()
+    assert all(Path(report).stat().st_size > 10_000 for report in reports.split()[:3])
+    chatting, evaluating = (shlex.split(line) for line in commands if line.startswith("  "))
+    settings = {"env": environment(), "text": True, "capture_output": True, "check": False}
+    question = "I am Ada. Where is the red lamp?\n"
+    said = succeed(subprocess.run(chatting, input=question, **settings))
+    assert said.stdout.count("lamp") >= 2, "an answer of each model"
+    succeed(subprocess.run([*evaluating, "--max_prompts", "8"], **settings))
+    assert "ppo/actor" in (out / "evaluation.html").read_text()
 
 
 def test_a_second_run_repeats_nothing(out):

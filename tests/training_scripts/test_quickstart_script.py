@@ -1,12 +1,17 @@
-"""Which steps the quickstart runs, with stubs in place of the training scripts."""
+"""Which steps the quickstart runs, with stubs in place of the training scripts; and how its output ends."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from dschat_ppo.tools import chat, evaluate_flags, quickstart_report
 
 STEPS = ("sft", "reward", "ppo")
 STUB = """#!/usr/bin/env bash
@@ -89,3 +94,19 @@ def test_ctrl_c_says_how_to_resume_and_returns_130(script):
     os.killpg(run.pid, signal.SIGINT)
     rest = run.communicate(timeout=60)[0]
     assert (run.returncode, rest) == (130, "quickstart: interrupted; run the same command again to resume\n")
+
+
+def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accept(capsys):
+    quickstart_report.show(defaultdict(float), [], Path("/out of/quick"))
+    reports, *commands = capsys.readouterr().out.split("reports  ")[1].splitlines()
+    assert reports.split("  ")[:3] == [f"/out of/quick/{step}/report.html" for step in STEPS]
+    chatting, evaluating = (shlex.split(line) for line in commands if line.startswith("  "))
+    assert [words[:3] for words in (chatting, evaluating)] == [
+        [sys.executable, "-m", f"dschat_ppo.tools.{tool}"] for tool in ("chat", "evaluate")
+    ]
+    [words, _, _] = chat.read_arguments(chatting[3:])
+    assert (words.model, words.compare) == ("/out of/quick/ppo/actor", "/out of/quick/sft")
+    wanted = evaluate_flags.read_arguments(evaluating[3:])
+    assert wanted.words.model == ["/out of/quick/sft", "/out of/quick/ppo/actor"]
+    assert wanted.prompts.data_path == ["/out of/quick/toy/data/heldout.jsonl"]
+    assert wanted.rewards.reward_model_name_or_path == "/out of/quick/reward"

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_several_ranks_get_the_visible_gpus(script, driver, stubs, visible, rank
     printed = bash(script, "launch main.py --flag", **driver, **stubs, **visible, RANKS=ranks, MASTER_PORT="77")
     words = printed.split()
     assert words[2:5] == ["-u", "-m", "deepspeed.launcher.launch"]
-    assert words[6:] == ["--master_port=77", "main.py", "--flag"]
+    assert words[6:] == ["--master_port=77", "--log_level=warning", "main.py", "--flag"]
     world = base64.urlsafe_b64decode(words[5].removeprefix("--world_info="))
     assert json.loads(world) == {"localhost": expected}
 
@@ -106,8 +107,13 @@ def test_a_hostfile_needs_the_deepspeed_command(script, stubs, tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     command = f"hostfile={tmp_path}/hosts; launch main.py --flag"
     printed = bash(script, command, **stubs, RANKS="1", MASTER_PORT="77", DS_ACCELERATOR="cpu")
-    flags = f"--hostfile {tmp_path}/hosts --num_accelerators 1 --master_port 77"
+    flags = f"--log_level warning --hostfile {tmp_path}/hosts --num_accelerators 1 --master_port 77"
     assert printed == f"deepspeed unset {flags} main.py --flag"
+
+
+def test_verbose_brings_the_lines_of_the_launcher_back(script, stubs):
+    printed = bash(script, "launch main.py --verbose --flag", **stubs, RANKS="2", MASTER_PORT="77")
+    assert printed.endswith(" --log_level=info main.py --verbose --flag")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -131,11 +137,11 @@ def test_the_exit_code_is_that_of_the_step(script, tmp_path):
 
 
 WAITS = """
-import signal, sys, time
+import os, pathlib, signal, sys, time
 def stop(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGINT, stop)
-print("ready", flush=True)
+pathlib.Path(__file__).with_name(f"rank_{os.environ.get('RANK', 0)}").touch()
 time.sleep(100)
 """
 
@@ -148,9 +154,9 @@ def test_ctrl_c_of_a_process_group_returns_130(script, tmp_path, ranks):
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     words = ["bash", "-euo", "pipefail", "-c", f'source "{script}"; launch {tmp_path}/main.py; echo after']
     run = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    for _ in range(ranks):
-        while "ready" not in run.stdout.readline():
-            assert run.poll() is None
+    while len(list(tmp_path.glob("rank_*"))) < ranks:
+        assert run.poll() is None
+        time.sleep(0.05)
     os.killpg(run.pid, signal.SIGINT)
     rest = run.communicate(timeout=60)[0]
     assert (run.returncode, "after" in rest) == (130, False)

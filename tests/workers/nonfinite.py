@@ -28,6 +28,7 @@ from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
@@ -276,7 +277,11 @@ def saved_case(assets: Path, out: Path) -> dict:
     about = RunIdentity("ppo", {}, "")
     folder.mkdir(exist_ok=True)
     manager = CheckpointManager(
-        folder, ResumablePPO(ppo, None, HealthWatch()), ppo.config.safety, about, MetricsWriter(folder, None)
+        folder,
+        ResumablePPO(ppo, None, HealthWatch(PPO_RULES, ppo.config.health)),
+        ppo.config.safety,
+        about,
+        MetricsWriter(folder, None),
     )
     manager.finish()
     update_too_far(ppo.engines.critic, 1e39)

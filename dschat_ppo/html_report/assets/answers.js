@@ -6,7 +6,7 @@ function aboutAnswer(row) {
   const parts = [];
   if (row.score !== null) parts.push(`score ${shown(row.score)}`);
   for (const [source, score] of Object.entries(row.scores || {})) parts.push(`${source} ${score === null ? "-" : shown(score)}`);
-  if (row.kl !== null) parts.push(`KL ${shown(row.kl)}`);
+  if (row.kl !== null) parts.push(`KL ${shown(row.kl)} per token`);
   if (row.tokens !== null) parts.push(`${row.tokens} tokens`);
   if (ends[row.ended]) parts.push(ends[row.ended]);
   return parts.join(", ");

@@ -1,0 +1,180 @@
+"""The progress of a run on rank 0: one line that is redrawn in a terminal, and a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from dschat_ppo.common.logging import print_line
+from dschat_ppo.common.phases import current_phase
+from dschat_ppo.common.ranks import is_main, world_size
+
+REDRAW_SECONDS = 0.2  # in a terminal
+PLAIN_SECONDS = 30.0  # where each line stays
+WINDOW = 20  # steps over which rates are measured
+
+_SHOWN: list[Progress] = []  # the innermost last
+
+
+@dataclass
+class _Phase:
+    """The phase in progress, such as a rollout: `done` of `total` things since `start`."""
+
+    name: str
+    total: int
+    unit: str
+    start: float
+    done: int = 0
+    tokens: float = 0.0  # of this rank
+
+    def text(self, now: float) -> str:
+        """Such as "rollout 40/64 answers, 2,310 tokens/s, 0:04 left"."""
+        parts, seconds = [f"{self.name} {self.done}/{self.total} {self.unit}"], max(now - self.start, 1e-9)
+        if self.tokens:
+            parts.append(f"{self.tokens * world_size() / seconds:,.0f} tokens/s")
+        if 0 < self.done < self.total:
+            parts.append(f"{duration(seconds * (self.total - self.done) / self.done)} left")
+        return ", ".join(parts)
+
+
+class Progress:
+    """Shows how far a run is, with its rate and the time left. A context manager; other ranks show nothing.
+
+    Args:
+        title: of the run.
+        total: its steps.
+        done: those already done.
+        unit: what a step is called.
+        clock: the time in seconds.
+    """
+
+    def __init__(
+        self, title: str, total: int, done: int = 0, unit: str = "step", clock: Callable[[], float] = time.monotonic
+    ):
+        self.title = title
+        self.total = total
+        self.done = done
+        self.unit = unit
+        self.clock = clock
+        self.note = ""
+        self.phase: _Phase | None = None
+        now = clock()
+        self._ends: deque[tuple[float, float]] = deque([(now, 0.0)], maxlen=WINDOW + 1)  # (time, tokens) of steps
+        self._printed = now
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        self._printed = self.clock()
+        self._ends[-1] = (self._printed, 0.0)
+        if is_main():
+            _SHOWN.append(self)
+            if sys.stderr.isatty():
+                size = shutil.get_terminal_size()  # of a terminal without a size, too, such as that of a CI
+                self._bar = tqdm(total=None, bar_format="{desc}", leave=False, ncols=size.columns, nrows=size.lines)
+                self._bar.set_description_str(self._fitted())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self in _SHOWN:
+            _SHOWN.remove(self)
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, tokens: float = 0.0, note: str = "") -> None:
+        """Count a step, of `tokens` tokens over all ranks; `note` follows the time left."""
+        self.done, self.note, self.phase = self.done + 1, note, None
+        self._ends.append((self.clock(), tokens))
+        self._draw(at_once=self.done == self.total)
+
+    def line_printed(self) -> None:
+        """Take note that a line about this step is printed: the next plain line can wait."""
+        self._printed = self.clock()
+
+    def report(self, name: str, done: int, total: int, unit: str, tokens: float) -> None:
+        """See `report_phase`."""
+        phase = self.phase
+        if phase is None or (phase.name, phase.total) != (name, total) or done < phase.done:
+            phase = self.phase = _Phase(name, total, unit, self.clock())
+        phase.done = done
+        phase.tokens += tokens
+        self._draw()
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Over the last steps of this process; None before the first."""
+        count = len(self._ends) - 1
+        return (self._ends[-1][0] - self._ends[0][0]) / count if count else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks, over the last steps of this process; None before the first."""
+        seconds = self._ends[-1][0] - self._ends[0][0]
+        return sum(tokens for _, tokens in list(self._ends)[1:]) / seconds if seconds else None
+
+    @property
+    def left(self) -> str:
+        """The time left, such as "1:24"; "" before the first step."""
+        each = self.seconds_per_step
+        return "" if each is None else duration(each * (self.total - self.done))
+
+    def text(self) -> str:
+        """The whole line."""
+        parts = [f"{self.title} {self.unit} {self.done}/{self.total} ({100 * self.done // max(self.total, 1)} %)"]
+        if self.phase is not None:
+            parts.append(self.phase.text(self.clock()))
+        if each := self.seconds_per_step:
+            parts.append(f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s")
+            if self.done < self.total:
+                parts.append(f"{self.left} left" + (" in all" if self.phase is not None else ""))
+        return " | ".join([*parts, self.note] if self.note else parts)
+
+    def _fitted(self) -> str:
+        return self.text()[: max(shutil.get_terminal_size().columns - 1, 1)]
+
+    def _draw(self, at_once: bool = False) -> None:
+        if not _SHOWN or _SHOWN[-1] is not self:
+            return
+        now = self.clock()
+        if now - self._printed < (PLAIN_SECONDS if self._bar is None else REDRAW_SECONDS) and not (
+            at_once and self._bar is not None
+        ):
+            return
+        self._printed = now
+        if self._bar is None:
+            print_line(self.text())
+        else:
+            self._bar.set_description_str(self._fitted())
+
+
+def report_phase(done: int, total: int, unit: str, tokens: float = 0.0, name: str | None = None) -> None:
+    """Show how far the phase in progress is, if a `Progress` is shown. Cheap; called between passes.
+
+    Args:
+        done: things done, from 0 on.
+        total: things in all.
+        unit: what they are.
+        tokens: those of this rank since the last call. The rate shown is this one times the number of ranks.
+        name: of the phase; None: `current_phase()`.
+    """
+    if _SHOWN:
+        _SHOWN[-1].report(name or current_phase(), done, total, unit, tokens)
+
+
+def duration(seconds: float) -> str:
+    """ "0:04", "12:30", "1:02:03" or "2 d 03:04:05"."""
+    days, rest = divmod(round(seconds), 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, left = divmod(rest, 60)
+    if days:
+        return f"{days} d {hours:02}:{minutes:02}:{left:02}"
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

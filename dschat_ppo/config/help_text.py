@@ -1,0 +1,165 @@
+"""The text of `--help`: the usual flags of a step, all flags by group, or those whose name contains a word."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any, get_type_hints
+
+from dschat_ppo.config.flag_parser import values_of
+from dschat_ppo.config.usual_flags import TITLES, USUAL
+from dschat_ppo.errors import UserError
+
+LEAST_WIDTH, MOST_WIDTH = 80, 120  # columns
+_COLUMN = 34  # where the text of a flag starts
+_SHORT_CHOICES = 24  # characters; more choices are listed in the text
+_WORDS = ("--help", "-h")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag as the help shows it.
+
+    Attributes:
+        name: without dashes.
+        group: name of its group.
+        kind: what its value is, such as "N"; choices are between braces.
+        text: the whole help text, with the choices if `kind` does not list them.
+        default: as text; "" if it is required or has none.
+        aliases: other names, with dashes.
+        required: whether a run cannot start without it.
+        off: the flag that turns a switch off that is on by default, or "".
+    """
+
+    name: str
+    group: str
+    kind: str
+    text: str
+    default: str
+    aliases: tuple[str, ...]
+    required: bool
+    off: str
+
+    @property
+    def notes(self) -> str:
+        """What follows the text, in brackets."""
+        notes = ["required"] if self.required and "(required)" not in self.text else []
+        notes += [f"default: {self.default}"] if self.default else []
+        notes += [f"off: {self.off}"] if self.off else []
+        notes += [f"also: {', '.join(self.aliases)}"] if self.aliases else []
+        return f" ({'; '.join(notes)})" if notes else ""
+
+
+def asked_for_help(argv: Sequence[str]) -> str | None:
+    """The word after `--help`, as it was typed: "all" or (part of) the name of a flag; "" without one, None without
+    `--help`."""
+    for position, word in enumerate(argv):
+        if word.startswith("--help="):
+            return word.partition("=")[2]
+        if word in _WORDS:
+            return argv[position + 1] if position + 1 < len(argv) else ""
+    return None
+
+
+def flags_of(groups: Sequence[Any], defaults: dict[str, Any]) -> list[Flag]:
+    """The flags of dataclasses such as `RunFlags`, in their order; `defaults` take the place of their own."""
+    return [flag for group in groups for flag in _flags_of(group, defaults)]
+
+
+def _flags_of(group: Any, defaults: dict[str, Any]) -> Iterator[Flag]:
+    types = get_type_hints(group)
+    for field in dataclasses.fields(group):
+        read, text = values_of(types[field.name]), field.metadata["help"]
+        own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = defaults.get(field.name, own)
+        kind = str(read.get("metavar", ""))
+        if choices := [str(choice) for choice in read.get("choices", ())]:
+            listed = "{" + ",".join(choices) + "}"
+            kind = listed if len(listed) <= _SHORT_CHOICES else "NAME"
+            text += f"; one of {', '.join(choices)}" if kind == "NAME" else ""
+        if read.get("nargs") == "*":
+            kind += " ..."
+        yield Flag(
+            field.name, group._argument_group_name, kind, text, shown_default(default),
+            tuple(field.metadata.get("aliases", ())),
+            default is dataclasses.MISSING or "(required)" in text,
+            f"--no_{field.name}" if own is True else "",
+        )  # fmt: skip
+
+
+def shown_default(value: Any) -> str:
+    """A default as the command line takes it; "" for none."""
+    if value is dataclasses.MISSING or value is None or value == []:
+        return ""
+    if isinstance(value, bool):
+        return "True" if value else "False"
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else repr(value) if value in ("", "\\n") else str(value)
+
+
+def help_text(step: str, flags: Sequence[Flag], topic: str) -> str:
+    """The help of a step.
+
+    Args:
+        step: "sft", "reward", "dpo" or "ppo".
+        flags: all of its flags.
+        topic: "" for the usual flags, "all", or (part of) the name of a flag, with or without dashes.
+
+    Raises:
+        UserError: no flag has `topic` in its name.
+    """
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, LEAST_WIDTH), MOST_WIDTH)
+    word = topic.lstrip("-").replace("-", "_").lower()
+    if not word:
+        return _usual(step, flags)
+    if word == "all":
+        return f"All {len(flags)} flags of {TITLES[step][1]}; in names, - is as good as _.\n\n{_by_group(flags, width)}"
+    exact = [flag for flag in flags if word == flag.name or f"--{word}" in flag.aliases]
+    others = [flag for flag in flags if word in flag.name and flag not in exact]
+    if not exact and not others:
+        near = difflib.get_close_matches(word, [flag.name for flag in flags])
+        meant = f"; did you mean {' or '.join(f'--help {name}' for name in near)}?" if near else ""
+        raise UserError(f"--help {topic}: no flag has this in its name{meant} (all flags: --help all)")
+    return _by_group([*exact, *others], width)
+
+
+def _usual(step: str, flags: Sequence[Flag]) -> str:
+    """The usual flags of the step, one line each."""
+    known, usual, (title, program) = {flag.name: flag for flag in flags}, USUAL[step], TITLES[step]
+    column = max(len(name) for group in usual.values() for name in group) + 2
+    lines = [title, "", f"usage: deepspeed {program} --flag value ...", ""]
+    for heading, own in usual.items():
+        lines.append(f"{heading}:")
+        for name, text in own.items():
+            flag = known[name]
+            default = "required" if flag.required else flag.default
+            end = f" [{default}]" if default else ""
+            lines.append(f"  {f'--{name}'.ljust(column)}  {text}{end}")
+        lines.append("")
+    lines += [
+        f"all {len(flags)} flags: --help all; with a word in their name: --help lora",
+        "flags from a YAML file: --config FILE; details: docs/flags-and-data.md",
+    ]
+    return "\n".join(lines)
+
+
+def _by_group(flags: Sequence[Flag], width: int) -> str:
+    """Flags with their whole text, under the names of their groups."""
+    lines: list[str] = []
+    group = None
+    for flag in flags:
+        if flag.group != group:
+            group = flag.group
+            lines += ["", f"{group}:"] if lines else [f"{group}:"]
+        head = f"  --{flag.name} {flag.kind}".rstrip()
+        text = textwrap.wrap(flag.text + flag.notes, width - _COLUMN, break_long_words=False, break_on_hyphens=False)
+        if len(head) + 2 > _COLUMN:
+            lines.append(head)
+        else:
+            lines.append(f"{head.ljust(_COLUMN)}{text.pop(0)}")
+        lines += [" " * _COLUMN + line for line in text]
+    return "\n".join(lines)

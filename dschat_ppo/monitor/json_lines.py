@@ -1,0 +1,102 @@
+"""A file of JSON lines that grows during a run, such as `samples.jsonl`, and is cut back when the run resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dschat_ppo.common.atomic_files import sync_entries, sync_file
+from dschat_ppo.common.dist import is_main
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import StorageError
+
+
+class JsonLines:
+    """Rank 0 appends lines to a file; the other ranks write nothing.
+
+    Save `saved_offset()` in the checkpoints of the run. A run that resumes sets `offset` to it before `begin`, which
+    removes the lines after it: their steps run again. A run from scratch begins at offset 0.
+
+    Args:
+        path: of the file. `begin` does not create it; the first `append` does, also without lines.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offset = 0  # length in bytes at the checkpoint from which the run resumes
+
+    def begin(self) -> None:
+        """Cut the file back to `offset`. Lines that are lost are reported, unless the whole file is missing, as in
+        another output folder.
+
+        Raises:
+            StorageError: the file cannot be cut; only on rank 0.
+        """
+        if not is_main() or not self.path.exists():
+            return
+        try:
+            with self.path.open("rb+") as file:
+                offset, length = self.offset, file.seek(0, os.SEEK_END)
+                if length < offset:
+                    logger().warning(
+                        f"{self.path}: has {length} bytes, but {offset} when the checkpoint was saved from which the "
+                        "run resumes: lines of finished steps are lost"
+                    )
+                    file.seek(0)
+                    offset = sum(len(line) for line in file if line.endswith(b"\n"))  # drop an incomplete last line
+                file.truncate(offset)
+        except OSError as problem:
+            raise self._error(problem) from problem
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append one line for each object; NaN and infinity become null.
+
+        Raises:
+            StorageError: the file cannot be written; only on rank 0.
+        """
+        if not is_main():
+            return
+        content = "".join(f"{json.dumps(finite_or_null(line), allow_nan=False)}\n" for line in lines).encode()
+        try:
+            is_new = not self.path.exists()
+            with self.path.open("ab") as file:
+                file.write(content)
+            if is_new:
+                sync_entries(self.path.parent)
+        except OSError as problem:
+            raise self._error(problem) from problem
+
+    def saved_offset(self) -> int:
+        """Length of the file in bytes, after syncing it to disk; 0 without a file and on ranks other than 0.
+
+        Raises:
+            StorageError: the file cannot be synced; only on rank 0.
+        """
+        if not is_main() or not self.path.exists():
+            return 0
+        try:
+            with self.path.open("rb") as file:
+                sync_file(file.fileno())
+                return file.seek(0, os.SEEK_END)
+        except OSError as problem:
+            raise self._error(problem) from problem
+
+    def _error(self, problem: OSError) -> StorageError:
+        return StorageError(
+            f"{self.path}: cannot be written ({problem.strerror}); free space, then run the same command again"
+        )
+
+
+def finite_or_null(value: Any) -> Any:
+    """`value`, of dicts, lists, texts and numbers, with None for each NaN and infinity, which JSON lacks."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite_or_null(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_null(item) for item in value]
+    return value

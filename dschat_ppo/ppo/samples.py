@@ -1,0 +1,142 @@
+"""Answers of training with their scores: in `samples.jsonl` and on the terminal, every few PPO steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.algorithms.kl import kl_k1
+from dschat_ppo.common import dist
+from dschat_ppo.monitor.json_lines import JsonLines
+from dschat_ppo.ppo.score import answers_of, texts_of
+from dschat_ppo.types import FinishReason, ScoredRollout, select_rows, to_device
+
+SAMPLES = "samples.jsonl"
+
+
+class Samples:
+    """Writes answers of the first PPO step, and of every so many.
+
+    Args:
+        folder: output folder.
+        every: PPO steps from one sample to the next; 0 writes none.
+        count: answers of a step, see `shown_rows`.
+        tokenizer: of the actor.
+        sources: names of the reward sources, in the order of `source_scores`.
+        data_sources: names of the data sets, in the order of their numbers in the rows.
+    """
+
+    def __init__(
+        self, folder: Path, every: int, count: int, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str],
+        data_sources: Sequence[str] = (),
+    ):  # fmt: skip
+        self.lines = JsonLines(folder / SAMPLES)
+        self.every = every
+        self.count = count
+        self.tokenizer = tokenizer
+        self.sources = sources
+        self.data_sources = data_sources
+
+    def is_due(self, step: int) -> bool:
+        """Whether answers of PPO step `step` are written."""
+        return self.every > 0 and (step == 1 or step % self.every == 0)
+
+    def write(self, step: int, rows: ScoredRollout) -> list[dict[str, Any]]:
+        """Write answers of PPO step `step` and return them; only rank 0 does anything.
+
+        Args:
+            step: the number of the PPO step.
+            rows: of all ranks.
+
+        Raises:
+            StorageError: the file cannot be written; only on rank 0.
+        """
+        if not dist.is_main():
+            return []
+        index = shown_rows(rows.groups.tolist(), rows.scores.tolist(), self.count)
+        shown = to_device(select_rows(rows, torch.tensor(index, device=rows.groups.device)), "cpu")
+        lines = sample_lines(shown, self.tokenizer, self.sources, self.data_sources)
+        self.lines.append({"step": step, **line} for line in lines)
+        return lines
+
+
+def shown_rows(groups: Sequence[int], scores: Sequence[float], count: int) -> list[int]:
+    """At most `count` rows: of each prompt, in the order of the run, the answer with the highest and the one with the
+    lowest score. Of equal scores, the first row is the highest and the last the lowest.
+
+    Args:
+        groups: number of each row's prompt.
+        scores: of the rows.
+        count: how many.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    found: list[int] = []
+    for group in sorted(members):
+        ranked = sorted(members[group], key=lambda row: -scores[row])
+        found += [ranked[0], ranked[-1]] if len(ranked) > 1 else ranked
+        if len(found) >= count:
+            break
+    return found[:count]
+
+
+def sample_lines(
+    rows: ScoredRollout, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], data_sources: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """What `samples.jsonl` says of each row, without the step.
+
+    Args:
+        rows: B rows, on the CPU.
+        tokenizer: see `Samples`, as the names that follow.
+        sources: of the reward sources.
+        data_sources: of the data sets.
+    """
+    prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
+    answers = answers_of(tokenizer, rows)
+    lengths = rows.response_mask.sum(dim=1)  # (B,)
+    tokens = lengths + rows.prompt_mask.sum(dim=1)
+    kl: list[float | None] = [None] * len(answers)
+    if rows.ref_logprobs is not None:
+        kl = (kl_k1(rows.policy_logprobs, rows.ref_logprobs).sum(dim=1) / lengths).tolist()
+    lines = []
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        line = {
+            "prompt": prompt, "answer": answer, "tokens": int(tokens[row]), "score": float(rows.scores[row]),
+            "scores": _scores_of(rows.source_scores[row], sources), "kl": kl[row], "length": int(lengths[row]),
+            "ended": FinishReason(int(rows.finish_reason[row])).name.lower(),
+        }  # fmt: skip
+        if len(data_sources) > 1 and rows.data_sources is not None:
+            line["data_source"] = data_sources[int(rows.data_sources[row])]
+        lines.append(line)
+    return lines
+
+
+def _scores_of(scores: Tensor, sources: Sequence[str]) -> dict[str, float]:
+    """The scores (K,) of a row by source, without sources that do not score it."""
+    named = zip(sources, scores.tolist(), strict=True)
+    return {name: score for name, score in named if score == score}  # NaN differs from itself
+
+
+def printed_answers(step: int, lines: Sequence[dict[str, Any]]) -> str:
+    """The answers of PPO step `step`, given as `sample_lines`, as text for a terminal."""
+    ended = {"eos": "ended by EOS", "stop": "ended by a stop string", "length": "cut at the length limit"}
+    parts = [f"PPO step {step}: {len(lines)} answers"]
+    for number, line in enumerate(lines, start=1):
+        by_source = ", ".join(f"{name} {score:.3f}" for name, score in line["scores"].items())
+        score = f"{line['score']:.3f}" + (f" ({by_source})" if len(line["scores"]) > 1 else "")
+        parts.append(f"[{number}] score {score}, {line['length']} tokens, {ended[line['ended']]}")
+        parts += [_indented("prompt", line["prompt"]), _indented("answer", line["answer"])]
+    return "\n".join(parts)
+
+
+def _indented(name: str, text: str) -> str:
+    """The text after its name. Control characters, which could move the cursor or change colours, are replaced."""
+    lines = text.expandtabs().split("\n")
+    safe = ["".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line) for line in lines]
+    return f"    {name}: " + f"\n{' ' * (len(name) + 6)}".join(safe)

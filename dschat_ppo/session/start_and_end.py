@@ -1,0 +1,123 @@
+"""What a run prints around its training: the models and the outputs at the start, the results at the end."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger, table
+from dschat_ppo.common.progress import duration
+from dschat_ppo.types import Engine
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of a model, those of all ranks together.
+
+    Attributes:
+        total: all of them.
+        trained: those that train.
+        shared: those that an earlier model of the list holds.
+    """
+
+    total: int
+    trained: int
+    shared: int
+
+    def __str__(self) -> str:
+        text = f"{short_count(self.total)} parameters"
+        if self.trained:
+            text += f", {100 * self.trained / self.total:.3g} % trained"
+        else:
+            text += ", frozen"
+        return text + (f", {short_count(self.shared)} shared" if self.shared else "")
+
+
+def model_sizes(modules: Mapping[str, torch.nn.Module]) -> dict[str, ModelSize]:
+    """The size of each model."""
+    seen: set[int] = set()
+    sizes = {}
+    for name, module in modules.items():
+        own = [(_count(weight), weight.requires_grad, id(weight) in seen) for weight in module.parameters()]
+        seen |= {id(parameter) for parameter in module.parameters()}
+        sizes[name] = ModelSize(
+            sum(count for count, _, _ in own), sum(count for count, trains, _ in own if trains),
+            sum(count for count, _, known in own if known),
+        )  # fmt: skip
+    return sizes
+
+
+def _count(weight: torch.nn.Parameter) -> int:
+    """Elements of a parameter, which ZeRO-3 empties and 4 bits pack in pairs."""
+    quantised = getattr(weight, "quant_state", None)
+    return int(quantised.shape.numel()) if quantised is not None else int(getattr(weight, "ds_numel", weight.numel()))
+
+
+def short_count(count: int) -> str:
+    """Such as 950, "1.7 M" or "7.24 B"."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return str(count)
+
+
+def show_models(
+    roles: Mapping[str, tuple[Engine | None, str | None]], dtype: str, output: Path,
+    more: Sequence[tuple[str, str]] = (),
+) -> None:  # fmt: skip
+    """Log the models with their sizes, the devices and the output folder.
+
+    Args:
+        roles: role -> its engine, and the folder that it comes from; None: the run has no such model.
+        dtype: `--dtype`.
+        output: the output folder.
+        more: further rows, (name, text).
+    """
+    modules: dict[str, Any] = {role: engine.module for role, (engine, _) in roles.items() if engine is not None}
+    rows = [
+        (role, f"{modules[role].config.model_type}, {size}, from {roles[role][1]}")
+        for role, size in model_sizes(modules).items()
+    ]
+    ranks = dist.world_size()
+    rows.append(("devices", f"{ranks} {dist.device().type} rank{'s' if ranks > 1 else ''}, {dtype}"))
+    logger().info(table("models", [*rows, *more, ("outputs", f"{output}, with its report.html at the end")]))
+
+
+def show_end(
+    title: str, steps: str, seconds: float, changes: Mapping[str, tuple[float, float]], saved: Sequence[Path],
+    command: Sequence[str],
+) -> None:  # fmt: skip
+    """Log what the run has reached, where its models are, and what to run next.
+
+    Args:
+        title: of the step.
+        steps: such as "250 optimizer steps".
+        seconds: of this start of the run.
+        changes: name -> (value before training, value after it).
+        saved: folders of the models.
+        command: the next command, as words.
+    """
+    rows = [("steps", f"{steps} in {duration(seconds)}")]
+    rows += [(name, f"{before:.4g} -> {after:.4g}") for name, (before, after) in changes.items()]
+    rows += [("saved to", " and ".join(map(str, saved))), ("next", shlex.join(command))]
+    logger().info(table(f"{title}: done", rows))
+
+
+def changes_of(result: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, tuple[float, float]]:
+    """The numbers of `result.json` before and after training.
+
+    Args:
+        result: with `NAME_before` and `NAME_after`.
+        names: NAME -> what to call it.
+    """
+    return {
+        label: (result[f"{name}_before"], result[f"{name}_after"])
+        for name, label in names.items()
+        if f"{name}_before" in result and f"{name}_after" in result
+    }

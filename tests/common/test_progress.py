@@ -1,0 +1,182 @@
+"""The progress of a run: rates, time left, a line that is redrawn in a terminal, and plain lines elsewhere."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dschat_ppo.common import progress
+from dschat_ppo.common.progress import Progress, duration, report_phase
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.progress import Progress, report_phase
+with Progress("SFT", 3) as bar:
+    for step in range(1, 4):
+        report_phase(1, 2, "batches", name="score")
+        bar.advance(10, f"loss {step}.5")
+        logger().info(f"line {step}")
+logger().info("end")
+"""
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.4, "0:00"), (4, "0:04"), (750, "12:30"), (3723, "1:02:03"), (2 * 86400 + 11045, "2 d 03:04:05"),
+])  # fmt: skip
+def test_a_duration_is_short(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_rate_and_time_left_are_those_of_the_steps_of_this_process(clock):
+    with Progress("SFT", 10, done=4, clock=clock) as bar:
+        assert (bar.seconds_per_step, bar.tokens_per_second, bar.left) == (None, None, "")
+        assert bar.text() == "SFT step 4/10 (40 %)"
+        clock.now += 2.0
+        bar.advance(100)
+        clock.now += 4.0
+        bar.advance(200, "loss 1.5")
+        assert (bar.done, bar.seconds_per_step, bar.tokens_per_second) == (6, 3.0, 50.0)
+        assert bar.left == "0:12", "4 steps of 3 seconds"
+        assert bar.text() == "SFT step 6/10 (60 %) | 3 s/step | 0:12 left | loss 1.5"
+
+
+def test_rates_are_those_of_the_last_twenty_steps(clock):
+    with Progress("SFT", 100, clock=clock) as bar:
+        for seconds in [50.0] + 20 * [0.25]:
+            clock.now += seconds
+            bar.advance(5)
+    assert bar.seconds_per_step == 0.25 and bar.tokens_per_second == 20.0
+    assert "| 4 steps/s |" in bar.text()
+
+
+def test_a_phase_shows_its_rate_over_all_ranks_and_its_time_left(clock, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with Progress("PPO", 3, clock=clock) as bar:
+        report_phase(0, 8, "answers", name="rollout")
+        assert bar.text() == "PPO step 0/3 (0 %) | rollout 0/8 answers"
+        clock.now += 2.0
+        report_phase(2, 8, "answers", 100, name="rollout")
+        assert bar.text() == "PPO step 0/3 (0 %) | rollout 2/8 answers, 100 tokens/s, 0:06 left"
+        report_phase(8, 8, "answers", 100, name="rollout")
+        assert bar.text() == "PPO step 0/3 (0 %) | rollout 8/8 answers, 200 tokens/s"
+        clock.now += 1.0
+        report_phase(1, 4, "batches", name="score")
+        assert bar.text() == "PPO step 0/3 (0 %) | score 1/4 batches, 0:00 left", "another phase starts at 0"
+        bar.advance()
+        assert bar.text() == "PPO step 1/3 (33 %) | 3 s/step | 0:06 left"
+        report_phase(1, 4, "batches", name="score")
+        assert bar.text().endswith("left | 3 s/step | 0:06 left in all")
+
+
+def test_a_phase_that_starts_again_measures_again(clock):
+    with Progress("PPO", 3, clock=clock) as bar:
+        for _ in range(2):
+            report_phase(0, 8, "answers", name="rollout")
+            clock.now += 4.0
+            report_phase(4, 8, "answers", name="rollout")
+            assert bar.text().endswith("rollout 4/8 answers, 0:04 left")
+
+
+def test_plain_lines_come_only_when_none_was_printed_for_thirty_seconds(clock, capsys):
+    with Progress("SFT", 9, clock=clock) as bar:
+        for seconds in (29.0, 2.0, 20.0, 9.5, 1.0):  # at 29, 31, 51, 60.5 and 61.5 seconds
+            clock.now += seconds
+            bar.advance()
+        printed = capsys.readouterr().out.splitlines()
+        assert [line.split(" (")[0] for line in printed] == ["SFT step 2/9", "SFT step 5/9"]
+        clock.now += 29.0
+        bar.line_printed()
+        clock.now += 29.0
+        bar.advance()
+    assert capsys.readouterr().out == "", "another line about the step was printed meanwhile"
+
+
+def test_other_ranks_show_nothing(clock, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with Progress("SFT", 2, clock=clock) as bar:
+        clock.now += 60.0
+        report_phase(1, 2, "batches", name="score")
+        bar.advance()
+    assert capsys.readouterr() == ("", "") and bar.phase is None
+
+
+def test_the_innermost_progress_is_shown_and_none_after_it(clock):
+    with Progress("outer", 2, clock=clock) as outer:
+        with Progress("inner", 2, clock=clock) as inner:
+            report_phase(1, 2, "batches", name="score")
+        assert inner.phase is not None and outer.phase is None
+    assert progress._SHOWN == []
+    report_phase(1, 2, "batches", name="score")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+
+
+def test_without_a_terminal_there_are_only_plain_lines():
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("line 1\nline 2\nline 3\nend\n", "")
+
+
+def in_a_terminal(columns: int, rows: int = 24) -> str:
+    """What the program writes to a terminal."""
+    leader, follower = pty.openpty()
+    import fcntl
+    import struct
+    import termios
+
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=follower, stdout=follower, stderr=follower, env=environment()
+    )
+    os.close(follower)
+    written = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # Linux: the other end is closed
+            break
+        if not part:
+            break
+        written += part
+    os.close(leader)
+    assert process.wait(timeout=60) == 0
+    return written.decode()
+
+
+@pytest.mark.parametrize("size", [(100, 24), (0, 0)])  # terminals of some CI systems have no size
+def test_in_a_terminal_one_line_is_redrawn_below_the_lines(size):
+    written = in_a_terminal(*size)
+    screen = [line.rpartition("\r")[2] for line in written.replace("\r\n", "\n").split("\n")]
+    assert [line for line in screen if line.strip()] == ["line 1", "line 2", "line 3", "end"]
+    assert "\rSFT step 0/3 (0 %)" in written and "SFT step 3/3 (100 %) | " in written
+    assert written.count("\n") == 4, "the progress line itself moves nothing"
+
+
+def test_the_line_fits_a_narrow_terminal():
+    drawn = re.findall(r"\r(SFT[^\r\n]*)", in_a_terminal(20))
+    assert drawn and max(map(len, drawn)) <= 20

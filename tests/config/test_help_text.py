@@ -1,0 +1,144 @@
+"""`--help`: the usual flags, all flags, and those with a word in their name."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar, Literal, get_type_hints
+
+import pytest
+
+from dschat_ppo.config.help_text import asked_for_help, flags_of, help_text, shown_default
+from dschat_ppo.config.schema import flag, flag_list
+from dschat_ppo.config.steps import STEPS
+from dschat_ppo.config.usual_flags import USUAL
+from dschat_ppo.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass
+class Flags:
+    """One field of each kind."""
+
+    _argument_group_name: ClassVar[str] = "all kinds"
+
+    model_path: str = flag("needed")
+    folder: str | None = flag("needed too (required)", None)
+    size: int = flag("a count", 3)
+    rate: float | None = flag("a rate", None, "lr")
+    level: Literal["low", 2] = flag("a level", 2)
+    method: Literal["the first method", "the second method"] = flag("a method", "the first method")
+    quick: bool = flag("a switch", False)
+    with_text: bool = flag("a switch that is on", True)
+    names: list[str] = flag_list("names", lambda: ["a", "b"])
+    counts: list[int] = flag_list("counts", list)
+
+
+@pytest.fixture(autouse=True)
+def columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def all_flags(step: str):
+    return flags_of(list(get_type_hints(STEPS[step].config).values()), STEPS[step].defaults)
+
+
+def test_each_flag_is_in_the_whole_help_exactly_once():
+    for step in STEPS:
+        printed = help_text(step, all_flags(step), "all")
+        groups = get_type_hints(STEPS[step].config).values()
+        names = [field.name for group in groups for field in dataclasses.fields(group)]
+        assert re.findall(r"^  --(\w+)", printed, re.MULTILINE) == names
+        assert printed.startswith(f"All {len(names)} flags of training/step")
+
+
+def test_the_whole_help_shows_kinds_defaults_aliases_and_how_to_turn_off():
+    printed = help_text("sft", flags_of([Flags], {"size": 7}), "all").partition("\n\n")[2]
+    assert printed.splitlines() == [
+        "all kinds:",
+        "  --model_path TEXT               needed (required)",
+        "  --folder TEXT                   needed too (required)",
+        "  --size N                        a count (default: 7)",
+        "  --rate X                        a rate (also: --lr)",
+        "  --level {low,2}                 a level (default: 2)",
+        "  --method NAME                   a method; one of the first method, the second method (default: the",
+        "                                  first method)",
+        "  --quick BOOL                    a switch (default: False)",
+        "  --with_text BOOL                a switch that is on (default: True; off: --no_with_text)",
+        "  --names TEXT ...                names (default: a b)",
+        "  --counts N ...                  counts",
+    ]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_short_help_has_twenty_flags_with_the_defaults_of_the_step(step):
+    lines = [line for line in help_text(step, all_flags(step), "").splitlines() if line.startswith("  --")]
+    names = [line.split()[0].removeprefix("--") for line in lines]
+    assert len(lines) == len(set(names)) == 20
+    fields = {field.name: field for group in get_type_hints(STEPS[step].config).values()
+              for field in dataclasses.fields(group)}  # fmt: skip
+    for line, name in zip(lines, names, strict=True):
+        field = fields[name]
+        own = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        default = STEPS[step].defaults.get(name, own)
+        needed = default is dataclasses.MISSING or "(required)" in field.metadata["help"]
+        [shown] = re.findall(r" \[([^]]*)\]$", line) or [""]
+        assert shown == ("required" if needed else shown_default(default)), line
+        assert USUAL[step] and line.count("  ") >= 2
+    required = [flag.name for flag in all_flags(step) if flag.required]
+    assert set(required) <= set(names)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_short_help_fits_80_columns_and_a_screen(step):
+    lines = help_text(step, all_flags(step), "").splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert len(lines) <= 45
+
+
+@pytest.mark.parametrize(("columns", "most"), [("10", 80), ("80", 80), ("120", 120), ("300", 120)])
+def test_the_whole_help_fits_the_terminal(columns, most, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    longest = max(len(line) for line in help_text("ppo", all_flags("ppo"), "all").splitlines())
+    assert most - 12 < longest <= most
+
+
+def test_a_word_selects_the_flags_whose_name_contains_it():
+    def names(topic):
+        return re.findall(r"^  --(\w+)", help_text("ppo", all_flags("ppo"), topic), re.MULTILINE)
+
+    assert names("--kl-coef") == ["kl_coef"]
+    assert names("KL_LOSS") == ["kl_loss_coef", "kl_loss_estimator"]
+    assert names("temperature") == ["temperature"]
+    assert names("max_steps") == ["max_steps"]
+    assert names("input_key") == ["prompt_column"], "another name of the flag"
+    assert names("ema")[0] == "enable_ema"
+
+
+@pytest.mark.parametrize(("topic", "hint"), [
+    ("kl_cof", "no flag has this in its name; did you mean --help kl_coef"), ("zzz", "name (all flags: --help all)"),
+])  # fmt: skip
+def test_a_word_of_no_flag_is_an_error(topic, hint):
+    with pytest.raises(UserError, match=re.escape(hint)):
+        help_text("ppo", all_flags("ppo"), topic)
+
+
+@pytest.mark.parametrize(("words", "topic"), [
+    ([], None), (["--data_path", "d"], None), (["--help"], ""), (["-h"], ""), (["--a", "1", "--help", "kl"], "kl"),
+    (["--help=kl"], "kl"), (["--help", "--kl_coef"], "--kl_coef"),
+])  # fmt: skip
+def test_the_word_after_help_is_its_topic(words, topic):
+    assert asked_for_help(words) == topic
+
+
+def test_a_reader_that_stops_causes_no_error():
+    main = ROOT / "training/step3_ppo/main.py"
+    words = f"{sys.executable} {main} --help all | head -1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {words}"], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 1)

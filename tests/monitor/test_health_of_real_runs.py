@@ -1,0 +1,43 @@
+"""No rule fires on healthy runs: the metrics of `quickstart.sh` and `run_grpo_addition.sh`, rounded to three digits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
+from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.health_fit_rules import FIT_RULES
+from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
+
+RUNS = json.loads((Path(__file__).parent / "healthy_runs.json").read_text())
+
+
+def watched(columns: dict[str, list[float | None]]) -> list[str]:
+    """The events of a run, as text."""
+    is_ppo = "reward/score_mean" in columns
+    watch = HealthWatch(PPO_RULES, PPOHealthFlags()) if is_ppo else HealthWatch(FIT_RULES, FitHealthFlags())
+    for number in range(len(next(iter(columns.values())))):
+        step = {name: values[number] for name, values in columns.items() if values[number] is not None}
+        watch.check(number + 1, step)
+    return [f"step {event.step}: {event.name}: {event.seen}" for event in watch.events]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_healthy_run_has_no_events(run):
+    assert watched(RUNS[run]) == []
+
+
+def test_the_runs_hold_the_metrics_of_the_rules():
+    assert [len(next(iter(columns.values()))) for columns in RUNS.values()] == [250, 63, 32, 465, 32]
+    ppo = RUNS["quickstart, step 3"]
+    assert {"kl/ref_k1", "value/explained_variance", "time/train_imbalance", "optim/grad_norm/critic"} <= set(ppo)
+    assert "accuracy" in RUNS["quickstart, step 2"] and "eval_loss" in RUNS["addition, step 1"]
+
+
+def test_the_same_run_with_a_fault_has_an_event():
+    ppo = RUNS["quickstart, step 3"]
+    lower = [-0.1 if number == 20 else kl for number, kl in enumerate(ppo["kl/ref_k1"])]
+    assert watched({**ppo, "kl/ref_k1": lower}) == [
+        "step 21: kl_negative: kl/ref_k1 is -0.1, below -0.02 (--health_negative_kl)"
+    ]

@@ -1,0 +1,205 @@
+"""Each rule of step 3 fires beyond its threshold, with the numbers, and is silent on the other side of it."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from health_steps import PPO_STEP, WINDOW, events_of, ppo_watch
+
+import dschat_ppo
+from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
+from dschat_ppo.config.steps import STEPS
+from dschat_ppo.monitor.health_fit_rules import FIT_RULES
+from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
+
+HEALTHY: list[dict[str, float]] = [{}] * WINDOW
+
+
+def lasting(steps: int, **metrics: float) -> list[dict[str, float]]:
+    """`steps` equal steps; `__` in a name stands for `/`."""
+    return [{name.replace("__", "/"): value for name, value in metrics.items()}] * steps
+
+
+def at_once(metric: str, fires: float, silent: float) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    return [{metric: fires}], [{metric: silent}]
+
+
+def after(metric: str, fires: float, silent: float) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    return [*HEALTHY, {metric: fires}], [*HEALTHY, {metric: silent}]
+
+
+UNEVEN = {"time/reward": 6.0, "time/reward_imbalance": 2.0, "time/train": 3.0, "time/train_imbalance": 1.0}  # 1/3 waits
+HALF = [{}] * 5
+
+# name -> (steps at whose end it fires, steps over which it is silent, texts in the message)
+CASES = {
+    "kl_negative": (*at_once("kl/ref_k1", -0.021, -0.019), ["-0.021", "-0.02", "--health_negative_kl"]),
+    "kl_spike": (*after("kl/ref_k1", 0.51, 0.49), ["0.51", "0.05", "--health_kl_spike"]),
+    "entropy_collapse": (*after("policy/entropy", 0.66, 0.67), ["0.66", "2,", "3 (--health_entropy_factor)"]),
+    "entropy_explosion": (*after("policy/entropy", 6.1, 5.9), ["6.1", "2", "--health_entropy_factor"]),
+    "scores_equal": (*at_once("reward/score_std", 0.0009, 0.0011), ["0.0009", "0.001", "score 1"]),
+    "source_constant": (
+        lasting(11, reward__format_std=0.0005),
+        lasting(10, reward__format_std=0.0005), ["reward/format_std", "0.0005", "11 steps"],
+    ),
+    "reward_faults": (*at_once("reward/function_faults", 7, 6), ["7", "64"]),
+    "duplicate_answers": (*at_once("rollout/distinct_share", 0.49, 0.51), ["0.49", "0.5", "40 tokens"]),
+    "length_creep": (
+        [*lasting(20), *lasting(4), *lasting(6, rollout__length_mean=61)],
+        [*lasting(20), *lasting(4), *lasting(6, rollout__length_mean=59)], ["61 tokens", "1.5 times", "first 10 steps"],
+    ),
+    "fewer_answers_end": (*after("rollout/ended_share", 0.59, 0.61), ["0.59", "0.9"]),
+    "answers_never_end": (
+        lasting(11, rollout__ended_share=0.009), lasting(11, rollout__ended_share=0.011), ["0.009", "11 steps"],
+    ),
+    "clip_fraction_high": (*at_once("policy/clip_fraction", 0.31, 0.3), ["0.31", "0.3", "--health_clip_fraction"]),
+    "first_ratio_not_one": (
+        *at_once("policy/first_log_ratio_abs_mean", 0.051, 0.05), ["0.051", "at most 0.2", "--health_first_log_ratio"],
+    ),
+    "critic_explains_nothing": (
+        lasting(11, value__explained_variance=0.0), lasting(11, value__explained_variance=0.01), ["is 0,", "11 steps"],
+    ),
+    "critic_lags": (
+        lasting(11, value__mean=0.09), lasting(11, value__mean=0.11), ["0.09", "0.6", "0.5", "11 steps"],
+    ),
+    "logprob_diff_high": (*at_once("rollout/logprob_diff_mean", 0.11, 0.1), ["0.11", "0.1", "--health_logprob_diff"]),
+    "logprob_diff_grows": (
+        [*HALF, *lasting(6, rollout__logprob_diff_mean=0.021)],
+        [*HALF, *lasting(6, rollout__logprob_diff_mean=0.019)], ["0.002", "0.021"],
+    ),
+    "gradient_explodes": (*after("optim/grad_norm/critic", 20.1, 19.9), ["optim/grad_norm/critic", "20.1", "10", " 2"]),
+    "updates_skipped": (*after("optim/nonfinite_skipped", 1, 0), ["is 1, up from 0"]),
+    "fp16_overflows": (
+        [{"optim/overflow/actor": step // 2} for step in range(2, 13)],
+        [{"optim/overflow/actor": step // 3} for step in range(2, 14)], ["optim/overflow/actor", "grew by 5"],
+    ),
+    "ranks_uneven": (
+        [UNEVEN] * 11, [{**UNEVEN, "time/train": 4.1}] * 11, ["33%", "30%", "'reward'", "2 times", "11 steps"],
+    ),
+}  # fmt: skip
+RISING = {"reward/score_mean": 1.21}  # more than a quarter of the standard deviation
+EXPLOITS = {
+    "the KL explodes": [{"kl/ref_k1": 0.51}, ["kl/ref_k1 from 0.05 to 0.51", "reward/score_mean from 1 to 1.21"]],
+    "length and KL climb": [{"kl/ref_k1": 0.076, "rollout/length_mean": 61}, ["rollout/length_mean from 40 to 61"]],
+}
+
+
+def test_a_healthy_run_has_no_events():
+    watch = ppo_watch()
+    better = [{"reward/score_mean": 1.0 + 0.05 * step, "kl/ref_k1": 0.05 + 0.001 * step} for step in range(3 * WINDOW)]
+    assert events_of(watch, better) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_fires_beyond_its_threshold_and_names_the_numbers(name):
+    fires, _, texts = CASES[name]
+    last = events_of(ppo_watch(), fires)[-1]
+    assert (last.step, last.name) == (len(fires), name)
+    assert [text for text in texts if text not in last.seen] == [], last.seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_is_silent_at_the_other_side_of_its_threshold(name):
+    assert events_of(ppo_watch(), CASES[name][1]) == []
+
+
+@pytest.mark.parametrize("case", EXPLOITS)
+def test_a_rising_score_with_kl_or_length_is_exploitation_of_the_reward(case):
+    changes, texts = EXPLOITS[case]
+    events = events_of(ppo_watch(health_kl_spike=0.5), [*HALF, *[{**RISING, **changes}] * 6])
+    [event] = [event for event in events if event.name == "reward_exploited"]
+    assert (event.level, event.since) == ("error", 6)
+    assert [text for text in texts if text not in event.seen] == [], event.seen
+
+
+@pytest.mark.parametrize("changes", [
+    {**EXPLOITS["the KL explodes"][0], "reward/score_mean": 1.19},
+    {**EXPLOITS["length and KL climb"][0], "reward/score_mean": 1.19},
+    {**RISING, "kl/ref_k1": 0.076},
+    {**RISING, "rollout/length_mean": 61},
+    {**RISING, "rollout/length_mean": 59, "kl/ref_k1": 0.076},
+    {**RISING, "kl/ref_k1": 0.49},
+])  # fmt: skip
+def test_a_rising_score_alone_is_no_exploitation(changes):
+    events = events_of(ppo_watch(), [*HALF, *[changes] * 6])
+    assert [event for event in events if event.name == "reward_exploited"] == []
+
+
+def test_without_a_reference_the_length_alone_counts():
+    watch = ppo_watch()
+    without = {name: value for name, value in PPO_STEP.items() if name != "kl/ref_k1"}
+    found = []
+    for step in range(1, 12):
+        longer = {"rollout/length_mean": 61.0, **RISING} if step > 5 else {}
+        found += watch.check(step, {**without, **longer})
+    assert [event.name for event in found] == ["reward_exploited"]
+
+
+def test_a_sudden_change_is_noticed_after_half_a_window():
+    assert [event.name for event in events_of(ppo_watch(), [*HALF, {"kl/ref_k1": 0.6}])] == ["kl_spike"]
+    assert events_of(ppo_watch(), [*HALF[1:], {"kl/ref_k1": 0.6}]) == []
+
+
+def test_a_spike_is_relative_to_the_mean():
+    assert events_of(ppo_watch(), [{"kl/ref_k1": 0.2}] * 10 + [{"kl/ref_k1": 0.59}]) == []
+
+
+def test_few_distinct_answers_are_expected_where_answers_are_short():
+    few = {"rollout/distinct_share": 0.1}
+    assert events_of(ppo_watch(), [{**few, "rollout/length_mean": 7.9}]) == []
+    assert [event.name for event in events_of(ppo_watch(), [{**few, "rollout/length_mean": 8.0}])] == [
+        "duplicate_answers"
+    ]
+
+
+def test_a_single_answer_has_no_spread():
+    assert events_of(ppo_watch(), [{"reward/score_std": 0.0, "rollout/count": 1}]) == []
+
+
+def test_ratios_of_rollout_log_probs_are_reported_once():
+    same = {"policy/first_log_ratio_abs_mean": 0.09, "rollout/logprob_diff_mean": 0.09}
+    assert events_of(ppo_watch(), [same]) == []
+    assert [event.name for event in events_of(ppo_watch(), [{**same, "rollout/logprob_diff_mean": 0.01}])] == [
+        "first_ratio_not_one"
+    ]
+
+
+def test_an_infinite_gradient_norm_is_an_overflow():
+    assert events_of(ppo_watch(), [*HEALTHY, {"optim/grad_norm/actor": float("inf")}]) == []
+
+
+def test_the_imbalance_of_tokens_is_named():
+    watch = ppo_watch()
+    [event] = events_of(watch, [{**UNEVEN, "time/reward_tokens_imbalance": 1.9}] * 11)
+    assert "1.9 times the mean number of tokens" in event.seen
+
+
+def test_a_window_that_lasts_tells_its_first_step():
+    [event] = events_of(ppo_watch(), [{}, *lasting(11, value__explained_variance=-0.5)])
+    assert (event.step, event.since) == (12, 2)
+
+
+def test_every_rule_has_a_case_and_names_only_flags_that_exist():
+    assert {rule.name for rule in PPO_RULES} == {*CASES, "reward_exploited"}
+    known = {step: {field.name for group in get_type_hints(STEPS[step].config).values() for field in fields(group)}
+             for step in ("ppo", "sft", "reward")}  # fmt: skip
+    for rules, steps in ((PPO_RULES, ["ppo"]), (FIT_RULES, ["sft", "reward"])):
+        for rule in rules:
+            for flag in re.findall(r"--(\w+)", f"{rule.cause} {rule.change}"):
+                assert any(flag in known[step] for step in steps), (rule.name, flag)
+
+
+@pytest.mark.parametrize("group", [PPOHealthFlags, FitHealthFlags])
+def test_the_documents_name_each_event_and_the_default_of_each_threshold(group):
+    text = (Path(dschat_ppo.__file__).parents[1] / "docs/troubleshooting.md").read_text()
+    rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+    for rule in PPO_RULES if group is PPOHealthFlags else FIT_RULES:
+        assert rule.name in rows, rule.name
+        assert ("(error)" in rows[rule.name]) == (rule.level == "error"), rule.name
+    for field in fields(group):
+        if field.name not in ("stop_on_health", "health_window"):
+            [row, *_] = [row for row in rows.values() if f"`--{field.name}`" in row]
+            shares = {0.1: "10 %", 0.3: "30 %"}
+            assert f"{field.default:g}" in row or shares.get(field.default, "-") in row, field.name

@@ -1,0 +1,39 @@
+"""Trackers are checked before anything is loaded."""
+
+import pytest
+from tracked_runs import tracking_in
+
+from dschat_ppo.common import extras
+from dschat_ppo.errors import UserError
+from dschat_ppo.monitor import open_trackers
+from dschat_ppo.monitor.tensorboard_tracker import TensorBoardTracker
+from dschat_ppo.monitor.trackers import Start
+
+
+@pytest.mark.parametrize("library", ["wandb", "mlflow", "trackio"])
+def test_a_missing_library_names_the_command_that_installs_it(monkeypatch, library):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == library else name)
+    monkeypatch.setattr(open_trackers, "_CHECKS", {})
+    open_trackers.check_trackers(["tensorboard"])
+    with pytest.raises(UserError) as raised:
+        open_trackers.check_trackers(["tensorboard", library])
+    said = str(raised.value)
+    assert said.startswith(f"--report_to {library} needs the package {library}")
+    assert said.endswith(f': pip install -e ".[{library}]"')
+
+
+def test_an_installed_library_is_asked_whether_it_can_begin_a_run(monkeypatch):
+    def refuse():
+        raise UserError("there is no key")
+
+    monkeypatch.setattr(extras, "find_spec", lambda name: name)
+    monkeypatch.setattr(open_trackers, "_CHECKS", {"wandb": refuse})
+    open_trackers.check_trackers(["trackio"])
+    with pytest.raises(UserError, match="there is no key"):
+        open_trackers.check_trackers(["wandb"])
+
+
+def test_the_libraries_that_the_flags_name_are_opened(tmp_path):
+    [tracker] = open_trackers.open_trackers(tracking_in(tmp_path, "tensorboard"), Start())
+    assert isinstance(tracker, TensorBoardTracker)
+    tracker.close(succeeded=True)

@@ -1,0 +1,71 @@
+"""Trackio runs in its local database, in a folder of the test, read back by Trackio."""
+
+import sys
+
+import pytest
+from tracked_runs import FIGURES, tracking_in
+
+from dschat_ppo.monitor.trackers import Start, StepFigures, saved_run_id
+
+pytest.importorskip("trackio")
+
+
+@pytest.fixture(autouse=True)
+def tracker_class(tmp_path, monkeypatch):
+    """Trackio reads TRACKIO_DIR when it is imported."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("TRACKIO_PROJECT", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    from dschat_ppo.monitor.trackio_tracker import TrackioTracker
+
+    yield TrackioTracker
+    for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
+        del sys.modules[name]
+
+
+def logs_of(project, tracking) -> list[dict]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return SQLiteStorage.get_logs(project, saved_run_id(tracking.folder, "trackio"))
+
+
+def test_a_step_is_in_the_run(tmp_path, tracker_class):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    tracking = tracking_in(tmp_path, "trackio")
+    tracker = tracker_class(tracking, Start())
+    tracker.write(1, {"reward/score_mean": 1.5}, FIGURES)
+    tracker.write(2, {"reward/score_mean": 2.5}, StepFigures())
+    tracker.close(succeeded=True)
+    first, second = logs_of("addition", tracking)
+    assert (first["step"], first["reward/score_mean"], second["step"]) == (1, 1.5, 2)
+    assert first["policy/ratio"] == {"_type": "trackio.histogram", "bins": [0.0, 1.0, 3.0], "values": [2.0, 6.0]}
+    assert first["samples/answers"]["_value"] == [{"prompt": "1 + 1 =", "answer": "2", "score": 0.25, "tokens": 3}]
+    name = saved_run_id(tracking.folder, "trackio")
+    assert name.startswith("ppo-") and len(name) == len("ppo-") + 6
+    config = SQLiteStorage.get_run_config("addition", name)
+    assert config["learning_rate"] == 0.5 and config["data_path"] == ["a", "b"]
+
+
+def test_a_resumed_start_continues_the_run_and_repeats_no_step(tmp_path, tracker_class):
+    tracking, other = tracking_in(tmp_path, "trackio"), tracking_in(tmp_path / "elsewhere", "trackio")
+    for run, start, steps in ((tracking, Start(), (1, 2, 3)), (other, Start(), (1,)), (tracking, Start(2, 3), (2, 4))):
+        tracker = tracker_class(run, start)
+        for step in steps:
+            tracker.write(step, {"a": float(steps[0])}, StepFigures())
+        tracker.close(succeeded=True)
+    assert [(line["step"], line["a"]) for line in logs_of("addition", tracking)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+    assert len(logs_of("addition", other)) == 1, "a run of the same name in another folder"
+
+
+def test_flags_come_before_variables(tmp_path, tracker_class, monkeypatch):
+    monkeypatch.setenv("TRACKIO_PROJECT", "theirs")
+    for project, changes in (("theirs", {}), ("mine", {"project": "mine", "run_name": "first"})):
+        tracking = tracking_in(tmp_path, "trackio", **changes)
+        tracker = tracker_class(tracking, Start())
+        tracker.write(1, {"a": 1.0}, StepFigures())
+        tracker.close(succeeded=True)
+        assert len(logs_of(project, tracking)) == 1
+        assert saved_run_id(tracking.folder, "trackio").startswith(changes.get("run_name", "ppo"))

@@ -1,0 +1,151 @@
+"""`samples.jsonl`: which answers of which steps, and what each line says, by hand."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dschat_ppo.common import dist
+from dschat_ppo.ppo.samples import Samples, printed_answers, sample_lines, shown_rows
+from dschat_ppo.types import FinishReason, ScoredRollout
+
+TOKENIZER = SimpleNamespace(
+    batch_decode=lambda rows, skip_special_tokens: [
+        " ".join(str(token) for token in row if token != 9 or not skip_special_tokens) for row in rows
+    ]
+)  # 9 is its only special token
+
+
+def scored() -> ScoredRollout:
+    """Two prompts with two answers each; the KL of a token is 0.1 x the row's number + 0.5."""
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
+    logprobs = torch.where(mask, torch.arange(4.0).unsqueeze(1) * 0.1, 0.0)
+    reasons = [FinishReason.LENGTH, FinishReason.EOS, FinishReason.EOS, FinishReason.STOP]
+    return ScoredRollout(
+        prompt_ids=torch.tensor([[9, 3], [9, 3], [5, 4], [5, 4]]),
+        prompt_mask=torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]]).bool(),
+        response_ids=torch.tensor([[10, 11, 12], [20, 2, 7], [2, 7, 7], [40, 9, 42]]),
+        response_mask=mask,
+        rollout_logprobs=logprobs - 7,
+        finish_reason=torch.tensor(reasons, dtype=torch.int8),
+        old_logprobs=logprobs,
+        entropies=None,
+        ref_logprobs=torch.where(mask, -0.5, 0.0),
+        kl=None,
+        values=None,
+        source_scores=torch.tensor([[1.0, math.nan], [2.0, 0.5], [math.nan, 3.0], [0.0, 0.0]]),
+        scores=torch.tensor([1.0, 2.5, 3.0, -1.0]),
+        baselines=None,
+        groups=torch.tensor([6, 6, 7, 7]),
+    )
+
+
+def samples_of(folder, every=2, count=8, data_sources=()) -> Samples:
+    return Samples(folder, every, count, TOKENIZER, ["learned", "rule"], data_sources)
+
+
+def lines_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_a_line_holds_text_counts_scores_kl_and_how_the_answer_ended():
+    first, second, third, fourth = sample_lines(scored(), TOKENIZER, ["learned", "rule"])
+    assert first == {
+        "prompt": "3", "answer": "10 11 12", "tokens": 5, "score": 1.0, "scores": {"learned": 1.0},
+        "kl": pytest.approx(0.5), "length": 3, "ended": "length",
+    }  # fmt: skip
+    assert second == {
+        "prompt": "3", "answer": "20", "tokens": 4, "score": 2.5, "scores": {"learned": 2.0, "rule": 0.5},
+        "kl": pytest.approx(0.6), "length": 2, "ended": "eos",
+    }  # fmt: skip
+    assert (third["answer"], third["tokens"], third["scores"], third["kl"]) == (
+        "",
+        2,
+        {"rule": 3.0},
+        pytest.approx(0.7),
+    )
+    assert (fourth["answer"], fourth["ended"], fourth["kl"]) == ("40 42", "stop", pytest.approx(0.8))
+
+
+def test_without_a_reference_there_is_no_kl_and_before_the_update_it_is_that_of_sampling():
+    rows = scored()
+    assert [line["kl"] for line in sample_lines(replace(rows, ref_logprobs=None), TOKENIZER, ["a", "b"])] == [None] * 4
+    early = sample_lines(replace(rows, old_logprobs=None), TOKENIZER, ["a", "b"])
+    assert [line["kl"] for line in early] == pytest.approx([-6.5, -6.4, -6.3, -6.2])
+
+
+def test_lines_name_the_data_set_where_there_are_several():
+    rows = replace(scored(), data_sources=torch.tensor([1, 1, 0, 0]))
+    named = [line["data_source"] for line in sample_lines(rows, TOKENIZER, ["a", "b"], ("maths", "chat"))]
+    assert named == ["chat", "chat", "maths", "maths"]
+    assert "data_source" not in sample_lines(rows, TOKENIZER, ["a", "b"], ("maths",))[0]
+
+
+@pytest.mark.parametrize(
+    ("groups", "scores", "count", "expected"),
+    [
+        ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 8, [1, 0, 5, 4]),  # best and worst of each prompt
+        ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 3, [1, 0, 5]),
+        ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 1, [1]),
+        ([5, 4, 5, 4], [1, 2, 3, 4], 8, [3, 1, 2, 0]),  # in the order of the run
+        ([1, 2, 3], [5, 9, 7], 2, [0, 1]),  # one answer to each prompt
+        ([1, 1, 1], [2, 2, 2], 8, [0, 2]),
+    ],
+)
+def test_which_answers_are_shown(groups, scores, count, expected):
+    assert shown_rows(groups, scores, count) == expected
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 3, 6])])
+def test_when_answers_are_written(tmp_path, every, due):
+    assert [step for step in range(1, 8) if samples_of(tmp_path, every).is_due(step)] == due
+
+
+def test_the_answers_of_a_step_are_lines_with_its_number(tmp_path):
+    samples, state = samples_of(tmp_path, count=3), torch.get_rng_state()
+    samples.write(2, scored())
+    samples.write(4, scored())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [(line["step"], line["answer"]) for line in lines_of(tmp_path)] == [
+        (step, answer) for step in (2, 4) for answer in ("20", "10 11 12", "")
+    ]
+    assert list(lines_of(tmp_path)[0])[0] == "step"
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "is_main", lambda: False)
+    samples_of(tmp_path).write(2, scored())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_printed_answers_are_aligned_and_cannot_change_the_terminal():
+    first = {
+        "prompt": "a\n\tb",
+        "answer": "\x1b[31mred\r",
+        "score": 0.5,
+        "scores": {"a": 0.5},
+        "length": 3,
+        "ended": "eos",
+    }
+    second = {
+        "prompt": "",
+        "answer": "é\n",
+        "score": -1.0,
+        "scores": {"a": 1.0, "b": -2.0},
+        "length": 2,
+        "ended": "length",
+    }
+    assert printed_answers(7, [first, second]).split("\n") == [
+        "PPO step 7: 2 answers",
+        "[1] score 0.500, 3 tokens, ended by EOS",
+        "    prompt: a",
+        "                    b",
+        "    answer: \N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}",
+        "[2] score -1.000 (a 1.000, b -2.000), 2 tokens, cut at the length limit",
+        "    prompt: ",
+        "    answer: é",
+        "            ",
+    ]

@@ -1,0 +1,68 @@
+"""Step 3 by its command line with TensorBoard: two PPO steps on two ranks."""
+
+import pytest
+from launch import forked, metrics_of, succeed
+from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def out(assets, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trackers") / "ppo"
+    words = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward --dtype fp32"
+    words += f" --data_path {assets}/prompts.jsonl --data_split 0,0,1 --output_dir {folder} --max_prompt_seq_len 64"
+    words += " --per_device_generation_batch_size 4 --per_device_training_batch_size 2 --ppo_epochs 2"
+    words += " --max_answer_seq_len 8 --actor_learning_rate 0.01 --num_warmup_steps 0 --lr_scheduler_type constant"
+    words += " --report_to tensorboard --sample_interval 1 --samples_per_step 3 --max_steps 2"
+    succeed(forked(2, "training/step3_ppo/main.py", *words.split()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def board(out):
+    return EventAccumulator(str(out / "step3_tensorboard"), STORE_EVERYTHING_SIZE_GUIDANCE).Reload()
+
+
+def test_scalars_are_the_metrics(out, board):
+    lines = metrics_of(out)
+    assert [line["step"] for line in lines] == [1, 2]
+    names = set(lines[0]) - {"step", "time"}
+    assert set(board.Tags()["scalars"]) == names and len(names) > 40
+    for name in names:
+        points = {event.step: event.value for event in board.Scalars(name)}
+        assert points == pytest.approx({line["step"]: line[name] for line in lines})
+
+
+def test_histograms_count_all_rows_and_tokens_of_both_ranks(out, board):
+    assert set(board.Tags()["histograms"]) == {"policy/advantage", "policy/ratio", "rollout/length"}
+    for line, advantage, ratio, length in zip(
+        metrics_of(out), *map(board.Histograms, ("policy/advantage", "policy/ratio", "rollout/length")), strict=True
+    ):
+        assert advantage.step == ratio.step == length.step == line["step"]
+        tokens = 8 * line["rollout/length_mean"]
+        assert length.histogram_value.num == line["rollout/count"] == 8
+        assert length.histogram_value.min <= line["rollout/length_max"] <= length.histogram_value.max
+        assert advantage.histogram_value.num == pytest.approx(tokens)
+        assert ratio.histogram_value.num == pytest.approx(2 * tokens), "those of both PPO epochs"
+        buckets = dict(zip(ratio.histogram_value.bucket_limit, ratio.histogram_value.bucket, strict=True))
+        assert 0 < buckets[1.001] < 2 * tokens, "1 in the first update, and not in the later ones"
+
+
+def test_answers_are_texts_with_scores(board):
+    events = board.Tensors("samples/answers/text_summary")
+    assert [event.step for event in events] == [1, 2]
+    for event in events:
+        text = event.tensor_proto.string_val[0].decode()
+        assert text.count("**score ") == text.count("\nprompt:\n") == text.count("\nanswer:\n") == 3
+
+
+def test_flags_are_hparams_of_a_run_that_ended(board):
+    began, ended = (
+        HParamsPluginData.FromString(board.summary_metadata[f"_hparams_/session_{name}_info"].plugin_data.content)
+        for name in ("start", "end")
+    )
+    assert began.session_start_info.hparams["actor_learning_rate"].number_value == pytest.approx(0.01)
+    assert began.session_start_info.hparams["advantage_estimator"].string_value == "gae"
+    assert ended.session_end_info.status == 1  # STATUS_SUCCESS

@@ -1,0 +1,72 @@
+"""What a run prints around its training."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from dschat_ppo.session import start_and_end
+from dschat_ppo.session.start_and_end import ModelSize, changes_of, model_sizes, short_count, show_end, show_models
+
+
+@pytest.mark.parametrize(("count", "text"), [
+    (950, "950"), (1000, "1 K"), (1_712_000, "1.71 M"), (7_241_732_096, "7.24 B"), (70_000_000_000, "70 B"),
+])  # fmt: skip
+def test_counts_are_short(count, text):
+    assert short_count(count) == text
+
+
+def test_sizes_count_each_parameter_and_what_models_share():
+    base, head = nn.Linear(10, 20, bias=False), nn.Linear(20, 1, bias=False)
+    base.weight.requires_grad_(False)
+    first, second = nn.Sequential(base, nn.Linear(20, 5, bias=False)), nn.Sequential(base, head)
+    sizes = model_sizes({"actor": first, "critic": second})
+    assert sizes == {"actor": ModelSize(300, 100, 0), "critic": ModelSize(220, 20, 200)}
+    assert str(sizes["actor"]) == "300 parameters, 33.3 % trained"
+    assert str(sizes["critic"]) == "220 parameters, 9.09 % trained, 200 shared"
+    assert str(ModelSize(2000, 0, 0)) == "2 K parameters, frozen"
+
+
+def test_sizes_are_those_of_whole_weights():
+    model = nn.Linear(4, 4, bias=False)
+    model.weight.data = torch.empty(0)
+    model.weight.ds_numel = 16  # ZeRO-3
+    assert model_sizes({"model": model})["model"].total == 16
+    model.weight.quant_state = SimpleNamespace(shape=torch.Size([4, 8]))  # 4 bits
+    assert model_sizes({"model": model})["model"].total == 32
+
+
+def engine_of(module: nn.Module):
+    module.config = SimpleNamespace(model_type="llama")
+    return SimpleNamespace(module=module)
+
+
+def test_the_models_are_a_table(said, monkeypatch):
+    monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(start_and_end.dist, "world_size", lambda: 2)
+    actor, reward = nn.Linear(10, 100, bias=False), nn.Linear(10, 10, bias=False).requires_grad_(False)
+    roles = {"actor": (engine_of(actor), "/sft"), "critic": (None, None), "reward model": (engine_of(reward), "/rm")}
+    show_models(roles, "bf16", Path("/out"), [("rollout", "continuous batching")])
+    assert said == [
+        "models\n"
+        "  actor         llama, 1 K parameters, 100 % trained, from /sft\n"
+        "  reward model  llama, 100 parameters, frozen, from /rm\n"
+        "  devices       2 cpu ranks, bf16\n"
+        "  rollout       continuous batching\n"
+        "  outputs       /out, with its report.html at the end"
+    ]
+
+
+def test_the_end_names_results_folders_and_the_next_command(said):
+    result = {"eval_loss_before": 6.50512, "eval_loss_after": 4.4189, "kl/ref_k1_after": 1.0, "seconds": 3}
+    changes = changes_of(result, {"eval_loss": "evaluation loss", "kl/ref_k1": "KL", "eval_accuracy": "accuracy"})
+    show_end("SFT", "250 optimizer steps", 83.4, changes, [Path("/o/a"), Path("/o/b")], ["python", "-m", "x", "a b"])
+    assert said == [
+        "SFT: done\n"
+        "  steps            250 optimizer steps in 1:23\n"
+        "  evaluation loss  6.505 -> 4.419\n"
+        "  saved to         /o/a and /o/b\n"
+        "  next             python -m x 'a b'"
+    ]
