@@ -10,14 +10,20 @@ EXTRAS = {  # module -> (package, the arguments of pip that install it)
     "bitsandbytes": ("bitsandbytes", '-e ".[qlora]"'),
     "flash_attn": ("flash-attn", '--no-build-isolation -e ".[flash]"'),
     "math_verify": ("math-verify", '-e ".[math]"'),
+    "mlflow": ("mlflow-skinny", '-e ".[mlflow]"'),
     "peft": ("peft", '-e ".[lora]"'),
     "sentencepiece": ("sentencepiece", '-e ".[sentencepiece]"'),
+    "tensorboard": ("tensorboard", "-e ."),  # required by setup.py, and checked as the other trackers are
+    "trackio": ("trackio", '-e ".[trackio]"'),
+    "wandb": ("wandb", '-e ".[wandb]"'),
 }
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module of an extra can be imported."""
-    return find_spec(module) is not None
+    """Whether a module of an extra can be imported, and is not merely a folder of that name, such as the local files
+    of W&B in the working folder."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def how_to_install(module: str) -> str:

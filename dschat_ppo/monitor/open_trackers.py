@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.common.extras import require_extra
 from dschat_ppo.monitor.mlflow_tracker import MlflowTracker, check_mlflow
 from dschat_ppo.monitor.tensorboard_tracker import TensorBoardTracker
 from dschat_ppo.monitor.trackers import Start, Tracker, Tracking
@@ -28,9 +27,7 @@ def check_trackers(libraries: Sequence[str]) -> None:
         UserError: one is not installed, or cannot begin a run.
     """
     for library in libraries:
-        spec = find_spec(library)
-        if spec is None or spec.origin is None:  # none, or only a folder of that name, such as W&B's local files
-            raise UserError(f'--report_to {library}: it is not installed; run pip install -e ".[{library}]"')
+        require_extra(library, f"--report_to {library}")
         if library in _CHECKS:
             _CHECKS[library]()
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -136,11 +137,11 @@ def test_the_exit_code_is_that_of_the_step(script, tmp_path):
 
 
 WAITS = """
-import signal, sys, time
+import os, pathlib, signal, sys, time
 def stop(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGINT, stop)
-print("ready", flush=True)
+pathlib.Path(__file__).with_name(f"rank_{os.environ.get('RANK', 0)}").touch()
 time.sleep(100)
 """
 
@@ -153,9 +154,9 @@ def test_ctrl_c_of_a_process_group_returns_130(script, tmp_path, ranks):
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     words = ["bash", "-euo", "pipefail", "-c", f'source "{script}"; launch {tmp_path}/main.py; echo after']
     run = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    for _ in range(ranks):
-        while "ready" not in run.stdout.readline():
-            assert run.poll() is None
+    while len(list(tmp_path.glob("rank_*"))) < ranks:
+        assert run.poll() is None
+        time.sleep(0.05)
     os.killpg(run.pid, signal.SIGINT)
     rest = run.communicate(timeout=60)[0]
     assert (run.returncode, "after" in rest) == (130, False)
