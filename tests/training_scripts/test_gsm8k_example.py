@@ -1,0 +1,146 @@
+"""The example `gsm8k`: its scripts on word problems in the form of GSM8K and a tiny model; commands of its README."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from launch import ROOT, environment, metrics_of, succeed
+
+from dschat_ppo.config.batch_plan import plan_ppo, plan_supervised
+from dschat_ppo.config.cli import flatten, parse
+from dschat_ppo.tools.evaluate_flags import read_arguments
+
+FOLDER = ROOT / "training_scripts/examples/gsm8k"
+NAMES, THINGS = ("Ann", "Bob", "Cy", "Dee"), ("pens", "hats")
+STUBS = """
+top="$PWD" RANKS="${RANKS:-1}"
+launch() { command python -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@"; }
+python() { [ "$1" = -c ] && command python "$@" || launch "$@"; }
+"""
+TINY = ("--max_prompt_seq_len", 80, "--max_answer_seq_len", 24)
+
+
+def problem(number: int) -> dict[str, str]:
+    """One of 40 different problems; its calculation is marked as in GSM8K."""
+    name, thing = NAMES[number % 4], THINGS[number % 2]
+    left, right = 1 + number // 8, 1 + number % 3
+    total = left + right
+    return {
+        "question": f"{name} has {left} {thing} and buys {right}. How many {thing} now?",
+        "answer": f"{left}+{right}=<<{left}+{right}={total}>>{total}\n#### {total}",
+    }
+
+
+def script(name: str, *words: object, **variables: object) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in environment().items() if key not in ("MODEL", "DATA")}
+    env |= {"RANKS": "1"} | {key: str(value) for key, value in variables.items()}
+    command = ["bash", FOLDER / name, *map(str, words)]
+    return subprocess.run(command, env=env, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def out(assets, tmp_path_factory) -> Path:
+    """The folders of the three scripts, run one after the other as the README of the example does."""
+    out = tmp_path_factory.mktemp("gsm8k")
+    data = out / "train.jsonl"
+    data.write_text("".join(json.dumps(problem(number)) + "\n" for number in range(40)))
+    shared = ("--dtype", "fp32")
+    for name, folder, model, words in (
+        ("run_sft.sh", "sft", assets / "lm",
+         ("--max_steps", 100, "--learning_rate", 1e-2, *shared)),
+        ("run_grpo.sh", "grpo", out / "sft",
+         ("--max_steps", 2, "--eval_samples", 2, "--per_device_generation_batch_size", 16, *TINY, *shared)),
+        ("run_evaluate.sh", "evaluation", "",
+         ("--model", out / "sft", out / "grpo/actor", "--max_tokens", 24, *shared)),
+    ):  # fmt: skip
+        result = script(name, out / folder, *words, MODEL=model, DATA=data)
+        assert result.returncode == 0, f"{name}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+        (out / f"{folder}.log").write_text(result.stdout + result.stderr)
+    return out
+
+
+def points(answer: str, solution: str) -> float:
+    """The score of an answer: 1 for the right number, 0.2 more if it ends with the marker and a number."""
+    stated = re.findall(r"-?\d+", answer.split("####")[-1] if "####" in answer else answer)
+    stated = stated[:1] if "####" in answer else stated[-1:]
+    ends = bool(re.search(r"#### -?\d[\d.,]*$", answer.strip()))
+    return float(stated == [solution]) + 0.2 * ends
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_sft_learns_the_form_of_the_answers(out):
+    first, *_, last = [line["eval_loss"] for line in metrics_of(out / "sft") if "eval_loss" in line]
+    assert last < first / 3
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_last_rows_are_held_out(out):
+    (step, *_) = sorted((out / "grpo/eval").iterdir())
+    asked = [json.loads(line)["prompt"] for line in step.read_text().splitlines()]
+    assert asked == [f"Question: {problem(number)['question']}\nAnswer:\n" for number in (38, 39)]
+    trained = yaml.safe_load((out / "grpo/config.yaml").read_text())["data_path"]
+    assert trained == [f"{out}/train.jsonl[train[:95%]]"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_answers_score_the_right_number_and_the_form(out):
+    rows = [json.loads(line) for step in (out / "grpo/eval").iterdir() for line in step.read_text().splitlines()]
+    scores = [score for row in rows for score in row["scores"]]
+    solutions = {row["index"]: problem(38 + row["index"])["answer"].split()[-1] for row in rows}
+    assert scores == pytest.approx([points(text, solutions[row["index"]]) for row in rows for text in row["answers"]])
+    assert max(scores) > 0.1, "no answer has the form: the comparison shows nothing"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_grpo_reports_both_rules_and_pass_at_k(out):
+    lines = metrics_of(out / "grpo")
+    for line in (line for line in lines if "reward/score_mean" in line):
+        mean = line["reward/numeric_match_mean"] + 0.2 * line["reward/format_match_mean"]
+        assert line["reward/score_mean"] == pytest.approx(mean, abs=1e-6)
+    assert {"eval/pass@1", "eval/pass@2", "eval/kl_ref_k1"} <= set(lines[-1])
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_evaluation_compares_both_models(out):
+    found = json.loads((out / "evaluation/evaluation.json").read_text())
+    assert str(out / "grpo/actor") in json.dumps(found) and "pass@4" in json.dumps(found)
+    assert (out / "evaluation/evaluation.html").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, 64])
+def test_the_steps_accept_the_commands_of_the_readme(tmp_path, ranks):
+    shutil.copytree(FOLDER, tmp_path / FOLDER.relative_to(ROOT))
+    (tmp_path / "training_scripts/ranks.sh").write_text(STUBS)
+    commands = (FOLDER / "README.md").read_text().split("## Commands")[1].split("```bash")[1].split("```")[0]
+    words = ["bash", "-euo", "pipefail", "-c", commands]
+    env = environment() | {"RANKS": str(ranks)}
+    result = succeed(subprocess.run(words, env=env, cwd=tmp_path, text=True, capture_output=True, check=False))
+    started = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [words[0] for words in started[:2]] == [f"{tmp_path}/training/step{n}/main.py" for n in ("1_sft", "3_ppo")]
+    sft, grpo = (parse(step, words[1:]) for step, words in zip(("sft", "ppo"), started[:2], strict=True))
+    first, second, third = flatten(sft), flatten(grpo), vars(read_arguments(started[2][2:]).words)
+    assert second["actor_model_name_or_path"] == first["output_dir"] == third["model"][0]
+    assert f"{second['output_dir']}/actor" == third["model"][1]
+    assert (
+        first["eval_data_path"] == second["eval_data_path"] == third["data_path"] == ["openai/gsm8k:main[train[95%:]]"]
+    )
+    assert first["input_template"] == second["input_template"] == third["input_template"]
+    assert second["reward_function"] == third["reward_function"]
+    assert plan_ppo(grpo.ppo, 7000, ranks).updates_per_rollout == 2
+    assert plan_supervised(sft.fit, 7000, ranks).global_batch == {1: 32, 2: 32, 3: 24, 6: 48, 8: 64, 64: 512}[ranks]
+
+
+@pytest.mark.parametrize("name", ["run_sft.sh", "run_grpo.sh", "run_evaluate.sh"])
+def test_a_missing_variable_or_folder_shows_the_usage(name):
+    for words, variables in ((("out",), {"MODEL": "m"}), ((), {"MODEL": "m", "DATA": "d"})):
+        result = script(name, *words, **variables)
+        assert result.returncode == 1 and f"{name} OUTPUT_DIR" in result.stderr and "usage: " in result.stderr
