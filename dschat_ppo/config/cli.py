@@ -51,7 +51,7 @@ def _yaml_arguments(path: str, known: set[str]) -> list[str]:
     words: list[str] = []
     for key, value in settings.items():
         require(
-            key in known, f"--config {path}: unknown setting '{key}'{_suggestion(str(key), known)} (all flags: --help)"
+            key in known, f"--config {path}: unknown setting '{key}'{_suggestion(str(key), known)} (all flags: --help all)"
         )
         require(not isinstance(value, dict), f"--config {path}: '{key}' must be a value or a list, not a mapping")
         if value is None:
@@ -106,11 +106,11 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         names = known | {f"no_{field.name}" for field in fields if parser.get_default(field.name) is True}
         misspelt = [word for word in unknown if word.startswith("-")] or unknown[:1]
         hints = dict.fromkeys(_suggestion(word, names) for word in misspelt)
-        raise UserError(f"unknown flag or value: {' '.join(unknown)}{''.join(hints)} (all flags: --help)")
+        raise UserError(f"unknown flag or value: {' '.join(unknown)}{''.join(hints)} (all flags: --help all)")
     # after unknown flags: often one of them is a required flag under another name
     missing = [f"--{field.name}" for field in fields if field.name not in found]
     if missing:
-        raise UserError(f"required: {', '.join(missing)} (all flags: --help)")
+        raise UserError(f"required: {', '.join(missing)} (all flags: --help all)")
     values = vars(found)
     parts = {
         name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for name, kind in groups
