@@ -51,7 +51,8 @@ def _yaml_arguments(path: str, known: set[str]) -> list[str]:
     words: list[str] = []
     for key, value in settings.items():
         require(
-            key in known, f"--config {path}: unknown setting '{key}'{_suggestion(str(key), known)} (all flags: --help all)"
+            key in known,
+            f"--config {path}: unknown setting '{key}'{_suggestion(str(key), known)} (all flags: --help all)",
         )
         require(not isinstance(value, dict), f"--config {path}: '{key}' must be a value or a list, not a mapping")
         if value is None:

@@ -8,7 +8,6 @@ import pytest
 from health_steps import PPO_STEP, WINDOW, events_of, ppo_watch
 
 from dschat_ppo.checkpoint.state_file import load_state, save_state
-from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError
 
 CLIPPED = {**PPO_STEP, "policy/clip_fraction": 0.5}
@@ -24,8 +23,7 @@ def lines(folder) -> list[dict]:
 
 
 @pytest.fixture
-def logged(caplog, monkeypatch):
-    monkeypatch.setattr(logger(), "propagate", True)
+def logged(caplog):
     caplog.set_level(logging.INFO, "dschat_ppo")
     return caplog
 
