@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from dschat_ppo.common.atomic_files import sync_entries, sync_file, write_file
 from dschat_ppo.common.dist import broadcast_object, is_main
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StopRequested, StorageError
+from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.monitor.metric_names import tracked_name
 from dschat_ppo.monitor.open_trackers import open_trackers
 from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking
@@ -86,7 +86,7 @@ class MetricsWriter:
         if self._file is None:
             return
         line: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
-        line |= _finite_or_null(metrics)
+        line |= finite_or_null(metrics)
         try:
             self._file.write(f"{json.dumps(line)}\n".encode())
             self._file.flush()
@@ -114,11 +114,6 @@ def _last_step(metrics: Path) -> int:
     return int(json.loads(lines[-1]).get("step", -1)) if lines else -1
 
 
-def _finite_or_null(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The entries with None for NaN and infinity (e.g. the gradient norm after an fp16 overflow), which JSON lacks."""
-    return {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in metrics.items()}
-
-
 def is_finished(folder: Path) -> bool:
     """Whether `result.json` exists and is complete, which marks a finished run."""
     try:
@@ -138,7 +133,7 @@ def write_result(folder: Path, result: dict[str, float]) -> None:
     file, problem = folder / RESULT, None
     if is_main():
         try:
-            write_file(file, (json.dumps(_finite_or_null(result), indent=2) + "\n").encode())
+            write_file(file, (json.dumps(finite_or_null(result), indent=2) + "\n").encode())
         except OSError as raised:
             problem = _cannot_write(str(file), raised)
     problem = broadcast_object(problem)

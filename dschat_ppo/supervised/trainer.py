@@ -343,9 +343,8 @@ class SupervisedTrainer(Generic[Batch]):
 
 def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | None = None) -> Config:
     """The DeepSpeed configuration of steps 1 and 2."""
-    memory = memory or MemoryFlags()
-    ranks, device, overlay = dist.world_size(), dist.device().type, read_overlay(run.deepspeed_config)
+    memory, ranks, device = memory or MemoryFlags(), dist.world_size(), dist.device().type
+    overlay = read_overlay(run.deepspeed_config)
     check_zero_plus_plus(memory, False, ranks, device)
-    return train_config(
-        fit.zero_stage, run.dtype, fit.offload, ranks, fit.max_grad_norm, overlay, memory, device=device
-    )
+    norm, dtype = fit.max_grad_norm, run.dtype
+    return train_config(fit.zero_stage, dtype, fit.offload, ranks, norm, overlay, memory, device=device)
