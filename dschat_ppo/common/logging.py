@@ -25,7 +25,7 @@ class _BarSafeHandler(logging.Handler):
 
 
 def print_line(line: str) -> None:
-    """Print a line: on a terminal above the progress line, in a log file without drawing that again."""
+    """Print a line: on a terminal above the progress line, in a log file without repeating that."""
     stdout = _HIDDEN[-1] if _HIDDEN else sys.stdout
     if sys.stderr.isatty():
         tqdm.write(line, file=stdout)
@@ -47,7 +47,7 @@ def logger() -> logging.Logger:
 
 
 class _WarningsOnce(logging.Filter):
-    """Of a handler that prints: passes errors, on rank 0 also warnings, and each text once."""
+    """Filter of a printing handler: passes errors, and on rank 0 also warnings, each text once."""
 
     def __init__(self) -> None:
         super().__init__()

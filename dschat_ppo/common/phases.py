@@ -18,7 +18,7 @@ _STEP: list[int] = []
 
 
 class Marker(Protocol):
-    """What records a trace and marks blocks in it."""
+    """Records a trace and marks blocks in it."""
 
     def block(self, name: str) -> AbstractContextManager[None]:
         """Mark a block under this name."""

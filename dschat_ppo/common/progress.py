@@ -93,7 +93,7 @@ class Progress:
             self._bar.close()
 
     def measure_from_here(self) -> None:
-        """Measure rates from now on: what came before, such as an evaluation, is no step."""
+        """Measure rates from now on: what came before, such as an evaluation, does not count."""
         self._ends.clear()
         self._ends.append((self.clock(), 0.0))
 
@@ -104,7 +104,7 @@ class Progress:
         self._draw(at_once=self.done == self.total)
 
     def line_printed(self) -> None:
-        """Take note that a line about this step is printed: the next plain line can wait."""
+        """Postpone the next plain line, because a line about this step was printed."""
         self._printed = self.clock()
 
     def report(self, name: str, done: int, total: int, unit: str, tokens: float) -> None:

@@ -15,11 +15,11 @@ class ConsoleFlags:
     _argument_group_name: ClassVar[str] = "console"
 
     logging_steps: int = flag(
-        "print a line of metrics every N optimizer steps (step 3: every N PPO steps), and at the first and the last; "
-        "metrics.jsonl has every step in any case",
+        "print a line of metrics every N optimizer steps (step 3: every N PPO steps), and at the first and the last "
+        "step; metrics.jsonl always has every step",
         10,
     )
-    verbose: bool = flag("also print what DeepSpeed and transformers print below warnings, on every rank", False)
+    verbose: bool = flag("also print the informational messages of DeepSpeed and transformers, on every rank", False)
 
     def __post_init__(self) -> None:
         require_positive(self, "logging_steps")

@@ -34,7 +34,7 @@ class EvaluationFlags:
         require_positive(self, "eval_samples eval_batch_size")
         require(
             bool(self.eval_data_path) or not self.validate_only,
-            "--validate_only answers held-out prompts: name them by --eval_data_path",
+            "--validate_only needs held-out prompts: give --eval_data_path",
         )
         values = asdict(self)
         others = [field for field in fields(self) if field.name != "eval_data_path"]

@@ -10,10 +10,10 @@ from dschat_ppo.config.schema import flag, require, require_fraction, require_po
 Stop = Literal["off", "error", "warning"]
 
 _STOP = (
-    "end the run with exit code 6, with its state saved, at the first health event of this level: 'error' at errors "
-    "only, 'warning' at errors and warnings; the same command resumes"
+    "at the first health event of this level, save a checkpoint and end the run with exit code 6; 'error': errors "
+    "only, 'warning': errors and warnings; the same command resumes the run"
 )
-_WINDOW = "steps that a trend covers; a sudden change is noticed after half of them"
+_WINDOW = "number of steps that a trend covers; sudden changes are detected once half of them are done"
 _GRAD_GROWTH = "warn if a gradient norm exceeds its mean over --health_window by this factor"
 
 
@@ -32,7 +32,9 @@ class PPOHealthFlags:
     )
     health_negative_kl: float = flag("warn if the KL to the reference (nats per token) is below minus this value", 0.02)
     health_entropy_factor: float = flag(
-        "warn if the entropy is this many times smaller or larger than its mean over --health_window", 3.0
+        "warn if the entropy falls below its mean over --health_window divided by this factor, or rises above the mean "
+        "times it",
+        3.0,
     )
     health_score_std: float = flag("warn if the scores of a step have a standard deviation below this value", 1e-3)
     health_distinct_share: float = flag(

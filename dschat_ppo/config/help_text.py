@@ -65,7 +65,7 @@ def asked_for_help(argv: Sequence[str]) -> str | None:
 
 
 def flags_of(groups: Sequence[Any], defaults: dict[str, Any]) -> list[Flag]:
-    """The flags of dataclasses such as `RunFlags`, in their order; `defaults` take the place of their own."""
+    """The flags of dataclasses such as `RunFlags`, in their order; `defaults` override theirs."""
     return [flag for group in groups for flag in _flags_of(group, defaults)]
 
 
@@ -117,7 +117,9 @@ def help_text(step: str, flags: Sequence[Flag], topic: str) -> str:
     if not word:
         return _usual(step, flags)
     if word == "all":
-        return f"All {len(flags)} flags of {TITLES[step][1]}; in names, - is as good as _.\n\n{_by_group(flags, width)}"
+        return (
+            f"All {len(flags)} flags of {TITLES[step][1]}; in names, - and _ are the same.\n\n{_by_group(flags, width)}"
+        )
     exact = [flag for flag in flags if word == flag.name or f"--{word}" in flag.aliases]
     found = exact or [flag for flag in flags if word in flag.name]
     if not found:
@@ -141,8 +143,8 @@ def _usual(step: str, flags: Sequence[Flag]) -> str:
             lines.append(f"  {f'--{name}'.ljust(column)}  {text}{end}")
         lines.append("")
     lines += [
-        f"all {len(flags)} flags: --help all; with a word in their name: --help lora",
-        "flags from a YAML file: --config FILE; details: docs/flags-and-data.md",
+        f"all {len(flags)} flags: --help all; those with a word in their name: --help lora",
+        "flags in a YAML file: --config FILE; details: docs/flags-and-data.md",
     ]
     return "\n".join(lines)
 

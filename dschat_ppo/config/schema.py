@@ -156,7 +156,7 @@ class RunFlags:
     adam_beta2: float = flag("second beta of AdamW; above the square of the first", 0.95)
     adam_epsilon: float = flag("epsilon of AdamW, from 1.1e-19 to 1", 1e-8)
     report_to: list[Literal["none", "tensorboard", "wandb", "mlflow", "trackio"]] = flag_list(
-        "trackers that receive the metrics too, one or several; all but tensorboard need an extra, such as pip install "
+        "one or several trackers that also receive the metrics; all but tensorboard need an extra, such as pip install "
         '-e ".[wandb]". none: no tracker, even with --enable_tensorboard',
         list,
     )
@@ -165,7 +165,7 @@ class RunFlags:
     )
     project: str | None = flag(
         "project in wandb and trackio, experiment in mlflow; not given: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME or "
-        "TRACKIO_PROJECT, or the name of the folder around the output folder",
+        "TRACKIO_PROJECT, or the name of the parent of the output folder",
         None,
     )
     enable_tensorboard: bool = flag("the same as --report_to tensorboard, in addition to that flag's trackers", False)
@@ -188,7 +188,7 @@ class RunFlags:
             raise UserError("--output_dir is required: name the folder for the model and its metrics")
         require(
             "none" not in self.report_to or len(set(self.report_to)) == 1,
-            f"--report_to {' '.join(self.report_to)}: none does not go with other trackers; omit it or them",
+            f"--report_to {' '.join(self.report_to)}: none cannot be combined with other trackers; omit it or them",
         )
         require_not_negative(self, "seed")
         require_positive(self, "profile")
@@ -229,7 +229,7 @@ class RunFlags:
         """Flags of trackers that have no effect with the other flags -> the reason."""
         found = {"enable_tensorboard": "--report_to none turns all trackers off"} if "none" in self.report_to else {}
         if not set(self.trackers) - {"tensorboard"}:
-            found |= dict.fromkeys(("run_name", "project"), "no tracker of --report_to has names of runs and projects")
+            found |= dict.fromkeys(("run_name", "project"), "no tracker of --report_to uses run or project names")
         return found
 
     @property

@@ -20,12 +20,12 @@ Usual = dict[str, dict[str, str]]  # heading -> flag -> text, without the defaul
 _STEPS_1_AND_2: Usual = {
     "length": {
         "num_train_epochs": "passes over the training rows",
-        "max_steps": "optimizer steps; 0: by epochs",
+        "max_steps": "optimizer steps; 0 = use epochs",
     },
     "updates": {
         "per_device_train_batch_size": "rows per micro-batch and device",
         "gradient_accumulation_steps": "micro-batches per optimizer step",
-        "learning_rate": "peak; 1e-5 to 2e-5 is usual",
+        "learning_rate": "peak learning rate",
         "num_warmup_steps": "warm-up, in optimizer steps",
         "dtype": "bf16, fp16 or fp32",
     },
@@ -35,12 +35,12 @@ _STEPS_1_AND_2: Usual = {
         "lora_dim": "rank of LoRA; 0 = train all weights",
     },
     "output": {
-        "logging_steps": "optimizer steps from line to line",
+        "logging_steps": "optimizer steps per printed line",
         "save_steps": "steps between checkpoints; 0 = off",
     },
 }
 _ROWS = {
-    "data_split": "share of the rows for steps 1, 2, 3",
+    "data_split": "shares of the rows for steps 1, 2, 3",
     "eval_data_path": "rows for evaluation",
     "max_seq_len": "tokens, prompt and answer together",
 }
@@ -53,14 +53,14 @@ _NEEDED = {
 USUAL: dict[str, Usual] = {
     "sft": {
         "needed": _NEEDED,
-        "data": {**_ROWS, "truncation": "of longer rows: left, drop, ...", "packing": "several samples per row"},
+        "data": {**_ROWS, "truncation": "for longer rows: left, drop, ...", "packing": "several samples per row"},
         **_STEPS_1_AND_2,
     },
     "reward": {
         "needed": _NEEDED,
         "what is trained": {
             "objective": "see --help objective",
-            "beta": "strength of the reference, for dpo etc.",
+            "beta": "strength of the KL constraint (dpo, ...)",
         },
         "data": _ROWS,
         **_STEPS_1_AND_2,
@@ -68,7 +68,7 @@ USUAL: dict[str, Usual] = {
     "ppo": {
         "needed": {
             "actor_model_name_or_path": "SFT model: actor and reference",
-            "critic_model_name_or_path": "reward model, starts the critic",
+            "critic_model_name_or_path": "reward model; also initialises the critic",
             "data_path": "prompts: files or hub names",
             "output_dir": "models, metrics and report",
         },
@@ -86,15 +86,15 @@ USUAL: dict[str, Usual] = {
         "updates": {
             "per_device_training_batch_size": "rows per micro-batch and device",
             "ppo_epochs": "passes over a rollout",
-            "actor_learning_rate": "peak",
-            "critic_learning_rate": "peak",
+            "actor_learning_rate": "peak learning rate",
+            "critic_learning_rate": "peak learning rate",
             "num_train_epochs": "passes over the prompts",
         },
         "memory and output": {
             "actor_zero_stage": "0 to 3; 3 shards the weights",
             "dtype": "bf16, fp16 or fp32",
             "eval_data_path": "held-out prompts",
-            "logging_steps": "PPO steps from line to line",
+            "logging_steps": "PPO steps per printed line",
         },
     },
 }

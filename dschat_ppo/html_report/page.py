@@ -264,7 +264,7 @@ def _flags(runs: Sequence[Run]) -> Section:
         head = ("flag", *(run.name for run in runs))
         parts.append(
             _table("Flags that differ between the runs", head, rows)
-            if rows else "<p>The runs have no flag that differs.</p>"
+            if rows else "<p>All flags of the runs are equal.</p>"
         )  # fmt: skip
     for run in runs:
         if not run.config:
@@ -283,5 +283,5 @@ def _flags(runs: Sequence[Run]) -> Section:
 def _versions(runs: Sequence[Run]) -> Section:
     rows = versions(runs)
     if not rows:
-        return "Versions", "<p>The runs did not record their versions of libraries.</p>"
-    return "Versions", _table("Versions of libraries", ("library", *(run.name for run in runs)), rows)
+        return "Versions", "<p>The runs did not record library versions.</p>"
+    return "Versions", _table("Library versions", ("library", *(run.name for run in runs)), rows)

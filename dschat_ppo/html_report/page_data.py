@@ -16,7 +16,7 @@ COLOURS = 6  # of the palette in page.css
 BANDS = 8  # of a stacked figure: the smallest phases beyond are added up
 MOST_ANSWER_CHARACTERS = 2000  # of one prompt or answer
 MOST_TEXT = 900_000  # characters of all prompts and answers of the page
-ALL_OTHERS = Figure("Other metrics", "", "This metric has no figure; docs/outputs.md says what it means.", ())
+ALL_OTHERS = Figure("Other metrics", "", "docs/outputs.md describes the main metrics.", ())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Read the files of a run, finished or not, as far as they are there and intact."""
+"""Read the files of a run, finished or not. Missing files and damaged parts are skipped."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class HealthWatch:
         self._losses = (total, count)
 
     def _remember(self, step: int, now: dict[str, float]) -> None:
-        """Make the step in hand one of the past."""
+        """Add the current step to the past steps."""
         window = self.flags.health_window
         self._past.append((step, now))
         for name, values in self._start.items():
@@ -201,4 +201,4 @@ class HealthWatch:
 
 def _described(event: Event) -> str:
     """An event in one line."""
-    return f"{event.name}: {event.seen}. Likely cause: {event.cause}. To change: {event.change}"
+    return f"{event.name}: {event.seen}. Likely cause: {event.cause}. What to change: {event.change}"

@@ -35,7 +35,7 @@ def gradient_explodes(history: History, flags: PPOHealthFlags | FitHealthFlags) 
         if name == "grad_norm" or name.startswith("optim/grad_norm/"):
             mean = history.mean(name)
             if mean is not None and flags.health_grad_growth * mean < norm < float("inf"):
-                limit = f"{flags.health_grad_growth:g} times (--health_grad_growth) its mean over the steps before"
+                limit = f"{flags.health_grad_growth:g} times (--health_grad_growth) its mean over the previous steps"
                 return Seen(f"{name} is {norm:.3g}, above {limit}, {mean:.3g}", history.step)
     return None
 
@@ -47,6 +47,6 @@ SKIPPED: Rule = Rule(
 )  # fmt: skip
 OVERFLOWS: Rule = Rule(
     "fp16_overflows", "warning", fp16_overflows,
-    "gradients overflow in fp16 at every loss scale, so most updates are skipped",
+    "gradients overflow in fp16 even at small loss scales, so many updates are skipped",
     "use --dtype bf16 or fp32, or lower the learning rate",
 )  # fmt: skip

@@ -47,7 +47,7 @@ def guesses(history: History, _: FitHealthFlags) -> Seen | None:
 FIT_RULES: tuple[Rule, ...] = (
     Rule(
         "loss_grows", "error", loss_grows,
-        "training diverges: the learning rate is too high, or the rows change along the data",
+        "training diverges: the learning rate is too high, or later rows differ from earlier ones",
         "resume from an earlier checkpoint with a lower --learning_rate or more --num_warmup_steps",
     ),
     Rule(
@@ -58,8 +58,8 @@ FIT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "accuracy_of_guessing", "warning", guesses,
-        "the model does not learn which answer is preferred: chosen and rejected are noise to it, or the learning rate "
-        "is too low",
+        "the model does not learn which answer is preferred: the preferences look like noise to it, or the learning "
+        "rate is too low",
         "look at the pairs (python -m dschat_ppo.tools.data), raise --learning_rate, or train longer",
     ),
     Rule(

@@ -13,8 +13,8 @@ RISE = 0.25  # of a score, in standard deviations, that is more than noise
 
 
 def ratio_not_one(metrics: Metrics, flags: PPOHealthFlags) -> str | None:
-    """Log-ratios before the first update of a step are not 0. (With log-probs of sampling as the old ones they are the
-    difference between rollout and training, which has a rule of its own.)"""
+    """Log-ratios before the first update of a step are not 0. (If the old log-probs are those of sampling, they are
+    the difference between rollout and training, for which `logprob_diff_high` is the rule.)"""
     name, limit = "policy/first_log_ratio_abs_mean", flags.health_first_log_ratio
     ratio = metrics.get(name, 0.0)
     if ratio <= limit or ratio == metrics.get("rollout/logprob_diff_mean"):
@@ -34,7 +34,7 @@ def kl_spike(history: History, flags: PPOHealthFlags) -> Seen | None:
     kl, mean = history.now.get("kl/ref_k1", 0.0), history.mean("kl/ref_k1")
     if mean is None or kl <= max(flags.health_kl_spike, 3 * mean):
         return None
-    text = f"kl/ref_k1 is {kl:.3g}; its mean over the steps before is {mean:.3g} (--health_kl_spike)"
+    text = f"kl/ref_k1 is {kl:.3g}; its mean over the previous steps is {mean:.3g} (--health_kl_spike)"
     return Seen(text, history.step)
 
 
@@ -43,7 +43,7 @@ def entropy_collapse(history: History, flags: PPOHealthFlags) -> Seen | None:
     entropy, mean = history.now.get("policy/entropy"), history.mean("policy/entropy")
     if entropy is None or mean is None or entropy * flags.health_entropy_factor >= mean:
         return None
-    text = f"policy/entropy is {entropy:.3g}, less than its mean over the steps before, {mean:.3g}, divided by "
+    text = f"policy/entropy is {entropy:.3g}, less than its mean over the previous steps, {mean:.3g}, divided by "
     return Seen(f"{text}{flags.health_entropy_factor:g} (--health_entropy_factor)", history.step)
 
 
@@ -53,7 +53,7 @@ def entropy_explosion(history: History, flags: PPOHealthFlags) -> Seen | None:
     if entropy is None or mean is None or entropy <= mean * flags.health_entropy_factor:
         return None
     text = f"policy/entropy is {entropy:.3g}, more than {flags.health_entropy_factor:g} times (--health_entropy_factor)"
-    return Seen(f"{text} its mean over the steps before, {mean:.3g}", history.step)
+    return Seen(f"{text} its mean over the previous steps, {mean:.3g}", history.step)
 
 
 def equal_scores(metrics: Metrics, flags: PPOHealthFlags) -> str | None:
@@ -122,14 +122,14 @@ def fewer_end(history: History, flags: PPOHealthFlags) -> Seen | None:
     share = history.now.get(name, 1.0)
     if mean is None or share >= mean - flags.health_ended_drop:
         return None
-    text = f"{name} is {share:.3g}; its mean over the steps before is {mean:.3g} (--health_ended_drop)"
+    text = f"{name} is {share:.3g}; its mean over the previous steps is {mean:.3g} (--health_ended_drop)"
     return Seen(text, history.step)
 
 
 def never_ends(metrics: Metrics, _: PPOHealthFlags) -> str | None:
     """Hardly any answer ends before the length limit."""
     share = metrics.get("rollout/ended_share", 1.0)
-    return f"rollout/ended_share is {share:.3g}: no answer ends by itself" if share < NEVER_ENDS else None
+    return f"rollout/ended_share is {share:.3g}: hardly any answer ends by itself" if share < NEVER_ENDS else None
 
 
 def explains_nothing(metrics: Metrics, _: PPOHealthFlags) -> str | None:
@@ -146,7 +146,7 @@ def critic_lags(metrics: Metrics, _: PPOHealthFlags) -> str | None:
     value, target, spread = (metrics[name] for name in names)
     if abs(value - target) <= spread:
         return None
-    return f"value/mean is {value:.3g}, but value/return_mean {target:.3g} with a standard deviation of {spread:.3g}"
+    return f"value/mean is {value:.3g}, but value/return_mean is {target:.3g} with a standard deviation of {spread:.3g}"
 
 
 def logprob_diff_grows(history: History, flags: PPOHealthFlags) -> Seen | None:
@@ -173,7 +173,7 @@ def ranks_wait(metrics: Metrics, flags: PPOHealthFlags) -> str | None:
     )
     tokens = metrics.get(f"time/{worst}_tokens_imbalance")
     return f"{text}'{worst}', where the slowest rank takes {phases[worst][1]:.2g} times the mean" + (
-        "" if tokens is None else f" and the fullest one has {tokens:.2g} times the mean number of tokens"
+        "" if tokens is None else f" and the rank with the most tokens has {tokens:.2g} times the mean"
     )
 
 
@@ -182,7 +182,7 @@ def faulty_function(metrics: Metrics, _: PPOHealthFlags) -> str | None:
     faults, count = metrics.get("reward/function_faults", 0.0), metrics.get("rollout/count", 0)
     if not count or faults < FAULTY_SHARE * count:
         return None
-    return f"reward/function_faults is {faults:.0f}, with {count:.0f} answers"
+    return f"reward/function_faults is {faults:.0f}, of {count:.0f} answers"
 
 
 PPO_RULES: tuple[Rule, ...] = (
@@ -198,7 +198,7 @@ PPO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "entropy_collapse", "error", entropy_collapse,
-        "the policy puts nearly all probability on few answers and stops to explore",
+        "the policy puts nearly all probability on few answers and stops exploring",
         "lower --actor_learning_rate, raise --entropy_coef or --kl_coef, or sample with a higher --temperature",
     ),
     Rule(
@@ -225,30 +225,30 @@ PPO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "duplicate_answers", "warning", at_once(duplicates),
-        "the policy collapses on few answers, or the sampling is nearly greedy",
+        "the policy collapses to few answers, or the sampling is nearly greedy",
         "raise --kl_coef or --entropy_coef, or sample with a higher --temperature, --top_p or --top_k",
     ),
     Rule(
         "reward_exploited", "error", exploited_reward,
         "the policy exploits a weakness of the reward: it scores higher by length or by moving far from the reference",
         "read the answers; raise --kl_coef, lower --actor_learning_rate, stop at an earlier checkpoint, or correct the "
-        "reward (a penalty of length: --overlong_buffer)",
+        "reward (a length penalty: --overlong_buffer)",
     ),
     Rule(
         "length_creep", "warning", length_creep,
-        "longer answers score higher, or the loss favours them; where reasoning is trained this is expected",
-        "check that long answers are better; else use a reward that ignores length, --overlong_buffer, or "
+        "longer answers score higher, or the loss favours them; this is expected when you train reasoning",
+        "check whether the longer answers are better; if not, use a reward that ignores length, --overlong_buffer, or "
         "--loss_aggregation token_mean",
     ),
     Rule(
         "fewer_answers_end", "warning", fewer_end,
-        "answers run into the length limit, and the reward does not penalise it",
+        "answers run into the length limit, and the reward does not penalise that",
         "raise --missing_eos_penalty or --max_answer_seq_len",
     ),
     Rule(
         "answers_never_end", "error", for_a_window(never_ends),
         "the SFT model has not learned its end token, or --max_answer_seq_len is shorter than any answer",
-        "check the end of the rows of step 1 (python -m dschat_ppo.tools.data), train step 1 longer, name the end by "
+        "check the end of the rows of step 1 (python -m dschat_ppo.tools.data), train step 1 longer, set "
         "--stop_token_ids, or raise --max_answer_seq_len",
     ),
     Rule(
@@ -258,9 +258,9 @@ PPO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "first_ratio_not_one", "warning", at_once(ratio_not_one),
-        "before any update, training computes other log-probs than scoring or sampling: dropout, rounding, or "
+        "before any update, training computes different log-probs from scoring or sampling: dropout, rounding, or "
         "different kernels",
-        "train without --actor_dropout and --lora_dropout, or with --dtype fp32; if it stays, report it as a bug",
+        "train without --actor_dropout and --lora_dropout, or with --dtype fp32; if it persists, report it as a bug",
     ),
     Rule(
         "critic_explains_nothing", "warning", for_a_window(explains_nothing),
@@ -270,7 +270,7 @@ PPO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "critic_lags", "warning", for_a_window(critic_lags),
-        "the critic is too slow for the returns, which change faster or are on another scale",
+        "the critic is too slow for the returns, which change faster or have another scale",
         "raise --critic_learning_rate or --critic_warmup_rollouts, widen --value_clip_eps, or scale the scores "
         "(--normalize_rewards running)",
     ),

@@ -21,10 +21,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class History:
-    """The step in hand and those before it.
+    """The current step and those before it.
 
     Attributes:
-        step: number of the step in hand.
+        step: number of the current step.
         now: its metrics.
         past: (step, metrics) of the last `window` steps before it, oldest first; fewer at the start of a run.
         window: steps that a trend covers.
@@ -80,7 +80,7 @@ class Rule:
     Attributes:
         name: of its events.
         level: "error" if training on is likely wasted.
-        find: (history, flags) -> what is wrong at the step in hand, or None.
+        find: (history, flags) -> what is wrong at the current step, or None.
         cause: the likely cause.
         change: what to change; flags by name.
     """
@@ -103,7 +103,7 @@ def above(metric: str, flag: str) -> Condition:
 
 
 def at_once(condition: Condition) -> Callable[[History, Any], Seen | None]:
-    """A rule that looks at the step in hand alone."""
+    """A rule that looks at the current step only."""
 
     def find(history: History, flags: Any) -> Seen | None:
         text = condition(history.now, flags)

@@ -109,6 +109,6 @@ class MlflowTracker:
             self._give_up(problem)
 
     def _give_up(self, problem: Exception) -> None:
-        """Training is worth more than its curves, which metrics.jsonl has too."""
+        """Continue without MLflow: metrics.jsonl has the metrics too."""
         self._is_writing = False
         logger().warning(f"--report_to mlflow: cannot be written, the run continues without it: {problem}")

@@ -81,7 +81,7 @@ class StepTrace:
             recorder.export_chrome_trace(str(draft))
         draft.replace(self.file)
         logger().info(
-            f"--profile: the trace of step {self.step} is {self.file}, and one file for each other rank; open it at "
+            f"--profile: the trace of step {self.step} is {self.file}; each other rank has its own file. Open it at "
             "https://ui.perfetto.dev or chrome://tracing"
         )
 

@@ -86,7 +86,7 @@ def show_models(
     ]
     ranks = dist.world_size()
     rows.append(("devices", f"{ranks} {dist.device().type} rank{'s' if ranks > 1 else ''}, {dtype}"))
-    logger().info(table("models", [*rows, *more, ("outputs", f"{output}, with its report.html at the end")]))
+    logger().info(table("models", [*rows, *more, ("outputs", f"{output} (report.html at the end)")]))
 
 
 def show_end(

@@ -1,4 +1,4 @@
-"""`--validate_only`: the outputs of a run that evaluates and does not train, apart from those of training."""
+"""`--validate_only`: the outputs of a run that evaluates and does not train, separate from those of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat with a model that this project, or another, has trained; or with two, to compare them.
+"""Chat with a model, or with two models to compare them.
 
     python -m dschat_ppo.tools.chat --model A [--compare B]            in the terminal; /help lists the commands
     python -m dschat_ppo.tools.chat --model A [--compare B] --web      as a page in the browser of this machine
@@ -45,7 +45,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSet
         help="a Jinja file or chatml, llama-3, zephyr or human-assistant; not given: the tokenizer's",
     )  # fmt: skip
     parser.add_argument("--chat_template_kwargs", metavar="JSON", help="variables for the chat template")
-    parser.add_argument("--web", action="store_true", help="serve a page to this machine alone")
+    parser.add_argument("--web", action="store_true", help="serve the chat as a page, to this machine only")
     parser.add_argument("--port", type=int, help=f"port of --web; 0 selects a free one (default: {PORT})")
     add_sampling_flags(parser)
     words = parser.parse_args(argv)
@@ -80,7 +80,7 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags)
     names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
     models = load_models(names, data, words.dtype)
     if words.system and not all(model.has_template for model in models):
-        raise UserError("--system needs a chat template, which a tokenizer lacks; name one with --chat_template")
+        raise UserError("--system needs a chat template, but a tokenizer has none; name one with --chat_template")
     if words.web:
         serve(models, settings, words.system, words.port)
         return

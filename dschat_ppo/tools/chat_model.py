@@ -1,4 +1,4 @@
-"""A model to chat with: conversations to prompts, and answers as they are drawn."""
+"""A model to chat with: conversations to prompts, and answers as they are generated."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Token:
             positions of the model, cut it).
         tokens: of the answer so far.
         seconds: since the start, that of the prompt included.
-        dropped: oldest exchanges of the conversation that the prompt does not hold, for want of positions.
+        dropped: number of oldest exchanges removed from the prompt because the conversation exceeds the positions.
     """
 
     text: str

@@ -2,7 +2,7 @@
 
 GET / is the page; GET /info describes models and settings. POST /answer takes
 `{"model": 0, "messages": [{"role": "user", "content": text}, ...], "settings": {name: number}, "number": 0}` and
-replies lines of JSON while the answer is drawn: `{"text": ...}`, and at the end `{"end": "eos" or "length", ...}` or
+replies with lines of JSON while the model answers: `{"text": ...}`, and at the end `{"end": "eos" or "length", ...}` or
 `{"error": reason}`. The page keeps the conversation. If it disconnects, the answer stops.
 
 Other web sites that the user visits cannot use the server: a request must name this machine as its host, which a
@@ -171,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
             model.lock.release()
 
     def _answer(self, model: ChatModel, question: Question) -> None:
-        """Send an answer while it is drawn, until its end or until the page disconnects."""
+        """Send an answer while it is generated, until its end or until the page disconnects."""
         self._head(200, "application/x-ndjson")
         try:
             for token in model.answer(question.messages, question.settings, question.number):

@@ -1,4 +1,4 @@
-"""The chat in a terminal: messages, answers as they are drawn, and commands."""
+"""The chat in a terminal: messages, answers as they are generated, and commands."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dschat_ppo.tools.chat_model import ChatModel, Conversation
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 HELP = """\
-/help              these commands
+/help              show these commands
 /reset             forget the conversation; the seed starts again
 /undo              forget the last message and its answers
 /retry             answer the last message again, with other random numbers
-/system [TEXT]     another system message for the whole conversation; without TEXT none
-/set [NAME VALUE]  change a setting of the sampling; without NAME show all
+/system [TEXT]     set the system message of the whole conversation; without TEXT, remove it
+/set [NAME VALUE]  change a sampling setting; without NAME, show all of them
 /quit              end the chat (or Ctrl-D); Ctrl-C stops an answer
-A line that ends with \\ continues on the next one. A message that begins with / is written //..."""
+A line that ends with \\ continues on the next one. To send a message that starts with /, start it with //."""
 COMMANDS = ("help", "reset", "undo", "retry", "system", "set", "quit")
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, by which a model could steer the terminal; line breaks and tabs stay."""
+    """`text` without control characters, with which a model could control the terminal; line breaks and tabs stay."""
     return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
 
 
@@ -36,7 +36,7 @@ class Terminal:
         settings: sampling, which /set changes.
         system: system message; "" for none.
         coloured: whether names and notes are highlighted.
-        interactive: write a prompt, and answers as they are drawn; otherwise answers are written whole.
+        interactive: write a prompt, and answers as they are generated; otherwise answers are written whole.
         read: a prompt -> the next line of the user; raises EOFError at the end.
         write: prints a text, without a line break after it.
     """
@@ -58,7 +58,7 @@ class Terminal:
         """Read messages and commands until the end of the input or /quit."""
         if self.interactive:
             for model in self.models:
-                how = "" if model.has_template else " (no chat template: it continues the text as it is)"
+                how = "" if model.has_template else " (no chat template: the model continues the text)"
                 self.note(f"{model.name}{how}")
             self.note("/help lists the commands, Ctrl-D ends the chat")
         while True:
@@ -99,7 +99,7 @@ class Terminal:
         if name not in COMMANDS:
             raise UserError(f"there is no command /{name}; /help lists them, and //{name} is a message")
         if rest and name not in ("system", "set"):
-            raise UserError(f"/{name} takes nothing after it")
+            raise UserError(f"/{name} takes no argument")
         if name == "help":
             self.write(f"{HELP}\n")
         elif name == "reset":
@@ -164,7 +164,7 @@ class Terminal:
             conversation.turns.append((question, answer))
 
     def _answer(self, model: ChatModel, conversation: Conversation, question: str) -> str:
-        """Write an answer while it is drawn; Ctrl-C stops it."""
+        """Write an answer while it is generated; Ctrl-C stops it."""
         if len(self.models) > 1:
             name = printable(model.name)
             self.write(f"{_BOLD}{name}{_PLAIN}\n" if self.coloured else f"{name}:\n")
@@ -174,7 +174,8 @@ class Terminal:
             for token in tokens:
                 parts.append(token.text)
                 if token.tokens == 1 and token.dropped:
-                    note = f"the {token.dropped} oldest messages are beyond the model's positions, and were not read"
+                    reason = "the conversation exceeds the model's positions"
+                    note = f"the {token.dropped} oldest messages were not read: {reason}"
                 if self.interactive:
                     self.write(printable(token.text))
                 if token.end == "length":

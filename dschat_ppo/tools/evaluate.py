@@ -4,11 +4,11 @@
         [--reward_function F ...] [--samples 8] [--json FILE] [--html FILE]
     python -m dschat_ppo.tools.evaluate --reward_model_name_or_path R --pairs PAIRS ...
 
-The models answer all prompts, greedily and by sampling, with the generation engine of training. The sum of the reward
-sources, which are those of step 3, scores the answers. The table shows mean score, pass@k, and the win rate against the
-first model: the share of prompts on which the score is higher (a tie counts half), with Wilson's 95 % interval. Without
-a reward source, answers are generated and compared side by side only. --pairs measures how often the reward model
-scores the preferred answer higher, also for each data set.
+The models answer all prompts, greedily and by sampling, with the generation engine of training. An answer is scored by
+the weighted sum of the reward sources, which are those of step 3. The table shows the mean score, pass@k, and the win
+rate against the first model (a tie counts half) with Wilson's 95 % interval. Without a reward source there are no
+scores, and --html shows the answers side by side. --pairs measures how often the reward model scores the preferred
+answer higher, over all pairs and for each data set.
 """
 
 from __future__ import annotations

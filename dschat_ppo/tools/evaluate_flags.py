@@ -63,7 +63,7 @@ def read_arguments(argv: Sequence[str], description: str | None = None) -> Wante
         if getattr(words, name) < least:
             raise UserError(f"--{name} must be at least {least}, got {getattr(words, name)}")
     if bool(words.model) != bool(words.data_path):
-        raise UserError("--model and --data_path need each other: models answer the prompts of a data set")
+        raise UserError("give --model and --data_path together: the models answer the prompts of a data set")
     if not words.model and not words.pairs:
         raise UserError("nothing to evaluate: give --model and --data_path, or --pairs")
     if words.pairs and not words.reward_model_name_or_path:
@@ -78,10 +78,15 @@ def read_arguments(argv: Sequence[str], description: str | None = None) -> Wante
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("evaluation")
     group.add_argument("--model", nargs="+", default=[], metavar="M",
-                       help="models or adapters, folders or hub names; wins are against the first one")  # fmt: skip
+                       help="models or adapters, folders or hub names; wins are counted against the first")  # fmt: skip
     group.add_argument("--pairs", nargs="+", default=[], metavar="DATA",
                        help="data sets of pairs (chosen, rejected), for the accuracy of the reward model")  # fmt: skip
-    group.add_argument("--decoding", choices=("greedy", "sampled", "both"), default="both", help="(default: both)")
+    group.add_argument(
+        "--decoding",
+        choices=("greedy", "sampled", "both"),
+        default="both",
+        help="how the models answer (default: both)",
+    )
     group.add_argument(
         "--samples", type=int, default=1, metavar="N", help="sampled answers to each prompt (default: 1)"
     )
@@ -89,12 +94,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
                        help="minimum score of an answer that passes, for pass@k (default: 1)")  # fmt: skip
     group.add_argument("--max_prompts", type=int, default=0, metavar="N", help="only the first N prompts; 0 = all")
     group.add_argument("--max_prompt_seq_len", type=int, default=256, metavar="N",
-                       help="most tokens of a prompt (default: 256)")  # fmt: skip
+                       help="maximum tokens of a prompt (default: 256)")  # fmt: skip
     group.add_argument("--max_seq_len", type=int, default=512, metavar="N",
-                       help="most tokens of a row of --pairs (default: 512)")  # fmt: skip
+                       help="maximum tokens of a row of --pairs (default: 512)")  # fmt: skip
     group.add_argument("--batch_size", type=int, default=64, metavar="N", help="prompts at a time (default: 64)")
     group.add_argument("--max_batch_tokens", type=int, default=16384, metavar="N",
-                       help="most tokens of a forward pass of the reward model (default: 16384)")  # fmt: skip
+                       help="maximum tokens of a forward pass of the reward model (default: 16384)")  # fmt: skip
     group.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
                        help="data type of the weights (default: bf16)")  # fmt: skip
     group.add_argument("--json", type=Path, metavar="FILE", help="write metrics, answers and scores as JSON")

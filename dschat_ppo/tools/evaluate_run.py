@@ -144,8 +144,8 @@ def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset],
         found.append(rows.select(range(min(wanted.words.max_prompts or len(rows), len(rows)))))
     if any(_questions(rows) != _questions(found[0]) for rows in found[1:]):
         raise UserError(
-            "--data_path: the models would get different prompts, because one has a chat template and another has not, "
-            "or because --truncation drop or --bad_rows skip drops other rows; set --chat_template or "
+            "--data_path: the models would get different prompts, because only some have a chat template, "
+            "or because --truncation drop or --bad_rows skip drops different rows; set --chat_template or "
             "--apply_chat_template, or raise --max_prompt_seq_len"
         )
     return found, names

@@ -30,8 +30,8 @@ RANGES = {
     "repetition_penalty": Range(
         float, 0.01, 100, "above 1, tokens of the prompt and the answer so far become less likely; 1 = off"
     ),
-    "max_tokens": Range(int, 1, 10**6, "most tokens of an answer"),
-    "seed": Range(int, 0, 2**53 - 1, "seed of the sampling"),  # a browser's numbers hold 53 bits
+    "max_tokens": Range(int, 1, 10**6, "maximum tokens of an answer"),
+    "seed": Range(int, 0, 2**53 - 1, "sampling seed"),  # a browser's numbers hold 53 bits
 }
 
 

@@ -14,7 +14,7 @@ def test_evaluation_flags_need_eval_data_path(given):
 
 
 def test_validation_needs_held_out_prompts():
-    with pytest.raises(UserError, match="^--validate_only answers held-out prompts: name them by --eval_data_path$"):
+    with pytest.raises(UserError, match="^--validate_only needs held-out prompts: give --eval_data_path$"):
         EvaluationFlags(validate_only=True)
     assert EvaluationFlags(eval_data_path=["e"], validate_only=True).validate_only
 

@@ -115,7 +115,7 @@ def test_the_state_of_an_earlier_version_is_read():
     watch = ppo_watch()
     watch.load_state_dict({"past": [old] * WINDOW, "standing": ["more than 30 % of the ratios are clipped"]}, 20)
     [event] = watch.check(21, {**PPO_STEP, "rollout/ended_share": 0.1})
-    assert event.name == "fewer_answers_end" and "before is 0.9" in event.seen
+    assert event.name == "fewer_answers_end" and "previous steps is 0.9" in event.seen
     assert watch.state_dict()["steps"] == list(range(12, 22))
     ppo_watch().load_state_dict({}, 5)  # of steps 1 and 2, which had none
 

@@ -180,7 +180,7 @@ def test_an_infinite_gradient_norm_is_an_overflow():
 def test_the_imbalance_of_tokens_is_named():
     watch = ppo_watch()
     [event] = events_of(watch, [{**UNEVEN, "time/reward_tokens_imbalance": 1.9}] * 11)
-    assert "1.9 times the mean number of tokens" in event.seen
+    assert "the most tokens has 1.9 times the mean" in event.seen
 
 
 def test_a_window_that_lasts_tells_its_first_step():

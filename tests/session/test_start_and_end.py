@@ -55,7 +55,7 @@ def test_the_models_are_a_table(said, monkeypatch):
         "  reward model  llama, 100 parameters, frozen, from /rm\n"
         "  devices       2 cpu ranks, bf16\n"
         "  rollout       continuous batching\n"
-        "  outputs       /out, with its report.html at the end"
+        "  outputs       /out (report.html at the end)"
     ]
 
 

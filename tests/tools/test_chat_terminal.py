@@ -86,8 +86,7 @@ def test_set():
 def test_help_quit_and_unknown_commands():
     output, _ = chat(["/help", "/nothing", "/help me", "/quit", "not read"])
     assert output == (
-        f"{HELP}\nthere is no command /nothing; /help lists them, and //nothing is a message\n/help takes nothing "
-        "after it\n"
+        f"{HELP}\nthere is no command /nothing; /help lists them, and //nothing is a message\n/help takes no argument\n"
     )
     assert all(f"/{name}" in HELP for name in COMMANDS)
 
@@ -114,8 +113,11 @@ def test_an_interrupt_keeps_what_was_written_or_drops_the_message():
 
 def test_interactive():
     output, _ = chat(["a"], Echo("A", has_template=False, dropped=2), interactive=True)
-    assert "A (no chat template: it continues the text as it is)\n" in output
-    assert "> A heard 1: a\n[the 2 oldest messages are beyond the model's positions, and were not read]\n> \n" in output
+    assert "A (no chat template: the model continues the text)\n" in output
+    assert (
+        "> A heard 1: a\n[the 2 oldest messages were not read: the conversation exceeds the model's positions]\n> \n"
+        in output
+    )
 
 
 @pytest.mark.parametrize(("text", "shown"), [("a\x1b[2Jb\x07", "a[2Jb"), ("é\n\tx", "é\n\tx"), ("\x9b1m\x7f\r", "1m")])

@@ -26,8 +26,8 @@ def test_rewards_are_optional():
     ("words", "message"),
     [
         ([], "nothing to evaluate"),
-        (["--model", "a"], "--model and --data_path need each other"),
-        (["--data_path", "a"], "--model and --data_path need each other"),
+        (["--model", "a"], "give --model and --data_path together"),
+        (["--data_path", "a"], "give --model and --data_path together"),
         (["--pairs", "a"], "--pairs needs the reward model"),
         ([*MODELS, "--data_split", "1,0,0"], "--data_split has no effect here"),
         ([*MODELS, "--streaming", "--streaming_rows", "4"], "--streaming has no effect here"),

@@ -91,7 +91,7 @@ function showHeldOut(parent, rows, runs) {
     return made;
   };
   parent.append(make("h3", {}, "Held-out prompts"));
-  parent.append(make("p", { class: "quiet" }, "The same prompts at every evaluation: choose two of them and compare their answers."));
+  parent.append(make("p", { class: "quiet" }, "Every evaluation has the same prompts: choose two evaluations to compare their answers."));
   pager(parent, make("form", { class: "filters" }, left.label, right.label, search.label), () => {
     const words = search.box.value.trim().toLowerCase();
     return [...prompts].filter(([, own]) => holds(own, words)).map(([prompt, own]) => build(prompt, own));

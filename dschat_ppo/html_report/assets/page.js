@@ -62,7 +62,7 @@ function fill(plot, width = plot.clientWidth) {
     if (panel.title) plot.append(make("h4", {}, panel.title));
     plot.append(chart, legend(series, figure.kind), readout);
   }
-  if (!plot.children.length) plot.append(make("p", { class: "empty" }, "All its runs are hidden."));
+  if (!plot.children.length) plot.append(make("p", { class: "empty" }, "All runs of this figure are hidden."));
 }
 
 /* A figure in a closed part of the page has no width, and is drawn when it gets one. */

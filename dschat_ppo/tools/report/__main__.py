@@ -23,11 +23,17 @@ from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments `argv`; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m dschat_ppo.tools.report", description="Show runs in one HTML page that needs no network."
+        prog="python -m dschat_ppo.tools.report",
+        description="Show or compare runs in one HTML file that needs no network.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run of any step")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"file to write (default: RUN/{REPORT}; of several runs {REPORT})"
+        "runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run of any step, also one in progress"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"file to write (default: RUN/{REPORT}; with several runs, {REPORT} in the current folder)",
     )
     words = parser.parse_args(argv)
     path = words.out or (words.runs[0] / REPORT if len(words.runs) == 1 else Path(REPORT))

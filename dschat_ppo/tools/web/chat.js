@@ -4,7 +4,7 @@ const byId = (id) => document.getElementById(id);
 const turns = [];
 let models = [];
 let number = 0; // of the next answer: another one draws other random numbers
-let running = null; // AbortController of the answers that are being drawn
+let running = null; // AbortController of the answers that are being generated
 
 function element(name, className, text) {
   const made = document.createElement(name);
@@ -61,8 +61,8 @@ async function* lines(reply) {
 
 function describe(end) {
   const speed = end.seconds > 0 ? `, ${(end.tokens / end.seconds).toFixed(1)} tokens/s` : "";
-  const cut = end.end === "length" ? ", cut by the limit" : "";
-  const dropped = end.dropped ? `; the ${end.dropped} oldest messages are beyond the model's positions` : "";
+  const cut = end.end === "length" ? ", cut at the length limit" : "";
+  const dropped = end.dropped ? `; the ${end.dropped} oldest messages were not read: the conversation exceeds the model's positions` : "";
   return `${end.tokens} tokens${speed}${cut}${dropped}`;
 }
 
@@ -96,11 +96,11 @@ async function answer(turn, index, model, signal) {
       }
     }
   } catch (problem) {
-    if (problem.name !== "AbortError") return fail("the connection to the server is lost");
+    if (problem.name !== "AbortError") return fail("lost the connection to the server");
     place.note.textContent = "stopped";
     return true;
   }
-  return ended || fail("the answer broke off");
+  return ended || fail("the answer ended early; the terminal may say why");
 }
 
 async function ask(question) {
