@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -52,15 +52,15 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
     return parser
 
 
-def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any]) -> None:
-    """Add the fields of dataclasses, as `flag_parser` does."""
+def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any], hidden: Collection[str] = ()) -> None:
+    """Add the fields of dataclasses, as `flag_parser` does; the help omits those whose names are in `hidden`."""
     for group in groups:
         section, types = parser.add_argument_group(group._argument_group_name), get_type_hints(group)
         for field in dataclasses.fields(group):
-            _add_flag(section, field, types[field.name])
+            _add_flag(section, field, types[field.name], field.name in hidden)
 
 
-def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
+def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any, is_hidden: bool) -> None:
     default: Any = argparse.SUPPRESS
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
@@ -68,12 +68,13 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
         default = field.default
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
     section.add_argument(
-        *names, *field.metadata.get("aliases", []), help=field.metadata["help"], default=default, **values_of(kind)
-    )
+        *names, *field.metadata.get("aliases", []), default=default, **values_of(kind),
+        help=argparse.SUPPRESS if is_hidden else field.metadata["help"],
+    )  # fmt: skip
     if default is True:
         section.add_argument(
             f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", action="store_false", dest=field.name,
-            default=argparse.SUPPRESS, help=f"turn --{field.name} off",
+            default=argparse.SUPPRESS, help=argparse.SUPPRESS if is_hidden else f"turn --{field.name} off",
         )  # fmt: skip
 
 

@@ -33,8 +33,9 @@ class MemoryFlags:
     )
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
         "attention of scoring and training, in all models; generation has its own. auto: PyTorch's scaled dot product "
-        "attention, and for packed rows on a GPU its variable-length FlashAttention; flash_attention_2 needs a GPU, "
-        "bf16 or fp16, and the package flash-attn; flex_attention needs a GPU; eager: products and a softmax",
+        "attention, for packed rows on a GPU its variable-length FlashAttention, and for bf16 on a CPU blocks of "
+        "logits; flash_attention_2 needs a GPU, bf16 or fp16, and the package flash-attn; flex_attention needs a GPU; "
+        "eager: products and a softmax",
         "auto",
     )
     sequence_parallel_size: int = flag(

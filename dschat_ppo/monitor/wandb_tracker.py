@@ -42,10 +42,11 @@ class WandbTracker:
         saved = saved_run_id(tracking.folder, "wandb") if start.first_step is not None else None
         run_id = saved or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         save_run_id(tracking.folder, "wandb", run_id)  # before: a run that crashes in `init` exists already
+        resume: Any = os.environ.get("WANDB_RESUME", "allow")
         try:
             self._run: Any = wandb.init(
                 id=run_id,
-                resume=os.environ.get("WANDB_RESUME", "allow"),
+                resume=resume,
                 project=tracking.project or os.environ.get("WANDB_PROJECT") or tracking.default_project,
                 name=tracking.run_name or os.environ.get("WANDB_NAME") or tracking.default_run_name,
                 dir=os.environ.get("WANDB_DIR", str(tracking.folder)),

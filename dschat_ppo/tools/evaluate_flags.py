@@ -49,7 +49,7 @@ def read_arguments(argv: Sequence[str], description: str | None = None) -> Wante
     parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]\n       {parser.prog} --pairs DATA ..."
     _add_flags(parser)
     add_sampling_flags(parser)
-    add_groups(parser, [DataFlags, RewardSourceFlags])
+    add_groups(parser, [DataFlags, RewardSourceFlags], hidden=(*NO_EFFECT, "use_reward_model"))
     parser.set_defaults(use_reward_model=None, data_path=[])
     words = parser.parse_args(argv)
     defaults = {field.name: field.default for field in dataclasses.fields(DataFlags)}
