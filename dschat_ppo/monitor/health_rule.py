@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,8 +44,9 @@ class History:
     evaluations: Sequence[tuple[int, float, float]] = ()
 
     def mean(self, name: str) -> float | None:
-        """The mean of a metric over the window before this step; None until half of the window has it."""
-        values = [metrics[name] for _, metrics in self.past if name in metrics]
+        """The mean of a metric over the window before this step; None until half of the window has it. Infinity does
+        not count: it is the gradient norm of an fp16 overflow."""
+        values = [metrics[name] for _, metrics in self.past if math.isfinite(metrics.get(name, math.nan))]
         return sum(values) / len(values) if 2 * len(values) >= self.window else None
 
     def halves(self, name: str) -> tuple[float, float] | None:

@@ -1,5 +1,7 @@
 """Each rule of steps 1 and 2 fires beyond its threshold, with the numbers, and is silent on the other side of it."""
 
+import math
+
 import pytest
 from health_steps import FIT_STEP, WINDOW, events_of, fit_watch
 
@@ -54,6 +56,11 @@ def test_a_rule_fires_beyond_its_threshold_and_names_the_numbers(name):
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_silent_at_the_other_side_of_its_threshold(name):
     assert events_of(fit_watch(), CASES[name][1]) == []
+
+
+def test_an_overflow_does_not_hide_a_gradient_that_explodes_later():
+    [event] = events_of(fit_watch(), [{"grad_norm": math.inf}, *HEALTHY[1:], {"grad_norm": 10.1}])
+    assert event.name == "gradient_explodes"
 
 
 def test_a_model_that_learns_has_no_events():
