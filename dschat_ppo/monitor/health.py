@@ -16,7 +16,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.health_rule import History, Level, Rule
-from dschat_ppo.monitor.metric_names import present_name
+from dschat_ppo.monitor.metric_names import with_present_names
 
 HEALTH = "health.jsonl"
 CALM = 3  # steps without a warning after which it is over
@@ -144,7 +144,7 @@ class HealthWatch:
         Versions before `health.jsonl` saved nothing in steps 1 and 2, and in step 3 the metrics of the last steps, by
         their names of that time, and the texts of standing warnings: one that persists is found again.
         """
-        past = [{present_name(name): value for name, value in metrics.items()} for metrics in state.get("past", [])]
+        past = [with_present_names(metrics) for metrics in state.get("past", [])]
         steps = state.get("steps", range(step - len(past) + 1, step + 1))
         self._past.clear()
         self._past.extend(zip(steps, past, strict=True))

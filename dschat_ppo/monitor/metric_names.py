@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 # No new name matches another pattern.
 _RENAMED = [
@@ -27,6 +31,11 @@ def present_name(name: str) -> str:
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     return name
+
+
+def with_present_names(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    """The metrics, each under the name of `present_name`."""
+    return {present_name(name): value for name, value in metrics.items()}
 
 
 NAME_SPACES = ("reward", "kl", "policy", "value", "rollout", "time", "memory", "optim", "eval")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common.dist import gather_cat
+from dschat_ppo.monitor.metric_names import present_name
 
 
 class MetricSums:
@@ -80,14 +81,15 @@ class MetricSums:
 
     @classmethod
     def restored(cls, states: Sequence[dict[str, dict[str, Tensor]]], device: torch.device) -> MetricSums:
-        """One `MetricSums` from the `state_dict` of several ranks: sums are added, and maxima are compared."""
+        """One `MetricSums` from the `state_dict` of several ranks: sums are added, and maxima are compared. Names of
+        earlier versions become those of today."""
         merged = cls()
         for state in states:
             part = cls()
-            part._means = {name: value.to(device) for name, value in state["means"].items()}
-            part._parts = {name: value.to(device) for name, value in state.get("parts", {}).items()}
-            part._maxima = {name: value.to(device) for name, value in state["maxima"].items()}
-            part._counts = {name: value.to(device) for name, value in state.get("counts", {}).items()}
+            part._means, part._parts, part._maxima, part._counts = (
+                {present_name(name): value.to(device) for name, value in state.get(kind, {}).items()}
+                for kind in ("means", "parts", "maxima", "counts")
+            )
             merged.merge(part)
         return merged
 

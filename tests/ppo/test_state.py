@@ -122,6 +122,16 @@ def test_a_step_in_flight_is_restored(rows):
     assert other.experience is None
 
 
+def test_metrics_of_an_earlier_version_get_the_names_of_today():
+    state = PPOState(first={"answers/length_mean": 1.0}, last={"answers/length_mean": 2.0})
+    state.begin_updates(None, {"coef/kl": 0.5})
+    sums = measured(**{"grad_norm/actor": 3.0}).state_dict()
+    other = PPOState()
+    other.load_state_dict(state.state_dict(), MetricSums.restored([sums], CPU), CPU)
+    assert (other.first, other.last) == ({"rollout/length_mean": 1.0}, {"rollout/length_mean": 2.0})
+    assert (other.metrics, other.sums.reduce()) == ({"kl/coef": 0.5}, {"optim/grad_norm/actor": 3.0})
+
+
 def test_what_is_saved_does_not_change_with_the_state():
     state = PPOState()
     state.begin_updates(experience(range(3)), {})
