@@ -20,7 +20,8 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.safety_flags import AUTO, SafetyFlags
 from dschat_ppo.config.schema import RunFlags
-from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.errors import StopRequested, UnhealthyRun, UserError
+from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.monitor.run_starts import record_start
 from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.trackers import Tracking
@@ -51,6 +52,7 @@ class Session:
 
         Raises:
             StopRequested: a stop was requested, and the state is saved.
+            UnhealthyRun: a health event ended the run; the state is saved and the report is written.
         """
         _raise_if_stop_requested()
         resumed = saved = None
@@ -67,7 +69,12 @@ class Session:
             checkpoints = CheckpointManager(
                 self.output, trainer, self.safety, self.identity, metrics, saved, f"run {command} to resume"
             )
-            result = train(metrics, checkpoints)
+            try:
+                result = train(metrics, checkpoints)
+            except UnhealthyRun:
+                if dist.is_main():
+                    report_run(self.output)
+                raise
             checkpoints.finish()
         return result
 

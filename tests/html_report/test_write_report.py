@@ -49,6 +49,12 @@ def test_a_finished_run_gets_a_warning_when_its_report_fails(tmp_path, capsys, s
     assert f"no report: {folder}" in capsys.readouterr().out
 
 
+def test_a_file_that_the_report_cannot_show_is_a_warning_too(tmp_path, capsys):
+    folder = write_run(tmp_path, [{"step": 1, "time": 1.0, "loss": 10**400}])
+    report_run(folder)
+    assert "no report: int too large" in capsys.readouterr().out
+
+
 def test_half_a_character_in_a_file_stops_no_report(tmp_path):
     folder = write_run(tmp_path, ppo_lines(1), health=[{"step": 1, "seen": "\ud800"}])
     write_report([folder], tmp_path / "r.html")

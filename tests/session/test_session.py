@@ -15,7 +15,7 @@ from dschat_ppo.checkpoint.resume import is_inside
 from dschat_ppo.checkpoint.rng_state import capture_rng_state
 from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.checkpoint.state_file import save_state
-from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.errors import StopRequested, UnhealthyRun, UserError
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Start
 from dschat_ppo.runtime import stop_requests
@@ -105,6 +105,19 @@ def test_overwrite_repeats_a_finished_run(tmp_path, monkeypatch):
     (tmp_path / "result.json").write_text("{}")
     longer = open_run(tmp_path, "--resume_force", "True")
     assert longer.checkpoint == tmp_path / "checkpoints/step_000003", "--resume_force extends a finished run"
+
+
+def test_an_unhealthy_run_ends_with_a_checkpoint_and_a_report(tmp_path, capsys):
+    trainer = Trainer()
+
+    def train(writer, checkpointer):
+        trainer.to(2)(writer, checkpointer)
+        checkpointer.stop_if("entropy_collapse")
+
+    with pytest.raises(UnhealthyRun, match="entropy_collapse .saved as .*step_000002; run the same command again"):
+        open_run(tmp_path).train(trainer, train)
+    assert names(tmp_path) == ["step_000002"] and (tmp_path / "report.html").exists()
+    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
 
 
 def test_a_stopped_run_is_saved_and_resume_never_starts_from_scratch(tmp_path, monkeypatch):
