@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(wanted: Wanted) -> None:
-    """Evaluate, write the files, and print the tables."""
+    """Evaluate, print the tables, and write the files."""
     # after the flags are checked: these imports take seconds
     import torch
 
@@ -50,14 +50,14 @@ def _evaluate(wanted: Wanted) -> None:
         if path is not None and not path.resolve().parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.resolve().parent}; create it")
     found = evaluate(wanted)
+    for line in tables(found):  # first: they are there even if a file cannot be written
+        print(line)
     for path, text in ((wanted.words.json, json_of), (wanted.words.html, html_of)):
         if path is not None:
             try:
                 path.write_text(text(found), encoding="utf-8")
             except OSError as problem:
                 raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
-    for line in tables(found):
-        print(line)
 
 
 if __name__ == "__main__":

@@ -157,6 +157,9 @@ def test_the_command(assets, tmp_path, capsys):
     assert "wins against the first" in capsys.readouterr().out
     assert json.loads((tmp_path / "a.json").read_text())["flags"]["max_tokens"] == str(TOKENS)
     assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
+    assert main([*words, "--json", str(tmp_path)]) == 4
+    out, err = capsys.readouterr()
+    assert "wins against the first" in out and "cannot be written (Is a directory)" in err
     assert main([*words, "--json", str(tmp_path / "none" / "a.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert main([*words, "--max_tokens", "10000"]) == 2
