@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from dschat_ppo.common.atomic_files import sync_entries, sync_file, write_file
 from dschat_ppo.common.dist import broadcast_object, is_main
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import StopRequested, StorageError
+from dschat_ppo.errors import StopRequested, StorageError, in_one_line
 from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.monitor.metric_names import tracked_name
 from dschat_ppo.monitor.open_trackers import open_trackers
@@ -93,8 +94,18 @@ class MetricsWriter:
         except OSError as problem:
             raise StorageError(_cannot_write(self._file.name, problem)) from problem
         tracked = {tracked_name(name): value for name, value in metrics.items()} if self._trackers else {}
-        for tracker in self._trackers:
-            tracker.write(step, tracked, figures or StepFigures())
+        self._with_trackers(lambda tracker: tracker.write(step, tracked, figures or StepFigures()))
+
+    def _with_trackers(self, act: Callable[[Tracker], None]) -> None:
+        """Let each tracker act. One that fails is left out from then on: training is worth more than its curves, which
+        `metrics.jsonl` has too."""
+        for tracker in list(self._trackers):
+            try:
+                act(tracker)
+            except Exception as problem:  # noqa: BLE001  the libraries raise almost anything
+                self._trackers.remove(tracker)
+                name = type(tracker).__name__
+                logger().warning(f"{name} fails, and the run continues without it: {in_one_line(problem)}")
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -104,8 +115,7 @@ class MetricsWriter:
     ) -> None:
         if self._file is not None:
             self._file.close()
-        for tracker in self._trackers:
-            tracker.close(kind is None or issubclass(kind, StopRequested))
+        self._with_trackers(lambda tracker: tracker.close(kind is None or issubclass(kind, StopRequested)))
 
 
 def _last_step(metrics: Path) -> int:

@@ -178,6 +178,17 @@ def test_trackers_are_closed_as_failed_unless_the_run_ends_or_stops_as_asked(tmp
     assert [tracker.succeeded for tracker in opened] == [succeeded, succeeded]
 
 
+def test_a_tracker_that_fails_is_left_out_and_ends_no_run(tmp_path, opened, said):
+    with MetricsWriter(tmp_path, TRACKING) as writer:
+        broken, whole = opened
+        broken.write = fails(errno.ECONNREFUSED)
+        writer.write(1, {"a": 1.0})
+        writer.write(2, {"a": 2.0})
+        whole.close = fails(errno.ECONNREFUSED)
+    assert [step for step, _, _ in whole.written] == [1, 2] and broken.succeeded is None
+    assert [line.split(" fails")[0] for line in said] == ["Recorded", "Recorded"] and "refused" in said[0]
+
+
 def test_a_result_is_replaced_atomically(tmp_path):
     (tmp_path / "result.json").write_text("the old one")
     os.link(tmp_path / "result.json", tmp_path / "kept")
