@@ -33,6 +33,7 @@ _SYNONYMS = {  # names of LoRA's settings in peft and other trainers
     **dict.fromkeys(("lora_r", "lora_rank"), "lora_dim"),
     **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), "lora_module_name"),
 }
+_OF_TRAINING = ("report_to", "enable_tensorboard", "profile", "stop_on_health", "save_hf_steps")
 _ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and 2 with a prefix
 LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # magnitudes beyond overflow or underflow in fp32 products
 
@@ -187,8 +188,11 @@ def notes(step_name: str, config: Any) -> list[str]:
     """One line for each flag that was given but has no effect, with the reason."""
     step = STEPS[step_name]
     defaults = {
-        field.name: field.default for _, kind in _groups(step) for field in dataclasses.fields(kind)
-    } | step.defaults
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for _, kind in _groups(step) for field in dataclasses.fields(kind)
+    } | step.defaults  # fmt: skip
     values = flatten(config)
-    reasons = (step.notes | config.run.idle() | config.idle()).items()
-    return [f"--{name} has no effect: {reason}" for name, reason in reasons if values[name] != defaults[name]]
+    reasons = step.notes | config.run.idle() | config.idle()
+    if values["validate_only"]:
+        reasons |= dict.fromkeys(_OF_TRAINING, "--validate_only trains nothing")
+    return [f"--{name} has no effect: {reason}" for name, reason in reasons.items() if values[name] != defaults[name]]

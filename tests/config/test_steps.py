@@ -26,6 +26,14 @@ def test_folders_of_critic_and_reward_and_the_flags_that_name_them(named, critic
         assert config.reward_folder == reward[0]
 
 
+@pytest.mark.parametrize("step", NEEDED)
+def test_what_follows_training_has_no_effect_without_it(step):
+    words = [*NEEDED[step], *"--report_to tensorboard --profile 2 --stop_on_health error --validate_only".split()]
+    lines = notes(step, parse(step, [*words, "--eval_data_path", "e"]))
+    assert [line.split()[0] for line in lines] == ["--report_to", "--profile", "--stop_on_health"]
+    assert {line.partition(": ")[2] for line in lines} == {"--validate_only trains nothing"}
+
+
 def test_align_overflow_has_an_effect_only_with_a_critic_in_fp16():
     for how, effective in (
         ("--dtype fp16", True), ("--dtype bf16", False), ("--dtype fp16 --advantage_estimator remax", False),
