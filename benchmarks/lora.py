@@ -131,7 +131,7 @@ def peak_memory(work: Path, ranks: int) -> tuple[dict[str, float], int]:
                 flags["--lora_merge"] = False
             output = ppo(folder / folder_name(name), arguments_of(flags), ranks)
             lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-            found = [value for line in lines for key, value in line.items() if key.startswith("memory/")]
+            found = [value for line in lines for key, value in line.items() if key.endswith("_peak_gib")]
             peaks[size, name] = 1024 * max(found)
     return {name: peaks["large", name] - peaks["small", name] for name in SETTINGS}, weights
 
