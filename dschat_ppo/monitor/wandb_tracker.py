@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.monitor.trackers import Start, StepFigures, Tracking, save_run_id, saved_run_id
 
 
@@ -15,11 +15,15 @@ def check_wandb() -> None:
     """Check that a run can begin.
 
     Raises:
-        UserError: runs are sent to a server, and there is no API key.
+        UserError: runs are sent to a server, and there is no API key, or the server does not accept it or not answer.
     """
     import wandb
 
-    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+    try:
+        ready = wandb.setup().settings.mode != "online" or wandb.login(prompt=False)
+    except wandb.errors.Error as problem:
+        raise UserError(f"--report_to wandb: {in_one_line(problem)}; or set WANDB_MODE=offline") from problem
+    if not ready:
         raise UserError(
             "--report_to wandb: there is no API key; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
         )

@@ -128,3 +128,10 @@ def test_without_an_api_key_only_offline_runs_begin(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(UserError, match="--report_to wandb: there is no API key; run `wandb login`"):
         check_wandb()
+
+
+def test_a_key_that_wandb_does_not_accept_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(UserError, match="--report_to wandb: .*API key must have.*; or set WANDB_MODE=offline"):
+        check_wandb()
