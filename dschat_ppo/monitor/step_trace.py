@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dschat_ppo.common.dist import rank
 from dschat_ppo.common.heartbeat import watchdog_paused
-from dschat_ppo.common.logging import logger
+from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.common.phases import blocks_marked_by
 
 FOLDER = "profile"
@@ -72,7 +72,10 @@ class StepTrace:
                 yield
         finally:
             recorder.stop()
-        self._write(recorder)
+        try:
+            self._write(recorder)
+        except OSError as problem:  # the run is worth more than its trace
+            print_line(f"--profile: {self.file} cannot be written, and the run continues: {problem.strerror}")
 
     def _write(self, recorder: profile) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -48,6 +48,12 @@ def test_other_steps_leave_nothing(tmp_path, step, first):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    (tmp_path / "profile").write_text("in the way")
+    assert len(work(StepTrace(tmp_path, 1), 2)) == 2
+    assert "step_1_rank_0.json.gz cannot be written, and the run continues: File exists" in capsys.readouterr().out
+
+
 def test_a_resumed_run_counts_from_its_first_step(tmp_path):
     work(StepTrace(tmp_path, 5), 3, first=4)
     assert (tmp_path / "profile/step_5_rank_0.json.gz").exists()
