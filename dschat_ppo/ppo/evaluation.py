@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -132,6 +132,14 @@ def answered_rows(
             )
         )  # fmt: skip
     return rows
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> str:
+    """The metrics of an evaluation in one line, for the log."""
+    return "  ".join(
+        f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()
+        if name.count("/") == 1 or name.startswith("eval/score/")  # of one data set: the score only
+    )  # fmt: skip
 
 
 class Evaluation:

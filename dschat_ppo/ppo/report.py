@@ -12,7 +12,7 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
 from dschat_ppo.monitor.step_line import PPO_COLUMNS, ppo_columns, show_step
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.ppo.evaluation import Evaluation
+from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.step_figures import step_figures
@@ -97,11 +97,7 @@ class PPOReport:
         with ppo.clock.phase("evaluate"):
             ppo.engines.eval()
             metrics = evaluation.run(step)
-        shown = "  ".join(
-            f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()
-            if name.count("/") == 1 or name.startswith("eval/score/")  # of one data set: the score only
-        )  # fmt: skip
-        logger().info(f"evaluation after step {step}: {shown}")
+        logger().info(f"evaluation after step {step}: {shown_metrics(metrics)}")
         return metrics
 
     def result(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from dschat_ppo.ppo.check_models import (
     reward_length,
     reward_tokenizer,
 )
-from dschat_ppo.ppo.evaluation import Evaluation
+from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.generate import check_stop_ids
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.plain_text import TextBatches
@@ -103,7 +103,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     warmup_rollouts, max_steps = config.algorithm.critic_warmup_rollouts, config.schedule.max_steps
     plan = plan_ppo(ppo, len(rows.train), dist.world_size(), warmup_rollouts, dist.sequence_ranks(), max_steps)
     texts = plain_texts(config, plan, tokenizer, device)
-    show_batches(config, plan)
+    if not validate_only:
+        show_batches(config, plan)
     started = time.perf_counter()
     session = None if validate_only else open_session(
         "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
@@ -129,7 +130,9 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             assert evaluation is not None  # --validate_only needs --eval_data_path
             announce("evaluate")
             engines.eval()
-            return write_validation(output, evaluation.run(0), time.perf_counter() - started)
+            found = evaluation.run(0)
+            logger().info(f"evaluation: {shown_metrics(found)}")
+            return write_validation(output, found, time.perf_counter() - started)
 
         every, count = ppo.sample_interval, ppo.samples_per_step
         samples = Samples(output, every, count, tokenizer, rewards.names, rows.sources)

@@ -12,7 +12,7 @@ from datasets import Dataset
 from dschat_ppo.common import dist
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.errors import StorageError
-from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, summary
+from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, shown_metrics, summary
 from dschat_ppo.ppo.score import Scores
 from dschat_ppo.rewards.reward_source import RewardFunctionError
 from dschat_ppo.rollout.generator import GenerationConfig
@@ -298,3 +298,8 @@ def test_closing_ends_the_processes_of_the_rewards(tmp_path):
     evaluation = evaluation_of(tmp_path)
     evaluation.close()
     assert evaluation.reward_scorer.closed
+
+
+def test_the_line_about_an_evaluation_has_only_the_score_of_each_data_set():
+    metrics = {"eval/score": 1.23456, "eval/pass@1": 0.5, "eval/score/web": 2.0, "eval/pass@1/web": 1.0}
+    assert shown_metrics(metrics) == "score 1.235  pass@1 0.5  score/web 2"
