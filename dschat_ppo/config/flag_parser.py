@@ -20,10 +20,21 @@ _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises `UserError` with a message of one line."""
+    """An argument parser that raises `UserError` with a message of one line, which suggests flags for unknown ones."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (all flags: --help)")
+        kind, _, words = message.partition(": ")
+        unknown = [word.split("=")[0] for word in words.split() if word.startswith("--")]
+        near = [difflib.get_close_matches(word[2:].replace("-", "_"), self._by_name, n=1) for word in unknown]
+        meant = [self._by_name[name] for [name] in filter(None, near)] if kind == "unrecognized arguments" else []
+        hint = f"; did you mean {' and '.join(dict.fromkeys(meant))}?" if meant else ""
+        raise UserError(f"{message}{hint} (all flags: --help)")
+
+    @property
+    def _by_name(self) -> dict[str, str]:
+        """The flags, by their names without dashes."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        return {flag[2:].replace("-", "_"): flag for flag in reversed(flags)}
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -66,7 +66,9 @@ def test_a_required_flag_that_is_not_given_has_no_value():
     (["--quick", "perhaps"], "argument --quick: 'perhaps' is neither true nor false (all flags: --help)"),
     (["--counts", "1", "x"], "argument --counts: invalid int value: 'x' (all flags: --help)"),
     (["--rate"], "argument --rate/--lr: expected one argument (all flags: --help)"),
-    (["--siz", "4"], "unrecognized arguments: --siz 4 (all flags: --help)"),
+    (["--siz", "4"], "unrecognized arguments: --siz 4; did you mean --size? (all flags: --help)"),
+    (["--with-txt=1"], "unrecognized arguments: --with-txt=1; did you mean --with_text? (all flags: --help)"),
+    (["--zz"], "unrecognized arguments: --zz (all flags: --help)"),
 ])  # fmt: skip
 def test_a_wrong_value_is_an_error_of_one_line(words, message):
     with pytest.raises(UserError) as problem:
