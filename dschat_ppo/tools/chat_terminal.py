@@ -175,7 +175,7 @@ class Terminal:
                 parts.append(token.text)
                 if token.tokens == 1 and token.dropped:
                     reason = "the conversation exceeds the model's positions"
-                    note = f"the {token.dropped} oldest messages were not read: {reason}"
+                    note = f"the {token.dropped} oldest exchanges were not read: {reason}"
                 if self.interactive:
                     self.write(printable(token.text))
                 if token.end == "length":

@@ -115,7 +115,7 @@ def test_interactive():
     output, _ = chat(["a"], Echo("A", has_template=False, dropped=2), interactive=True)
     assert "A (no chat template: the model continues the text)\n" in output
     assert (
-        "> A heard 1: a\n[the 2 oldest messages were not read: the conversation exceeds the model's positions]\n> \n"
+        "> A heard 1: a\n[the 2 oldest exchanges were not read: the conversation exceeds the model's positions]\n> \n"
         in output
     )
 

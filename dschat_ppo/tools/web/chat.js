@@ -62,7 +62,7 @@ async function* lines(reply) {
 function describe(end) {
   const speed = end.seconds > 0 ? `, ${(end.tokens / end.seconds).toFixed(1)} tokens/s` : "";
   const cut = end.end === "length" ? ", cut at the length limit" : "";
-  const dropped = end.dropped ? `; the ${end.dropped} oldest messages were not read: the conversation exceeds the model's positions` : "";
+  const dropped = end.dropped ? `; the ${end.dropped} oldest exchanges were not read: the conversation exceeds the model's positions` : "";
   return `${end.tokens} tokens${speed}${cut}${dropped}`;
 }
 
