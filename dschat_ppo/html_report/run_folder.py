@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from dschat_ppo.common.credentials import without_credentials
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.figures import NOT_PLOTTED
 from dschat_ppo.monitor.metric_names import present_name
@@ -114,7 +115,7 @@ def read_run(folder: Path, name: str) -> Run:
     metrics, times = _columns(lines)
     if not times:
         raise UserError(f"{folder / METRICS}: has no finished step yet; try again after the first one")
-    config = _read_mapping(folder / CONFIG, damaged)
+    config = {flag: without_credentials(value) for flag, value in _read_mapping(folder / CONFIG, damaged).items()}
     held_out = [answer for path in sorted(folder.glob("eval/step_*.jsonl")) for answer in _evaluated(path, damaged)]
     sampled = [_sampled(line) for line in _read_lines(folder / SAMPLES, damaged)]
     return Run(

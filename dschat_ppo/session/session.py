@@ -17,6 +17,7 @@ from dschat_ppo.checkpoint.resumable import Checkpointer, Resumable
 from dschat_ppo.checkpoint.resume import find_checkpoint, is_inside
 from dschat_ppo.checkpoint.run_identity import RunIdentity, RunInputs, identify_run
 from dschat_ppo.common import dist
+from dschat_ppo.common.credentials import without_credentials
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.safety_flags import AUTO, SafetyFlags
 from dschat_ppo.config.schema import RunFlags
@@ -80,9 +81,10 @@ class Session:
 
     def _tracking(self) -> Tracking | None:
         """What the trackers receive; None without any."""
-        run, flags = self.run, {name: value for name, value in self.identity.config.items() if name in FLAGS}
+        run, given = self.run, self.identity.config.items()
         if not run.trackers:
             return None
+        flags = {name: without_credentials(value) for name, value in given if name in FLAGS}
         return Tracking(run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags)
 
 

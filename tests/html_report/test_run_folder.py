@@ -52,6 +52,12 @@ def test_damaged_lines_and_files_are_counted_and_the_rest_is_read(tmp_path):
     assert run.result is None
 
 
+def test_passwords_in_urls_are_not_shown(tmp_path):
+    write_run(tmp_path, [{"step": 1, "loss": 1.0}])
+    (tmp_path / "config.yaml").write_text("remote_reward_url: http://me:secret@host/score\n")
+    assert read_run(tmp_path, "a").config == {"remote_reward_url": "http://***@host/score"}
+
+
 def test_infinity_that_another_program_wrote_is_as_nan(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": Infinity}\n{"step": 2, "loss": NaN}\n')
     assert read_run(tmp_path, "a").metrics["loss"] == [(1, None), (2, None)]
