@@ -107,12 +107,6 @@ def stored_rollout(assets) -> Path:
     return assets / "rollout.pt"
 
 
-@pytest.fixture(autouse=True)
-def records_reach_caplog(monkeypatch):
-    """Whatever ran before in this process: the project's logger ends propagation when it is first used."""
-    monkeypatch.setattr(logger(), "propagate", True)
-
-
 @pytest.fixture
 def said():
     """Messages logged while the test runs."""

@@ -23,7 +23,7 @@ def is_installed(module: str) -> bool:
     """Whether a module of an extra can be imported, and is not merely a folder of that name, such as the local files
     of W&B in the working folder."""
     spec = find_spec(module)
-    return spec is not None and spec.origin is not None
+    return spec is not None and (spec.origin is not None or spec.submodule_search_locations is None)
 
 
 def how_to_install(module: str) -> str:

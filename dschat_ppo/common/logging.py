@@ -91,7 +91,8 @@ def quiet_libraries() -> None:
 
 def _print_once(log: logging.Logger) -> None:
     for handler in log.handlers:
-        if not _VERBOSE[0] and not any(isinstance(own, _WarningsOnce) for own in handler.filters):
+        prints = type(handler) is logging.StreamHandler  # others write files, or are those of another program
+        if prints and not _VERBOSE[0] and not any(isinstance(own, _WarningsOnce) for own in handler.filters):
             handler.addFilter(_WarningsOnce())
 
 

@@ -152,7 +152,8 @@ def test_the_innermost_progress_is_shown_and_none_after_it(clock):
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return {**known, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
 
 
 def test_without_a_terminal_there_are_only_plain_lines():

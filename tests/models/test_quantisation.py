@@ -53,7 +53,7 @@ def test_the_package_is_needed(monkeypatch):
     flags = AdapterFlags(load_in_8bit=True, only_optimize_lora=True)
     with pytest.raises(UserError, match=r"^--load_in_8bit needs the package bitsandbytes: pip install -e \"\.\[q"):
         adapter_settings(8, None, flags)
-    monkeypatch.setattr(extras, "find_spec", lambda name: object())
+    monkeypatch.setattr(extras, "find_spec", lambda name: SimpleNamespace(origin=name))
     assert adapter_settings(8, None, flags).quantise == 8
 
 

@@ -8,6 +8,7 @@ import pytest
 from health_steps import PPO_STEP, WINDOW, events_of, ppo_watch
 
 from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError
 
 CLIPPED = {**PPO_STEP, "policy/clip_fraction": 0.5}
@@ -23,7 +24,8 @@ def lines(folder) -> list[dict]:
 
 
 @pytest.fixture
-def logged(caplog):
+def logged(caplog, monkeypatch):
+    monkeypatch.setattr(logger(), "propagate", True)
     caplog.set_level(logging.INFO, "dschat_ppo")
     return caplog
 

@@ -92,7 +92,9 @@ def test_a_script_trains_and_saves(runs, name):
     lines = metrics_of(out)
     numbers = [value for line in lines for value in line.values() if isinstance(value, float)]
     assert numbers and all(map(math.isfinite, numbers))
-    assert any(value > 0 for line in lines for key, value in line.items() if key.startswith("grad_norm"))
+    assert any(
+        value > 0 for line in lines for key, value in line.items() if key.startswith(("grad_norm", "optim/grad_norm"))
+    )
     saved = [out / "actor", out / "critic"] if SCRIPTS[name].step == "ppo" else [out]
     if "--enable_ema" in SCRIPTS[name].flags:
         saved.append(out / "actor_ema")

@@ -3,6 +3,7 @@
 import pytest
 from deepspeed.accelerator import get_accelerator
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.session import begin_run
@@ -108,6 +109,7 @@ def test_bf16_on_a_gpu_that_emulates_it_is_reported(events, tmp_path, monkeypatc
     )
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Tesla T4")
     config = config_of(tmp_path)
+    monkeypatch.setattr(logger(), "propagate", True)
     begin_run.begin_run("sft", config, config.run, [])
     assert ("--dtype bf16: Tesla T4 has no bf16 arithmetic" in caplog.text) is emulates
 

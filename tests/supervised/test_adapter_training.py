@@ -62,7 +62,7 @@ def test_lora_has_its_own_rate_in_the_metrics_and_the_log(assets, tmp_path, said
     lines = run(make(assets, tmp_path, "--lora_dim", "4", "--lora_learning_rate", "0.01"), tmp_path)
     assert [line["lr"] for line in lines] == pytest.approx([0, 1e-5, 2e-5, 1e-5])  # 2e-5: the default
     assert [line["lora_lr"] for line in lines] == pytest.approx([0, 0.005, 0.01, 0.005])
-    assert any("lr 2.00e-05, lora_lr 1.00e-02" in line for line in said)
+    assert any("lr 1.00e-05  LoRA lr 5.00e-03" in line for line in said)
 
 
 def test_if_only_lora_trains_there_is_one_rate_which_is_lora_s(assets, tmp_path):

@@ -245,7 +245,7 @@ class Lines:
     def __init__(self):
         self.lines = {}
 
-    def write(self, step, metrics):
+    def write(self, step, metrics, figures=None):
         self.lines[step] = dict(metrics)
 
 
