@@ -78,8 +78,8 @@ FIGURES = [
     ),
     Figure(
         _REWARD, "KL to the reference",
-        "The distance from the model that training started from: it grows slowly in a healthy run, and a sudden rise "
-        "means that updates are too large.",
+        "The distance from the model that training started from: it grows slowly in a healthy run, and a jump to "
+        "several times its value means that updates are too large.",
         ("kl/ref_k1", "kl/ref_k3", "eval/kl_ref_k1", "kl/ref_k1/*"), unit="nats per token",
     ),
     Figure(
@@ -115,7 +115,8 @@ FIGURES = [
     ),
     Figure(
         _POLICY, "Clip fractions",
-        "The share of tokens that the loss clips: below 0.2 is usual, and above 0.3 the updates are too large.",
+        "The share of tokens that the loss clips: the policy's is usually below 0.2, and above 0.3 its updates are too "
+        "large; the critic's may be higher.",
         ("policy/clip_fraction", "value/clip_fraction"),
     ),
     Figure(
@@ -168,7 +169,7 @@ FIGURES = [
     ),
     Figure(
         _FIT, "Chosen and rejected",
-        "The two lines should part; if both fall together, the model makes chosen responses less likely too.",
+        "The two lines should part; with DPO, if both fall together, chosen responses become less likely too.",
         ("chosen_score", "rejected_score", "chosen_reward", "rejected_reward", "eval_chosen_score",
          "eval_rejected_score", "eval_chosen_reward", "eval_rejected_reward"),
     ),
@@ -185,7 +186,8 @@ FIGURES = [
     ),
     Figure(
         _COST, "Memory",
-        "The memory of the fullest rank, by phase: a curve that keeps rising points to a leak or to growing lengths.",
+        "The memory of the fullest rank, by phase: it grows with the lengths, and a curve that rises for hundreds of "
+        "steps at equal lengths points to a leak.",
         ("memory/*gib",), unit="GiB",
     ),
     Figure(

@@ -104,8 +104,10 @@ def read_run(folder: Path, name: str) -> Run:
     """Read one run. Files other than `metrics.jsonl` may be missing.
 
     Raises:
-        UserError: there is no `metrics.jsonl`, it cannot be read, or it has no step yet.
+        UserError: there is no folder, it has no `metrics.jsonl`, that cannot be read, or it has no step yet.
     """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder")
     if not (folder / METRICS).is_file():
         inner = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
         hint = f"name its runs: {', '.join(str(folder / run) for run in inner)}" if inner else "name the output folder"

@@ -38,7 +38,7 @@ from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
-from dschat_ppo.monitor.step_line import PPO_COLUMNS
+from dschat_ppo.monitor.step_line import CRITIC_COLUMN, PPO_COLUMNS
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.ppo.check_models import (
     ACTOR,
@@ -173,7 +173,8 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
 
 def show_result(result: dict[str, Any], output: Path, start: str) -> None:
     """Log what the run has reached; `start` is the folder of the actor before training."""
-    names = {column.metric: column.label for column in PPO_COLUMNS} | {"eval/score": "held-out score"}
+    shown = [column for column in PPO_COLUMNS if column is not CRITIC_COLUMN]  # its last value alone says little
+    names = {column.metric: column.label for column in shown} | {"eval/score": "held-out score"}
     saved = [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
     chat = ["python", "-m", "dschat_ppo.tools.chat", "--model", str(output / "actor"), "--compare", start]
     steps = f"{result['ppo_steps']} PPO steps, {result['optimizer_steps']} updates"

@@ -58,6 +58,7 @@ def _evaluate(wanted: Wanted) -> None:
                 path.write_text(text(found), encoding="utf-8")
             except OSError as problem:
                 raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
+            print(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -25,4 +25,6 @@ def test_several_runs_get_one_report_in_the_current_folder_or_in_the_file_given(
 
 def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path, capsys):
     assert main([str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'none'}: has no metrics.jsonl")
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: there is no such folder\n"
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: has no metrics.jsonl")
