@@ -36,7 +36,9 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
         raise UserError(f"{flag} {name}: is a file; name the folder of a model, or a model on the hub")
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists() and not is_adapter_folder(name):
-            raise UserError(f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face model")
+            inner = sorted(str(path.parent) for path in Path(name).glob("*/config.json"))  # as in the output of step 3
+            meant = f"; did you mean {' or '.join(inner)}?" if inner else ""
+            raise UserError(f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face model{meant}")
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"{flag} {name}: no such folder")
