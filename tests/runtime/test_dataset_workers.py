@@ -19,13 +19,13 @@ from dschat_ppo.runtime.processes import Process
 
 HANGS = """
 import sys, threading, time
+import psutil
 from datasets import Dataset
 from dschat_ppo.runtime import dataset_workers
 
 dataset_workers.IDLE_SECONDS = 3.0
 
 def kill_the_first():
-    import psutil
     while not psutil.Process().children():
         time.sleep(0.01)
     psutil.Process().children()[0].kill()
@@ -34,7 +34,7 @@ rows = Dataset.from_dict({"x": list(range(40))})
 threading.Thread(target=kill_the_first, daemon=True).start()
 try:
     with dataset_workers.data_workers(2):
-        rows.map(lambda row: {"y": row["x"]}, num_proc=2, load_from_cache_file=False)
+        rows.map(lambda row: time.sleep(0.05) or {"y": row["x"]}, num_proc=2, load_from_cache_file=False)
 except dataset_workers.UserError as problem:
     print(problem, file=sys.stderr)
     sys.exit(2)
