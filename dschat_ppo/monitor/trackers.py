@@ -100,6 +100,17 @@ class Start:
     written: int = -1
 
 
+def logged_values(library: Any, metrics: Mapping[str, float], figures: StepFigures) -> dict[str, Any]:
+    """What a step logs to a `library` with W&B's interface: numbers, histograms, and a table of answers."""
+    data: dict[str, Any] = dict(metrics)
+    for name, histogram in figures.histograms.items():
+        data[name] = library.Histogram(np_histogram=(list(histogram.counts), list(histogram.edges)))
+    if figures.answers:
+        rows = [[answer.prompt, answer.answer, answer.score, answer.tokens] for answer in figures.answers]
+        data["samples/answers"] = library.Table(columns=["prompt", "answer", "score", "tokens"], data=rows)
+    return data
+
+
 def saved_run_id(folder: Path, library: str) -> str | None:
     """The id of the library's run that an earlier start in this output folder began, or None."""
     return _run_ids(folder).get(library)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.monitor.trackers import Start, StepFigures, Tracking, save_run_id, saved_run_id
+from dschat_ppo.monitor.trackers import Start, StepFigures, Tracking, logged_values, save_run_id, saved_run_id
 
 
 def check_wandb() -> None:
@@ -65,14 +65,7 @@ class WandbTracker:
         """See `Tracker`."""
         if step < self._next:
             return
-        library = self._library
-        data: dict[str, Any] = dict(metrics)
-        for name, histogram in figures.histograms.items():
-            data[name] = library.Histogram(np_histogram=(list(histogram.counts), list(histogram.edges)))
-        if figures.answers:
-            rows = [[answer.prompt, answer.answer, answer.score, answer.tokens] for answer in figures.answers]
-            data["samples/answers"] = library.Table(columns=["prompt", "answer", "score", "tokens"], data=rows)
-        self._run.log(data, step=step, commit=True)
+        self._run.log(logged_values(self._library, metrics, figures), step=step, commit=True)
 
     def close(self, succeeded: bool) -> None:
         """See `Tracker`."""
