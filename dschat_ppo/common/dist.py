@@ -12,7 +12,16 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from dschat_ppo.common.heartbeat import watchdog_paused
-from dschat_ppo.common.ranks import is_main, local_rank, local_world_size, rank, world_size  # noqa: F401  `dist.rank()`
+from dschat_ppo.common.ranks import (  # noqa: F401  `dist.rank()`
+    is_main,
+    is_writer,
+    local_rank,
+    local_world_size,
+    machine,
+    machines,
+    rank,
+    world_size,
+)
 
 # Of every process group: the other ranks wait at a barrier while the first one prepares the data. NCCL's own limit is
 # ten minutes.

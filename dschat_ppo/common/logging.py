@@ -25,12 +25,20 @@ class _BarSafeHandler(logging.Handler):
 
 
 def print_line(line: str) -> None:
-    """Print a line: on a terminal above the progress line, in a log file without repeating that."""
+    """Print a line: on a terminal above the progress line, in a log file without repeating that.
+
+    If nobody reads any more (an ssh connection has ended), nothing is printed from then on, and the run continues.
+    """
     stdout = _HIDDEN[-1] if _HIDDEN else sys.stdout
-    if sys.stderr.isatty():
-        tqdm.write(line, file=stdout)
-    else:
-        print(line, file=stdout, flush=True)
+    try:
+        if sys.stderr.isatty():
+            tqdm.write(line, file=stdout)
+        else:
+            print(line, file=stdout, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stdout.fileno())
+        os.close(nowhere)
 
 
 def logger() -> logging.Logger:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,22 @@ class _GenerationTag(Extension):
 _JINJA = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
 
 
+POWER = "computes a power (**), which can take forever; remove it"
+
+
+@cache
+def has_power(template: str) -> bool:
+    """Whether the Jinja text computes a power, which nothing interrupts; False if it has a syntax error.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        return _JINJA.parse(template).find(nodes.Pow) is not None
+    except jinja2.TemplateSyntaxError:  # rendering reports it
+        return False
+
+
 def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) -> PreTrainedTokenizerBase:
     """Give `tokenizer` the template of `--chat_template` with the variables of `--chat_template_kwargs`.
 
@@ -206,18 +223,23 @@ def template_of_file(name: str) -> str:
     """The text of a Jinja file, checked.
 
     Raises:
-        UserError: there is no such file, it is not UTF-8, has a syntax error or never uses `messages`.
+        UserError: there is no such file, it is not UTF-8, computes a power, has a syntax error, is nested too deeply or
+            never uses `messages`.
     """
     path = Path(name)
     if not path.is_file():
         raise UserError(f"{FLAG} {name}: neither a file nor one of {', '.join(NAMED)}")
     with reading(f"{FLAG} {name}: cannot be read as UTF-8 text"):
         text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
-    try:
-        _JINJA.from_string(text)  # also finds unknown filters, which parsing does not
-    except jinja2.TemplateSyntaxError as problem:
-        raise UserError(f"{FLAG} {name}, line {problem.lineno}: {problem.message}") from None
-    if "messages" not in _variables_read(text):
+    with reading(f"{FLAG} {name}: cannot be parsed"):  # Python's parser and Jinja's limit the nesting
+        if has_power(text):
+            raise UserError(f"{FLAG} {name}: {POWER}")
+        try:
+            _JINJA.from_string(text)  # also finds unknown filters, which parsing does not
+        except jinja2.TemplateSyntaxError as problem:
+            raise UserError(f"{FLAG} {name}, line {problem.lineno}: {problem.message}") from None
+        variables = _variables_read(text)
+    if "messages" not in variables:
         raise UserError(f"{FLAG} {name}: never uses `messages`, so every conversation would give the same text")
     return text
 

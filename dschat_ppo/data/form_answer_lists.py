@@ -65,9 +65,9 @@ def _text(value: Any, name: str) -> str:
 def _worths(row: Row, reading: Reading, values: list[Any], column: str) -> list[float]:
     """How good each answer is: its score, or minus its rank."""
     role = "ranks" if reading.column("ranks") else "scores"
-    beside = reading.column(role)
-    if beside is not None:
-        numbers, sign, name = value_at(row, beside), -1 if role == "ranks" else 1, f"'{beside}'"
+    given = reading.column(role)
+    if given is not None:
+        numbers, sign, name = value_at(row, given), -1 if role == "ranks" else 1, f"'{given}'"
         if not isinstance(numbers, list) or len(numbers) != len(values):
             raise UserError(f"{name} is {kind_of(numbers)}; expected a list of {len(values)} numbers, one per answer")
     else:

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from dschat_ppo.common.atomic_files import sync_folder
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.nearest_path import nearest_path
 from dschat_ppo.errors import UserError, in_one_line, reading
 
 ANSWER_SECONDS = 5.0  # for the hub to answer before it counts as unreachable
@@ -56,7 +57,8 @@ def hub_dataset(
                 logger().info(f"data: {spec}: the hub cannot be reached; an earlier download is used: {folder}")
                 return folder
             cause = problem.__cause__ or problem
-            raise UserError(f"{flag} {spec}: {_explain(cause, spec, config_name, unreachable)}") from cause
+            explained = _explain(cause, spec, config_name, unreachable)
+            raise UserError(f"{flag} {spec}: {explained}{nearest_path(spec)}") from cause
     if unreachable:
         names = ", ".join(sorted({str(rows.info.config_name) for rows in splits.values()}))
         logger().info(f"data: {spec}: the hub cannot be reached; an earlier download is used (configuration {names})")

@@ -110,7 +110,8 @@ def describe_lengths(lengths: np.ndarray) -> str:
     counts, _ = np.histogram(lengths, bins=_BINS, range=(0, max(1, most)))
     heights = np.ceil(counts / counts.max() * (len(_RAMP) - 1)).astype(int)
     bars = "".join(_RAMP[height] for height in heights)
-    return f"min {low}, median {median}, 90% {high}, 99% {highest}, max {most}  0 [{bars}] {most}"
+    shown = f"min {low}, median {median}, 90% {high}, 99% {highest}, max {most}"
+    return f"{shown}; rows by length (. few, @ most): 0 [{bars}] {most}"
 
 
 def describe_counts(fitted: np.ndarray) -> str:

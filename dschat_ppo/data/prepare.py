@@ -19,19 +19,18 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_unreadable
+from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import regrouped
 from dschat_ppo.data.examples import PARTS, Use, limit_flag
 from dschat_ppo.data.forms import Form, check_flags_used, detect_form, mixed_renderings
-from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
-from dschat_ppo.data.set_parts import Part, TokenisedSet, first_rows, joined
+from dschat_ppo.data.set_parts import Part, TokenisedSet, first_rows, joined, usable_parts
 from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.splits import Origins, Splits, load_all, load_splits
 from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, find_rows, share_of, start
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import turn_end
-from dschat_ppo.data.token_table import TokenTable, tokenise_rows
+from dschat_ppo.data.token_table import tokenise_rows
 from dschat_ppo.data.tokenise import DOING, TokeniseSettings
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
@@ -125,13 +124,8 @@ class Preparation:
         parts = [(numbers, "", True)]
         if self.eval_fraction is None or self.eval_paths:
             if evaluation is not None:
-                unused = f"data: {source.spec}: its {len(evaluation)} evaluation rows are "
-                used_by = (
-                    "replaced by those of --eval_data_path"
-                    if self.eval_paths
-                    else "not used; --eval_data_path FILE uses them"
-                )
-                logger().info(unused + used_by)
+                how = "replaced by those of {}" if self.eval_paths else "not used; {} FILE uses them"
+                logger().info(f"data: {source.spec}: its {len(evaluation)} evaluation rows are {how.format(EVAL_FLAG)}")
                 evaluation = None
         elif evaluation is None:
             numbers, held_out = hold_out(numbers, self.eval_fraction, seed)
@@ -239,33 +233,12 @@ class Preparation:
         numbers = np.concatenate([numbers for numbers, _, _ in parts])
         if len(numbers) >= _MANY_ROWS:
             logger().info(f"data: {name}: tokenising {len(numbers)} rows (immediate if they are cached)")
-        table = tokenise_rows(raw, numbers, origins, self.settings_of(source, form), flags)
+        settings = self.settings_of(source, form)
+        table = tokenise_rows(raw, numbers, origins, settings, flags)
         self.seen.append(TokenisedSet(raw, origins, form, table, parts))
-        report_bad_rows(name, table, len(numbers))
-        repeats = report_duplicates(name, table, raw, origins, flags.bad_rows == "skip")
-        usable = ~repeats & (table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE)
-        found = []
-        for numbers, suffix, for_training in parts:
-            order = table.rows_of(numbers)
-            self._log_lengths(f"{source.spec}{suffix}", table, order, for_training)
-            order = order[usable[order]]
-            if for_training and len(order) == 0:
-                limit = f"{limit_flag(self.use)} {self.limit}"
-                raise UserError(f"{source.spec}: no row is within {limit}; raise it, or use --truncation left")
-            found.append(Part(source, table.rows, order))
+        found = usable_parts(source, self.seen[-1], settings, flags)
         self._log_rendering(source, form)
         return found
-
-    def _log_lengths(self, name: str, table: TokenTable, order: np.ndarray, for_training: bool) -> None:
-        order = order[table.fitted[order] != Fitted.UNUSABLE]
-        fitted = table.fitted[order]
-        logger().info(f"data: {name}: {len(order)} rows; {describe_counts(fitted)}")
-        if len(order):
-            logger().info(f"data: {name}: prompt tokens: {describe_lengths(table.prompt_tokens[order])}")
-            if self.use != "prompt":
-                logger().info(f"data: {name}: answer tokens: {describe_lengths(table.answer_tokens[order])}")
-        if for_training and len(order) and (fitted == Fitted.ANSWER_CUT).all():
-            raise UserError(f"{name}: every answer is cut by {limit_flag(self.use)} {self.limit}; raise it")
 
     def _log_rendering(self, source: DataSource, form: Form) -> None:
         if form.rendering == "chat":
@@ -281,8 +254,8 @@ class Preparation:
     def streamed(self) -> TokenRows:
         """As `mixed`, with a stream for training. Collective."""
         self._check_forms()
-        names = tuple(dict.fromkeys(opened.source.name for opened in self.streams))
-        return TokenRows(start(self.streams, self.flags), *self._evaluation(names))
+        names = dict.fromkeys(opened.source.name for opened in self.streams)
+        return TokenRows(start(self.streams, self.flags), *self._evaluation(tuple(names)))
 
     def mixed_evaluation(self) -> TokenRows:
         """As `mixed`, of data sets for evaluation alone; `train` is empty."""
@@ -292,8 +265,7 @@ class Preparation:
     def _evaluation(self, sources: tuple[str, ...]) -> tuple[Dataset | None, tuple[str, ...], tuple[str, ...]]:
         """The fields of `TokenRows` after `train`."""
         names = tuple(dict.fromkeys(part.source.name for part in self.eval))
-        rows = joined(self.eval, names)
-        return (rows if rows else None), sources, names
+        return joined(self.eval, names) or None, sources, names
 
     def mixed(self) -> TokenRows:
         """The rows of all parts: for training as their weights say, for evaluation one part after another.

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data.encode import EncodedExample
+from dschat_ppo.data.messages import ROLES
 from dschat_ppo.data.streaming import StreamedRows
 
 MOST_CHARACTERS = 2000  # of a sample in the log
@@ -82,6 +83,42 @@ def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
     text = sample_text(tokenizer, EncodedExample(row["prompt_ids"], row["answers"], spans))
     half = MOST_CHARACTERS // 2
     return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
+
+
+def readable_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of a prompt for a person, without special tokens.
+
+    Special tokens divide a chat prompt into messages; each one begins on its own line with its role, such as `user: `,
+    if the template names it in a special token, or in the first line after one. Other text stays as it is.
+    """
+    parts: list[str] = []
+    label, start, special = "", 0, _special_ids(tokenizer)
+    ids = ids[1:] if ids and ids[0] == tokenizer.bos_token_id else ids
+    places = [place for place, number in enumerate(ids) if number in special]
+    for place in [*places, len(ids)]:
+        text = str(tokenizer.decode(list(ids[start:place]), clean_up_tokenization_spaces=False))
+        first, _, rest = text.strip().partition("\n")
+        if not label and (start > 0 or first.startswith("<|")) and (named := _role_in(first)):
+            label, text = named, rest
+        if text.strip():
+            parts.append(f"{label}: {text.strip()}" if label else text)
+            label = ""
+        if place < len(ids):
+            label = _role_in(str(tokenizer.convert_ids_to_tokens(ids[place]))) or label
+        start = place + 1
+    return "\n".join(parts)
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Special tokens, also those of the chat template alone; without the one for unknown text, which is text."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return (added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+
+
+def _role_in(text: str) -> str:
+    """The role that a special token or a line names, without its brackets; "" if it names none."""
+    word = text.strip(" <|>[]/:\n").lower()
+    return ROLES.get(word, "assistant" if word == "model" else "")
 
 
 def text_between(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, stop: int) -> str:

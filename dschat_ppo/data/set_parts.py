@@ -1,4 +1,4 @@
-"""Parts of data sets: which rows of a set a step uses, and several parts joined to one table of token rows."""
+"""Parts of data sets: which token rows of a set a step uses, and several parts joined to one table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import datasets
 import numpy as np
 from datasets import Dataset, Value
 
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates
+from dschat_ppo.data.examples import limit_flag
 from dschat_ppo.data.forms import FIRST_ROWS, Form
+from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.splits import ORIGIN, Origins
 from dschat_ppo.data.token_table import TokenTable
+from dschat_ppo.data.tokenise import TokeniseSettings
+from dschat_ppo.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,39 @@ def first_rows(raw: Dataset) -> tuple[list[str], list[dict[str, Any]]]:
     columns = [name for name in raw.column_names if name != ORIGIN]
     rows = raw.select(range(min(FIRST_ROWS, len(raw))))
     return columns, [{name: row[name] for name in columns} for row in rows]
+
+
+def usable_parts(
+    source: DataSource, tokenised: TokenisedSet, settings: TokeniseSettings, flags: DataFlags
+) -> list[Part]:
+    """The parts of a set without bad rows, duplicates and rows beyond the length limit. Log what is left out, and why.
+
+    Raises:
+        UserError: bad rows or duplicates that `--bad_rows` does not accept, or a part for training that the limit
+            leaves without a row, or without a whole answer.
+    """
+    table, limit = tokenised.table, f"{limit_flag(settings.use)} {settings.limit}"
+    first = f"{source.spec}{tokenised.parts[0][1]}"
+    report_bad_rows(first, table, sum(len(numbers) for numbers, _, _ in tokenised.parts))
+    repeats = report_duplicates(first, table, tokenised.raw, tokenised.origins, flags.bad_rows == "skip")
+    usable = ~repeats & (table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE)
+    found = []
+    for numbers, suffix, for_training in tokenised.parts:
+        name, order = f"{source.spec}{suffix}", table.rows_of(numbers)
+        readable = order[table.fitted[order] != Fitted.UNUSABLE]
+        fitted = table.fitted[readable]
+        logger().info(f"data: {name}: {len(readable)} rows; {describe_counts(fitted)}")
+        if len(readable):
+            logger().info(f"data: {name}: prompt tokens: {describe_lengths(table.prompt_tokens[readable])}")
+            if settings.use != "prompt":
+                logger().info(f"data: {name}: answer tokens: {describe_lengths(table.answer_tokens[readable])}")
+        if for_training and len(readable) and (fitted == Fitted.ANSWER_CUT).all():
+            raise UserError(f"{name}: every answer is cut by {limit}; raise it")
+        order = order[usable[order]]
+        if for_training and len(order) == 0:
+            raise UserError(f"{source.spec}: no row is within {limit}; raise it, or use --truncation left")
+        found.append(Part(source, table.rows, order))
+    return found
 
 
 def joined(parts: list[Part], names: tuple[str, ...]) -> Dataset:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.errors import UserError
 
@@ -32,7 +33,7 @@ class DataSource:
     """One data set that a flag names.
 
     Attributes:
-        spec: as written on the command line, for messages.
+        spec: as written on the command line, for messages; a path in the working directory is relative.
         flag: the flag that names it, for messages.
         location: a file, a folder or a hub name; `~` is expanded.
         config: its configuration, or None.
@@ -78,7 +79,7 @@ def parse_sources(specs: Sequence[str], flag: str, flags: DataFlags, taken: Coll
         while (unique := name if count == 1 else f"{name}_{count}") in names:
             count += 1
         names.add(unique)
-        sources.append(DataSource(spec, flag, location, config, split, unique, weight, samples))
+        sources.append(DataSource(shown_path(spec), flag, location, config, split, unique, weight, samples))
     _check_weights(sources)
     if flag == "--data_path" and sources:
         for name, value in (("config", flags.dataset_config), ("split", flags.dataset_split)):

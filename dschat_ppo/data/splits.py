@@ -13,6 +13,8 @@ import numpy
 from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.nearest_path import nearest_path
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.files import SUPPORTED, read_files
 from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_files
@@ -37,7 +39,7 @@ class Origins:
 
     def describe(self, origin: int) -> str:
         """The row with this value in the column `ORIGIN`, such as "data.jsonl, row 7"."""
-        return f"{self.names[origin >> FILE_SHIFT]}, row {origin & ((1 << FILE_SHIFT) - 1)}"
+        return f"{shown_path(self.names[origin >> FILE_SHIFT])}, row {origin & ((1 << FILE_SHIFT) - 1)}"
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def load_all(source: DataSource, cache_dir: str | None, bad_rows: str = "error")
         )
     else:
         if len(names) > 1:
-            logger().info(f"data: {source.location}: all its splits are used for evaluation: {', '.join(names)}")
+            logger().info(f"data: {source.spec}: all its splits are used for evaluation: {', '.join(names)}")
         rows, skipped = opened.read(names)
     return Splits(rows, None, opened.origins, skipped)
 
@@ -179,7 +181,7 @@ def _open(source: DataSource, cache_dir: str | None, skip: bool) -> _Opened:
     if path.is_dir():
         files: Files = split_files(path, config, what)
     elif not os.path.lexists(path):
-        raise UserError(f"{what}: no such file or folder")
+        raise UserError(f"{what}: no such file or folder{nearest_path(path)}")
     elif source.config is not None:
         raise UserError(f"{what}: a file has no configuration '{source.config}'; supported files: {SUPPORTED}")
     else:

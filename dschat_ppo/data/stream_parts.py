@@ -17,6 +17,7 @@ import pyarrow as pa
 from datasets import Dataset, DatasetInfo, IterableDataset
 from datasets.table import InMemoryTable
 
+from dschat_ppo.common.regular_files import is_pipe_or_device
 from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.files import SUPPORTED, kind_of
@@ -188,6 +189,8 @@ def open_set(source: DataSource, skip: bool, scratch: Path) -> StreamedSet:
     parts = tuple(FilePart(file, source.flag, skip, scratch) for file in sorted(files[train]))
     content, place = hashlib.sha256(), hashlib.sha256()
     for part in parts:
+        if is_pipe_or_device(part.path):
+            raise UserError(f"{source.flag} {part.path}: is not a regular file")
         with reading(f"{source.flag} {part.path}: cannot be read"):
             found = part.path.stat()
             content.update(f"{part.path.name}\0{found.st_size}\0".encode())

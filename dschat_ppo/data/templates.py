@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.data.template_limits import rendered_within_limits
 from dschat_ppo.data.tool_calls import check_rendered, has_calls, shows_python, with_arguments_as_text
 from dschat_ppo.errors import UserError, reading
 
@@ -333,11 +334,9 @@ def _is_rendered_without_system(
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None) -> str:
     # Templates print None as text. transformers removes these keys itself from 5.21 on.
     plain = [{k: v for k, v in m.items() if v is not None or k not in ("content", "tool_calls")} for m in messages]
+    apply = partial(tokenizer.apply_chat_template, plain, tools=tools or None, tokenize=False)
     with reading("the chat template rejects these messages"):
-        text = tokenizer.apply_chat_template(
-            plain, tools=tools or None, tokenize=False, add_generation_prompt=open_answer
-        )
-    return str(text)
+        return rendered_within_limits(str(tokenizer.chat_template), partial(apply, add_generation_prompt=open_answer))
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:

@@ -137,75 +137,92 @@ def tokenise_batch(
     names = ["index", *token_features(settings.use), *(name for name in NOTES if name not in ("number", "problem"))]
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for (index, example), ids in zip(examples, encoded, strict=True):
-        if isinstance(ids, UserError):
-            note(index, ids, example.suffix)
-            continue
-        fault = ""
-        if any(len(answer) <= 1 for answer in ids.answers):
-            fault = "the answer is empty: it has only the final token"
-        elif not ids.prompt and example.prompt != "":
-            fault = "the prompt is empty"
-        if fault:
-            note(index, UserError(fault), example.suffix)
-            continue
-        if not ids.prompt:  # plain text: nothing before its first token predicts it
-            ids = replace(ids, prompt=ids.answers[0][:1], answers=[ids.answers[0][1:]])
-        fitted, done = fit_row(ids, settings.limit, settings.truncation)
-        if done in (Fitted.PROMPT_CUT, Fitted.ANSWER_CUT):
-            is_chat = not isinstance(example.prompt, str)
-            fixed = fixed_ends(settings.tokenizer, ids.prompt, is_chat)
-            fitted, done = fit_row(ids, settings.limit, settings.truncation, *fixed)
         try:
-            labels = _labels_of(example, ids, fitted, settings)
+            if isinstance(ids, UserError):
+                raise ids
+            fitted = fitted_example(example, ids, settings)
         except UserError as problem:
             note(index, problem, example.suffix)
             continue
-        if settings.use == "steps" and not labels["step_ends"]:
-            done = Fitted.DROPPED  # the limit leaves no labelled step
-        if done == Fitted.DROPPED and settings.truncation == "error":
+        if fitted.outcome == Fitted.DROPPED and settings.truncation == "error":
             too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
             note(index, too_long, example.suffix, is_too_long=True)
             continue
-        is_prompt = settings.use == "prompt" and example.truth is not None
-        asked = json.dumps(example.truth, default=str).encode() if is_prompt else b""  # equal prompts, other answers
-        values: dict[str, Any] = {
-            "index": index, "prompt_ids": fitted.prompt, "answers": fitted.answers, "margin": example.margin,
-            "fitted": int(done),
-            "prompt_tokens": len(ids.prompt), "answer_tokens": max(map(len, ids.answers), default=0),
-            "key": _hash(_bytes_of(ids) + asked + str(example.labels).encode() * bool(example.labels)),
-        }  # fmt: skip
-        content = [_bytes_of(fitted), str(example.margin).encode()]
-        if settings.use == "sft":
-            values["prompt_spans"] = [list(span) for span in fitted.prompt_spans]
-            content.append(str(values["prompt_spans"]).encode())
-        if labels:
-            values |= labels
-            content.append(str(labels).encode())
-        if settings.use == "prompt":
-            values["row"] = row_text(raw_rows[index], example, settings)
-            content.append(values["row"].encode("utf-8", "surrogatepass"))
-        values["digest"] = _hash(b"\0".join(content))
-        for name, value in values.items():
+        columns["index"].append(index)
+        for name, value in columns_of(raw_rows[index], example, fitted, settings).items():
             columns[name].append(value)
     return _without_rows_of(columns, set(bad)), [bad[index] for index in sorted(bad)]
 
 
-def _labels_of(
-    example: Example, ids: EncodedExample, fitted: EncodedExample, settings: TokeniseSettings
-) -> dict[str, Any]:
-    """The columns of labels, if the use has any; of steps those that the length limit leaves.
+@dataclass(frozen=True)
+class FittedExample:
+    """An example at the length limit.
+
+    Attributes:
+        whole: its ids before the limit.
+        ids: within the limit.
+        outcome: what the limit did.
+        labels: the columns of labels, if the use has any; of steps those that the limit leaves.
+    """
+
+    whole: EncodedExample
+    ids: EncodedExample
+    outcome: Fitted
+    labels: dict[str, Any]
+
+
+def fitted_example(example: Example, ids: EncodedExample, settings: TokeniseSettings) -> FittedExample:
+    """Fit an encoded example to the length limit.
 
     Raises:
-        UserError: see `labelled_ends`.
+        UserError: the prompt or an answer is empty, or see `labelled_ends`.
     """
+    if any(len(answer) <= 1 for answer in ids.answers):
+        raise UserError("the answer is empty: it has only the final token")
+    if not ids.prompt and example.prompt != "":
+        raise UserError("the prompt is empty")
+    if not ids.prompt:  # plain text: nothing before its first token predicts it
+        ids = replace(ids, prompt=ids.answers[0][:1], answers=[ids.answers[0][1:]])
+    fitted, outcome = fit_row(ids, settings.limit, settings.truncation)
+    if outcome in (Fitted.PROMPT_CUT, Fitted.ANSWER_CUT):
+        is_chat = not isinstance(example.prompt, str)
+        fixed = fixed_ends(settings.tokenizer, ids.prompt, is_chat)
+        fitted, outcome = fit_row(ids, settings.limit, settings.truncation, *fixed)
+    labels: dict[str, Any] = {}
     if settings.use == "unpaired":
-        return {"label": example.labels[0]}
-    if settings.use != "steps":
-        return {}
-    answer, left = ids.answers[0], len(fitted.answers[0])
-    ends, labels = labelled_ends(settings.tokenizer, answer, example.labels, settings.step_separator)
-    kept = [place for place, end in enumerate(ends) if end < left]
-    return {"step_ends": [ends[place] for place in kept], "step_labels": [labels[place] for place in kept]}
+        labels = {"label": example.labels[0]}
+    elif settings.use == "steps":
+        answer, left = ids.answers[0], len(fitted.answers[0])
+        ends, values = labelled_ends(settings.tokenizer, answer, example.labels, settings.step_separator)
+        kept = [place for place, end in enumerate(ends) if end < left]
+        labels = {"step_ends": [ends[place] for place in kept], "step_labels": [values[place] for place in kept]}
+        outcome = outcome if kept else Fitted.DROPPED  # the limit leaves no labelled step
+    return FittedExample(ids, fitted, outcome, labels)
+
+
+def columns_of(
+    row: dict[str, Any], example: Example, fitted: FittedExample, settings: TokeniseSettings
+) -> dict[str, Any]:
+    """The token row of an example of the raw row `row`: column of `tokenise_batch` -> value, without `index`."""
+    whole, ids, labels = fitted.whole, fitted.ids, fitted.labels
+    is_prompt = settings.use == "prompt" and example.truth is not None
+    asked = json.dumps(example.truth, default=str).encode() if is_prompt else b""  # equal prompts, other answers
+    values: dict[str, Any] = {
+        "prompt_ids": ids.prompt, "answers": ids.answers, "margin": example.margin, "fitted": int(fitted.outcome),
+        "prompt_tokens": len(whole.prompt), "answer_tokens": max(map(len, whole.answers), default=0),
+        "key": _hash(_bytes_of(whole) + asked + str(example.labels).encode() * bool(example.labels)),
+    }  # fmt: skip
+    content = [_bytes_of(ids), str(example.margin).encode()]
+    if settings.use == "sft":
+        values["prompt_spans"] = [list(span) for span in ids.prompt_spans]
+        content.append(str(values["prompt_spans"]).encode())
+    if labels:
+        values |= labels
+        content.append(str(labels).encode())
+    if settings.use == "prompt":
+        values["row"] = row_text(row, example, settings)
+        content.append(values["row"].encode("utf-8", "surrogatepass"))
+    return values | {"digest": _hash(b"\0".join(content))}
 
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:

@@ -17,10 +17,11 @@ from transformers.pytorch_utils import Conv1D
 
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.config.lora_flags import AdapterFlags
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.adapter_patterns import check_patterns
 from dschat_ppo.models.adapter_weights import MATRICES, load_adapter_weights, merged_weight
 from dschat_ppo.models.architectures import SCORE
-from dschat_ppo.models.model_folders import base_folder, base_name, read_adapter_config
+from dschat_ppo.models.model_folders import base_folder, base_name, lora_settings
 from dschat_ppo.models.quantisation import Bits, require_quantisation
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # linear layers that choose experts
@@ -185,15 +186,26 @@ def add_adapter(
 
 def ignored_flags(folder: str, settings: AdapterSettings) -> list[str]:
     """Flags of `settings` that differ from what the adapter in `folder` has and keeps."""
-    from peft import LoraConfig
-
-    config = LoraConfig.from_pretrained(folder)
+    config = _saved_config(folder)
     differing = {
         settings.flag: settings.targets is not None,
         "--lora_alpha": settings.alpha not in (AdapterFlags().lora_alpha, config.lora_alpha),
         "--use_rslora": settings.rslora and not config.use_rslora,
     }
     return [flag for flag, differs in differing.items() if differs]
+
+
+def _saved_config(folder: str) -> Any:
+    """peft's configuration of the adapter in `folder`.
+
+    Raises:
+        UserError: its settings cannot be read, or do not go together.
+    """
+    from peft import LoraConfig
+
+    settings = lora_settings(folder, "model")
+    with reading(f"{folder}: its adapter_config.json cannot be used"):
+        return LoraConfig(**settings)
 
 
 def is_adapter_parameter(name: str) -> bool:
@@ -213,6 +225,8 @@ def _inject(model: PreTrainedModel, config: Any, name: str, folder: str | None) 
     seed = torch.initial_seed() ^ crc32(name.encode())
     earlier, layers = dict(getattr(model, "peft_config", {})), adapter_layers(model)
     active = next((layer.active_adapters for layer in layers.values()), [name])
+    if folder is not None:
+        check_patterns([name for name, _ in model.named_modules()], config, folder)
     injected = replace(config, modules_to_save=None)  # peft would wrap the score head
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _gathered_by_peft(model):
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself, and that there are several adapters
@@ -266,11 +280,8 @@ def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSe
     Raises:
         UserError: its rank or kind is not that of the settings.
     """
-    from peft import LoraConfig
-
     flag = settings.flag.replace("module_name", "dim")
-    read_adapter_config(folder, "model")
-    config = LoraConfig.from_pretrained(folder)
+    config = _saved_config(folder)
     if config.r != settings.rank:
         raise UserError(
             f"{flag} {settings.rank}: the adapter in {folder} has rank {config.r}; give that rank to train it further, "
@@ -313,11 +324,9 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
     """
     require_extra("peft", f"the adapter folder {folder}")
     import deepspeed
-    from peft import LoraConfig
 
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    read_adapter_config(folder, "model")
-    config = replace(LoraConfig.from_pretrained(folder), init_lora_weights=False)
+    config = replace(_saved_config(folder), init_lora_weights=False)
     name = "merged"
     _inject(model, config, name, folder)
     weights = load_adapter_weights(model, folder, name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +34,19 @@ def unwrap(engine: Model) -> nn.Module:
     """The model inside a DeepSpeed engine, or the model itself."""
     module: Any = getattr(engine, "module", engine)
     return module
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Make a call of `module` run its hooks around `function`."""
+    own = module.__dict__.get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def hidden_window(config: Any, received: dict[int, int | None]) -> bool:

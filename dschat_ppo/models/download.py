@@ -10,6 +10,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from dschat_ppo.errors import UserError, in_one_line, reading
+from dschat_ppo.models.model_files import wants_settings_only
 
 ANSWER_SECONDS = 5.0  # how long the hub may take
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -24,19 +25,22 @@ WEIGHTS = (
 )
 
 
-def wanted_files(files: list[str]) -> list[str]:
-    """Those of a repository's files that a model needs: top-level settings, and weights of one format."""
+def wanted_files(files: list[str], weights: bool = True) -> list[str]:
+    """Those of a repository's files that a model needs: top-level settings, and weights of one format. Without
+    `weights`, only those of an adapter, which are small and say what it adds."""
     top = [name for name in files if "/" not in name]
     settings = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in SETTINGS)]
-    for patterns in WEIGHTS:
-        weights = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
-        if weights:
-            return settings + weights
+    for patterns in WEIGHTS if weights or "adapter_config.json" in top else ():
+        found = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+        if found:
+            return settings + found
     return settings
 
 
 def download(name: str, revision: str | None = None) -> str:
     """The local folder of the model or adapter `name`, downloaded from the hub, or as an earlier download left it.
+
+    With `settings_only`, the weights of a model are not downloaded, but those of an adapter are.
 
     Args:
         name: on the hub.
@@ -54,12 +58,13 @@ def download(name: str, revision: str | None = None) -> str:
             raise problem.__cause__ from None
         return _earlier_download(name, revision, problem)
     files = [entry.rfilename for entry in found.siblings or []]
-    return str(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted_files(files)))
+    wanted = wanted_files(files, weights=not wants_settings_only())
+    return str(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted))
 
 
 def _earlier_download(name: str, revision: str | None, problem: UserError) -> str:
-    """The folder of an earlier download, which holds the weights of one format only."""
-    for patterns in WEIGHTS:
+    """The folder of an earlier download, which holds the weights of one format only, or with `settings_only` none."""
+    for patterns in (*WEIGHTS, ("config.json",)) if wants_settings_only() else WEIGHTS:
         with suppress(LocalEntryNotFoundError):  # not downloaded, or a file of this format is missing
             folder = huggingface_hub.snapshot_download(
                 name, revision=revision, local_files_only=True, allow_patterns=[*SETTINGS, *patterns]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -23,11 +23,13 @@ from dschat_ppo.common.dist import local_rank
 from dschat_ppo.common.heap import freed_memory_returned
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapted_base import adapted, check_adapter, quantised_base
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.architectures import DROPOUTS, SCORE, SKIPPED_LAYERS, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
+from dschat_ppo.models.folder_settings import without_code
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, weight_files
 from dschat_ppo.models.model_folders import base_folder, saves_head
 from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
@@ -35,7 +37,7 @@ from dschat_ppo.models.vocabulary import grow_vocabulary
 from dschat_ppo.models.weight_check import check_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SCORE_WEIGHT = f"{SCORE}.weight"
+SCORE_WEIGHT, DEEPSPEED_CHAT_HEAD = f"{SCORE}.weight", "v_head.weight"
 MAX_EXTRAPOLATION = 4  # rotary positions beyond this multiple of those trained are assumed to be a mistake
 
 
@@ -50,7 +52,7 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
     refused = f"{flag} {folder}: config.json cannot be used"
     check_settings(folder, refused)
     with reading(refused):  # without trust_remote_code=False transformers asks at a terminal
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True)
+        config = without_code(AutoConfig.from_pretrained(folder, trust_remote_code=False, return_dict=True))
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             config._attn_implementation = "eager"  # SDPA ignores the soft cap; transformers before 5.21 takes SDPA
     return config
@@ -89,21 +91,48 @@ def check_vocabulary(
         )
 
 
-def check_length(folder: str, longest: int, flags: str) -> None:
-    """Check that rows of `longest` tokens (set by `flags`) are within the positions that the model knows.
+def require_length(folder: str, longest: int, flags: str) -> None:
+    """Require that the model can read rows of `longest` tokens (set by `flags`).
 
     Raises:
-        UserError: they are not, and positions are learned. With rotary positions this is a warning, up to
-            `MAX_EXTRAPOLATION` times the known positions, and an error beyond.
+        UserError: they go beyond the positions that it knows, and positions are learned; or beyond
+            `MAX_EXTRAPOLATION` times the known positions, and positions are rotary.
     """
     config = load_config(folder, "model").get_text_config()
-    known = getattr(config, "max_position_embeddings", None)
-    if known is None or longest <= (known := known - first_position(config)):
+    known = _known_positions(folder)
+    if known is None or longest <= known:
         return
-    message = f"{flags} of {longest} tokens goes beyond the {known} positions that {folder} knows"
     if not hasattr(config, "rope_parameters") or longest > MAX_EXTRAPOLATION * known:
-        raise UserError(f"{message}; lower it")
-    logger().warning(f"{message}; it was not trained on longer rows")
+        raise UserError(
+            f"{flags} of {longest} tokens goes beyond the {known} positions of {shown_path(folder)}; lower it"
+        )
+
+
+def report_length(folders: Iterable[str], longest: int, flags: str, is_default: bool) -> None:
+    """Log one line if rows of `longest` tokens go beyond the rotary positions that a model was trained on.
+
+    Args:
+        folders: of the models that read the rows; the line names the one that knows the fewest positions.
+        longest: tokens.
+        flags: set the length.
+        is_default: whether the length is the default of the flags, which is then only a note; otherwise a warning.
+    """
+    found = [(known, folder) for folder in folders if (known := _known_positions(folder)) is not None]
+    known, folder = min(found, default=(longest, ""))
+    if longest <= known:
+        return
+    beyond = f"{longest} tokens goes beyond the {known} positions of {shown_path(folder)}"
+    if is_default:
+        logger().info(f"note: {flags}: the default of {beyond}; it was trained on rows of up to {known} tokens")
+    else:
+        logger().warning(f"{flags} of {beyond}; it was not trained on longer rows")
+
+
+def _known_positions(folder: str) -> int | None:
+    """Tokens of the longest row for which a model has positions; None if its configuration names no limit."""
+    config = load_config(folder, "model").get_text_config()
+    known = getattr(config, "max_position_embeddings", None)
+    return None if known is None else int(known) - first_position(config)
 
 
 @contextmanager
@@ -151,12 +180,20 @@ def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None
         adapter: that will be added, see `load_causal_lm`.
 
     Raises:
-        UserError: the model is not a causal language model; or its weights in the checkpoint, or those of an adapter,
-            are missing, unexpected or of another shape (the message lists them); or the adapter cannot be added.
+        UserError: the model is not a causal language model, or has a score head; or its weights in the checkpoint, or
+            those of an adapter, are missing, unexpected or of another shape (the message lists them); or the adapter
+            cannot be added.
     """
     config = load_config(folder, "model")
     check_architecture(config, folder, needs_lm=True)
-    check_weights(AutoModelForCausalLM, base_folder(folder, "model"), config)
+    base = base_folder(folder, "model")
+    heads = checkpoint_shapes(base).keys() & {SCORE_WEIGHT, DEEPSPEED_CHAT_HEAD}
+    if heads or (base != folder and saves_head(folder)):
+        raise UserError(
+            f"{folder}: is a reward model or critic, because it has a score head ({min(heads, default=SCORE_WEIGHT)}), "
+            "so it cannot generate text; give a causal language model, such as the SFT model"
+        )
+    check_weights(AutoModelForCausalLM, base, config)
     check_adapter(partial(AutoModelForCausalLM.from_config, config), folder, adapter)
 
 
@@ -212,7 +249,10 @@ def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSetti
     mapping = _deepspeed_chat_mapping(base, kind)
     is_new = bool(check_weights(kind, base, config, mapping, {SCORE_WEIGHT}, unused)) and not has_head
     if is_new and not new_head:
-        raise UserError(f"{folder}: has no trained scalar head ({SCORE_WEIGHT}); train a reward model first (step 2)")
+        raise UserError(
+            f"{folder}: has no trained scalar head ({SCORE_WEIGHT}), so it is a language model and not a reward model; "
+            "give a reward model, which step 2 trains"
+        )
     check_adapter(partial(kind, config), folder, adapter)
     return is_new
 

@@ -5,20 +5,42 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.folder_settings import check_folder_settings
 
 # Names of settings, and their largest values: parts that are built one by one, and sizes of tensors built on the CPU.
 _LARGEST = {
     re.compile(r"(layers?|labels)$"): 10_000,  # `num_hidden_layers`, `n_layer`, `num_labels`, ...
     re.compile(r"(size|dim|heads|embd|d_model|positions|position_embeddings)$"): 50_000_000,
 }
+
+
+_SETTINGS_ONLY = [False]
+
+
+@contextmanager
+def settings_only() -> Iterator[None]:
+    """In the block, models are judged by their settings where their weights are not there: `download` fetches settings
+    and tokenizers, and the weights of a folder without any are not compared with its `config.json` (`--dry_run`)."""
+    _SETTINGS_ONLY[0] = True
+    try:
+        yield
+    finally:
+        _SETTINGS_ONLY[0] = False
+
+
+def wants_settings_only() -> bool:
+    """Whether a block of `settings_only` is open."""
+    return _SETTINGS_ONLY[0]
 
 
 def check_settings(folder: str, refused: str) -> None:
@@ -29,13 +51,14 @@ def check_settings(folder: str, refused: str) -> None:
         refused: beginning of the error message.
 
     Raises:
-        UserError: it is not a JSON object, or a number in it is too large for any model.
+        UserError: it is not a JSON object, a number in it is too large for any model, or see `check_folder_settings`.
     """
     with reading(refused):
         settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise UserError(f"{refused}: it is not a JSON object")
     _check_sizes(settings, refused)
+    check_folder_settings(settings, folder, refused)
     architectures = settings.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise UserError(f"{refused}: 'architectures' must be a list of names")
@@ -63,12 +86,33 @@ def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     for file in weight_files(folder):
         with reading(f"{file}: cannot be read, copy the model again"):
             if file.suffix == ".bin":
-                loaded = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+                loaded = load_pickled(file, "meta", mmap=True)
                 shapes |= {name: tuple(weight.shape) for name, weight in loaded.items()}
                 continue
             with safe_open(file, framework="pt") as weights:
                 shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in list(weights.keys())}
     return shapes
+
+
+def load_pickled(file: Path, device: str, mmap: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a `.bin` file, by torch's reader that runs no code.
+
+    Raises:
+        UserError: the file holds more than tensors and plain values, or what it holds is not named tensors.
+    """
+    try:
+        loaded = torch.load(file, map_location=device, weights_only=True, mmap=mmap)
+    except UnpicklingError as problem:
+        named = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(problem))
+        what = f"holds more than weights (it calls {named[1]})" if named else "holds more than weights, or is damaged"
+        raise UserError(
+            f"{file}: {what}, so it is not loaded; get the model as model.safetensors, or, only if you trust its "
+            'author, convert it, which runs its code: python -c "import torch, safetensors.torch as s; '
+            f"s.save_file(torch.load('{file}', weights_only=False), 'model.safetensors')\""
+        ) from problem
+    if not isinstance(loaded, dict) or not all(isinstance(weight, torch.Tensor) for weight in loaded.values()):
+        raise UserError(f"{file}: must hold tensors by name; save the model's state_dict()")
+    return loaded
 
 
 def odd_expert(shapes: Mapping[str, tuple[int, ...]]) -> str | None:

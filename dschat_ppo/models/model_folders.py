@@ -9,17 +9,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dschat_ppo.common.dist import main_rank_of_node_first
+from dschat_ppo.common.nearest_path import nearest_path
+from dschat_ppo.common.regular_files import is_pipe_or_device
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.adapter_values import check_adapter_values
 from dschat_ppo.models.architectures import SCORE
 from dschat_ppo.models.download import download
+from dschat_ppo.models.model_files import load_pickled
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OLD_WEIGHTS = "adapter_model.bin"
+# Settings of an adapter that this project reads, and those that say only how it began or was written.
+_USED = {
+    "alpha_pattern", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out", "init_lora_weights",
+    "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "modules_to_save", "r", "rank_pattern",
+    "revision", "target_modules", "task_type", "use_dora", "use_rslora",
+}  # fmt: skip
+_NO_EFFECT = {
+    "auto_mapping", "corda_config", "eva_config", "inference_mode", "loftq_config", "lora_ga_config", "megatron_core",
+    "peft_type", "peft_version", "qalora_group_size",
+}  # fmt: skip
 _PREFIX = "base_model.model."  # of peft's names of weights: a model inside two wrappers
 _MAGNITUDE = "lora_magnitude_vector"  # of DoRA: a module with one weight, which the file leaves out
 
@@ -29,7 +42,8 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
     hub, of that revision.
 
     Raises:
-        UserError: it is a file, or there is no such folder, and the hub has no such model or cannot be reached.
+        UserError: it is a file, or a folder with a pipe or a device in it, or there is no such folder, and the hub has
+            no such model or cannot be reached.
     """
     name = os.path.expanduser(name)  # a shell does not expand the `~` of `--flag=~/model`
     if Path(name).is_file():
@@ -39,12 +53,18 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
             inner = sorted(str(path.parent) for path in Path(name).glob("*/config.json"))  # as in the output of step 3
             meant = f"; did you mean {' or '.join(inner)}?" if inner else ""
             raise UserError(f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face model{meant}")
+        for path in sorted(Path(name).iterdir()):
+            if is_pipe_or_device(path):
+                raise UserError(f"{flag} {path}: is not a regular file; remove it, or copy the model again")
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"{flag} {name}: no such folder")
+        raise UserError(f"{flag} {name}: no such folder{nearest_path(name)}")
     refused = f"{flag} {name}: neither a local folder nor a model that can be downloaded from the hub"
-    with main_rank_of_node_first(), reading(refused):
-        return download(name, revision)
+    try:
+        with main_rank_of_node_first(), reading(refused):
+            return download(name, revision)
+    except UserError as problem:
+        raise UserError(f"{problem}{nearest_path(name)}") from problem.__cause__
 
 
 def base_name(folder: str) -> tuple[str, str | None]:
@@ -110,8 +130,10 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(config, dict):
         raise UserError(f"{flag} {file}: must be a JSON object")
+    check_adapter_values(config, f"{flag} {file}")
     kind = config.get("peft_type")
     start = config.get("init_lora_weights", True)
+    others = sorted(name for name, value in config.items() if value and name not in _USED | _NO_EFFECT)
     unusable = {
         f"an adapter of type {kind}": kind != "LORA",
         "LoRA with trained biases": config.get("bias", "none") != "none" or bool(config.get("lora_bias")),
@@ -120,6 +142,7 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
         f"LoRA that changed the weights of its base (init_lora_weights {start})": (
             isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal")
         ),
+        f"LoRA with {', '.join(others)}": bool(others),
     }
     for what, holds in unusable.items():
         if holds:
@@ -127,6 +150,15 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
                 f"{flag} {folder}: holds {what}; merge it into its base with peft (merge_and_unload) and save that"
             )
     return config
+
+
+def lora_settings(folder: str, flag: str) -> dict[str, Any]:
+    """The arguments of peft's `LoraConfig` for a saved adapter: a closed list, so that a folder names no code.
+
+    Raises:
+        UserError: see `read_adapter_config`.
+    """
+    return {name: value for name, value in read_adapter_config(folder, flag).items() if name in _USED}
 
 
 def saves_head(folder: str) -> bool:
@@ -142,10 +174,7 @@ def adapter_weights(folder: str, name: str) -> dict[str, Tensor]:
     """
     file = Path(folder) / ADAPTER_WEIGHTS
     with reading(f"{folder}: its adapter cannot be read, copy it again"):
-        if file.is_file():
-            saved = load_file(file)
-        else:
-            saved = torch.load(Path(folder) / _OLD_WEIGHTS, map_location="cpu", weights_only=True)
+        saved = load_file(file) if file.is_file() else load_pickled(Path(folder) / _OLD_WEIGHTS, "cpu")
     return {_with_name(key.removeprefix(_PREFIX), name): weight for key, weight in saved.items()}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import (
     backbone_of,
     backbone_states,
+    forward_replaced,
     last_logits_argument,
     real_slots,
     slot_arguments,
@@ -165,7 +164,7 @@ class PolicyModel(nn.Module):
             return fused_token_scores(hidden, head.weight, head.bias, tokens, temperature, self._head, entropy_grad)
 
         # Call the head as a module, so that ZeRO-3 gathers its weight, with another function inside.
-        with _forward_replaced(head, scores):
+        with forward_replaced(head, scores):
             return head(states.to(head.weight.dtype))  # Mamba's states are in fp32
 
 
@@ -173,16 +172,3 @@ def _read_lengths(wanted: Tensor) -> Tensor:
     """(B,) int64: the tokens of each row up to the one whose state predicts the last wanted token, at least 1."""
     slots = torch.arange(wanted.shape[1], device=wanted.device)
     return torch.where(wanted, slots, 0).amax(dim=1).clamp_min(1)
-
-
-@contextmanager
-def _forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Make a call of `module` run its hooks around `function`."""
-    own = module.__dict__.get("forward")
-    module.forward = function
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own

@@ -60,7 +60,7 @@ def _own_columns(rows: Tensor) -> Tensor:
 
 
 class _GatherColumns(torch.autograd.Function):
-    """Every rank computes the same loss of the gathered columns, so the gradient of its own needs no sum over ranks."""
+    """Every rank computes the same loss of the gathered columns: the gradient of its part needs no sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:

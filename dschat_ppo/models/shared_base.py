@@ -1,6 +1,6 @@
-"""Several models over one frozen base: module trees with the same parameters, and adapters and heads of their own.
+"""Several models over one frozen base: module trees with the same parameters, and with separate adapters and heads.
 
-Each model has modules of its own, so hooks, adapters, training mode and checkpointing of one do not affect another.
+Each model has its own modules, so hooks, adapters, training mode and checkpointing of one do not affect another.
 Only the tensors of the base are shared.
 """
 

@@ -162,22 +162,32 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], li
 
 def _groups(common: list[int]) -> list[tuple[int, int]]:
     """Divide sorted rows into groups `[start, end)` that save the most tokens: each row of a group but the first saves
-    the beginning that all of them share.
+    the beginning that all of them share. Of equal choices, the latest start of the last group counts.
 
     Args:
         common: how many first tokens each row and the next one share.
     """
-    saved, begin = [0], [0]  # of the first `end` rows: the most tokens saved, and the start of their last group
-    for end in range(1, len(common) + 2):
-        best, start, shared = saved[-1], end - 1, common[end - 2] if end > 1 else 0
-        for first in range(end - 2, -1, -1):
-            shared = min(shared, common[first])
-            if shared < LEAST_TOKENS:
-                break
-            if (total := saved[first] + (end - 1 - first) * shared) > best:
-                best, start = total, first
+    saved, begin = [0, 0], [0, 0]  # of the first `end` rows: the most tokens saved, and the start of their last group
+    # Where the last group can begin, by the tokens that it then shares: (tokens, starts), tokens rising. A start that
+    # saves no more than a later one with the same tokens never will: later rows only lower the tokens of both.
+    last_groups: list[tuple[int, list[int]]] = []
+    for end, shared in enumerate(common, start=2):
+        starts = [end - 2]
+        while last_groups and last_groups[-1][0] >= shared:
+            starts = last_groups.pop()[1] + starts
+        if shared >= LEAST_TOKENS:
+            kept: list[int] = []
+            for start in starts:
+                while kept and saved[kept[-1]] - kept[-1] * shared <= saved[start] - start * shared:
+                    kept.pop()
+                kept.append(start)
+            last_groups.append((shared, kept))
+        best, chosen = saved[-1], end - 1
+        for tokens, (start, *_) in reversed(last_groups):
+            if (total := saved[start] + (end - 1 - start) * tokens) > best:
+                best, chosen = total, start
         saved.append(best)
-        begin.append(start)
+        begin.append(chosen)
     groups, end = [], len(common) + 1
     while end > 0:
         groups.append((begin[end], end))

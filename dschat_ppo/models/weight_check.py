@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,16 @@ import transformers
 from transformers import PretrainedConfig
 
 from dschat_ppo.common.heartbeat import watchdog_paused
+from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapter_weights import LM_HEADS
-from dschat_ppo.models.model_files import checkpoint_shapes, is_old_buffer, odd_expert
+from dschat_ppo.models.model_files import (
+    checkpoint_shapes,
+    is_old_buffer,
+    odd_expert,
+    wants_settings_only,
+    weight_files,
+)
 
 MAX_NAMES = 6  # of weights, in a message
 _COMPARED: dict[tuple[Any, ...], Set[str]] = {}  # models that fit -> the allowed names that are missing
@@ -29,7 +37,7 @@ def check_weights(
     """Compare the checkpoint with the model on the meta device; returns the allowed names that are missing.
 
     A step checks all its models first and each again when it is loaded, and some roles share a folder. The result is
-    kept for files that have not changed.
+    kept for files that have not changed. With `settings_only`, a folder without weights is not compared.
 
     Args:
         kind: class of the model, or an auto class.
@@ -42,6 +50,9 @@ def check_weights(
     Raises:
         UserError: weights are missing, unexpected or of another shape; the message lists them.
     """
+    if wants_settings_only() and not weight_files(folder):
+        _note_lack_of_weights(folder)
+        return frozenset()
     files = {path.name: path.stat() for path in sorted(Path(folder).iterdir()) if path.is_file()}
     key = (
         kind.__module__, kind.__name__, folder, config.to_json_string(use_diff=False),
@@ -51,6 +62,11 @@ def check_weights(
     if key not in _COMPARED:
         _COMPARED[key] = _compare(kind, folder, config, key_mapping, allowed_missing, allowed_unexpected)
     return _COMPARED[key]
+
+
+@cache
+def _note_lack_of_weights(folder: str) -> None:
+    logger().info(f"note: {folder} holds no weights, so they are not compared with its config.json")
 
 
 def _compare(

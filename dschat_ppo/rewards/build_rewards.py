@@ -16,11 +16,17 @@ from dschat_ppo.rewards.routed_reward import DATA_SOURCE, RoutedReward
 from dschat_ppo.rewards.sandbox import Limits, missing_isolation
 
 MOST_ROWS, MOST_SHOWN = 2000, 8
+# Names whose metrics `reward/NAME_share` and, beside other sources, `reward/NAME_mean` and `_std` exist already.
+TAKEN_ALONE = ("equal_groups",)
+TAKEN = (*TAKEN_ALONE, "score", "total")
 WEAKER = {
     "network": "only Python keeps programs from the network, and programs can circumvent that",
-    "files": "programs can write every file that the user of this run can write",
-    "processes": "only Python keeps programs from starting processes (the run belongs to root and other users cannot "
-    "read Python's files, or the machine does not permit namespaces)",
+    "files": "programs can write every file that the user of this run can write, and see its processes",
+    "processes": "programs may not start processes, so correct ones that do fail, and threads are limited by their "
+    "memory alone (the run belongs to root and other users cannot read Python's files, or the machine does not permit "
+    "namespaces)",
+    "calls": "the kernel does not filter system calls, so where a namespace is missing only Python refuses processes, "
+    "and shared memory is not limited",
 }
 
 
@@ -36,6 +42,13 @@ def check_sources(flags: RewardSourceFlags) -> None:
     for url in flags.remote_urls:
         check_url(url)
     specs = [parse_function(text) for text in flags.reward_function]
+    sources = len(specs) + flags.use_reward_model + bool(flags.remote_urls)
+    for spec in specs:
+        if spec.name in (TAKEN if sources > 1 else TAKEN_ALONE):
+            raise UserError(
+                f"{spec}: its metrics would be reward/{spec.name}_mean and the like, which mean something "
+                "else; rename the function"
+            )
     for spec in specs:
         function = FunctionReward(spec, 1, flags.reward_timeout, flags.reward_default)
         function.close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import random
+import socket
 import string
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from http.client import HTTPException, HTTPResponse
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from ipaddress import ip_address, ip_network
 from typing import Any
 from urllib.error import URLError
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.timed_reader import TimedReader, TooManyBytesError
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
@@ -39,7 +43,9 @@ from dschat_ppo.types import Rollout
 FLAG = "--remote_reward_url"
 LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
-_MOST_BYTES, _CHUNK_BYTES = 2**26, 2**16
+_MOST_BYTES, _CHUNK_BYTES = 2**24, 2**16
+_MOST_OTHER_BYTES = 2**20  # headers, and the sizes of chunks
+_SHOWN = 200  # characters of what a service sends
 _HEARTBEAT_SECONDS = 1.0
 
 
@@ -63,7 +69,7 @@ class RemoteReward:
 
     Args:
         urls: addresses. Batches are distributed over them in turn, with one request at a time to each.
-        timeout: seconds for each request (reading the last bytes may exceed it once).
+        timeout: seconds for the whole reply to each request, after as many at most for connecting and for sending.
         retries: further attempts of a failed request, each at the next address.
         batch_size: most responses in a request.
         sources: data sources whose rows are sent; () for all.
@@ -141,7 +147,7 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
 
     Raises:
         _RetryableError: no connection, no complete reply in time, status 429 or 5xx.
-        RewardServiceError: another status, or a reply of more than 64 MiB.
+        RewardServiceError: another status, a compressed reply, or one of more than 16 MiB.
     """
     deadline = time.monotonic() + timeout
     late = f"no complete reply in {timeout:g} s (--remote_reward_timeout)"
@@ -152,26 +158,71 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
     client = OpenerDirector()  # without the handlers that follow redirections and turn a status into an exception
     proxies = ProxyHandler(proxies_for(parts.hostname or ""))
-    for handler in (proxies, HTTPHandler(), HTTPSHandler(), UnknownHandler()):
+    for handler in (proxies, _TimedHTTPHandler(deadline), _TimedHTTPSHandler(deadline), UnknownHandler()):
         client.add_handler(handler)
     try:
         with client.open(Request(urlunsplit(parts._replace(netloc=host)), body, headers), timeout=timeout) as reply:
             status, content = reply.status, _read_body(reply, deadline)
+            encoding = reply.headers.get("Content-Encoding", "identity")
+    except TooManyBytesError:
+        content, status, encoding = b" " * (_MOST_BYTES + 1), 200, "identity"
     except (OSError, HTTPException, UnicodeError) as problem:  # UnicodeError: a host name that no resolver accepts
         cause = problem.reason if isinstance(problem, URLError) and isinstance(problem.reason, OSError) else problem
         if isinstance(cause, TimeoutError):
             raise _RetryableError(late) from None
-        raise _RetryableError(f"{type(cause).__name__}: {cause}") from None
+        raise _RetryableError(f"{type(cause).__name__}: {shown(str(cause))}") from None
     if content is None:
         raise _RetryableError(late)
-    start = content[:200].decode(errors="replace")
+    start = shown(content[:_SHOWN].decode(errors="replace"))
     if status == 429 or status >= 500:
         raise _RetryableError(f"status {status}: {start}")
     if status != 200:
         raise RewardServiceError(f"{FLAG} {url}: refused the request with status {status}: {start}")
     if len(content) > _MOST_BYTES:
         raise RewardServiceError(f"{FLAG} {url}: its reply is longer than {_MOST_BYTES} bytes")
+    if encoding.strip().lower() != "identity":
+        raise RewardServiceError(f"{FLAG} {url}: its reply is compressed ({shown(encoding)}), against the request")
     return content
+
+
+def shown(text: str) -> str:
+    """The start of a text, with escapes for what does not print: a service cannot write to the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_SHOWN])
+
+
+def _timed(kind: type[HTTPConnection], deadline: float, host: str, **options: Any) -> HTTPConnection:
+    """A connection whose reply, and that of a proxy before it, must be complete at the deadline.
+
+    The deadline holds for the status, headers, sizes of chunks and trailers too.
+    """
+
+    class TimedResponse(HTTPResponse):
+        def __init__(self, sock: socket.socket, *words: Any, **others: Any):
+            super().__init__(sock, *words, **others)
+            self.fp.close()
+            self.fp = io.BufferedReader(TimedReader(sock, deadline, _MOST_BYTES + _MOST_OTHER_BYTES))
+
+    connection = kind(host, **options)
+    connection.response_class = TimedResponse
+    return connection
+
+
+class _TimedHTTPHandler(HTTPHandler):
+    def __init__(self, deadline: float):
+        super().__init__()
+        self.deadline = deadline
+
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(partial(_timed, HTTPConnection, self.deadline), req)
+
+
+class _TimedHTTPSHandler(HTTPSHandler):
+    def __init__(self, deadline: float):
+        super().__init__()
+        self.deadline = deadline
+
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(partial(_timed, HTTPSConnection, self.deadline), req)
 
 
 def proxies_for(host: str) -> dict[str, str]:
@@ -191,12 +242,12 @@ def proxies_for(host: str) -> dict[str, str]:
 def _read_body(reply: HTTPResponse, deadline: float) -> bytes | None:
     """All of the body, or slightly more than `_MOST_BYTES` of it; None if the deadline passes first.
 
-    The timeout of the socket applies to each read, so a service that sends byte after byte never exceeds it.
+    A reply of many small chunks can arrive faster than it is read, so the deadline is checked here too.
 
     Raises:
         ConnectionError: the connection ends before the declared length.
     """
-    length, content = reply.length, b""
+    length, content = reply.length, bytearray()
     while len(content) <= _MOST_BYTES and (length is None or len(content) < length):
         chunk = reply.read1(_CHUNK_BYTES)
         if not chunk and length is not None:
@@ -206,7 +257,7 @@ def _read_body(reply: HTTPResponse, deadline: float) -> bytes | None:
         content += chunk
         if time.monotonic() > deadline:
             return None
-    return content
+    return bytes(content)
 
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
@@ -224,7 +275,7 @@ def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
         elif len(rewards) != rows:
             problem = f"has {len(rewards)} rewards for {rows} responses"
         elif bad := [value for value in rewards if not is_finite_number(value)]:
-            problem = f"has {bad[0]!r} for a reward"
+            problem = f"has {shown(repr(bad[0]))} for a reward"
     except (ValueError, RecursionError):
         problem = "is not JSON"
     if problem is not None:

@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Which tests passed, and which isolation was missing: "network", "files", "processes"."""
+    """Which tests passed, and which isolation was missing: "network", "files", "processes", "calls"."""
 
     passed: list[bool]
     missing: list[str]
@@ -81,7 +81,7 @@ def code_of(response: str) -> str:
     return response
 
 
-def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool = True) -> Outcome:
+def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool = True, filters: bool = True) -> Outcome:
     """Run `program`, then each test, in one isolated process; then kill it and everything that it started.
 
     Args:
@@ -89,12 +89,14 @@ def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool =
         tests: Python sources that see the program's names.
         limits: limits of the whole run.
         namespaces: False behaves as on a machine that does not permit namespaces.
+        filters: False behaves as on a machine that does not filter system calls.
 
     Raises:
         RuntimeError: the process could not run the program.
     """
     token = secrets.token_hex(16)
-    job = {**asdict(limits), "program": program, "tests": tests, "token": token, "namespaces": namespaces}
+    job = {**asdict(limits), "program": program, "tests": tests, "token": token}
+    job |= {"namespaces": namespaces, "filters": filters}
     job["cpu_seconds"] = math.ceil(limits.cpu_seconds)
     report, report_end = os.pipe()
     with tempfile.TemporaryDirectory(prefix="code_", ignore_cleanup_errors=True) as folder:
@@ -135,7 +137,7 @@ def _exchange(process: subprocess.Popen[bytes], job: bytes, report: int, deadlin
 
 
 def missing_isolation() -> list[str]:
-    """The isolation that this machine does not permit, found by a test run: "network", "files", "processes".
+    """The isolation that this machine does not permit, found by a test run: as in `Outcome`.
 
     Raises:
         RuntimeError: the sandbox cannot run programs at all.

@@ -10,26 +10,56 @@ files.
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
 import secrets
+import select
 import signal
+import struct
 import sys
 import types
 
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 READ_ONLY, PRIVATE = 1, 1 << 18
-NO_SUID, NO_DEVICES = 2, 4
-SET_DEATH_SIGNAL, SET_DUMPABLE, SET_NO_NEW_PRIVILEGES = 1, 4, 38
+NO_SUID, NO_DEVICES, NO_PROGRAMS, BIND = 2, 4, 8, 4096
+SET_DEATH_SIGNAL, SET_DUMPABLE, SET_FILTER, SET_NO_NEW_PRIVILEGES = 1, 4, 22, 38
 CAPABILITY_VERSION_3 = 0x20080522
 INSIDE = 1000  # user and group number that the program sees
 FOLDER_MODE = 0o700
+DEVICES = ("null", "zero", "full", "random", "urandom")
+WATCH_MILLISECONDS = 100
 
 PROCESS_EVENTS = (
     "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "pty.spawn", "subprocess.Popen",
 )  # fmt: skip
+
+# machine -> (AUDIT_ARCH, column of the numbers in CALLS)
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+# groups of system calls, with their numbers on x86_64 and aarch64; None where there is no such call
+CALLS: dict[str, dict[str, tuple]] = {
+    "always": {  # memory that setrlimit does not count, other processes' memory, mounts, and rarely used kernel code
+        "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+        "memfd_create": (319, 279), "memfd_secret": (447, 447), "io_uring_setup": (425, 425), "bpf": (321, 280),
+        "userfaultfd": (323, 282), "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218),
+        "keyctl": (250, 219), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+        "kcmp": (312, 272), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+        "fsopen": (430, 430), "open_tree": (428, 428), "move_mount": (429, 429), "mount_setattr": (442, 442),
+    },
+    "network": {"socket": (41, 198)},
+    "processes": {"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)},
+    "signals": {
+        "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+        "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
+        "setpriority": (141, 140), "prlimit64": (302, 261), "sched_setaffinity": (203, 122),
+        "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    },
+}  # fmt: skip
+CLONE, CLONE3, CLONE_THREAD = (56, 220), 435, 0x10000
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
+ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,6 +68,12 @@ class MountAttributes(ctypes.Structure):
     """`struct mount_attr` of mount_setattr(2)."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "namespace")]
+
+
+class FilterProgram(ctypes.Structure):
+    """`struct sock_fprog` of seccomp(2)."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
 def checked(result: int) -> None:
@@ -91,18 +127,33 @@ def enter_namespaces() -> None:
     write("/proc/self/gid_map", f"{INSIDE} {group} 1")
 
 
-def make_files_read_only(folder: str, megabytes: int) -> None:
-    """Make all mounts read-only, and mount an empty tmpfs of limited size at `folder`."""
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    checked(libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()))
+
+
+def make_files_private(folder: str, megabytes: int) -> None:
+    """Make all mounts read-only, mount an empty tmpfs of limited size at `folder`, and hide devices and processes."""
     attributes = MountAttributes(set=READ_ONLY, propagation=PRIVATE)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     checked(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(attributes), size))
-    options = f"size={megabytes}m,mode={FOLDER_MODE:o}".encode()
-    checked(libc.mount(b"none", folder.encode(), b"tmpfs", NO_SUID | NO_DEVICES, options))
+    mount("none", folder, "tmpfs", NO_SUID | NO_DEVICES, f"size={megabytes}m,mode={FOLDER_MODE:o}")
     os.chdir(folder)
+    nodes = {name: os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES if os.path.exists(f"/dev/{name}")}
+    mount("none", "/dev", "tmpfs", NO_SUID | NO_PROGRAMS, "size=64k,mode=755")
+    for name, node in nodes.items():
+        write(f"/dev/{name}", "")
+        mount(f"/proc/self/fd/{node}", f"/dev/{name}", "", BIND)
+        os.close(node)
+    checked(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/dev", 0, ctypes.byref(attributes), size))
+    flags = READ_ONLY | NO_SUID | NO_DEVICES | NO_PROGRAMS
+    try:
+        mount("proc", "/proc", "proc", flags)
+    except OSError:  # in containers that hide parts of /proc
+        mount("none", "/proc", "tmpfs", flags, "size=4k,mode=755")
 
 
 def isolate(folder: str, job: dict) -> list[str]:
-    """Isolate this process; returns the isolation that is missing: "network", "files", "processes"."""
+    """Enter namespaces; returns the isolation that is missing: "network", "files", "processes"."""
     was_root = os.geteuid() == 0
     is_root = was_root and not leave_root(folder)
     if not job["namespaces"]:
@@ -111,12 +162,31 @@ def isolate(folder: str, job: dict) -> list[str]:
         enter_namespaces()
     except OSError:
         return ["network", "files", "processes"]
-    missing = ["processes"] if is_root else []  # RLIMIT_NPROC does not apply to root
+    return ["processes"] if is_root else []  # RLIMIT_NPROC does not apply to root
+
+
+def memory_of(process: int) -> int:
+    """The proportional set size of a process in KiB; 0 if it has ended."""
     try:
-        make_files_read_only(folder, job["file_mb"])
+        with open(f"/proc/{process}/smaps_rollup") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
     except OSError:
-        missing.append("files")
-    return missing
+        return 0
+
+
+def watch(child: int, most_kib: int) -> None:
+    """Wait for the end of the program, and kill it if its processes together hold more than `most_kib`.
+
+    Without a private /proc, nothing is counted here. RLIMIT_AS limits a program of one process.
+    """
+    poll = select.poll()
+    poll.register(os.pidfd_open(child), select.POLLIN)
+    while not poll.poll(WATCH_MILLISECONDS):
+        inside = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        is_private = not os.path.exists(f"/proc/{os.getpid()}/cmdline")
+        if is_private and len(inside) > 1 and sum(map(memory_of, inside)) > most_kib:
+            os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def drop_rights() -> None:
@@ -141,6 +211,50 @@ def set_limits(job: dict, missing: list[str]) -> None:
         highest = resource.getrlimit(limit)[1]
         value = value if highest == resource.RLIM_INFINITY else min(value, highest)
         resource.setrlimit(limit, (value, value))
+
+
+def instructions(architecture: int, denied: list[int], threads_only: int | None) -> bytes:
+    """A filter of system calls in classic BPF: those in `denied` fail with EPERM.
+
+    Args:
+        architecture: its AUDIT_ARCH; calls of another one (such as 32-bit calls) fail.
+        denied: numbers of system calls.
+        threads_only: the number of `clone`, which may then only start threads; None permits processes.
+    """
+    number, kind, first_argument = 0, 4, 16  # offsets in `struct seccomp_data`
+    refuse = (RETURN, 0, 0, FAIL_WITH | errno.EPERM)
+    lines = [(LOAD, 0, 0, kind), (EQUAL, 1, 0, architecture), refuse]
+    lines += [(LOAD, 0, 0, number), (AT_LEAST, 0, 1, 0x40000000), refuse]  # x32
+    for call in denied:
+        lines += [(EQUAL, 0, 1, call), refuse]
+    if threads_only is not None:  # libc then uses clone, whose flags a filter can read
+        lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL_WITH | errno.ENOSYS)]
+        lines += [(EQUAL, 0, 3, threads_only), (LOAD, 0, 0, first_argument), (ANY_BIT, 1, 0, CLONE_THREAD), refuse]
+    lines.append((RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)
+
+
+def filter_calls(groups: list[str]) -> bool:
+    """Let the kernel refuse groups of `CALLS` from now on; False if it does not filter on this machine."""
+    architecture, column = ARCHITECTURES.get(os.uname().machine, (0, 0))
+    if architecture == 0 or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return False
+    numbers = [number[column] for group in groups for number in CALLS[group].values()]
+    program = instructions(
+        architecture, [n for n in numbers if n is not None], CLONE[column] if "processes" in groups else None
+    )
+    filters = FilterProgram(len(program) // 8, program)
+    return libc.prctl(SET_FILTER, 2, ctypes.byref(filters), 0, 0) == 0
+
+
+def refuse_calls(missing: list[str], job: dict) -> list[str]:
+    """Filter system calls, also in place of missing namespaces; returns what is still missing then."""
+    groups = ["always", *(name for name in ("network", "processes") if name in missing)]
+    if "network" in missing:  # no namespaces: the program would see the run's processes
+        groups.append("signals")
+    if not job["filters"] or not filter_calls(groups):
+        return [*missing, "calls"]
+    return [name for name in missing if name != "network"]
 
 
 def forbid(missing: list[str]) -> None:
@@ -183,18 +297,26 @@ def main() -> None:
     outlive_signals()
     report, job = int(sys.argv[1]), json.loads(sys.stdin.buffer.read())
     prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
-    missing = isolate(os.getcwd(), job)
+    folder = os.getcwd()
+    missing = isolate(folder, job)
     child = os.fork()  # process 1 of the new namespace: when it ends, all others in it end
     if child:
-        os.waitpid(child, 0)
+        watch(child, job["memory_mb"] * 1024)
         os._exit(0)
+    if "network" not in missing:
+        try:
+            make_files_private(folder, job["file_mb"])
+        except OSError:
+            missing.append("files")
     os.register_at_fork(after_in_child=restore_signals)
     drop_rights()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nowhere, number)
+    os.close(nowhere)
     set_limits(job, missing)
     forbid(missing)
+    missing = refuse_calls(missing, job)
     os.write(report, f"{job['token']} {json.dumps(missing)}\n".encode())
     try:
         run(job["program"], job["tests"], job.pop("token"), report)

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,7 +28,7 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.templates import Messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat_model import ChatModel
-from dschat_ppo.tools.http_requests import RejectedError, read_body
+from dschat_ppo.tools.http_requests import BodyBudget, LimitedServer, RejectedError, limit_request, received_body
 from dschat_ppo.tools.sampling_settings import RANGES, SamplingSettings
 
 HOST = "127.0.0.1"
@@ -41,7 +41,9 @@ PAGE = {
 MOST_BYTES = 2**20  # of a request
 MOST_NUMBER = 2**31 - 1  # of an answer
 ROLES = ("system", "user", "assistant")
-_SECONDS_FOR_A_REQUEST = 60.0
+MOST_CLIENTS = 64
+_SECONDS_FOR_A_REQUEST = 30.0
+_SECONDS_FOR_A_LINE = 10.0  # until a page that does not read its answer loses it
 _SECONDS_TO_WAIT = 2.0  # for an answer that its page has stopped
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # noqa: E501
 
@@ -56,7 +58,7 @@ class Question:
     number: int
 
 
-def read_question(body: bytes, models: int, settings: SamplingSettings) -> Question:
+def read_question(body: bytes | bytearray, models: int, settings: SamplingSettings) -> Question:
     """Read the body of POST /answer.
 
     Args:
@@ -105,17 +107,18 @@ def _is_message(value: Any) -> bool:
     )
 
 
-class ChatServer(ThreadingHTTPServer):
+class ChatServer(LimitedServer):
     """One thread for each request; closing does not wait for answers."""
 
     daemon_threads = True
 
     def __init__(self, port: int, models: Sequence[ChatModel], settings: SamplingSettings, system: str):
-        super().__init__((HOST, port), Handler)
+        super().__init__((HOST, port), Handler, MOST_CLIENTS)
+        self.budget = BodyBudget(MOST_BYTES)
         self.models = models
         self.settings = settings
         self.info = {
-            "models": [{"name": model.name, "has_template": model.has_template} for model in models],
+            "models": [{"name": one.name, "path": one.path, "has_template": one.has_template} for one in models],
             "system": system,
             "settings": [
                 {"name": name, "value": value, "least": RANGES[name].least, "most": RANGES[name].most,
@@ -133,7 +136,11 @@ class Handler(BaseHTTPRequestHandler):
     """The requests of the page; one for each connection."""
 
     server: ChatServer
-    timeout = _SECONDS_FOR_A_REQUEST
+
+    def setup(self) -> None:
+        """Limit the time in which the request must arrive."""
+        super().setup()
+        self.reader = limit_request(self, _SECONDS_FOR_A_REQUEST)
 
     def do_GET(self) -> None:  # noqa: N802
         """The page, its style and script, and GET /info."""
@@ -155,10 +162,8 @@ class Handler(BaseHTTPRequestHandler):
             self._check_origin()
             if self.path != "/answer":
                 raise RejectedError(404, f"there is no {self.path}")
-            if self.headers.get_content_type() != "application/json":  # forms of other sites cannot send it
-                raise RejectedError(415, "the Content-Type must be application/json")
-            body = read_body(self.headers, self.rfile, MOST_BYTES)
-            question = read_question(body, len(self.server.models), self.server.settings)
+            with received_body(self.headers, self.rfile, self.reader, self.server.budget) as body:
+                question = read_question(body, len(self.server.models), self.server.settings)
             model = self.server.models[question.model]
             if not model.lock.acquire(timeout=_SECONDS_TO_WAIT):
                 raise RejectedError(409, f"{model.name} is answering another message; stop that one first")
@@ -212,6 +217,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RejectedError(403, "requests from other sites are refused")
 
     def _head(self, status: int, kind: str, length: int | None = None) -> None:
+        self.connection.settimeout(_SECONDS_FOR_A_LINE)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Security-Policy", _POLICY)

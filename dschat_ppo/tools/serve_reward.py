@@ -5,8 +5,9 @@
 POST /get_reward takes `{"query": [text, ...]}` and replies `{"rewards": [number, ...]}`. As in OpenRLHF's API, the
 request may also hold "prompts" and "labels" of the same length; they have no effect. Each text is scored at its final
 token: the chat template's end-of-turn token if the text contains one, otherwise EOS. GET /health replies
-`{"status": "ok"}`. Errors are `{"error": reason}` with status 400 (invalid request), 413 (too many bytes), 422 (too
-many texts) or 503 (too many texts are waiting).
+`{"status": "ok"}`. Errors are `{"error": reason}` with status 400 (invalid request), 408 (too slow), 411 (no length),
+413 (too many bytes), 415 (compressed, or no JSON), 422 (too many texts) or 503 (too many clients, or too many texts or
+bytes are waiting).
 
 There is no authentication and no encryption: anyone who can reach the port can use the model. The server therefore
 listens only on this machine unless `--host` names another address.
@@ -15,6 +16,7 @@ listens only on this machine unless `--host` names another address.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import signal
@@ -24,7 +26,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import torch
@@ -39,10 +41,11 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.rewards.learned_reward import scores_in_batches
 from dschat_ppo.runtime.exit_codes import USER_ERROR
-from dschat_ppo.tools.http_requests import RejectedError, read_body
+from dschat_ppo.tools.http_requests import BodyBudget, LimitedServer, RejectedError, limit_request, received_body
 
 COLUMNS = ("prompts", "labels")
-_SECONDS_FOR_A_REQUEST = 60.0
+_SECONDS_FOR_A_REPLY = 60.0
+_LONGEST_TOKEN = 32  # characters; only their mean over a text matters
 _WAITING_FACTOR = 8  # this many times --max_rows texts may wait
 
 
@@ -68,12 +71,19 @@ class Scorer:
         self.model = ScalarModel(load_sequence_classifier(folder, dtype, None, new_head=False)).to(self.device).eval()
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
-        """Score each text at the final token of `encode_finished`. Texts that are too long lose their start."""
-        rows = [encode_finished(self.tokenizer, text) for text in texts]
-        too_long = sum(len(row) > self.max_length for row in rows)
+        """Score each text at the final token of `encode_finished`.
+
+        Texts of more tokens than the model reads lose their start. So do texts of more than 32 characters for each of
+        these tokens, before they are encoded.
+        """
+        most, rows, too_long = _LONGEST_TOKEN * self.max_length, list[list[int]](), 0
+        for text in texts:  # a tokenizer would need gigabytes and minutes for a text of 16 MiB
+            row = encode_finished(self.tokenizer, text[-most:])
+            too_long += len(row) > self.max_length or len(text) > most
+            rows.append(row[-self.max_length :])
         if too_long:
             print_line(f"warning: {too_long} texts of more than {self.max_length} tokens; their start was cut off")
-        input_ids, lengths = right_padded([row[-self.max_length :] for row in rows], filler_id(self.tokenizer))
+        input_ids, lengths = right_padded(rows, filler_id(self.tokenizer))
         input_ids, lengths = input_ids.to(self.device), lengths.to(self.device)
         return scores_in_batches(self.model, input_ids, lengths, self.max_batch_tokens).tolist()
 
@@ -146,7 +156,7 @@ class Batcher:
         self.thread.shutdown(wait=True)
 
 
-def read_request(body: bytes, max_rows: int) -> list[str]:
+def read_request(body: bytes | bytearray, max_rows: int) -> list[str]:
     """The texts to score.
 
     Raises:
@@ -174,20 +184,47 @@ def read_request(body: bytes, max_rows: int) -> list[str]:
     return texts
 
 
-class RewardServer(ThreadingHTTPServer):
-    """One thread for each request and one for the model. Closing waits for requests in progress."""
+class RewardServer(LimitedServer):
+    """One thread for each connection and one for the model. Closing waits for requests in progress.
+
+    Args:
+        address: host and port.
+        score: as of `Batcher`.
+        max_request_bytes: of a body.
+        max_rows: most texts of a request and of a batch.
+        max_clients: most connections at once.
+        max_request_seconds: for a request to arrive.
+    """
 
     daemon_threads = False
 
     def __init__(
         self, address: tuple[str, int], score: Callable[[Sequence[str]], list[float]], max_request_bytes: int,
-        max_rows: int,
+        max_rows: int, max_clients: int = 128, max_request_seconds: float = 60.0,
     ):  # fmt: skip
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.batcher = Batcher(score, max_rows)  # before `__init__`, which calls `server_close` if the port is taken
-        super().__init__(address, Handler)
-        self.max_request_bytes = max_request_bytes
+        super().__init__(address, Handler, max_clients)
+        self.budget = BodyBudget(max_request_bytes)
+        self.parsing = threading.Lock()
         self.max_rows = max_rows
+        self.max_request_seconds = max_request_seconds
+
+    def parse(self, body: bytearray) -> list[str]:
+        """`read_request` for one body at a time: parsed JSON can need 30 times the memory of its text.
+
+        Raises:
+            RejectedError: as `read_request`. It is a new exception because the first one holds the parsed body.
+        """
+        with self.parsing:
+            gc.disable()  # otherwise millions of new lists start it again and again; JSON has no cycles
+            try:
+                return read_request(body, self.max_rows)
+            except RejectedError as problem:
+                refusal = RejectedError(problem.status, str(problem))
+            finally:
+                gc.enable()
+        raise refusal
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a broken connection in one line, without a traceback."""
@@ -203,7 +240,11 @@ class Handler(BaseHTTPRequestHandler):
     """The HTTP interface of `Batcher`; one request for each connection."""
 
     server: RewardServer
-    timeout = _SECONDS_FOR_A_REQUEST
+
+    def setup(self) -> None:
+        """Limit the time in which the request must arrive."""
+        super().setup()
+        self.reader = limit_request(self, self.server.max_request_seconds)
 
     def do_GET(self) -> None:  # noqa: N802
         """GET /health."""
@@ -215,11 +256,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:  # noqa: N802
         """POST /get_reward."""
         try:
-            body = read_body(self.headers, self.rfile, self.server.max_request_bytes)
             if self.path != "/get_reward":
                 raise RejectedError(404, f"there is no {self.path}; POST /get_reward")
-            texts = read_request(body, self.server.max_rows)
-            scores = self.server.batcher(texts) if texts else []
+            with received_body(self.headers, self.rfile, self.reader, self.server.budget) as body:
+                texts = self.server.parse(body)
+                scores = self.server.batcher(texts) if texts else []
         except RejectedError as problem:
             self._reply(problem.status, {"error": str(problem)})
         except (RuntimeError, ValueError, IndexError) as problem:  # torch raises RuntimeError when out of memory
@@ -231,6 +272,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _reply(self, status: int, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
+        self.connection.settimeout(_SECONDS_FOR_A_REPLY)  # for a client that does not read it
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -250,11 +292,13 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max_batch_tokens", type=int, default=16384, help="most tokens of a forward pass")
     parser.add_argument("--max_request_bytes", type=int, default=2**24, help="larger requests are rejected (413)")
     parser.add_argument("--max_rows", type=int, default=1024, help="requests with more texts are rejected (422)")
+    parser.add_argument("--max_clients", type=int, default=128, help="further connections at once are refused (503)")
+    parser.add_argument("--max_request_seconds", type=float, default=60.0, help="a request must arrive in this time")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="data type of the weights")
     arguments = parser.parse_args(argv)
-    for name in ("max_batch_tokens", "max_request_bytes", "max_rows"):
-        if vars(arguments)[name] <= 0:
-            raise UserError(f"--{name} must be above 0, got {vars(arguments)[name]}")
+    for name in ("max_batch_tokens", "max_request_bytes", "max_rows", "max_clients", "max_request_seconds"):
+        if not 0 < vars(arguments)[name] < math.inf:
+            raise UserError(f"--{name} must be above 0 and finite, got {vars(arguments)[name]}")
     return arguments
 
 
@@ -264,7 +308,10 @@ def serve(argv: Sequence[str]) -> None:
     quiet_libraries()
     scorer = Scorer(model_folder(arguments.model, "--model"), arguments.dtype, arguments.max_batch_tokens)
     try:
-        server = RewardServer((arguments.host, arguments.port), scorer, arguments.max_request_bytes, arguments.max_rows)
+        server = RewardServer(
+            (arguments.host, arguments.port), scorer, arguments.max_request_bytes, arguments.max_rows,
+            arguments.max_clients, arguments.max_request_seconds,
+        )  # fmt: skip
     except (OSError, OverflowError) as problem:
         raise UserError(
             f"--host {arguments.host} --port {arguments.port}: cannot listen on this address: {problem}"

@@ -121,7 +121,7 @@ def test_the_watchdog_is_paused_while_weights_are_copied_from_their_file():
     paused = []
 
     class Engine:
-        checkpoint_engine = None
+        checkpoint_engine, save_non_zero_checkpoint = None, False
 
         def load_module_state_dict(self, checkpoint, strict):
             paused.append((heartbeat.watchdog_is_paused(), checkpoint, strict))

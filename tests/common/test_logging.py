@@ -2,6 +2,8 @@
 
 import io
 import logging
+import os
+import sys
 
 import pytest
 
@@ -27,6 +29,17 @@ def test_rank_0_prints_info_and_other_ranks_print_errors(fresh_logger, monkeypat
 
 def test_a_table_aligns_its_columns():
     assert table("plan", [("a", "1"), ("longer", "2")]) == "plan\n  a       1\n  longer  2"
+
+
+def test_a_line_that_nobody_reads_does_not_end_the_run(monkeypatch):
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        print_line("read")
+        assert os.read(reader, 100) == b"read\n"
+        os.close(reader)  # the ssh connection has ended
+        print_line("not read")
+        print_line("not read")
 
 
 def test_prints_of_libraries_are_discarded(capsys):

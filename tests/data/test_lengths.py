@@ -104,10 +104,11 @@ def test_fixed_ends_are_bos_and_what_the_template_writes_after_the_last_message(
 
 def test_lengths_are_described_by_nearest_ranks_and_a_histogram():
     line = describe_lengths(np.arange(1, 101))
-    assert line.startswith("min 1, median 50, 90% 90, 99% 99, max 100  0 [")
+    assert line.startswith("min 1, median 50, 90% 90, 99% 99, max 100; rows by length (. few, @ most): 0 [")
     bars = describe_lengths(np.array([0] * 199 + [64]))
-    assert bars == "min 0, median 0, 90% 0, 99% 0, max 64  0 [@" + " " * 30 + ".] 64"
-    assert describe_lengths(np.array([0])) == "min 0, median 0, 90% 0, 99% 0, max 0  0 [@" + " " * 31 + "] 0"
+    key = "; rows by length (. few, @ most): 0 ["
+    assert bars == f"min 0, median 0, 90% 0, 99% 0, max 64{key}@" + " " * 30 + ".] 64"
+    assert describe_lengths(np.array([0])) == f"min 0, median 0, 90% 0, 99% 0, max 0{key}@" + " " * 31 + "] 0"
 
 
 def test_counts_name_what_was_done():

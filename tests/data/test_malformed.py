@@ -134,7 +134,6 @@ def classifiers(assets, tmp_path) -> Path:
         ("llama", "hidden_act", "nonsense", "nonsense"),
         ("llama", "head_dim", 0, "negative power"),
         ("llama", "vocab_size", -1, "negative dimension"),
-        ("llama", "dtype", 3, "is_floating_point"),
         ("codegen", "activation_function", "nonsense", "nonsense"),
         ("codegen", "n_head", 0, "by zero"),
     ],

@@ -59,6 +59,16 @@ def test_missing_files_are_named_with_their_flag(tmp_path, name):
     assert name in str(problem.value)
 
 
+def test_a_missing_file_is_answered_with_the_nearest_one(tmp_path, monkeypatch):
+    (tmp_path / "prompts.jsonl").touch()
+    with pytest.raises(UserError) as problem:
+        load(tmp_path, tmp_path / "prompt.jsonl")
+    assert str(problem.value).endswith(f"/prompt.jsonl: no such file or folder; did you mean {tmp_path}/prompts.jsonl?")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"prompt\.jsonl: no such file or folder; did you mean prompts\.jsonl\?$"):
+        load(tmp_path, "prompt.jsonl")
+
+
 def test_a_missing_absolute_path_is_rejected(tmp_path):
     with pytest.raises(UserError, match="no such file or folder"):
         load(tmp_path, tmp_path / "nothing")

@@ -240,3 +240,9 @@ def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatc
         after = RawStream(open_set(source_for(tmp_path, "org/name:main"), False, tmp_path).train, None)
         after.seek(json.loads(json.dumps(before.position)))
         assert first + read(after) == whole and len(first) == 7 * batches
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match=rf"^--data_path {tmp_path}/rows\.jsonl: is not a regular file$"):
+        open_set(source_for(tmp_path / "rows.jsonl"), False, tmp_path)

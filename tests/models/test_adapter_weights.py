@@ -175,6 +175,13 @@ def test_an_adapter_file_without_the_head_that_its_config_names_has_no_trained_h
         check_sequence_classifier(str(folder), new_head=False)
 
 
+def test_an_adapter_with_a_head_is_no_language_model(assets, tmp_path):
+    model = load_sequence_classifier(str(assets / "lm"), "fp32", None, True, adapter=LORA)
+    folder = saved(ScalarModel(model), assets, tmp_path / "adapter", merge=False)
+    with pytest.raises(UserError, match="adapter: is a reward model"):
+        check_causal_lm(str(folder))
+
+
 def test_an_adapter_of_a_language_model_starts_a_reward_model(assets, tmp_path, lm):
     model = lm()
     folder = str(saved(PolicyModel(model), assets, tmp_path / "adapter", merge=False))

@@ -15,10 +15,10 @@ from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import (
     check_causal_lm,
-    check_length,
     check_sequence_classifier,
     load_causal_lm,
     load_sequence_classifier,
+    require_length,
 )
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
@@ -161,9 +161,9 @@ def test_a_missing_package_of_an_architecture_is_named(tmp_path):
 
 def test_positions_after_padding_leave_fewer_for_tokens(tmp_path):
     hf.RobertaConfig(**ROBERTA).save_pretrained(tmp_path)
-    check_length(str(tmp_path), 38, "--max_seq_len")
+    require_length(str(tmp_path), 38, "--max_seq_len")
     with pytest.raises(UserError, match="39 tokens goes beyond the 38 positions"):
-        check_length(str(tmp_path), 39, "--max_seq_len")
+        require_length(str(tmp_path), 39, "--max_seq_len")
 
 
 @pytest.mark.parametrize(

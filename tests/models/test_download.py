@@ -6,16 +6,28 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from dschat_ppo.errors import UserError
+from dschat_ppo.models import download as download_module
 from dschat_ppo.models.download import wanted_files
+from dschat_ppo.models.model_files import settings_only
 from dschat_ppo.models.model_folders import model_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER_FORMATS = ("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "onnx/model.onnx",
                  "training_args.bin", "README.md", "tf_model.h5")  # fmt: skip
+
+
+def test_settings_are_all_that_a_dry_run_needs_of_a_model_but_not_of_an_adapter():
+    model = ["config.json", "tokenizer.json", "model.safetensors", "adapter_model.safetensors"]
+    assert download_module.wanted_files(model, weights=False) == ["config.json", "tokenizer.json"]
+    for weights in ("adapter_model.safetensors", "adapter_model.bin"):
+        assert download_module.wanted_files(["adapter_config.json", weights], weights=False)[1:] == [weights]
 
 
 @pytest.mark.parametrize(
@@ -118,3 +130,32 @@ def test_a_download_fetches_one_format_and_is_used_again_without_network(hub, tm
 def test_a_malformed_name_is_explained():
     with pytest.raises(UserError, match=r"--critic some/mo\^del: neither .* Repo id must use alphanumeric"):
         model_folder("some/mo^del", "--critic")
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_dry_run_downloads_settings_and_no_weights(monkeypatch, tmp_path, reachable):
+    files = ["config.json", "model.safetensors", "sub/config.json", "tokenizer.json", "pytorch_model.bin"]
+    asked = []
+
+    def model_info(self, name, **settings):
+        if not reachable:
+            raise ConnectionError("no network")
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in files])
+
+    def snapshot_download(name, **settings):
+        asked.append(settings)
+        if settings.get("local_files_only") and "config.json" not in settings["allow_patterns"]:
+            raise LocalEntryNotFoundError("weights are not there")
+        return str(tmp_path)
+
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with settings_only():
+        assert download_module.download("org/model") == str(tmp_path)
+    if reachable:
+        assert asked == [{"revision": None, "allow_patterns": ["config.json", "tokenizer.json"]}]
+        return
+    assert "config.json" in asked[-1]["allow_patterns"] and asked[-1]["local_files_only"]
+    with pytest.raises(FileNotFoundError):  # a run needs the weights
+        download_module.download("org/model")

@@ -33,12 +33,13 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import (
     check_causal_lm,
-    check_length,
     check_sequence_classifier,
     check_vocabulary,
     load_causal_lm,
     load_config,
     load_sequence_classifier,
+    report_length,
+    require_length,
 )
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -136,6 +137,14 @@ def test_a_model_with_a_head_gives_no_message(assets, said):
 def test_a_model_without_head_is_refused_where_a_trained_head_is_needed(assets):
     with pytest.raises(UserError, match="no trained scalar head"):
         load_sequence_classifier(str(assets / "lm"), "fp32", None, new_head=False)
+
+
+def test_a_reward_model_is_refused_where_a_language_model_is_needed(assets, tmp_path):
+    with pytest.raises(UserError, match=r"reward: is a reward model.* \(score.weight\).*give a causal language model"):
+        check_causal_lm(str(assets / "reward"))
+    other = damaged(tmp_path / "other", lambda weights: weights.update({"v_head.weight": torch.zeros(1, 32)}))
+    with pytest.raises(UserError, match=r"other: is a reward model.* \(v_head.weight\)"):
+        check_causal_lm(str(other))
 
 
 def damaged(folder, change):
@@ -358,12 +367,28 @@ def test_truncated_weights_are_named(tmp_path, load):
 def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_warned_about(tmp_path, said):
     GPT2Config(n_positions=32).save_pretrained(tmp_path / "gpt2")
     tiny_config().save_pretrained(tmp_path / "llama")
-    check_length(str(tmp_path / "gpt2"), 32, "--max_seq_len")
+    require_length(str(tmp_path / "gpt2"), 32, "--max_seq_len")
     with pytest.raises(UserError, match="--max_seq_len of 33 tokens.*32 positions"):
-        check_length(str(tmp_path / "gpt2"), 33, "--max_seq_len")
-    check_length(str(tmp_path / "llama"), 128, "--max_seq_len")
-    assert said == []
-    check_length(str(tmp_path / "llama"), 129, "--max_seq_len")
+        require_length(str(tmp_path / "gpt2"), 33, "--max_seq_len")
+    for length in (128, 129):
+        require_length(str(tmp_path / "llama"), length, "--max_seq_len")
+        report_length([str(tmp_path / "llama")], length, "--max_seq_len", is_default=False)
+    assert len(said) == 1
     assert "129 tokens" in said[0]
     with pytest.raises(UserError, match="128 positions"):
-        check_length(str(tmp_path / "llama"), 513, "--max_seq_len")
+        require_length(str(tmp_path / "llama"), 513, "--max_seq_len")
+
+
+def test_a_default_length_beyond_the_positions_of_models_is_one_note(tmp_path, said):
+    for name, positions in (("long", 256), ("short", 64), ("middle", 128)):
+        tiny_config(max_position_embeddings=positions).save_pretrained(tmp_path / name)
+    folders = [str(tmp_path / name) for name in ("long", "short", "middle")]
+    report_length(folders, 200, "--max_seq_len", is_default=True)
+    [line] = said
+    assert line.startswith("note: --max_seq_len: the default of 200 tokens") and f"64 positions of {folders[1]}" in line
+    report_length(folders, 64, "--max_seq_len", is_default=False)
+    assert len(said) == 1
+    report_length(folders, 65, "--max_seq_len", is_default=False)
+    assert said[1].startswith("--max_seq_len of 65 tokens goes beyond the 64 positions") and "not trained" in said[1]
+    require_length(folders[1], 65, "--max_seq_len")
+    assert len(said) == 2

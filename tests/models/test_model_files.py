@@ -1,13 +1,17 @@
 """Model folders without a model: absurd settings, shapes of weights, old buffers."""
 
 import json
+import os
+from shutil import copytree
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.loading import check_causal_lm, check_sequence_classifier
 from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, odd_expert, weight_files
+from dschat_ppo.models.model_folders import adapter_weights
 
 
 @pytest.mark.parametrize(
@@ -72,3 +76,37 @@ def test_an_expert_whose_shape_differs_from_the_others_of_its_layer_is_found():
     assert odd_expert({**shapes, "embed.weight": (9, 9)}) is None
     odd = "layers.1.mlp.experts.0.up.weight"
     assert odd_expert({**shapes, odd: (5, 7)}) == f"{odd} [5, 7], other experts [5, 8]"
+
+
+class LeavesAMark:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize("load", [check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)])
+def test_a_pickle_with_code_is_refused_in_one_line_and_does_not_run(assets, tmp_path, load):
+    copytree(assets / "lm", tmp_path / "lm")
+    weights = load_file(tmp_path / "lm" / "model.safetensors")
+    (tmp_path / "lm" / "model.safetensors").unlink()
+    file = tmp_path / "lm" / "pytorch_model.bin"
+    torch.save({**weights, "more": LeavesAMark(str(tmp_path / "mark"))}, file)
+    message = rf"{file}: holds more than weights \(it calls posix.mkdir\).*save_file\(torch.load\('{file}'"
+    with pytest.raises(UserError, match=message) as caught:
+        load(str(tmp_path / "lm"))
+    assert "\n" not in str(caught.value) and "PyTorch 2.6" not in str(caught.value)
+    torch.save([1, 2], file)
+    with pytest.raises(UserError, match="must hold tensors by name"):
+        load(str(tmp_path / "lm"))
+    assert not (tmp_path / "mark").exists()
+    torch.save(weights, file)
+    load(str(tmp_path / "lm"))
+
+
+def test_an_old_adapter_with_code_is_refused_too(tmp_path):
+    torch.save({"more": LeavesAMark(str(tmp_path / "mark"))}, tmp_path / "adapter_model.bin")
+    with pytest.raises(UserError, match="adapter_model.bin: holds more than weights"):
+        adapter_weights(str(tmp_path), "default")
+    assert not (tmp_path / "mark").exists()

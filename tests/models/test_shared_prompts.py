@@ -1,5 +1,7 @@
 """Rows that begin alike, run with their beginning once, against each row alone in plain transformers."""
 
+import itertools
+
 import pytest
 import torch
 from test_forward import PACKED, TEMPERATURE, VOCABULARY, both, model_of, rows_alone, scores_alone
@@ -88,6 +90,52 @@ def test_groups_leave_the_fewest_tokens():
     assert {row % 2 for row in order[:2]} != {row % 2 for row in order[2:]}
     alone = ids[:2]  # one answer to each: the template is worth sharing
     assert sorted(common_beginnings(alone, torch.full((2,), 33))[1]) == [0, 10]
+
+
+def groups_by_trying_all(common):
+    """Groups of sorted rows that share `common` first tokens with the next, by trying every start for every end."""
+    saved, begin = [0], [0]
+    for end in range(1, len(common) + 2):
+        best, start = saved[-1], end - 1
+        for first in range(end - 2, -1, -1):
+            shared = min(common[first : end - 1])
+            total = saved[first] + (end - 1 - first) * shared
+            if shared >= 8 and total > best:
+                best, start = total, first
+        saved.append(best)
+        begin.append(start)
+    groups, end = [], len(common) + 1
+    while end > 0:
+        groups.append((begin[end], end))
+        end = begin[end]
+    return groups
+
+
+def test_random_rows_are_grouped_as_by_trying_all_groups():
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(150):
+        rows, width = (int(torch.randint(1, most, (), generator=generator)) for most in (24, 8))
+        ids = torch.randint(0, 2, (rows, width), generator=generator).repeat_interleave(5, dim=1)
+        lengths = torch.randint(1, 5 * width + 1, (rows,), generator=generator)
+        words = [row[:size].tolist() for row, size in zip(ids, lengths.tolist(), strict=True)]
+        order, shared, leaders = common_beginnings(ids, lengths)
+        common = [
+            next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+            for one, two in itertools.pairwise(words[row] for row in order)
+        ]
+        wanted_shared, wanted_leaders = [0] * rows, list(range(rows))
+        for start, end in groups_by_trying_all(common):
+            for row in order[start + 1 : end]:
+                wanted_shared[row], wanted_leaders[row] = min(common[start : end - 1]), order[start]
+        assert (shared, leaders) == (wanted_shared, wanted_leaders)
+
+
+def test_of_groupings_that_save_the_same_the_smaller_groups_are_chosen():
+    """Ten tokens are common to four rows, and twenty to the first two: 3 x 10 = 20 + 10."""
+    ids = torch.arange(1, 5).unsqueeze(1).repeat(1, 25)  # ids of one byte: rows are sorted by them
+    ids[1, :20] = ids[0, :20]
+    ids[:, :10] = 7
+    assert common_beginnings(ids, torch.full((4,), 25)) == ([0, 1, 2, 3], [0, 20, 0, 10], [0, 0, 2, 2])
 
 
 def test_a_beginning_ends_with_the_shorter_row_and_never_holds_padding():

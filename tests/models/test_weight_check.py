@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Lla
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import weight_check
+from dschat_ppo.models.model_files import settings_only
 from dschat_ppo.models.weight_check import check_weights
 
 
@@ -62,3 +63,21 @@ def test_a_model_that_does_not_fit_is_refused_each_time(folder):
     for _ in range(2):
         with pytest.raises(UserError, match="wrong shape: model.layers.0.mlp.down_proj.weight, "):
             check_weights(AutoModelForCausalLM, str(folder), config)
+
+
+def test_a_folder_without_weights_is_refused_unless_settings_alone_count(folder, compared, said):
+    (folder / "model.safetensors").unlink()
+    config = AutoConfig.from_pretrained(folder)
+    with settings_only():
+        assert check_weights(AutoModelForCausalLM, str(folder), config) == set()
+        assert check_weights(LlamaForSequenceClassification, str(folder), config) == set()
+    assert compared == []
+    assert said == [f"note: {folder} holds no weights, so they are not compared with its config.json"]
+    with pytest.raises(UserError, match="its weights cannot be read"):
+        check_weights(AutoModelForCausalLM, str(folder), config)
+
+
+def test_weights_that_are_there_are_compared_also_where_settings_alone_count(folder):
+    change(folder, **{"model.other.weight": torch.zeros(1)})
+    with settings_only(), pytest.raises(UserError, match="unexpected: model.other.weight"):
+        check_weights(AutoModelForCausalLM, str(folder), AutoConfig.from_pretrained(folder))

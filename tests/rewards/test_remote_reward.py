@@ -1,11 +1,13 @@
 """The remote reward against a local server with every kind of fault."""
 
+import gzip
 import json
 import os
 import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -127,6 +129,12 @@ def test_a_permanent_error_ends_after_all_attempts(serve):
     assert len(service.requests) == 3
 
 
+def test_a_reply_that_would_command_a_terminal_is_quoted_in_one_line(serve):
+    service = serve((500, b"\x1b[2Jno\r\nmemory"))
+    with pytest.raises(RewardServiceError, match=r"status 500: \\x1b\[2Jno\\r\\nmemory$"):
+        ask(service.url)
+
+
 def test_a_retry_uses_the_next_address(serve):
     bad, good = serve((500, b"")), serve(ok(1, 2, 3))
     assert ask(bad.url, good.url).tolist() == [1, 2, 3]
@@ -246,6 +254,116 @@ def test_a_reply_sent_byte_by_byte_times_out(serve):
     with pytest.raises(RewardServiceError, match="no complete reply in 0.2 s"):
         ask(serve(drip).url, timeout=0.2, retries=1)
     assert 0.4 < time.monotonic() - started < 4.0
+
+
+def endless(first: bytes, part: bytes, pause: float = 0.0):
+    """Sends `first`, then `part` again and again, on the plain socket."""
+
+    def send(handler):
+        with suppress(OSError):
+            handler.connection.sendall(first)
+            while True:
+                handler.connection.sendall(part)
+                time.sleep(pause)
+
+    return send
+
+
+OK_HEAD = b"HTTP/1.1 200 OK\r\n"
+SLOW = {
+    "status line": (b"HTTP/1.1 2", b"0"),
+    "header": (OK_HEAD + b"X: ", b"y"),
+    "headers": (OK_HEAD, b"X: y\r\n"),
+    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "chunk size": (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"0"),
+    "chunks": (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    "trailer": (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n"),
+    "body": (OK_HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", b" "),
+}
+
+
+@pytest.mark.parametrize("part", SLOW)
+def test_a_reply_that_never_ends_times_out(serve, part):
+    started = time.monotonic()
+    with pytest.raises(RewardServiceError, match="no complete reply in 0.5 s"):
+        ask(serve(endless(*SLOW[part], pause=0.02)).url, timeout=0.5, retries=0)
+    assert 0.4 < time.monotonic() - started < 3.0
+
+
+FAST = {
+    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000, "longer than 100000 bytes"),
+    "chunks": (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n" * 1000, "longer than 100000"),
+    "trailer": (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n" * 1000, "longer than 100000"),
+    "body": (OK_HEAD + b"\r\n", b" " * 10_000, "longer than 100000"),
+    "declared": (OK_HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", b" " * 10_000, "longer than 100000"),
+    "headers": (OK_HEAD, b"X: y\r\n" * 1000, "more than 100 headers"),
+    "header": (OK_HEAD + b"X: ", b"y" * 10_000, "more than 65536 bytes"),
+}
+
+
+@pytest.mark.parametrize("part", FAST)
+def test_a_fast_reply_that_never_ends_is_cut(serve, part, monkeypatch):
+    monkeypatch.setattr(remote_reward, "_MOST_BYTES", 100_000)
+    monkeypatch.setattr(remote_reward, "_MOST_OTHER_BYTES", 50_000)
+    first, again, problem = FAST[part]
+    with pytest.raises(RewardServiceError, match=problem):
+        ask(serve(endless(first, again)).url, timeout=20.0, retries=0)
+
+
+def test_a_compressed_reply_is_refused_not_decompressed(serve):
+    body = gzip.compress(b'{"rewards": [1, 2, 3]}')
+
+    def reply(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", "gzip")
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    service = serve(reply)
+    with pytest.raises(RewardServiceError, match=r"compressed \(gzip\)"):
+        ask(service.url)
+    assert service.headers[0]["Accept-Encoding"] == "identity"
+
+
+@pytest.mark.parametrize(
+    "lines", [b"Content-Length: -5", b"Content-Length: five", b"Content-Length: 22\r\nContent-Length: 22"]
+)
+def test_odd_lengths_of_a_reply(serve, lines):
+    def reply(handler):
+        handler.connection.sendall(OK_HEAD + lines + b"\r\n\r\n" + ok(1, 2, 3)[1])
+        handler.connection.shutdown(socket.SHUT_RDWR)
+
+    assert ok(1, 2, 3)[1] == b'{"rewards": [1, 2, 3]}'
+    assert ask(serve(reply).url, retries=0).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        (400, b"\x1b[2J\r\nerror: forged"),
+        (500, b"\x1b[2J" + b"long " * 10_000),
+        (200, b"\x1b[2J\r\n"),
+        (200, b'{"rewards": [1, "\\u001b[2J' + b"long " * 10_000 + b'", 3]}'),
+        lambda handler: handler.connection.sendall(b"\x1b[2J" + b"long " * 5_000 + b"\r\n\r\n"),
+        lambda handler: handler.connection.sendall(OK_HEAD + b"Content-Encoding: \x1b[2J\r\nContent-Length: 0\r\n\r\n"),
+    ],
+    ids=range(6),
+)
+def test_a_message_shows_little_of_a_reply_and_no_control_characters(serve, entry):
+    with pytest.raises(RewardServiceError) as failure:
+        ask(serve(entry).url, retries=0)
+    assert str(failure.value).isprintable() and len(str(failure.value)) < 900
+
+
+def test_a_service_that_does_not_read_the_request(serve):
+    """The body is larger than what the sockets hold."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        request = RewardRequest(["p" * 30_000_000], [""], [{}])
+        started = time.monotonic()
+        with pytest.raises(RewardServiceError, match="no complete reply in 0.3 s"):
+            RemoteReward([f"http://127.0.0.1:{service.getsockname()[1]}/"], 0.3, 0, 1)(request, None)
+        assert time.monotonic() - started < 5.0
 
 
 def cut_short(handler):

@@ -105,7 +105,7 @@ def test_cpu_time_is_limited():
 
 
 def test_wall_time_is_limited():
-    assert 0.4 < seconds_of("import time; time.sleep(60)", Limits(wall_seconds=0.5)) < 3
+    assert 1.4 < seconds_of("import time; time.sleep(60)", Limits(wall_seconds=1.5)) < 6
 
 
 def test_tests_passed_before_the_time_limit_count():
@@ -225,8 +225,11 @@ def test_the_environment_is_empty(namespaces, monkeypatch):
 
 
 def test_missing_isolation_is_reported():
-    assert run_tests("", [], LIMITS, namespaces=False).missing == ["network", "files", "processes"]
-    assert set(MISSING) <= {"network", "files", "processes"}
+    names = ["network", "files", "processes", "calls"]
+    assert run_tests("", [], LIMITS, namespaces=False, filters=False).missing == names
+    without = run_tests("", [], LIMITS, namespaces=False).missing
+    assert without == (names if "calls" in MISSING else ["files", "processes"])
+    assert set(MISSING) <= set(names)
 
 
 def descendants_named(word: str) -> list[str]:
@@ -241,7 +244,7 @@ def descendants_named(word: str) -> list[str]:
 
 def test_no_process_and_no_file_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert not passes("import time; time.sleep(60)", limits=Limits(wall_seconds=0.5))
+    assert not passes("import time; time.sleep(60)", limits=Limits(wall_seconds=2.0))
     assert passes("open('a', 'w').write('a')")
     assert list(tmp_path.iterdir()) == []
     deadline = time.monotonic() + 3

@@ -1,0 +1,82 @@
+"""The types of the settings of a saved adapter, which peft does not check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from dschat_ppo.errors import UserError
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_item, value))
+
+
+def _texts(value: Any) -> bool:
+    return _is_text(value) or _list_of(_is_text)(value)
+
+
+def _by_pattern(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_item, value.values()))
+
+
+# Setting -> (what it must be, whether a value is). null is as good as none, except where peft has another default.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "alpha_pattern": ("an object of numbers", _by_pattern(_is_number)),
+    "base_model_name_or_path": ("text", _is_text),
+    "bias": ("text", _is_text),
+    "exclude_modules": ("text or a list of texts", _texts),
+    "fan_in_fan_out": ("true or false", _is_flag),
+    "init_lora_weights": ("true, false or text", lambda value: _is_flag(value) or _is_text(value)),
+    "layers_pattern": ("text or a list of texts", _texts),
+    "layers_to_transform": (
+        "a number or a list of numbers", lambda value: _is_count(value) or _list_of(_is_count)(value),
+    ),
+    "lora_alpha": ("a finite number", _is_number),
+    "lora_dropout": ("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1),
+    "modules_to_save": ("a list of texts", _list_of(_is_text)),
+    "r": ("an integer above 0", lambda value: _is_count(value) and value > 0),
+    "rank_pattern": ("an object of integers above 0", _by_pattern(lambda value: _is_count(value) and value > 0)),
+    "revision": ("text", _is_text),
+    "target_modules": ("text or a list of texts", _texts),
+    "task_type": ("text", _is_text),
+    "use_dora": ("true or false", _is_flag),
+    "use_rslora": ("true or false", _is_flag),
+}  # fmt: skip
+_NOT_NULL = (
+    "alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "lora_dropout", "r", "rank_pattern",
+    "use_dora", "use_rslora",
+)  # fmt: skip
+
+
+def check_adapter_values(settings: dict[str, Any], file: str) -> None:
+    """Refuse values that peft accepts and then fails on, or computes with.
+
+    Args:
+        settings: of `adapter_config.json`; others than those of LoRA are not checked.
+        file: flag and path, for the message.
+
+    Raises:
+        UserError: a value is of another type, or out of range.
+    """
+    for name, (kind, is_usable) in _KINDS.items():
+        value = settings.get(name)
+        if name in settings and not (is_usable(value) if value is not None else name not in _NOT_NULL):
+            raise UserError(f"{file}: '{name}' must be {kind}; it is {repr(value)[:80]}")

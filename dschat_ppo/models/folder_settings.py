@@ -1,0 +1,85 @@
+"""Settings of a model folder that name code or other files. The folder chooses neither.
+
+transformers lets `config.json` name an attention or experts kernel, which it fetches from the hub and runs where the
+package `kernels` is installed; Python files (`auto_map`); another file of weights; and a quantisation, whose back ends
+fetch kernels too. Flags of this project choose the attention, and all models are loaded unquantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import UserError
+
+KERNELS = ("attn_implementation", "experts_implementation")
+# Left out, with a note. transformers reads some of them with an underscore too.
+IGNORED = (*KERNELS, "auto_map", "custom_generate", "custom_pipelines", "kernel_config", "use_kernels")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")  # a setting; `--dtype` chooses the dtype of a run
+
+
+def check_folder_settings(settings: dict[str, Any], folder: str, refused: str) -> None:
+    """Refuse settings whose weights this project cannot read, and note those that it ignores.
+
+    Args:
+        settings: of `config.json`.
+        folder: of the model.
+        refused: beginning of the error message.
+
+    Raises:
+        UserError: the weights are quantised, or in a file of another name, or their dtype is none of PyTorch's.
+    """
+    for name, value in _all_settings(settings):
+        if name == "quantization_config" and value:
+            method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
+            raise UserError(
+                f"{refused}: its weights are quantised ('quantization_config', method {method}); use the model with "
+                "unquantised weights, and --load_in_4bit for QLoRA"
+            )
+        if name == "transformers_weights" and value:
+            raise UserError(
+                f"{refused}: 'transformers_weights' names another file of weights; rename that file to "
+                "model.safetensors and remove the setting"
+            )
+        if name in ("dtype", "torch_dtype") and value is not None and _plain(value) not in DTYPES:
+            raise UserError(f"{refused}: '{name}' must be one of {', '.join(DTYPES)}; it is {value!r}")
+    names = sorted({name for name, value in _all_settings(settings) if name.strip("_") in IGNORED and value})
+    if names:
+        _note(folder, ", ".join(names))
+
+
+def _plain(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _note(folder: str, names: str) -> None:
+    """Once for a folder, which is read several times."""
+    logger().warning(f"{folder}: {names} in config.json is ignored; a model folder does not choose code")
+
+
+def _all_settings(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values, those of nested configurations such as `text_config` too."""
+    for name, value in settings.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from _all_settings(value)
+
+
+def without_code(config: PretrainedConfig) -> PretrainedConfig:
+    """`config`, changed in place: transformers chooses its kernels, and no setting names code.
+
+    The model is saved with this configuration, so the names do not reach later users of the saved folder either.
+    """
+    config._attn_implementation = None  # those of nested configurations too
+    config._experts_implementation = None
+    nested = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    for part in (config, *nested):
+        for name in IGNORED:
+            if name in vars(part):
+                delattr(part, name)
+    return config

@@ -1,0 +1,20 @@
+"""Short names of folders, and paths from the working directory."""
+
+from dschat_ppo.common.paths import short_names, shown_path
+
+
+def test_names_are_the_shortest_ends_that_differ(tmp_path):
+    paths = [tmp_path / "a" / "1" / "ppo", tmp_path / "b" / "1" / "ppo", tmp_path / "b" / "2" / "ppo"]
+    assert short_names(paths[:1]) == ["ppo"]
+    assert short_names(paths[:2]) == ["a", "b"]
+    assert short_names(paths) == ["a/1", "b/1", "b/2"]
+    assert short_names([tmp_path / "sft", tmp_path / "ppo"]) == ["sft", "ppo"]
+
+
+def test_a_path_in_the_working_directory_is_shown_relative_to_it(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert shown_path(tmp_path / "here/out/sft") == "out/sft"
+    assert shown_path(f"{tmp_path}/here/data.jsonl:0.5") == "data.jsonl:0.5"
+    for other in (f"{tmp_path}/hereafter/x", f"{tmp_path}/here", "out/sft", "--model", str(tmp_path)):
+        assert shown_path(other) == other

@@ -1,0 +1,130 @@
+"""Hostile chat templates end within seconds, and limits leave ordinary renderings and the process as they were."""
+
+import mmap
+import multiprocessing
+import resource
+import signal
+import threading
+import time
+
+import pytest
+
+from dschat_ppo.data import template_limits
+from dschat_ppo.data.chat_templates import has_power, template_of_file
+from dschat_ppo.data.template_limits import rendered_within_limits
+from dschat_ppo.data.templates import render
+from dschat_ppo.errors import UserError
+from dschat_ppo.tools.toy import make_tokenizer
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
+DOUBLING = (
+    "{% set n = namespace(text='x' * 9999) %}{% for a in range(40) %}{% set n.text = n.text ~ n.text %}{% endfor %}"
+    "{{ n.text }}{{ messages }}"
+)
+HUGE = "{{ 'x' * 9999999999 }}{{ messages }}"
+LONG = "{{ 'x' * 20000000 }}{{ messages }}"
+SQUARES = (
+    "{% set n = namespace(x=99999) %}{% for a in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}"
+    "{{ n.x }}{{ messages }}"
+)
+
+
+@pytest.fixture
+def tokenizer(monkeypatch):
+    monkeypatch.setattr(template_limits, "SECONDS", 0.5)
+    monkeypatch.setattr(template_limits, "_EXCEEDED", {})
+    return make_tokenizer(["a few words to merge"])
+
+
+@pytest.mark.parametrize(
+    "template, limit",
+    [(ENDLESS, "0.5 s"), (DOUBLING, "1 GiB of memory"), (HUGE, "1 GiB of memory"), (LONG, "16,777,216 characters"),
+     (SQUARES, "0.5 s")],
+    ids=["endless", "doubling", "huge", "long", "squares"],
+)  # fmt: skip
+def test_a_hostile_template_ends_within_seconds(tokenizer, template, limit):
+    tokenizer.chat_template = template
+    limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    start = time.process_time()
+    with pytest.raises(UserError, match=f"the chat template needs more than {limit} for one conversation"):
+        render(tokenizer, MESSAGES, open_answer=True)
+    assert time.process_time() - start < 15
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert signal.getsignal(signal.SIGVTALRM) is handler
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def _render_beside(mebibytes: int, template: str) -> str:
+    """In a forked worker that has mapped this much memory since the fork."""
+    mapped = mmap.mmap(-1, mebibytes << 20)
+    try:
+        return rendered_within_limits(template, lambda: len(bytes(64 << 20)))
+    finally:
+        mapped.close()
+
+
+def test_a_forked_worker_counts_its_own_memory():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(_render_beside, (1500, "{{ messages }}")) == str(64 << 20)
+
+
+def test_further_rows_do_not_wait_for_a_template_that_exceeded_a_limit(tokenizer):
+    tokenizer.chat_template = ENDLESS
+    for _ in range(2):
+        start = time.process_time()
+        with pytest.raises(UserError, match="more than 0.5 s"):
+            render(tokenizer, MESSAGES, open_answer=True)
+    assert time.process_time() - start < 0.2
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 9 ** 9 ** 9 }}", "{% if messages %}{{ messages|length ** 99999999 }}{% endif %}"]
+)
+def test_powers_are_refused_before_anything_computes_them(tokenizer, tmp_path, template):
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=r"computes a power \(\*\*\)"):
+        render(tokenizer, MESSAGES, open_answer=True)
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    with pytest.raises(UserError, match=r"computes a power \(\*\*\)"):
+        template_of_file(str(file))
+
+
+def test_stars_in_text_are_no_power(tokenizer):
+    tokenizer.chat_template = (
+        "{% generation %}**{% endgeneration %}{% for m in messages %}{{ m.content * 2 }}{% endfor %}"
+    )
+    assert not has_power(tokenizer.chat_template)
+    assert render(tokenizer, MESSAGES, open_answer=True) == "**hellohello"
+
+
+def test_a_thread_renders_without_a_timer(tokenizer):
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    found = []
+    thread = threading.Thread(target=lambda: found.append(render(tokenizer, MESSAGES, open_answer=True)))
+    thread.start()
+    thread.join()
+    assert found == ["hello"]
+
+
+def test_an_error_in_the_template_keeps_its_message(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match="the chat template rejects these messages: roles must alternate"):
+        render(tokenizer, MESSAGES, open_answer=True)
+
+
+def test_without_a_proc_file_system_time_is_bounded_still(tokenizer, monkeypatch):
+    monkeypatch.setattr(template_limits, "_HAS_PAGES", False)
+    with pytest.raises(UserError, match="more than 0.5 s"):
+        rendered_within_limits("", lambda: [None for _ in iter(int, 1)])
+
+
+@pytest.mark.parametrize("start", ["{{ " + "[" * 100_000, "{{ " + "(" * 150 + "messages" + ")" * 150 + " }}"])
+def test_a_template_that_is_nested_too_deeply_is_refused(tmp_path, tokenizer, start):
+    (tmp_path / "deep.jinja").write_text(start)
+    with pytest.raises(UserError, match=r"^--chat_template .*deep\.jinja: cannot be parsed: "):
+        template_of_file(str(tmp_path / "deep.jinja"))
+    tokenizer.chat_template = start
+    with pytest.raises(UserError, match="chat template"):
+        render(tokenizer, MESSAGES, open_answer=True)

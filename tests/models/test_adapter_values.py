@@ -1,0 +1,57 @@
+"""Values of adapter_config.json that peft accepts and fails on."""
+
+import json
+
+import pytest
+from peft import LoraConfig
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.adapter_values import check_adapter_values
+from dschat_ppo.models.adapters import AdapterSettings, ignored_flags
+from dschat_ppo.models.model_folders import read_adapter_config
+
+GOOD = {
+    "peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"a": 2}, "alpha_pattern": {"a": 0.5},
+    "target_modules": ["q"], "modules_to_save": None, "layers_to_transform": [0, 1], "lora_dropout": 0.1,
+}  # fmt: skip
+
+
+def test_what_peft_itself_writes_passes(tmp_path):
+    for more in ({}, {"target_modules": "all-linear"}, {"use_dora": True}, {"layers_to_transform": 1}):
+        LoraConfig(r=2, **{"target_modules": ["q", "v"], **more}).save_pretrained(tmp_path)
+        check_adapter_values(json.loads((tmp_path / "adapter_config.json").read_text()), "--model")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("r", "4", "an integer above 0"),
+        ("r", 0, "an integer above 0"),
+        ("r", True, "an integer above 0"),
+        ("r", None, "an integer above 0"),
+        ("lora_alpha", float("nan"), "a finite number"),
+        ("lora_alpha", [8], "a finite number"),
+        ("lora_dropout", 1.0, "a number from 0 to below 1"),
+        ("rank_pattern", "{}", "an object of integers above 0"),
+        ("rank_pattern", {"a": "4"}, "an object of integers above 0"),
+        ("alpha_pattern", [1], "an object of numbers"),
+        ("target_modules", [1], "text or a list of texts"),
+        ("layers_to_transform", ["0"], "a number or a list of numbers"),
+        ("modules_to_save", "score", "a list of texts"),
+        ("use_dora", "true", "true or false"),
+    ],
+)
+def test_a_value_of_another_type_is_named(tmp_path, name, value, kind):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(GOOD))
+    assert read_adapter_config(str(tmp_path), "--model") == GOOD
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**GOOD, name: value}))
+    with pytest.raises(UserError, match=f"adapter_config.json: '{name}' must be {kind}; it is "):
+        read_adapter_config(str(tmp_path), "--model")
+
+
+def test_settings_that_do_not_go_together_are_refused_in_one_line(tmp_path):
+    saved = {**GOOD, "layers_pattern": "h", "layers_to_transform": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    settings = AdapterSettings(4, 8, 0.0, None, rslora=False, dora=False, freeze_base=True)
+    with pytest.raises(UserError, match=rf"^{tmp_path}: its adapter_config.json cannot be used: .*layers_to_transform"):
+        ignored_flags(str(tmp_path), settings)

@@ -1,0 +1,132 @@
+"""A model folder names no code: traps that leave a mark if anything of a folder is run or fetched."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.folder_settings import IGNORED
+from dschat_ppo.models.loading import load_causal_lm, load_config
+from dschat_ppo.models.model_files import check_settings
+
+KERNEL = "some-org/some-kernel"
+TRAP = """\
+import os
+class Anything:
+    def __init__(self, *a, **k): pass
+    def __call__(self, *a, **k): return Anything()
+    def __getattr__(self, name): return Anything()
+def get_kernel(*a, **k):
+    open(os.environ["MARK"], "a").write(f"fetched {a}\\n")
+    raise RuntimeError("the kernel was fetched")
+def __getattr__(name):
+    if name.startswith("__"): raise AttributeError(name)
+    return (lambda *a, **k: lambda decorated: decorated) if name.startswith("use_") else Anything()
+"""
+CODE = "import os\nopen(os.environ['MARK'], 'a').write('was run\\n')\nclass Own: pass\ndef generate(model): pass\n"
+MAP = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]}
+# The kinds of traps: settings of config.json, and other files of the folder.
+TRAPS = {
+    "attention": ({"attn_implementation": KERNEL}, {}),
+    "inner attention": ({"_attn_implementation": KERNEL, "_attn_implementation_internal": KERNEL}, {}),
+    "experts": ({"experts_implementation": KERNEL}, {}),
+    "auto_map": ({"auto_map": MAP}, {"own.py": CODE}),
+    "of the hub": ({"auto_map": {"AutoModelForCausalLM": "some-org/some-model--own.Own"}}, {}),
+    "generate": ({}, {"custom_generate/generate.py": CODE}),
+    "named": ({"custom_generate": KERNEL}, {"generation_config.json": json.dumps({"custom_generate": KERNEL})}),
+}  # fmt: skip
+LOADS = """\
+import os, sys, transformers
+from pathlib import Path
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.tokenizers import load_tokenizer
+mark = Path(os.environ["MARK"])
+for folder in sys.argv[2:]:
+    load_tokenizer(folder, "--model")
+    model = load_causal_lm(folder, "fp32", None)
+    load_sequence_classifier(folder, "fp32", None, new_head=True)
+    model.save_pretrained(folder + " saved")
+    assert not mark.exists(), folder + ": " + mark.read_text()
+try:  # the trap itself works: transformers alone falls into it
+    transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except (RuntimeError, ValueError):
+    pass
+print(mark.read_text())
+"""
+
+
+def changed(assets, folder, settings, files=None):
+    """A copy of the language model with these settings and files."""
+    copytree(assets / "lm", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    for name, text in (files or {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_no_trap_of_a_folder_runs_where_kernels_is_installed(assets, tmp_path):
+    package, about = tmp_path / "path" / "kernels", tmp_path / "path" / "kernels-0.18.2.dist-info"
+    for folder, name, text in (
+        (package, "__init__.py", TRAP), (about, "METADATA", "Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n"),
+        (about, "top_level.txt", "kernels\n"),
+    ):  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    folders = [str(changed(assets, tmp_path / name, *trap)) for name, trap in TRAPS.items()]
+    paths = [str(package.parent), str(Path(__file__).parents[2])]
+    environment = os.environ | {"MARK": str(tmp_path / "mark"), "PYTHONPATH": os.pathsep.join(paths)}
+    run = subprocess.run(
+        [sys.executable, "-c", LOADS, folders[0], *folders], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert f"fetched ('{KERNEL}'," in run.stdout  # by transformers alone
+    for folder in folders:
+        saved = json.loads((Path(folder + " saved") / "config.json").read_text())
+        assert not {name.strip("_") for name in saved} & set(IGNORED), folder
+    ignored = [line for line in run.stdout.splitlines() if "does not choose code" in line]
+    assert len(ignored) == 6  # one for each folder whose config.json has such a setting
+
+
+def test_settings_of_nested_configurations_are_ignored_too(assets, tmp_path):
+    from transformers import Gemma3Config, Gemma3TextConfig
+
+    text = Gemma3TextConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    Gemma3Config(text_config=text.to_dict()).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["text_config"] |= {"attn_implementation": KERNEL, "auto_map": MAP}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = load_config(str(tmp_path), "--model")
+    assert config.text_config._attn_implementation is None
+    assert not hasattr(config.text_config, "auto_map")
+
+
+@pytest.mark.parametrize("method", ["gptq", "mxfp4", "bitsandbytes", "xyz"])
+def test_quantised_weights_are_refused(assets, tmp_path, method):
+    folder = changed(assets, tmp_path / "lm", {"quantization_config": {"quant_method": method}})
+    with pytest.raises(UserError, match=f"its weights are quantised .*method {method}.*unquantised weights"):
+        load_causal_lm(str(folder), "fp32", None)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"transformers_weights": "../other.safetensors"}, "'transformers_weights' names another file of weights"),
+        ({"dtype": "save"}, "'dtype' must be one of auto, float32, .*; it is 'save'"),
+        ({"torch_dtype": ["float32"]}, "'torch_dtype' must be one of"),
+    ],
+)
+def test_settings_that_name_files_or_functions_are_refused(assets, tmp_path, settings, message):
+    with pytest.raises(UserError, match=message):
+        load_config(str(changed(assets, tmp_path / "lm", settings)), "--model")
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "torch.bfloat16", "auto"])
+def test_dtypes_of_pytorch_are_accepted(assets, tmp_path, dtype):
+    check_settings(str(changed(assets, tmp_path / "lm", {"dtype": dtype, "quantization_config": None})), "--model")
