@@ -1,0 +1,197 @@
+"""What one model of a run holds on each rank: weights, gradients and optimizer states, as formulas.
+
+Notation: P parameters, T of them train, N ranks, s bytes of a number of the run's dtype. Sources: DeepSpeed's
+`bf16_optimizer.py`, `stage_1_and_2.py` and `stage3.py`; Rajbhandari et al. 2020 (ZeRO, section 3) for the idea.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dschat_ppo.engine.ds_config import BUCKET_SIZE
+from dschat_ppo.planner.model_parts import ModelParts
+
+FP32 = 4  # bytes
+MASTER, MOMENTS = FP32, 2 * FP32  # bytes of the fp32 weight and of the two moments of AdamW, for each parameter
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+# ZeRO-3 prefetches and keeps gathered at most so many numbers (DeepSpeed's defaults for stage3_max_live_parameters).
+LIVE_NUMBERS = 1_000_000_000
+# DeepSpeed's default of reduce_bucket_size and allgather_bucket_size, which a run on a CPU has.
+CPU_BUCKET = 500_000_000
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, on its device and in host memory."""
+
+    device: int = 0
+    host: int = 0
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(self.device + other.device, self.host + other.host)
+
+    @classmethod
+    def of(cls, size: float, on_host: bool = False) -> Memory:
+        """`size` bytes in one of the two places."""
+        return cls(0, int(size)) if on_host else cls(int(size), 0)
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model of a run, and how its engine holds it.
+
+    Attributes:
+        name: such as "actor".
+        parts: of the model.
+        dtype: "bf16", "fp16" or "fp32".
+        ranks: over which ZeRO divides.
+        stage: of ZeRO, as it runs (`running_stage`).
+        trains: whether it has an optimizer.
+        checkpoints: gradient checkpointing.
+        offloads_optimizer: optimizer states are in host memory.
+        offloads_weights: at stage 3, weights are in host memory.
+        kept_whole: at stage 3, each rank keeps the gathered weights between two updates (`engine/whole_weights.py`).
+        shared: parameters of another role's frozen base that it uses; they count there.
+        on_gpu: the device is a GPU.
+        bits: of the quantised weights under LoRA (QLoRA); 0: not quantised.
+    """
+
+    name: str
+    parts: ModelParts
+    dtype: str
+    ranks: int
+    stage: int
+    trains: bool
+    checkpoints: bool = False
+    offloads_optimizer: bool = False
+    offloads_weights: bool = False
+    kept_whole: bool = False
+    shared: int = 0
+    on_gpu: bool = False
+    bits: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number, s."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def own(self) -> int:
+        """Parameters that this role holds itself, P."""
+        return self.parts.total - self.shared
+
+    @property
+    def trained(self) -> int:
+        """Parameters that train, T."""
+        return self.parts.trained if self.trains else 0
+
+    @property
+    def part(self) -> int:
+        """Trained parameters whose optimizer states this rank holds: T / N from stage 1 on, else T."""
+        return -(-self.trained // self.ranks) if self.stage > 0 else self.trained
+
+    @property
+    def bucket(self) -> int:
+        """Numbers of a bucket of gradients: no more than there are to reduce."""
+        return min(BUCKET_SIZE if self.on_gpu else CPU_BUCKET, self.trained)
+
+    @property
+    def whole_weights(self) -> int:
+        """Bytes of all weights that this role holds itself: s P, or less where those under LoRA are quantised."""
+        return self.itemsize * self.own - self.quantisation_saves
+
+    @property
+    def quantisation_saves(self) -> int:
+        """Bytes that QLoRA saves: a weight of `bits` bits, with 0.127 bits of constants in NF4 (Dettmers 2023)."""
+        if not self.bits or self.shared:
+            return 0
+        size = self.bits + (0.127 if self.bits == 4 else 0)
+        return int(self.parts.adapted * (self.itemsize - size / 8))
+
+
+def running_stage(stage: int, dtype: str) -> int:
+    """The stage as it runs: in bf16 and fp16, stage 0 runs as 1 (`engine/ds_config.py`)."""
+    return 1 if stage == 0 and dtype != "fp32" else stage
+
+
+def weights(role: Role) -> Memory:
+    """Between two updates: s P, and at stage 3 s P / N, on the device or in host memory."""
+    if role.stage < 3:
+        return Memory.of(role.whole_weights)
+    return Memory.of(role.whole_weights / role.ranks, role.offloads_weights)
+
+
+def gathered(role: Role) -> Memory:
+    """Whole weights of a model at stage 3 that stay beside its part, s P; 0 on one rank, where they are the part."""
+    return Memory.of(role.whole_weights if role.kept_whole and role.ranks > 1 else 0)
+
+
+def gathered_layer_by_layer(role: Role) -> Memory:
+    """Weights that a pass at stage 3 gathers at a time: the running layer, the next ones up to `LIVE_NUMBERS`.
+
+    s x min(P, 10^9); the largest part, embedding or head, fits in that for most models.
+    """
+    if role.stage < 3 or role.kept_whole or role.ranks == 1 and not role.offloads_weights:
+        return Memory()
+    return Memory.of(role.itemsize * min(role.own, LIVE_NUMBERS))
+
+
+def optimizer(role: Role) -> Memory:
+    """fp32 weights and moments: (4 + 8) T / N; in fp32 at stage 0, the weights themselves are the fp32 weights.
+
+    With the optimizer in host memory, the update there also needs gradients in fp32, 4 T / N, and below stage 3 new
+    weights to send back, s T / N, and two buffers of the largest parameter, 2 x 4 bytes a number, one of them on the
+    device.
+    """
+    size = role.part * (MOMENTS + (MASTER if role.stage > 0 else 0))
+    if not role.offloads_optimizer or not role.trained:
+        return Memory.of(size)
+    size += role.part * FP32
+    if role.stage == 3:
+        return Memory.of(size, on_host=True)
+    largest = FP32 * min(role.parts.largest, role.trained)
+    return Memory(largest, size + role.part * role.itemsize + largest)
+
+
+def gradients(role: Role) -> Memory:
+    """Gradients that stay between two updates.
+
+    bf16 at stage 1: an fp32 buffer of all of them, 4 T. Stage 3: this rank's part, 4 T / N (fp16: 2 T / N), with an
+    offloaded optimizer in host memory. Else none stays.
+    """
+    if not role.trained:
+        return Memory()
+    if role.stage == 3:
+        return Memory.of(role.part * (2 if role.dtype == "fp16" else FP32), role.offloads_optimizer)
+    if role.stage == 1 and role.dtype == "bf16" and not role.offloads_optimizer:
+        return Memory.of(FP32 * role.trained)
+    return Memory()
+
+
+def buckets(role: Role) -> Memory:
+    """The bucket of gradients that stage 3 holds between updates too: s x bucket. On a GPU that is all of it, on a CPU
+    the pages that gradients have touched."""
+    if role.stage < 3 or not role.trained:
+        return Memory()
+    return Memory.of((BUCKET_SIZE if role.on_gpu else role.bucket) * role.itemsize)
+
+
+def update_gradients(role: Role) -> Memory:
+    """Gradients that an update needs in addition to `gradients` and `buckets`, at its largest, at the end of backward.
+
+    - stage 0 in fp32: the gradients that autograd makes, s T, and a bucket that is reduced, s x min(T, bucket)
+    - stage 1 in bf16: the same, with a bucket in fp32, because the sums that are reduced are in fp32
+    - stage 1 (else) and 2: the same until a bucket of them is reduced, s x min(T, bucket) at stage 2, the bucket, and
+      this rank's part of the sum in fp32, 4 T / N (an offloaded optimizer has that in host memory)
+    - stage 3: those of the running layers until they are in the bucket, at most as many, s x bucket
+    """
+    if not role.trained:
+        return Memory()
+    size = role.itemsize
+    if role.stage == 0 or (role.stage == 1 and role.dtype == "bf16" and not role.offloads_optimizer):
+        return Memory.of(size * role.trained + FP32 * role.bucket)
+    if role.stage == 3:
+        return Memory.of(size * role.bucket)
+    autograd = size * (role.trained if role.stage == 1 else role.bucket)
+    summed = 0 if role.offloads_optimizer else FP32 * role.part
+    return Memory.of(autograd + size * role.bucket + summed)

@@ -1,0 +1,169 @@
+"""Plan a run from its flags and model configurations: memory by phase, whether it fits, the fastest setting, the time.
+
+    python -m dschat_ppo.tools.plan --actor M --critic R --devices 8 --device_memory 80GiB --host_memory 1TiB
+        [--device_kind h100] [--devices_per_node 8] [--json] [flags of step 3]
+    python -m dschat_ppo.tools.plan --step 1 --model M --devices 8 [flags of step 1]
+
+--step is 1 (SFT), 2 (reward model), dpo or 3 (PPO, the default). A model is a folder that holds at least config.json,
+or a name on the hub, of which only config.json is downloaded. No weights are read. All flags of the step's main.py
+are accepted; --data_path and --output_dir may be left out. docs/memory.md explains the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.planner.hardware import DEFAULT_GPU, HARDWARE
+from dschat_ppo.runtime.exit_codes import DONE, exit_code
+
+STEPS = {"1": "sft", "2": "reward", "dpo": "dpo", "3": "ppo"}
+TITLES = {"1": "Step 1", "2": "Step 2", "dpo": "Step 2 (DPO)", "3": "Step 3"}
+_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_MODELS = {  # short name -> flag of the step
+    "actor": "actor_model_name_or_path", "critic": "critic_model_name_or_path", "reward": "reward_model_name_or_path",
+    "reference": "ref_model_name_or_path", "model": "model_name_or_path",
+}  # fmt: skip
+
+
+def size_of(text: str) -> int:
+    """Bytes of a size such as 80GiB, 1TiB, 24G or 500000000. Units are powers of 1024.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not a size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtb]?)(?:i?b)?", text.strip().lower())
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 80GiB or 1TiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def count_of(text: str) -> int:
+    """A number above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not.
+    """
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = flag_parser([], prog="python -m dschat_ppo.tools.plan", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = f"{parser.prog} --actor M --critic R [--devices N] [--device_memory SIZE] [flags of step 3]"
+    add = parser.add_argument_group("planner").add_argument
+    add("--step", choices=list(STEPS), default="3", help="1: SFT, 2: reward model, dpo, 3: PPO (default)")
+    for name, flag in _MODELS.items():
+        add(f"--{name}", metavar="M", help=f"the same as --{flag}")
+    add("--devices", type=count_of, default=1, metavar="N", help="ranks of the run (default: 1)")
+    add("--devices_per_node", type=count_of, metavar="N", help="ranks on each machine (default: all)")
+    add("--device_kind", choices=list(HARDWARE), metavar="KIND",
+        help=f"{', '.join(HARDWARE)} (default: {DEFAULT_GPU}, or cpu without --device_memory)")  # fmt: skip
+    add("--device_memory", type=size_of, metavar="SIZE", help="memory of a device, such as 80GiB (default: by kind)")
+    add("--host_memory", type=size_of, metavar="SIZE", help="memory of a machine, such as 1TiB (default: this one)")
+    add("--json", action="store_true", help="print the plan as JSON; sizes are bytes")
+    return parser
+
+
+def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
+    """The command's own flags, and the configuration of the step.
+
+    Raises:
+        UserError: a flag is unknown, does not accept its value, or contradicts another.
+        SystemExit: after `--help`.
+    """
+    words, rest = _parser().parse_known_args(argv)
+    for name, flag in _MODELS.items():
+        if getattr(words, name) is not None:
+            rest += [f"--{flag}", getattr(words, name)]
+    words.devices_per_node = words.devices_per_node or words.devices
+    words.device_kind = words.device_kind or (DEFAULT_GPU if words.device_memory else "cpu")
+    words.host_memory = words.host_memory or psutil.virtual_memory().total
+    if words.devices % words.devices_per_node:
+        raise UserError(f"--devices_per_node {words.devices_per_node} does not divide --devices {words.devices}")
+    if words.device_memory and not HARDWARE[words.device_kind].on_gpu:
+        raise UserError("--device_memory has no effect with --device_kind cpu, where ranks divide --host_memory")
+    return words, parse(STEPS[words.step], rest, given={"data_path": ["DATA"], "output_dir": "output"})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan and print; returns the exit code."""
+    try:
+        _print_plan(*read_words(argv))
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return exit_code(problem)
+    return DONE
+
+
+def settings_folder(name: str, flag: str) -> str:
+    """The local folder of a model's configuration: the folder itself, or that of `config.json` from the hub.
+
+    Raises:
+        UserError: there is no such folder, and the hub has no such model or cannot be reached.
+    """
+    from dschat_ppo.models.model_folders import model_folder
+
+    if os.path.exists(os.path.expanduser(name)) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return model_folder(name, flag)
+    import huggingface_hub
+
+    with reading(f"{flag} {name}: neither a local folder nor a model whose config.json can be downloaded from the hub"):
+        return str(Path(huggingface_hub.hf_hub_download(name, "config.json")).parent)
+
+
+def _print_plan(words: argparse.Namespace, config: Any) -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for a device, and prints a warning
+    # after the flags are checked: these imports take seconds
+    from dschat_ppo.common.logging import quiet_hugging_face
+    from dschat_ppo.planner.fastest_setting import fastest_setting
+    from dschat_ppo.planner.model_parts import read_model_configs
+    from dschat_ppo.planner.plan_step import Plan, plan_step
+    from dschat_ppo.planner.plan_text import full_text, json_of, seconds_text
+
+    quiet_hugging_face()
+    hardware, models = HARDWARE[words.device_kind], read_model_configs(config, settings_folder)
+
+    def plan_of(changed: Any) -> Plan:
+        return plan_step(
+            changed, models, words.devices, words.device_memory or hardware.memory, words.host_memory, hardware,
+            words.devices_per_node,
+        )  # fmt: skip
+
+    plan = plan_of(config)
+    best = fastest_setting(config, plan_of)
+    if words.json:
+        found = json_of(plan) | {"fastest": None}
+        if best is not None:
+            found["fastest"] = {"flags": best.words} | json_of(best.plan)
+        print(json.dumps(found, indent=2))
+        return
+    print(full_text(plan, TITLES[words.step]), end="\n\n")
+    if best is None:
+        print("No setting of the planner fits: use more devices, a smaller model, or shorter rows.")
+        return
+    if not best.changes:
+        print("The flags as given are the fastest setting that fits, of those that the planner tries.")
+        return
+    peak = best.plan.needs(best.plan.device_peak)
+    size = peak.device if hardware.on_gpu else peak.host
+    print(f"Fastest setting that fits ({seconds_text(best.plan.time.total)}, {size / 2**30:.1f} GiB); flags to copy:")
+    print(f"  {shlex.join(best.words)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

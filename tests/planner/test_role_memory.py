@@ -1,0 +1,115 @@
+"""What a model holds, by hand arithmetic."""
+
+from dataclasses import replace
+
+import pytest
+from planned_role import PARTS, role
+
+from dschat_ppo.planner import role_memory
+from dschat_ppo.planner.role_memory import Memory, running_stage
+
+
+def test_stage_0_runs_as_1_in_half_precision():
+    assert [running_stage(0, dtype) for dtype in ("bf16", "fp16", "fp32")] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(("stage", "dtype", "size"), [
+    (0, "bf16", 2000), (2, "fp16", 2000), (0, "fp32", 4000), (3, "bf16", 500), (3, "fp32", 1000),
+])  # fmt: skip
+def test_weights(stage, dtype, size):
+    assert role_memory.weights(role(stage, dtype)) == Memory(size)
+
+
+def test_offloaded_weights_are_in_host_memory():
+    assert role_memory.weights(role(3, offloads_weights=True)) == Memory(0, 500)
+    assert role_memory.gathered_layer_by_layer(role(3, offloads_weights=True)) == Memory(2000)
+
+
+@pytest.mark.parametrize(("stage", "dtype", "size"), [
+    (1, "bf16", 12 * 250), (2, "bf16", 12 * 250), (3, "bf16", 12 * 250), (0, "fp32", 8 * 1000), (2, "fp32", 12 * 250),
+])  # fmt: skip
+def test_optimizer_states(stage, dtype, size):
+    assert role_memory.optimizer(role(stage, dtype)) == Memory(size)
+
+
+def test_an_offloaded_optimizer_has_gradients_and_buffers_there_too():
+    buffer = 4 * 300  # of the largest parameter, in fp32
+    below = role_memory.optimizer(role(2, offloads_optimizer=True))
+    assert below == Memory(buffer, 250 * (12 + 4 + 2) + buffer)
+    assert role_memory.optimizer(role(3, offloads_optimizer=True)) == Memory(0, 250 * (12 + 4))
+
+
+@pytest.mark.parametrize(("stage", "dtype", "size"), [
+    (1, "bf16", 4 * 1000), (1, "fp16", 0), (2, "bf16", 0), (3, "bf16", 4 * 250), (3, "fp16", 2 * 250), (0, "fp32", 0),
+])  # fmt: skip
+def test_gradients_between_updates(stage, dtype, size):
+    assert role_memory.gradients(role(stage, dtype)) == Memory(size)
+
+
+def test_gradients_of_an_offloaded_optimizer_at_stage_3_are_in_host_memory():
+    assert role_memory.gradients(role(3, offloads_optimizer=True)) == Memory(0, 1000)
+
+
+def test_frozen_models_hold_weights_alone():
+    frozen = replace(role(3), trains=False)
+    assert role_memory.weights(frozen) == Memory(500)
+    held = (role_memory.optimizer, role_memory.gradients, role_memory.buckets, role_memory.update_gradients)
+    assert [part(frozen) for part in held] == [Memory()] * 4
+
+
+def test_weights_that_are_kept_whole_stay_beside_the_part():
+    whole = role(3, kept_whole=True)
+    assert role_memory.gathered(whole) == Memory(2000)
+    assert role_memory.gathered_layer_by_layer(whole) == Memory()
+    alone = role(3, kept_whole=True, ranks=1)
+    assert role_memory.gathered(alone) == Memory()  # they are the part
+
+
+def test_a_pass_at_stage_3_gathers_at_most_a_billion_numbers():
+    parts = replace(PARTS, other=3 * 10**9)
+    assert role_memory.gathered_layer_by_layer(replace(role(3), parts=parts)) == Memory(2 * 10**9)
+    assert role_memory.gathered_layer_by_layer(role(2)) == Memory()
+
+
+def test_stage_3_holds_its_bucket_on_a_gpu():
+    assert role_memory.buckets(role(3, on_gpu=True)) == Memory(2 * 100_000_000)
+    assert role_memory.buckets(role(3)) == Memory(2 * 1000)  # on a CPU, the pages of all gradients
+    assert role_memory.buckets(role(2, on_gpu=True)) == Memory()
+
+
+@pytest.mark.parametrize(("stage", "dtype", "size"), [
+    (0, "fp32", 4 * 1000 + 4 * 1000), (1, "bf16", 2 * 1000 + 4 * 1000), (1, "fp16", 2 * 1000 + 2 * 1000 + 4 * 250),
+    (2, "bf16", 2 * 1000 + 2 * 1000 + 4 * 250), (3, "bf16", 2 * 1000),
+])  # fmt: skip
+def test_gradients_of_an_update(stage, dtype, size):
+    """All of the 1,000 trained numbers fit into one bucket."""
+    assert role_memory.update_gradients(role(stage, dtype)) == Memory(size)
+
+
+def test_a_bucket_bounds_the_gradients_of_an_update_on_a_gpu():
+    parts = replace(PARTS, trained=4 * 10**8, other=4 * 10**8)
+    large = replace(role(2, on_gpu=True), parts=parts)
+    assert role_memory.update_gradients(large) == Memory(2 * 10**8 * 2 + 4 * 10**8)  # a bucket twice, 4 T / N
+    assert role_memory.update_gradients(replace(large, stage=3)) == Memory(2 * 10**8)
+
+
+def test_an_offloaded_optimizer_sums_gradients_in_host_memory():
+    assert role_memory.update_gradients(role(2, offloads_optimizer=True)) == Memory(2 * 1000 + 2 * 1000)
+
+
+def test_a_shared_base_counts_elsewhere():
+    own = replace(role(2), shared=900)
+    assert role_memory.weights(own) == Memory(200)
+
+
+def test_quantised_weights():
+    parts = replace(PARTS, adapted=400, trained=100)
+    four = replace(role(2, bits=4), parts=parts)
+    assert role_memory.weights(four) == Memory(int(2000 - int(400 * (2 - 4.127 / 8))))
+    eight = replace(role(2, bits=8), parts=parts)
+    assert role_memory.weights(eight) == Memory(2000 - 400)
+
+
+def test_memory_adds_up():
+    assert Memory(1, 2) + Memory(3, 4) == Memory(4, 6)
+    assert (Memory.of(5), Memory.of(5, on_host=True)) == (Memory(5), Memory(0, 5))

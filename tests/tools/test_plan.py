@@ -1,0 +1,108 @@
+"""The command: models without weights, sizes, flags of all steps, and its errors."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import LlamaConfig
+
+from dschat_ppo.tools import plan
+from dschat_ppo.tools.plan import main, size_of
+
+
+@pytest.fixture
+def models(tmp_path):
+    """Folders that hold config.json alone."""
+    folders = {}
+    for role, kind in (("actor", "CausalLM"), ("critic", "SequenceClassification")):
+        config = LlamaConfig(
+            vocab_size=1000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=2048, num_labels=1, architectures=[f"LlamaFor{kind}"],
+        )  # fmt: skip
+        config.save_pretrained(tmp_path / role)
+        folders[role] = str(tmp_path / role)
+    return folders
+
+
+@pytest.mark.parametrize(("text", "size"), [
+    ("80GiB", 80 * 2**30), ("1TiB", 2**40), ("24g", 24 * 2**30), ("0.5 GB", 2**29), ("500", 500), ("3MiB", 3 * 2**20),
+])  # fmt: skip
+def test_sizes(text, size):
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "80 apples", "0GiB"])
+def test_what_is_no_size(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size such as 80GiB"):
+        size_of(text)
+
+
+def test_step_3_prints_its_phases_and_takes_all_flags(models, capsys):
+    words = ["--actor", models["actor"], "--critic", models["critic"], "--devices", "8", "--device_memory", "80GiB"]
+    assert main([*words, "--host_memory", "1TiB", "--actor_zero_stage", "3", "--enable_ema"]) == 0
+    printed = capsys.readouterr().out
+    assert "Step 3 on 8 x a100-80gb of 80 GiB, 1024 GiB of host memory" in printed
+    for name in ("load", "rollout", "scoring", "actor update", "critic update", "checkpoint", "It fits.", "average"):
+        assert name in printed
+    assert "assumed, not measured" in printed
+
+
+def test_json_has_the_fastest_setting(models, capsys):
+    words = ["--actor", models["actor"], "--critic", models["critic"], "--device_memory", "1300MiB"]
+    words += ["--per_device_training_batch_size", "64", "--per_device_generation_batch_size", "64"]
+    assert main([*words, "--host_memory", "64GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False and found["fastest"]["fits"] is True
+    flags = found["fastest"]["flags"]
+    assert int(flags[flags.index("--per_device_training_batch_size") + 1]) < 64
+    assert found["phases"][0]["phase"] == "load" and found["device_memory"] == 1300 * 2**20
+
+
+@pytest.mark.parametrize(("step", "words"), [("1", []), ("2", []), ("dpo", ["--beta", "0.2"])])
+def test_other_steps(models, capsys, step, words):
+    model = models["critic" if step == "2" else "actor"]
+    assert main(["--step", step, "--model", model, "--host_memory", "16GiB", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "update" in printed and "16 GiB of host memory" in printed
+
+
+def test_wrong_flags_and_folders_are_named(models, capsys, tmp_path):
+    for words, problem in (
+        (["--actor", models["actor"]], "the learned reward needs --critic_model_name_or_path"),
+        (["--actor", str(tmp_path / "no"), "--critic", models["critic"]], "no: no such folder"),
+        (["--actor", models["actor"], "--critic", models["critic"], "--no_such", "1"], "unknown flag"),
+        (["--actor", models["actor"], "--critic", models["critic"], "--devices", "4", "--devices_per_node", "3"],
+         "--devices_per_node 3 does not divide --devices 4"),
+        (["--actor", models["actor"], "--critic", models["critic"], "--device_memory", "8GiB", "--device_kind", "cpu"],
+         "--device_memory has no effect"),
+        (["--devices", "0"], "'0' is not a number above 0"),
+    ):  # fmt: skip
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and problem in error and error.count("\n") == 1
+
+
+def test_a_name_on_the_hub_downloads_its_settings_alone(monkeypatch, tmp_path, models):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, file):
+        asked.append((name, file))
+        return f"{models['actor']}/config.json"
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert plan.settings_folder("org/name", "--actor") == models["actor"]
+    assert asked == [("org/name", "config.json")]
+    assert plan.settings_folder(models["critic"], "--critic") == models["critic"]
+    assert len(asked) == 1
+
+
+def test_help_imports_no_large_library():
+    command = [sys.executable, "-X", "importtime", "-m", "dschat_ppo.tools.plan", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "--device_memory" in done.stdout
+    imported = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
+    assert {"argparse", "dschat_ppo"} <= imported and not imported & {"torch", "transformers", "deepspeed", "datasets"}
