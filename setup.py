@@ -22,6 +22,25 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    author="dschat_ppo developers",
+    keywords="RLHF PPO GRPO DPO SFT reward-model DeepSpeed ZeRO language-model",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    entry_points={
+        "console_scripts": [
+            f"dschat-{step} = dschat_ppo.commands.start_ranks:{step}" for step in ("sft", "reward", "dpo", "ppo")
+        ]
+    },
     packages=find_packages(include=["dschat_ppo", "dschat_ppo.*"]),
     package_data={"dschat_ppo": ["py.typed", "html_report/assets/*", "tools/web/*"]},
     python_requires=">=3.10",

@@ -43,12 +43,18 @@ class RolloutCancelled(Exception):  # noqa: N818  nothing went wrong
     """A stop was requested during a rollout, whose answers are discarded; raised on every rank."""
 
 
+def printable_line(text: str) -> str:
+    """`text` in one line: white space is one space each, and characters that a terminal obeys or hides are escaped."""
+    line = " ".join(text.split())
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+
+
 def in_one_line(problem: BaseException) -> str:
     """The message of an exception in one line of at most `MOST_CHARACTERS`, to be quoted in another message.
 
     A message of one word, such as the key of a `KeyError`, is preceded by the name of the exception.
     """
-    message = " ".join(str(problem).split())
+    message = printable_line(str(problem))
     message = message if " " in message else f"{type(problem).__name__}: {message}".rstrip(": ")
     return message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}..."
 

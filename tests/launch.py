@@ -22,18 +22,26 @@ def deepspeed(ranks: int, script: str | Path, *words: object, timeout: int = 300
     return run(deepspeed_command(ranks, script, *words), timeout)
 
 
-def forked(ranks: int, script: str | Path, *words: object, timeout: int = 300) -> subprocess.CompletedProcess[str]:
+def forked(
+    ranks: int,
+    script: str | Path,
+    *words: object,
+    timeout: int = 300,
+    folder: Path = ROOT,
+    stdin: str | Path = os.devnull,
+) -> subprocess.CompletedProcess[str]:
     """As `deepspeed`, for a worker: its ranks are forked from a process that has imported the libraries.
 
-    For tests of what ranks compute, not of how they start and end. A forked process cannot use a GPU.
+    For tests of what ranks compute, not of how they start and end. A forked process cannot use a GPU. The ranks run in
+    `folder` and read the file `stdin`; with a GPU, the launcher gives them no input.
     """
     if torch.cuda.is_available():
-        return deepspeed(ranks, script, *words, timeout=timeout)
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
+        return run(deepspeed_command(ranks, script, *words), timeout, folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        out, err = Path(temporary, "out"), Path(temporary, "err")
         out.touch(), err.touch()
         launch = {"ranks": ranks, "port": _free_port(), "script": str(ROOT / script), "words": [*map(str, words)]}
-        launch |= {"out": str(out), "err": str(err), "timeout": timeout}
+        launch |= {"folder": str(folder), "stdin": str(stdin), "out": str(out), "err": str(err), "timeout": timeout}
         server = _fork_server()
         print(json.dumps(launch), file=server.stdin, flush=True)
         answer = server.stdout.readline()
@@ -73,10 +81,10 @@ def environment() -> dict[str, str]:
     return env | {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
 
 
-def run(command: list[str], timeout: int = 300) -> subprocess.CompletedProcess[str]:
-    """Run a command from the repository's top."""
+def run(command: list[str], timeout: int = 300, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a command, by default from the repository's top."""
     return subprocess.run(
-        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=timeout, check=False
+        command, cwd=folder, env=environment(), text=True, capture_output=True, timeout=timeout, check=False
     )
 
 

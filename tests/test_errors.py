@@ -14,6 +14,7 @@ class PanicException(BaseException):  # noqa: N818  the one that Rust code raise
     [
         (ValueError("first line\n   second line"), "first line second line"),
         (KeyError("model"), "KeyError: 'model'"),
+        (ValueError("a \x1b[31mred\x00 \u202e\udcffé 一"), "a \\x1b[31mred\\x00 \\u202e\\udcffé 一"),
         (AssertionError(), "AssertionError"),
         (RuntimeError("a " * 900), ("a " * 900)[:MOST_CHARACTERS] + "..."),
     ],

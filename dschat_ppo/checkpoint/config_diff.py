@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -14,9 +15,9 @@ from dschat_ppo.errors import UserError
 
 # A flag that is in none of these tables matters: a new flag stops a resumed run until its author adds it to a table.
 WHERE_AND_WHEN = frozenset({
-    "output_dir", "overwrite_output_dir", "local_rank", "config",
-    "save_steps", "save_minutes", "save_total_limit", "save_best", "resume", "resume_force",
-    "save_hf_steps", "metric_for_best", "lora_merge",
+    "output_dir", "overwrite_output_dir", "local_rank", "config", "dry_run", "dry_run_ranks",
+    "save_steps", "save_minutes", "save_total_limit", "keep_final_checkpoint", "save_best", "resume", "resume_force",
+    "local_checkpoints", "save_hf_steps", "metric_for_best", "lora_merge",
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
     "report_to", "run_name", "project",
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
@@ -80,6 +81,14 @@ def _defaults() -> dict[str, list[Any]]:
 
 
 DEFAULTS = _defaults()
+# Flags that name files and folders: values that lead to the same place are the same.
+PATHS = frozenset({
+    "data_path", "eval_data_path", "sft_only_data_path", "unsupervised_dataset_name", "chat_template",
+    "model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path",
+    "ref_model_name_or_path", "deepspeed_config", "reward_function", "eval_reward_function",
+})  # fmt: skip
+MOST_LINES, MOST_CHARACTERS = 12, 100  # of a diff: changes, and characters of a value
+CONTENTS = "contents of "  # before the flag that names a model or a file, in the names of fingerprints
 BEFORE_THE_FLAG = {"train_on": "last"}  # what runs did before there was the flag, where its default is something else
 # Defaults before there was `--max_steps`; they meant what today's defaults mean in the runs of that time.
 FORMER_DEFAULTS = {
@@ -121,11 +130,12 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
         The changes: first those that matter, then the others, each in the order of `now`.
     """
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
+    saved, now = ({_with_place(name): value for name, value in config.items()} for config in (saved, now))
     names = [*now, *(name for name in saved if name not in now)]
     changes = []
     for name in names:
         before, after = saved.get(name, BEFORE_THE_FLAG.get(name, _ABSENT)), now.get(name, _ABSENT)
-        if before != after:
+        if before != after and not (name in PATHS and _resolved(before) == _resolved(after)):
             product = PRODUCTS.get(name)
             matters = name not in HARMLESS and not (product in saved and product in now)
             matters = matters and not (name in LENGTH and _rates_ignore_length(saved) and _rates_ignore_length(now))
@@ -143,13 +153,40 @@ def _rates_ignore_length(config: dict[str, Any]) -> bool:
     return kinds[0] is not None and all(kind in _CONSTANT for kind in kinds) and not config.get("warmup_ratio")
 
 
+def _with_place(name: str) -> str:
+    """The name of a setting; a file after the flag, as in `contents of --reward_function FILE`, as an absolute path."""
+    flag, _, path = name.removeprefix(CONTENTS).partition(" ")
+    return f"{CONTENTS}{flag} {_resolved(path)}" if name.startswith(CONTENTS) and path else name
+
+
+def _resolved(value: Any) -> Any:
+    """The value of a flag in `PATHS`, with absolute paths in place of those of files and folders that exist; what
+    follows a path, such as a weight or the name of a function, stays."""
+    if isinstance(value, list):
+        return [_resolved(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = os.path.expanduser(value)
+    ends = [len(text), *(place for place in reversed(range(1, len(text))) if text[place] in ":@[?")]
+    end = next((end for end in ends if os.path.lexists(text[:end])), 0)
+    return os.path.realpath(text[:end]) + text[end:] if end else value
+
+
 def format_diff(changes: Sequence[ConfigChange]) -> str:
-    """The changes as a diff: for each one a line `- --flag before` and a line `+ --flag after`."""
+    """The changes, one per line: `  --flag: before -> after`. Of many, the first `MOST_LINES` and how many follow."""
     lines = []
-    for change in changes:
+    for change in changes[:MOST_LINES]:
         name = f"--{change.name}" if change.name in FLAGS else change.name
-        lines += [f"{sign} {name} {value}" for sign, value in (("-", change.before), ("+", change.after)) if value]
+        lines.append(f"  {name}: {_short(change.before)} -> {_short(change.after)}")
+    if len(changes) > MOST_LINES:
+        lines.append(f"  and {len(changes) - MOST_LINES} more")
     return "\n".join(lines)
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "(absent)"
+    return value if len(value) <= MOST_CHARACTERS else f"{value[:MOST_CHARACTERS]}..."
 
 
 def refuse_changes(folder: Path, changes: Sequence[ConfigChange], force: bool) -> None:

@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from dschat_ppo.common.dist import world_size
+from dschat_ppo.common.dist import local_rank, world_size
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
@@ -48,10 +48,14 @@ class BackgroundWriter(CheckpointEngine):
     One writer serves any number of engines. The host holds a copy of each state until it is written. `save` and
     `makedirs` raise no errors of the disk, because the other ranks would then wait for this one at DeepSpeed's
     barriers; `wait` raises them.
+
+    Args:
+        on_each_machine: the first rank of each machine, not only rank 0, writes what all ranks share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_each_machine: bool = False) -> None:
         super().__init__()
+        self.on_each_machine = on_each_machine
         self.name = "BackgroundWriter"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: dict[Path, Future[tuple[int, str]]] = {}
@@ -328,17 +332,19 @@ def _files_of(engine: Any, files: BackgroundWriter) -> Iterator[None]:
     keeps those that have a second name, such as a head tied to the embedding, so `trained_state` takes its place.
     """
     original, copy_weights = engine.checkpoint_engine, engine.load_module_state_dict
+    saves_shared = engine.save_non_zero_checkpoint
 
     def copy_with_watchdog_paused(*args: Any, **kwargs: Any) -> None:
         with watchdog_paused():
             copy_weights(*args, **kwargs)
 
     engine.checkpoint_engine = files
+    engine.save_non_zero_checkpoint = saves_shared or (files.on_each_machine and local_rank() == 0)
     engine._copy_recovery_script = lambda save_path: None
     engine.load_module_state_dict = copy_with_watchdog_paused
     engine.module_state_dict = lambda **_: trained_state(engine.module)
     try:
         yield
     finally:
-        engine.checkpoint_engine = original
+        engine.checkpoint_engine, engine.save_non_zero_checkpoint = original, saves_shared
         del engine._copy_recovery_script, engine.load_module_state_dict, engine.module_state_dict

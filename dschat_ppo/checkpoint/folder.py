@@ -153,11 +153,28 @@ class CheckpointFolder:
             return []
         kept = {*protect, self.best()}
         doomed = [name for name in names[: names.index(whole[-limit])] if name not in kept]
-        for name in doomed:
+        self._remove_checkpoints(doomed)
+        return doomed
+
+    def remove_all(self) -> int:
+        """Remove all checkpoints, the newest last, and return their size in bytes. Quarantined ones stay.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        names = self.names()
+        size = sum(file.stat().st_size for name in names for file in (self.root / name).rglob("*") if file.is_file())
+        self._remove_checkpoints(names)
+        (self.root / LATEST).unlink(missing_ok=True)
+        if self.root.is_dir() and not any(self.root.iterdir()):
+            self.root.rmdir()
+        return size
+
+    def _remove_checkpoints(self, names: list[str]) -> None:
+        for name in names:
             removed = self.root / f"{name}{REMOVED}"
             os.rename(self.root / name, removed)  # no incomplete checkpoint ever has its name
             _remove(removed)
-        return doomed
 
     def quarantine_after(self, checkpoint: Path) -> None:
         """Rename the checkpoints that are later than this one, so that no run resumes from them.

@@ -22,11 +22,12 @@ from dschat_ppo.checkpoint.rng_state import capture_rng_state, restore_rng_state
 from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import PARTIAL
+from dschat_ppo.common.atomic_files import PARTIAL, write_file
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun
+from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, UserError
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.runtime import stop_requests
@@ -55,9 +56,13 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
         folder: an intact checkpoint.
         trainer: receives the state.
         seed: of the run.
+
+    Raises:
+        UserError: another layout needs the files of all ranks, and this machine has only those of its own.
     """
     manifest = Manifest.read(folder)
-    versions = [(name, manifest.versions.get(name), now) for name, now in _versions().items()]
+    is_part = manifest.ranks is not None and len(manifest.ranks) < manifest.world_size
+    versions = [(name, manifest.versions.get(name), now) for name, now in package_versions().items()]
     changed = [f"{name} {before} -> {now}" for name, before, now in versions if before != now]
     if changed:
         logger().info(f"versions that changed since the checkpoint was saved: {', '.join(changed)}")
@@ -68,6 +73,11 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
         with _optimizer_flags_kept(engine):
             if has_layout_of(engine, folder / role):
                 load_engine(engine, folder / role)
+            elif is_part:
+                raise UserError(
+                    f"{folder}: the {role} was saved with another layout, and with --local_checkpoints each machine "
+                    "has only the files of its own ranks: resume with the ZeRO stages and the --dtype of the saved run"
+                )
             else:
                 logger().info(f"{role}: saved by {manifest.world_size} ranks, with another layout; resharded")
                 load_engine_resharded(engine, folder / role)
@@ -82,7 +92,7 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
     return manifest
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Package -> version, of the packages that compute."""
     return {"dschat_ppo": dschat_ppo.__version__, **{name: version(name) for name in PACKAGES}}
 
@@ -129,11 +139,12 @@ class CheckpointManager:
         self._identity = identity
         self._metrics = metrics
         self._how_to_resume = how_to_resume
-        self._files = BackgroundWriter()
+        self._files = BackgroundWriter(on_each_machine=flags.local_checkpoints)
         self._pending: Manifest | None = None  # of a checkpoint that is written in the background, not committed
         self._small_files: Written = {}, None
         self._saved = saved
         self._saved_at = time.monotonic()
+        self._writes = dist.is_writer(flags.local_checkpoints)
 
     def save_if_due(self) -> None:
         """See `Checkpointer`."""
@@ -143,7 +154,7 @@ class CheckpointManager:
             self._commit()
         if stop:
             self.finish()
-            path = self._folder.root / checkpoint_name(*self._trainer.position)
+            path = shown_path(self._folder.root / checkpoint_name(*self._trainer.position))
             raise StopRequested(f"stopped as asked, saved as {path}; {self._how_to_resume}")
         if due:
             self._save()
@@ -157,7 +168,7 @@ class CheckpointManager:
         reason = dist.broadcast_object(reason)
         if reason is not None:
             self.finish()
-            path = self._folder.root / checkpoint_name(*self._trainer.position)
+            path = shown_path(self._folder.root / checkpoint_name(*self._trainer.position))
             raise UnhealthyRun(f"{reason} (saved as {path}; {self._how_to_resume})")
 
     def finish(self) -> None:
@@ -191,7 +202,7 @@ class CheckpointManager:
             require_finite_weights(role, engine)
         step, update = trainer.position
         name = checkpoint_name(step, update)
-        self._on_main(lambda: self._make_folders(name))
+        self._on_writers(lambda: self._make_folders(name))
         folder = self._partial(name)
         for role, engine in trainer.engines_to_save.items():
             save_engine(engine, folder / role, self._files)
@@ -204,7 +215,7 @@ class CheckpointManager:
             update=update,
             world_size=dist.world_size(),
             config=self._identity.config,
-            versions=_versions(),
+            versions=package_versions(),
             data=self._identity.data,
             files={},
             best=trainer.is_best,
@@ -223,29 +234,49 @@ class CheckpointManager:
             (folder / role / "state").mkdir(parents=True)
 
     def _write_small_files(self, folder: Path) -> Written:
-        """On rank 0, the state that all ranks share and a copy of the metrics: small, so written in the foreground."""
-        if not dist.is_main():
-            return {}, None
+        """The state that all ranks share and a copy of the metrics: small, so written in the foreground.
+
+        Rank 0 writes both. With `--local_checkpoints` each machine gets a copy of the first. Collective then.
+        """
+        written: Written = {}, None
         try:
-            with self._folder.writing():
-                save_state(folder / SHARED, self._trainer.shared_state())
-                self._metrics.copy_to(folder / METRICS)
-                return {name: describe_file(folder / name) for name in (SHARED, METRICS)}, None
+            if dist.is_main():
+                with self._folder.writing():
+                    save_state(folder / SHARED, self._trainer.shared_state())
+                    self._metrics.copy_to(folder / METRICS)
+                    written = {name: describe_file(folder / name) for name in (SHARED, METRICS)}, None
         except StorageError as problem:
-            return {}, str(problem)
+            written = {}, str(problem)
+        if not self._flags.local_checkpoints:
+            return written
+        content = dist.broadcast_object((folder / SHARED).read_bytes() if dist.is_main() and written[0] else None)
+        try:
+            if content is not None and self._writes and not dist.is_main():
+                with self._folder.writing():
+                    write_file(folder / SHARED, content)
+                    written = {SHARED: describe_file(folder / SHARED)}, None
+        except StorageError as problem:
+            written = {}, str(problem)
+        return written
 
     def _commit(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. Collective."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         name = checkpoint_name(pending.step, pending.update)
-        found = [part for rank in dist.gather_objects([self._small_files, self._wait_for_files(name)]) for part in rank]
-        for _, problem in found:
+        found = dist.gather_objects([self._small_files, self._wait_for_files(name)])  # of each rank two parts
+        for _, problem in (part for parts in found for part in parts):
             if problem is not None:
                 raise StorageError(problem)
-        files = {path: entry for part, _ in found for path, entry in part.items()}
-        self._on_main(lambda: self._publish(name, replace(pending, files=files)))
-        size = sum(entry["bytes"] for entry in files.values())
+        if self._flags.local_checkpoints:
+            first = dist.machine() * dist.local_world_size()
+            mine = list(range(first, first + dist.local_world_size()))
+            pending = replace(dist.broadcast_object(pending), ranks=mine)
+        parts = [part for rank in pending.ranks or range(len(found)) for part, _ in found[rank]]
+        files = {path: entry for part in parts for path, entry in part.items()}
+        self._on_writers(lambda: self._publish(name, replace(pending, files=files)))
+        self._on_writers(lambda: self._prune(name))  # not before every machine has the new one
+        size = sum(entry["bytes"] for parts in found for part, _ in parts for entry in part.values())
         logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
 
     def _wait_for_files(self, name: str) -> Written:
@@ -262,18 +293,24 @@ class CheckpointManager:
     def _publish(self, name: str, manifest: Manifest) -> None:
         manifest.write(self._partial(name))
         self._folder.commit(name)
+
+    def _prune(self, name: str) -> None:
         for removed in self._folder.prune(self._flags.save_total_limit, protect={name}):
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
 
-    def _on_main(self, write: Callable[[], None]) -> None:
-        """Write to the disk on rank 0. If that fails, all ranks raise `StorageError`."""
+    def _on_writers(self, write: Callable[[], None]) -> None:
+        """Write to the disk on rank 0, or on the first rank of each machine that has a folder of its own.
+
+        If that fails, all ranks raise `StorageError`. Collective.
+        """
         problem = None
-        if dist.is_main():
+        if self._writes:
             try:
                 with self._folder.writing():
                     write()
             except StorageError as raised:
                 problem = str(raised)
-        problem = dist.broadcast_object(problem)
+        synchronise = dist.first_problem if self._flags.local_checkpoints else dist.broadcast_object
+        problem = synchronise(problem)
         if problem is not None:
             raise StorageError(problem)

@@ -5,17 +5,43 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from dschat_ppo.common.atomic_files import checksum, write_text
+from dschat_ppo.common.regular_files import is_pipe_or_device
 from dschat_ppo.errors import UserError
 
 FORMAT = 1  # raise it when older code cannot read new checkpoints
 FILE_NAME = "manifest.json"
 _OWN_CHECKSUM = "sha256"
 _RANK = re.compile(r"(?:^|/|zero_pp_)rank_(\d+)")  # rank_1.pt, and DeepSpeed's zero_pp_rank_1_mp_rank_00_*.pt
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _are_files(value: Any) -> bool:
+    """Whether this has a size and a checksum for each file."""
+    return isinstance(value, dict) and all(
+        isinstance(entry, dict) and _is_count(entry.get("bytes")) and isinstance(entry.get("sha256"), str)
+        for entry in value.values()
+    )
+
+
+# Field -> whether it may have this value, in a manifest whose checksum is right: somebody may have written that too.
+_VALUES: dict[str, Callable[[Any], bool]] = {
+    "kind": lambda value: value in ("sft", "reward", "ppo"),
+    **dict.fromkeys(("step", "update", "metrics_offset"), _is_count),
+    "world_size": lambda value: _is_count(value) and value > 0,
+    **dict.fromkeys(("config", "versions"), lambda value: isinstance(value, dict)),
+    **dict.fromkeys(("data", "saved_at"), lambda value: isinstance(value, str)),
+    "files": _are_files,
+    "best": lambda value: isinstance(value, bool),
+}
 
 
 class FileEntry(TypedDict):
@@ -42,6 +68,7 @@ class Manifest:
         metrics_offset: length of `metrics.jsonl` in bytes at this checkpoint.
         saved_at: ISO 8601.
         format: version of the format.
+        ranks: the ranks whose files the folder holds (`--local_checkpoints`); None: all of them.
     """
 
     kind: Literal["sft", "reward", "ppo"]
@@ -56,6 +83,7 @@ class Manifest:
     metrics_offset: int
     saved_at: str
     format: int = FORMAT
+    ranks: list[int] | None = None
 
     def write(self, folder: Path) -> None:
         """Write `folder/manifest.json` durably. It is the last file of a checkpoint.
@@ -100,6 +128,8 @@ def damage(folder: Path, checksums: bool = True) -> str | None:
         return manifest
     for fault_of in (_size_fault, _content_fault) if checksums else (_size_fault,):
         for name, entry in manifest.files.items():
+            if is_pipe_or_device(folder / name):
+                return f"{name}{_whose(name)} is not a regular file"
             try:
                 fault = fault_of(folder / name, entry)
             except FileNotFoundError:
@@ -135,13 +165,15 @@ def _seal(content: dict[str, Any]) -> str:
 
 def read_manifest(folder: Path) -> Manifest | str:
     """The manifest of a checkpoint folder, or its fault."""
+    if is_pipe_or_device(folder / FILE_NAME):
+        return f"{FILE_NAME} is not a regular file"
     try:
         content = json.loads((folder / FILE_NAME).read_bytes())
     except FileNotFoundError:
         return f"{FILE_NAME} is missing"
     except OSError as problem:
         return f"{FILE_NAME} cannot be read ({problem.strerror})"
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"{FILE_NAME} is damaged: it is not JSON"
     if not isinstance(content, dict):
         return f"{FILE_NAME} is damaged: it holds no settings"
@@ -153,10 +185,12 @@ def read_manifest(folder: Path) -> Manifest | str:
         maker = versions.get("dschat_ppo") if isinstance(versions, dict) else None
         by = f" (dschat_ppo {maker})" if maker else ""
         return f"is of format {made}, made by a newer version{by}; this one knows formats up to {FORMAT}"
-    missing = [field.name for field in fields(Manifest) if field.name not in content]
+    missing = [field.name for field in fields(Manifest) if field.default is MISSING and field.name not in content]
     if missing:
         return f"{FILE_NAME} is damaged: it lacks {', '.join(missing)}"
     seal = content.pop(_OWN_CHECKSUM, None)
     if seal != _seal(content):
         return f"{FILE_NAME}: checksum differs: the file changed on disk"
-    return Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
+    if wrong := [name for name, is_usable in _VALUES.items() if name in content and not is_usable(content[name])]:
+        return f"{FILE_NAME} is damaged: '{wrong[0]}' is {repr(content[wrong[0]])[:80]}"
+    return Manifest(**{field.name: content[field.name] for field in fields(Manifest) if field.name in content})

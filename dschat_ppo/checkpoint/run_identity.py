@@ -6,6 +6,7 @@ A run resumes only from a checkpoint of the same identity; `config_diff.py` deci
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +17,13 @@ import pyarrow
 import pyarrow.compute
 from datasets import Dataset
 
+from dschat_ppo.checkpoint.config_diff import CONTENTS
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.config.cli import flatten
 from dschat_ppo.data.streaming import StreamedRows
+from dschat_ppo.errors import UserError
 
 EVAL_ROWS, TEXT_BLOCKS = "evaluation rows (SHA-256)", "blocks of plain text (SHA-256)"
 MANY_ROWS, DIGEST = 50_000, "digest"
@@ -69,7 +72,8 @@ class RunInputs:
 def identify_run(
     kind: Literal["sft", "reward", "ppo"], config: Any, inputs: RunInputs, derived: Mapping[str, int]
 ) -> RunIdentity:
-    """The identity of a run. Only rank 0 reads the inputs: on other ranks the fingerprints are missing.
+    """The identity of a run. Only rank 0, and the first rank of each machine, reads the inputs: on other ranks the
+    fingerprints are missing.
 
     Args:
         kind: the step.
@@ -81,9 +85,35 @@ def identify_run(
         OSError: an input cannot be read.
     """
     settings = flatten(config) | dict(derived)
-    if not dist.is_main():
+    if not (dist.is_main() or (dist.machines() > 1 and dist.local_rank() == 0)):
         return RunIdentity(kind, settings, "")
     return RunIdentity(kind, settings | input_fingerprints(inputs), rows_fingerprint(inputs.train))
+
+
+def require_same_on_machines(identity: RunIdentity, versions: Mapping[str, str]) -> None:
+    """Require the same flags, data, models and packages on every machine. Collective; nothing on one machine.
+
+    Args:
+        identity: of the run, as this machine reads it.
+        versions: package -> version.
+
+    Raises:
+        UserError: a machine differs from the first one; the message names what differs.
+    """
+    if dist.machines() == 1:
+        return
+    settings = {name: str(value) for name, value in identity.config.items() if name != "local_rank"}
+    mine = {**settings, "training rows": identity.data[:_SHORT], **{f"version of {n}": v for n, v in versions.items()}}
+    found = dist.gather_objects((os.uname().nodename, mine) if dist.local_rank() == 0 else None)
+    (first, expected), *others = [machine for machine in found if machine is not None]
+    for host, settings in others:
+        differing = [name for name in {**expected, **settings} if expected.get(name) != settings.get(name)]
+        if differing:
+            name = differing[0]
+            raise UserError(
+                f"machines {first} and {host} differ in {', '.join(differing)} ({expected.get(name)} and "
+                f"{settings.get(name)}): start the same command on all machines, with the same files and packages"
+            )
 
 
 def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
@@ -102,7 +132,7 @@ def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
 
 def contents_of(flag: str) -> str:
     """Name of the fingerprint of the model or file that `flag` names."""
-    return f"contents of {flag}"
+    return f"{CONTENTS}{flag}"
 
 
 def is_fingerprinted_model(config: Mapping[str, Any], flag: str, folder: str) -> bool:

@@ -47,9 +47,12 @@ class FirstFailureRecord:
         self.folder = folder
         self._failure: FirstFailure | None = None  # remains valid when the folder is removed
 
-    def record(self, code: int, hung: bool = False) -> FirstFailure:
-        """Record a failure of this rank if it is the first; return the first one, which may be another rank's."""
-        mine = FirstFailure(ranks.rank(), code, hung, time.time())
+    def record(self, code: int, hung: bool = False, rank: int | None = None) -> FirstFailure:
+        """Record a failure of this rank, or of `rank` on another machine, if it is the first on this machine.
+
+        Returns the first one, which may be another rank's.
+        """
+        mine = FirstFailure(ranks.rank() if rank is None else rank, code, hung, time.time())
         try:
             if self.folder is not None:
                 draft = self.folder / f"draft_{ranks.rank()}_{time.monotonic_ns()}"

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from dschat_ppo.common import phases, ranks
@@ -17,6 +18,7 @@ from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserE
 from dschat_ppo.runtime import stop_requests, watchdog
 from dschat_ppo.runtime.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST, exit_code, peer_disconnected
 from dschat_ppo.runtime.first_failure import FirstFailureRecord, open_failure_record
+from dschat_ppo.runtime.launch_environment import complete_environment
 from dschat_ppo.runtime.memory_advice import memory_advice, ran_out_of_memory
 from dschat_ppo.runtime.rank_log import log_path, write_to_log
 
@@ -33,6 +35,11 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
     """
     phases.reset_phases()
     faulthandler.enable(2)
+    try:
+        complete_environment(os.environ)
+    except UserError as problem:
+        _print_error(f"error: {problem}")
+        return exit_code(problem)
     stop_requests.install()
     record = open_failure_record()
     if record.folder is not None:
@@ -83,6 +90,8 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
     """Print message and traceback if this rank fails first. The loss of another rank needs no traceback."""
     rank_lost = peer_disconnected(problem) or bool(record.lost_ranks())
     code = RANK_LOST if rank_lost else exit_code(problem)
+    is_elsewhere = rank_lost and not record.lost_ranks()
+    cause = (watchdog.cause_of_lost_connection() if is_elsewhere else None) or "another rank is gone"
     first = record.record(code)
     trace = "".join(traceback.format_exception(problem)).rstrip()
     is_reported = first.rank != ranks.rank() or first.hung
@@ -91,7 +100,7 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
         return first.code
     message = f"rank {ranks.rank()} failed in {phases.where(' at')}:\n{trace}"
     if rank_lost:
-        message = f"rank {ranks.rank()}: another rank is gone ({phases.where()}): the run ends; {HOW_TO_RESUME}"
+        message = f"rank {ranks.rank()}: {cause} ({phases.where()}): the run ends; {HOW_TO_RESUME}"
     elif isinstance(problem, KeyboardInterrupt):
         message = (
             f"rank {ranks.rank()} was interrupted a second time ({phases.where()}): the run ends at once; "
@@ -107,9 +116,10 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
 
 def _print_error(text: str) -> None:
     """Write to stderr in one call, so that lines of other ranks do not come between."""
-    print(end="", flush=True)
-    sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text + "\n")  # the cursor may be behind a progress bar
-    sys.stderr.flush()
+    with suppress(BrokenPipeError):  # nobody reads any more; the log has it
+        print(end="", flush=True)
+        sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text + "\n")  # the cursor may be behind a progress bar
+        sys.stderr.flush()
 
 
 def leave(code: int) -> NoReturn:
@@ -118,6 +128,7 @@ def leave(code: int) -> NoReturn:
     The interpreter is not torn down: DeepSpeed engines hold process groups beyond `destroy_process_group`, and gloo's
     threads, destroyed during the teardown, sometimes abort a process that has finished its work.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -52,7 +52,7 @@ def guard_builds() -> None:
 
 
 def offer_all_reduce() -> bool:
-    """Tell DeepSpeed whether to load its all-reduce in shared memory: on a CPU, if there are ranks to share it with.
+    """Tell DeepSpeed whether to load its all-reduce in shared memory: on a CPU, if all ranks can share it.
 
     Returns whether it loads it.
 
@@ -65,7 +65,7 @@ def offer_all_reduce() -> bool:
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is None:
         return False
-    is_loaded = ranks.world_size() > 1 and builder.is_compatible()
+    is_loaded = ranks.world_size() > 1 and ranks.machines() == 1 and builder.is_compatible()
     ops.__compatible_ops__ = {builder.NAME: is_loaded}
     return is_loaded
 
@@ -264,15 +264,20 @@ def _unlocked_compiler(folder: Path) -> str | None:
 
 @contextmanager
 def _announced(folder: Path) -> Iterator[None]:
-    """Print a line once a compiler runs in the folder for longer than ninja needs to find nothing to do."""
-    done = threading.Event()
+    """Print a line once a compiler runs in the folder for longer than ninja needs to find nothing to do, and one when
+    it is done."""
+    done, start, is_announced = threading.Event(), time.monotonic(), threading.Event()
 
     def poll() -> None:
         before: set[int] = set()
         while not done.wait(POLL_SECONDS):
             compilers = processes_at(folder)
             if compilers & before:
-                _print(f"DeepSpeed compiles its operator {folder.name} in {folder}: this may take minutes")
+                _print(
+                    f"DeepSpeed compiles its operator {folder.name} in {folder}: one to three minutes, once for this "
+                    "environment"
+                )
+                is_announced.set()
                 return
             before = compilers
 
@@ -283,6 +288,8 @@ def _announced(folder: Path) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+    if is_announced.is_set():
+        _print(f"DeepSpeed's operator {folder.name} is compiled, after {time.monotonic() - start:.0f} s")
 
 
 def _print(line: str) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote, urlparse
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore, register_rendezvous_handler
+from torch.distributed import DistStoreError, PrefixStore, Store, register_rendezvous_handler
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_prints
@@ -29,10 +29,12 @@ from dschat_ppo.runtime.shared_memory import (
 )
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.runtime.unused_gpu import require_usable_gpu
+from dschat_ppo.runtime.waiting_for_ranks import connect, wait_for_all_ranks
 
 ALLOCATOR = "expandable_segments:True"  # of torch's memory on a GPU
 _SCHEME = "dschat-ppo"
 _OWNER = "dschat_ppo/launch"
+_OTHER_PORT = "choose another port by deepspeed --master_port N (with srun: export MASTER_PORT=N)"
 _ANSWER_SECONDS = 120.0  # rank 0 writes as soon as its store is open
 
 
@@ -47,7 +49,8 @@ def init_process_group(folder: str = "") -> torch.device:
 
     Raises:
         UserError: the port is in use, another launch has a process group there, torch cannot use this machine's GPU,
-            an operator cannot be compiled, or there is too little shared memory.
+            an operator cannot be compiled, there is too little shared memory, fewer GPUs than ranks on this machine, or
+            another machine does not join.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -65,6 +68,12 @@ def init_process_group(folder: str = "") -> torch.device:
             # Rows and micro-batches differ in shape, which breaks fixed segments to pieces. torch reads the second name
             # before version 2.9, and with the first one no warning; it does when it first allocates on a GPU.
             os.environ.update(dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), ALLOCATOR))
+        if dist.local_rank() >= accelerator.device_count():
+            raise UserError(
+                f"rank {dist.rank()} is number {dist.local_rank()} on its machine, from 0 on, and sees "
+                f"{accelerator.device_count()} GPUs: start as many ranks as GPUs, and let each see all of them (srun "
+                "--gpus-per-node N, without --gpus-per-task)"
+            )
         accelerator.set_device(dist.local_rank())
         # cuDNN's attention builds a plan for every new shape, up to a second, and here most shapes are new
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -83,9 +92,7 @@ def init_process_group(folder: str = "") -> torch.device:
         if "EADDRINUSE" not in str(problem):
             raise
         port = os.environ.get("MASTER_PORT")
-        raise UserError(
-            f"port {port} of this machine is in use, by another run perhaps: deepspeed --master_port N takes another"
-        ) from None
+        raise UserError(f"port {port} of this machine is in use, perhaps by another run: {_OTHER_PORT}") from None
     return dist.device()
 
 
@@ -145,25 +152,19 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
     address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
     torchrun_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     mine = launch_of_this_rank(unquote(urlparse(url).path.removeprefix("/")))
-    store = TCPStore(
-        address,
-        port,
-        is_master=rank == 0 and not torchrun_hosts,
-        timeout=timeout,
-        wait_for_workers=False,  # ranks of another launch would be counted
-        multi_tenant=True,
-    )
+    store = connect(address, port, rank == 0 and not torchrun_hosts, timeout)
     other = f"the process group at {address}, port {port}, belongs to another run"
-    way_out = "deepspeed --master_port N takes another port"
     if rank == 0:
         store.set(_OWNER, json.dumps(mine))
     try:
         store.wait([_OWNER], timeout if torchrun_hosts else timedelta(seconds=_ANSWER_SECONDS))
     except DistStoreError:
-        raise UserError(f"{other}, or to another program; {way_out}") from None
+        raise UserError(f"{other}, or to another program; {_OTHER_PORT}") from None
     theirs = json.loads(store.get(_OWNER))
     if found := differences(mine, theirs):
-        raise UserError(f"{other} (output folder {theirs['output folder']}; other {', '.join(found)}); {way_out}")
+        raise UserError(f"{other} (output folder {theirs['output folder']}; other {', '.join(found)}); {_OTHER_PORT}")
+    if dist.machines() > 1:
+        wait_for_all_ranks(store)
     yield PrefixStore("dschat_ppo", store), rank, int(os.environ["WORLD_SIZE"])
 
 

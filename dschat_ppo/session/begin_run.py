@@ -16,13 +16,19 @@ from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.schema import RunFlags
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.monitor.open_trackers import check_trackers
 from dschat_ppo.runtime import watchdog
 from dschat_ppo.runtime.op_builds import load_operator
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.runtime.rank_log import open_log
-from dschat_ppo.session.output_folder import check_earlier_outputs, prepare_output_folder, refuse_model_folders
+from dschat_ppo.session.machine_folders import check_machine_folders
+from dschat_ppo.session.output_folder import (
+    check_earlier_outputs,
+    prepare_output_folder,
+    refuse_model_folders,
+    refuse_pipes,
+)
 from dschat_ppo.session.run_lock import RunLock
 from dschat_ppo.session.validation import VALIDATION
 
@@ -33,6 +39,8 @@ def begin_run(
     step: str, config: Any, run: RunFlags, models: list[str], validate_only: bool = False
 ) -> tuple[torch.device, Path]:
     """Join the ranks, lock and check the output folder, seed, and print notes on flags without effect. Collective.
+
+    With `--dry_run`, only check flags and print notes: no ranks are joined, and the output folder is not touched.
 
     Args:
         step: its name.
@@ -46,25 +54,32 @@ def begin_run(
         This rank's device and the output folder; with `validate_only`, the folder inside it.
 
     Raises:
-        UserError: another run writes to the folder; the folder holds a model that the run reads, or outputs of an
-            earlier run with other settings; the device does not support the dtype; `--sequence_parallel_size` does
-            not divide the number of ranks; or DeepSpeed cannot compile an operator that the run needs.
+        UserError: another run writes to the folder; the folder holds a model that the run reads, a pipe, or outputs of
+            an earlier run with other settings; the machines do not share the folder, or share it with
+            `--local_checkpoints`; the device does not support the dtype; `--sequence_parallel_size` does not divide the
+            number of ranks; or DeepSpeed cannot compile an operator that the run needs.
         StopRequested: the same run has finished in the folder; nothing is left to do.
     """
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
     refuse_model_folders(folder, models)
+    refuse_pipes(Path(run.folder))
     quiet_libraries()
+    if run.dry_run:
+        check_sequence_parallel_size(config.memory, dist.world_size())
+        _log_notes(step, config)
+        return dist.device(), folder
     is_locked = folder.resolve() in _LOCKED  # several steps may run one after another in one process
     if not is_locked:
         RunLock.refuse_if_held(folder)  # before the ranks join: a second run of the same command has the same port
     set_deterministic(run.deterministic)  # before anything runs on a GPU
     check_sequence_parallel_size(config.memory, dist.world_size())
     device = init_process_group(run.folder)
+    watchdog.start(config.safety.collective_timeout)  # from here on the machines know of each other's failures
     dist.share_rows(config.memory.sequence_parallel_size)
     if not is_locked:
-        _LOCKED[folder.resolve()] = RunLock.acquire(folder)
+        check_machine_folders(folder, config.safety.local_checkpoints)
+        _LOCKED[folder.resolve()] = RunLock.acquire(folder, config.safety.local_checkpoints)
     open_log(folder)
-    watchdog.start(config.safety.collective_timeout)
     if validate_only:
         prepare_output_folder(folder, config, run)
     else:
@@ -75,9 +90,27 @@ def begin_run(
     if config.memory.offload_optimizer or (config.ppo if step == "ppo" else config.fit).offload:
         announce("load operators")
         load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
+    _log_notes(step, config)
+    return device, folder
+
+
+def _log_notes(step: str, config: Any) -> None:
     for line in notes(step, config):
         logger().info(f"note: {line}")
-    return device, folder
+
+
+def end_dry_run(run: RunFlags) -> None:
+    """End a run with `--dry_run`, after its checks and the table of batches.
+
+    Raises:
+        StopRequested: with `--dry_run`.
+    """
+    if run.dry_run:
+        ranks = dist.world_size()
+        raise StopRequested(
+            f"dry run for {ranks} rank{'s' if ranks > 1 else ''}: flags, models and data are valid; no weight was "
+            f"read, and nothing was written to {run.folder}"
+        )
 
 
 def _check_trackers(run: RunFlags) -> None:

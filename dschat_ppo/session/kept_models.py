@@ -10,6 +10,7 @@ from dschat_ppo.checkpoint.folder import checkpoint_name
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import OLD, PARTIAL, remove_folder, replace_folder, sync_entries
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.errors import StorageError
 
 BEST, HF = "best", "hf"
@@ -48,7 +49,7 @@ class KeptModels:
         """
         folder = self.output / HF / checkpoint_name(step)
         self._replace(folder)
-        logger().info(f"models of step {step}: saved to {folder}")
+        logger().info(f"models of step {step}: saved to {shown_path(folder)}")
 
     def save_best(self) -> None:
         """Keep the models as the best ones, in place of those before. Collective.

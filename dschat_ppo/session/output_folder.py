@@ -12,6 +12,7 @@ from dschat_ppo.checkpoint.run_files import CONFIG, keep_old_metrics, read_confi
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import OLD, PARTIAL, remove_folder
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.regular_files import is_pipe_or_device
 from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.safety_flags import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
@@ -23,6 +24,7 @@ from dschat_ppo.monitor.run_starts import STARTS
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
 from dschat_ppo.monitor.writers import METRICS, RESULT, is_finished
+from dschat_ppo.session.final_checkpoints import discard_checkpoints, finish_removal
 from dschat_ppo.session.kept_models import BEST, HF, clear_partials
 
 
@@ -42,6 +44,17 @@ def refuse_model_folders(folder: Path, models: list[str]) -> None:
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
 
 
+def refuse_pipes(folder: Path) -> None:
+    """Refuse an output folder with a pipe or a device where a run has files; it is not read.
+
+    Raises:
+        UserError: naming the first one.
+    """
+    for path in (*folder.glob("*"), *folder.glob("*/*")):
+        if is_pipe_or_device(path):
+            raise UserError(f"--output_dir {folder}: {path.relative_to(folder)} is not a regular file; remove it")
+
+
 def check_earlier_outputs(folder: Path, config: Any, run: RunFlags) -> None:
     """Accept only outputs from which this run may resume, or of the same run before its first checkpoint. Collective.
 
@@ -50,10 +63,25 @@ def check_earlier_outputs(folder: Path, config: Any, run: RunFlags) -> None:
         StopRequested: the same run has finished there; nothing is left to do.
     """
     problem, done = dist.broadcast_object(_check_on_main(folder, config, run) if dist.is_main() else None)
+    if config.safety.local_checkpoints:
+        is_other = dist.local_rank() == 0 and not dist.is_main()
+        problem = problem or dist.first_problem(_clear_partials(folder) if is_other else None)
+        are_removed = dist.broadcast_object(bool(done) and not CheckpointFolder(folder).names())
+        if are_removed and is_other and not config.safety.keep_final_checkpoint:
+            discard_checkpoints(folder)  # without the part of rank 0 no run can use them
     if problem:
         raise UserError(problem)
     if done:
         raise StopRequested(done)
+
+
+def _clear_partials(folder: Path) -> str | None:
+    """Remove what a crash left incomplete on the disk of a machine; why that fails, or None."""
+    try:
+        CheckpointFolder(folder).clear_partials()
+    except OSError as problem:
+        return f"--output_dir {folder} on {os.uname().nodename}: cannot be written ({problem.strerror})"
+    return None
 
 
 def _check_on_main(folder: Path, config: Any, run: RunFlags) -> tuple[str | None, str | None]:
@@ -99,18 +127,21 @@ def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
         return f"{refusal}; {ways_out}", None
     compared = compare_configs(saved, flatten(config))
     changes = [change for change in compared if change.matters]
+    if is_done and not CheckpointFolder(folder).names() and any(change.name in LENGTH for change in compared):
+        return (
+            f"--output_dir {folder}: the run there is finished and its checkpoints were removed, so it cannot train "
+            "longer: start another run from its model, or repeat it (--overwrite_output_dir) with "
+            "--keep_final_checkpoint",
+            None,
+        )
     if changes:
         if CheckpointFolder(folder).names():  # of a finished run: unfinished ones are left to `find_checkpoint`
-            ways_out = f"add --resume_force to train on from its last checkpoint, or to start over {ways_out}"
+            ways_out = f"add --resume_force to continue from its last checkpoint, or start over: {ways_out}"
         return f"{refusal} of a run with other settings:\n{format_diff(changes)}\n{ways_out}", None
     if is_done and CheckpointFolder(folder).names() and any(change.name in LENGTH for change in compared):
         return None, None  # the run is longer now, with the same learning rates so far
     if is_done:
-        more = (
-            "to train on, raise --num_train_epochs or --max_steps, and add --resume_force if the learning rate depends "
-            "on the length; --overwrite_output_dir starts over"
-        )
-        return None, f"{folder / RESULT} is there: this run is done ({more})"
+        return None, _done(folder, config, saved)
     if (folder / METRICS).exists():
         kept = keep_old_metrics(folder / METRICS)
         logger().warning(
@@ -118,6 +149,21 @@ def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
             f"over (its metrics are kept as {kept.name})"
         )
     return None, None
+
+
+def _done(folder: Path, config: Any, saved: dict[str, Any]) -> str:
+    """Why nothing is left to do in the folder of a finished run of these settings. Removes what a crash left of the
+    removal of its checkpoints."""
+    more = "to train longer, start another run from its model; --overwrite_output_dir starts over"
+    is_kept = config.safety.keep_final_checkpoint or saved.get("keep_final_checkpoint") is not False
+    if CheckpointFolder(folder).names() and is_kept:
+        more = (
+            "to train longer, raise --num_train_epochs or --max_steps, and add --resume_force if the learning rate "
+            "depends on the length; --overwrite_output_dir starts over"
+        )
+    elif CheckpointFolder(folder).names() and not finish_removal(folder):
+        more = "but a saved model cannot be read: add --resume_force to save it again from the last checkpoint"
+    return f"{folder / RESULT} is there: this run is done ({more})"
 
 
 def prepare_output_folder(folder: Path, config: Any, run: RunFlags, resumed: Path | None = None) -> None:
@@ -136,8 +182,26 @@ def prepare_output_folder(folder: Path, config: Any, run: RunFlags, resumed: Pat
         UserError: the folder cannot be written.
     """
     problem = dist.broadcast_object(_prepare_on_main(folder, config, run, resumed) if dist.is_main() else None)
+    if config.safety.local_checkpoints and resumed is None:
+        is_other = dist.local_rank() == 0 and not dist.is_main()
+        other = _remove_checkpoints(folder, run.overwrite_output_dir) if is_other else None
+        problem = problem or dist.first_problem(other)
     if problem:
         raise UserError(problem)
+
+
+def _remove_checkpoints(folder: Path, overwrite: bool) -> str | None:
+    """Remove the checkpoints of an earlier run from the disk of a machine; why that must not be or fails, or None."""
+    if not overwrite and (names := CheckpointFolder(folder).names()):
+        return (
+            f"--output_dir {folder} on {os.uname().nodename} holds checkpoints of an earlier run ({names[-1]}); name "
+            "another folder or add --overwrite_output_dir"
+        )
+    try:
+        remove_folder(folder / "checkpoints")
+    except OSError as problem:
+        return f"--output_dir {folder} on {os.uname().nodename}: cannot be written ({problem.strerror})"
+    return None
 
 
 def _prepare_on_main(folder: Path, config: Any, run: RunFlags, resumed: Path | None) -> str | None:

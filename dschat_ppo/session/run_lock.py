@@ -36,7 +36,8 @@ os.register_at_fork(after_in_child=_release_in_child)
 class RunLock:
     """The lock of an output folder, held by every rank of a run until the last one ends, however it ends.
 
-    It is a `flock` on `.lock` in the folder. Rank 0 takes it exclusively, which succeeds only if no rank of any run is
+    It is a `flock` on `.lock` in the folder. Rank 0, or the first rank of each machine that has a folder of its own,
+    takes it exclusively, which succeeds only if no rank of any run is
     left, and then shares it with the other ranks. The kernel releases it when a process ends. Programs started by
     `subprocess` do not inherit it; children forked by Python release it at once; a child forked by foreign C code
     would keep it.
@@ -46,8 +47,10 @@ class RunLock:
         self._number = number
 
     @classmethod
-    def acquire(cls, folder: Path) -> RunLock:
+    def acquire(cls, folder: Path, on_each_machine: bool = False) -> RunLock:
         """Lock `folder`, and make it if it does not exist. Collective.
+
+        `on_each_machine`: each machine has a folder of its own at this path.
 
         If the file system has no locks, a warning is logged and nothing is locked.
 
@@ -55,10 +58,13 @@ class RunLock:
             UserError: another run holds the lock, or the folder cannot be written; the same on all ranks.
         """
         processes = dist.gather_objects((socket.gethostname(), os.getpid()))
-        first = _take_exclusive(folder, processes) if dist.is_main() else (None, None)
+        is_first = dist.is_writer(on_each_machine)
+        first = _take_exclusive(folder, processes) if is_first else (None, None)
         locked = dist.broadcast_object(first[0] is not None)
+        if on_each_machine:
+            locked = dist.gather_objects(first[0] is not None)[dist.machine() * dist.local_world_size()]
         mine = first
-        if locked and not dist.is_main():
+        if locked and not is_first:
             mine = _take(folder, lambda number: fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB))
         lock = cls(mine[0])
         problem = dist.first_problem(mine[1])

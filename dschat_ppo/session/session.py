@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,22 +13,23 @@ import torch
 
 from dschat_ppo.checkpoint.config_diff import FLAGS
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
-from dschat_ppo.checkpoint.manager import CheckpointManager, restore
+from dschat_ppo.checkpoint.manager import CheckpointManager, package_versions, restore
 from dschat_ppo.checkpoint.manifest import Manifest
 from dschat_ppo.checkpoint.resumable import Checkpointer, Resumable
 from dschat_ppo.checkpoint.resume import find_checkpoint, is_inside
-from dschat_ppo.checkpoint.run_identity import RunIdentity, RunInputs, identify_run
+from dschat_ppo.checkpoint.run_identity import RunIdentity, RunInputs, identify_run, require_same_on_machines
 from dschat_ppo.common import dist
 from dschat_ppo.common.credentials import without_credentials
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.safety_flags import AUTO, SafetyFlags
 from dschat_ppo.config.schema import RunFlags
-from dschat_ppo.errors import StopRequested, UnhealthyRun, UserError
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.monitor.run_starts import record_start
 from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.trackers import Tracking
-from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.session.output_folder import prepare_output_folder
 
@@ -53,13 +56,17 @@ class Session:
 
         Raises:
             StopRequested: a stop was requested, and the state is saved.
-            UnhealthyRun: a health event ended the run; the state is saved and the report is written.
+            UnhealthyRun: a health event ended the run; the state is saved.
+            NonFiniteError: NaN or infinity ended the run.
+
+        In these three cases the report of the run so far is written before the exception is raised, if there are
+        metrics.
         """
         _raise_if_stop_requested()
         resumed = saved = None
         if self.checkpoint is not None:
             manifest = restore(self.checkpoint, trainer, self.run.seed)
-            logger().info(f"resuming from {self.checkpoint}: {manifest.step} steps are done")
+            logger().info(f"resuming from {shown_path(self.checkpoint)}: {manifest.step} steps are done")
             resumed = (manifest.metrics_offset if is_inside(self.checkpoint, self.output) else 0, manifest.step + 1)
             place = CheckpointFolder(self.output).root / checkpoint_name(manifest.step, manifest.update)
             saved = (manifest.step, manifest.update) if self.checkpoint.resolve() == place.resolve() else None
@@ -72,10 +79,14 @@ class Session:
             )
             try:
                 result = train(metrics, checkpoints)
-            except UnhealthyRun:
-                if dist.is_main():
-                    report_run(self.output)
-                raise
+            except (StopRequested, UnhealthyRun, NonFiniteError) as ended:
+                try:
+                    if dist.is_main() and (self.output / METRICS).stat().st_size > 0:
+                        report_run(self.output)
+                finally:
+                    if sys.exc_info()[1] is not ended:
+                        traceback.print_exc()  # a bug of the report does not hide why the run ended
+                    raise ended
             checkpoints.finish()
         return result
 
@@ -104,14 +115,15 @@ def open_session(
 
     Raises:
         StopRequested: a stop was requested; nothing is changed.
-        UserError: `--profile` or the checkpoint to resume from is beyond the end of the run; or see `find_checkpoint`
-            and `prepare_output_folder`.
+        UserError: the machines differ in flags, inputs or packages; `--profile` or the checkpoint to resume from is
+            beyond the end of the run; or see `find_checkpoint` and `prepare_output_folder`.
     """
     _raise_if_stop_requested()
     profiled = config.run.profile
     if profiled is not None and profiled > steps:
         raise UserError(f"--profile {profiled}: this run has {steps} steps; name one of them")
     identity = identify_run(kind, config, inputs, derived)
+    require_same_on_machines(identity, package_versions())
     checkpoint = find_checkpoint(output, config.safety, identity, config.run.overwrite_output_dir)
     if checkpoint is not None:
         saved = Manifest.read(checkpoint)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, table
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.progress import duration
+from dschat_ppo.session.next_command import NO_NEXT
 from dschat_ppo.types import Engine
 
 
@@ -69,7 +71,7 @@ def short_count(count: int) -> str:
 
 def show_models(
     roles: Mapping[str, tuple[Engine | None, str | None]], dtype: str, output: Path,
-    more: Sequence[tuple[str, str]] = (),
+    more: Sequence[tuple[str, str]] = (), trains: bool = True,
 ) -> None:  # fmt: skip
     """Log the models with their sizes, the devices and the output folder.
 
@@ -78,20 +80,21 @@ def show_models(
         dtype: `--dtype`.
         output: the output folder.
         more: further rows, (name, text).
+        trains: False if the run only evaluates: then no weight trains.
     """
     modules: dict[str, Any] = {role: engine.module for role, (engine, _) in roles.items() if engine is not None}
-    rows = [
-        (role, f"{modules[role].config.model_type}, {size}, from {roles[role][1]}")
-        for role, size in model_sizes(modules).items()
-    ]
+    rows = []
+    for role, size in model_sizes(modules).items():
+        shown, folder = size if trains else replace(size, trained=0), shown_path(roles[role][1] or "")
+        rows.append((role, f"{modules[role].config.model_type}, {shown}, from {folder}"))
     ranks = dist.world_size()
     rows.append(("devices", f"{ranks} {dist.device().type} rank{'s' if ranks > 1 else ''}, {dtype}"))
-    logger().info(table("models", [*rows, *more, ("outputs", f"{output} (report.html at the end)")]))
+    logger().info(table("models", [*rows, *more, ("outputs", f"{shown_path(output)} (report.html at the end)")]))
 
 
 def show_end(
     title: str, steps: str, seconds: float, changes: Mapping[str, tuple[float, float]], saved: Sequence[Path],
-    command: Sequence[str],
+    command: str,
 ) -> None:  # fmt: skip
     """Log what the run has reached, where its models are, and what to run next.
 
@@ -101,11 +104,13 @@ def show_end(
         seconds: of this start of the run.
         changes: name -> (value before training, value after it).
         saved: folders of the models.
-        command: the next command, as words.
+        command: the next command, for a shell; `DSCHAT_PPO_NO_NEXT=1` omits it.
     """
     rows = [("steps", f"{steps} in {duration(seconds)}")]
     rows += [(name, f"{before:.4g} -> {after:.4g}") for name, (before, after) in changes.items()]
-    rows += [("saved to", " and ".join(map(str, saved))), ("next", shlex.join(command))]
+    rows += [("" if number else "saved to", shown_path(folder)) for number, folder in enumerate(saved)]
+    if os.environ.get(NO_NEXT) != "1":
+        rows.append(("next", command))
     logger().info(table(f"{title}: done", rows))
 
 

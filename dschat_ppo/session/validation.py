@@ -7,6 +7,7 @@ from typing import Any
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 
@@ -33,5 +34,5 @@ def write_validation(folder: Path, metrics: dict[str, float], seconds: float) ->
     write_result(folder, result)
     if dist.is_main():
         report_run(folder)
-    logger().info(f"validation: saved to {folder}; nothing was trained")
+    logger().info(f"validation: saved to {shown_path(folder)}; nothing was trained")
     return result

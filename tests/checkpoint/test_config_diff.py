@@ -12,6 +12,8 @@ from dschat_ppo.checkpoint.config_diff import (
     FORMER_DEFAULTS,
     HARMLESS,
     LENGTH,
+    MOST_LINES,
+    PATHS,
     PRODUCTS,
     ConfigChange,
     compare_configs,
@@ -21,7 +23,7 @@ from dschat_ppo.checkpoint.config_diff import (
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
-from dschat_ppo.ppo.train_ppo import derived_batch_sizes
+from dschat_ppo.ppo.begin_ppo import derived_batch_sizes
 
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "--data_path", "d", "--output_dir", "o"]
@@ -197,23 +199,64 @@ def test_changes_that_matter_come_first_in_the_order_of_the_command_line():
     assert [c.name for c in compare_configs(saved, now)] == ["b", "a", "gone", "save_steps", "output_dir"]
 
 
-def test_changes_are_shown_as_a_diff():
+def test_changes_are_shown_one_per_line():
     saved = {"learning_rate": 1e-3, "data_path": ["a b"], "rows_per_update": 8, "stop_strings": [], "seed": 0, "old": 1}
     now = {"learning_rate": 2e-3, "data_path": ["a", "b"], "rows_per_update": 4, "stop_strings": ("é",), "seed": None}
     assert format_diff(compare_configs(saved, {**now, "eot_token": ""})).splitlines() == [
-        "- --learning_rate 0.001",
-        "+ --learning_rate 0.002",
-        '- --data_path ["a b"]',
-        '+ --data_path ["a", "b"]',
-        "- rows_per_update 8",
-        "+ rows_per_update 4",
-        "- --stop_strings []",
-        '+ --stop_strings ["é"]',
-        "- --seed 0",
-        "+ --seed None",
-        "- old 1",
-        '+ --eot_token ""',
+        "  --learning_rate: 0.001 -> 0.002",
+        '  --data_path: ["a b"] -> ["a", "b"]',
+        "  rows_per_update: 8 -> 4",
+        '  --stop_strings: [] -> ["é"]',
+        "  --seed: 0 -> None",
+        "  old: 1 -> (absent)",
+        '  --eot_token: (absent) -> ""',
     ]
+
+
+def test_many_changes_and_long_values_are_cut():
+    lines = format_diff([ConfigChange(f"n{number}", "x" * 300, "1", True) for number in range(15)]).splitlines()
+    assert len(lines) == MOST_LINES + 1 and lines[-1] == "  and 3 more"
+    assert lines[0] == f"  n0: {'x' * 100}... -> 1"
+
+
+PLACES = [
+    ("data_path", ["{folder}/a.jsonl"], ["a.jsonl"], False), ("data_path", ["a.jsonl"], ["./a.jsonl"], False),
+    ("data_path", ["{folder}/a.jsonl:0.3", "b"], ["a.jsonl:0.3", "b"], False),
+    ("data_path", ["{folder}/a.jsonl@5"], ["link.jsonl@5"], False),
+    ("data_path", ["model[train]"], ["{folder}/model[train]"], False),
+    ("data_path", ["{folder}/a.jsonl:0.3"], ["a.jsonl:0.4"], True), ("data_path", ["a.jsonl"], ["b.jsonl"], True),
+    ("data_path", ["{folder}/none.jsonl"], ["none.jsonl"], True), ("data_path", ["a.jsonl"], ["a.jsonl", "b"], True),
+    ("model_name_or_path", "model", "{folder}/model/", False), ("model_name_or_path", "model", "a.jsonl", True),
+    ("reward_function", ["r.py:score:0.5"], ["{folder}/r.py:score:0.5"], False),
+    ("reward_function", ["r.py:score"], ["{folder}/r.py:other"], True),
+    ("chat_template", None, "a.jsonl", True), ("dtype", "a.jsonl", "./a.jsonl", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "before", "after", "matters"), PLACES)
+def test_paths_are_compared_by_the_places_that_they_lead_to(tmp_path, monkeypatch, name, before, after, matters):
+    monkeypatch.chdir(tmp_path)
+    for file in ("a.jsonl", "b.jsonl", "r.py"):
+        (tmp_path / file).touch()
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "model").mkdir()
+    saved, now = (json.loads(json.dumps({name: value}).replace("{folder}", str(tmp_path))) for value in (before, after))
+    assert [change.matters for change in compare_configs(saved, now)] == ([True] if matters else [])
+
+
+def test_the_contents_of_a_file_are_compared_under_any_of_its_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.py").touch()
+    name, place = "contents of --reward_function", f"{tmp_path}/r.py"
+    assert compare_configs({f"{name} r.py": "12"}, {f"{name} {place}": "12"}) == []
+    [change] = compare_configs({f"{name} r.py": "12"}, {f"{name} {place}": "13"})
+    assert change == ConfigChange(f"{name} {place}", "12", "13", True)
+    [change] = compare_configs({f"{name[:-9]}model": "12"}, {f"{name[:-9]}model": "13"})
+    assert change.matters and change.name == f"{name[:-9]}model"
+
+
+def test_the_flags_of_paths_exist():
+    assert PATHS <= FLAGS
 
 
 def test_a_refusal_shows_only_changes_that_matter_and_the_ways_out():
@@ -222,7 +265,7 @@ def test_a_refusal_shows_only_changes_that_matter_and_the_ways_out():
         refuse_changes(FOLDER, changes, force=False)
     text = str(refusal.value)
     assert text.startswith(f"{FOLDER} was saved under settings")
-    assert "- --seed 1\n+ --seed 2\n" in text
+    assert "\n  --seed: 1 -> 2\n" in text
     assert "save_steps" not in text
     assert all(way in text for way in ("--resume_force", "--overwrite_output_dir", "another --output_dir"))
 
@@ -232,9 +275,8 @@ def test_a_refusal_shows_the_factors_of_a_changed_batch_size():
     now = {**saved, "per_device_train_batch_size": 2, "rows_per_update": 4, "zero_stage": 3}
     with pytest.raises(UserError) as refusal:
         refuse_changes(FOLDER, compare_configs(saved, now), force=False)
-    shown = [line for line in str(refusal.value).splitlines() if line.startswith(("- ", "+ "))]
-    flag = "--per_device_train_batch_size"
-    assert shown == ["- rows_per_update 8", "+ rows_per_update 4", f"- {flag} 4", f"+ {flag} 2"]
+    shown = [line for line in str(refusal.value).splitlines() if line.startswith("  ")]
+    assert shown == ["  rows_per_update: 8 -> 4", "  --per_device_train_batch_size: 4 -> 2"]
 
 
 @pytest.mark.parametrize("words, refused", [("--dynamic_sampling", True), ("", False)])

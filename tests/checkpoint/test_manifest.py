@@ -142,6 +142,27 @@ def test_an_unreadable_manifest_is_an_error_with_folder_and_fault(folder):
 
 def test_every_key_of_the_manifest_is_needed(folder):
     whole = json.loads((folder / "manifest.json").read_text())
-    for key in sorted(set(whole) - {"format", "sha256"}):
+    for key in sorted(set(whole) - {"format", "sha256", "ranks"}):  # earlier versions wrote no ranks
         (folder / "manifest.json").write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
         assert damage(folder) == f"manifest.json is damaged: it lacks {key}"
+
+
+def test_pipes_and_endless_nesting_are_damage(folder):
+    (folder / "rank_0.pt").unlink()
+    os.mkfifo(folder / "rank_0.pt")
+    assert damage(folder) == "rank_0.pt of rank 0 is not a regular file"
+    (folder / "manifest.json").write_text("[" * 100_000)
+    assert damage(folder) == "manifest.json is damaged: it is not JSON"
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    assert damage(folder) == "manifest.json is not a regular file"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("config", "a: 1"), ("step", -1), ("step", True), ("world_size", 0), ("versions", None), ("best", 1),
+     ("files", ["rank_0.pt"]), ("files", {"rank_0.pt": {"bytes": "9", "sha256": ""}}), ("kind", "dpo"), ("data", 5)],
+)  # fmt: skip
+def test_a_value_of_another_type_is_damage_even_if_the_checksum_fits(folder, name, value):
+    manifest_of(folder, **{name: value}).write(folder)
+    assert damage(folder).startswith(f"manifest.json is damaged: '{name}' is ")

@@ -45,7 +45,7 @@ def test_overwrite_restarts_a_finished_run_and_resumes_an_interrupted_one(tmp_pa
     assert find_checkpoint(tmp_path, SafetyFlags(resume=str(saved)), identity_of(tmp_path), overwrite=True) == saved
     (tmp_path / "result.json").unlink()
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5"), overwrite=True) is None
-    assert "because of --overwrite_output_dir" in (said := capsys.readouterr().out) and "+ --seed 5" in said
+    assert "because of --overwrite_output_dir" in (said := capsys.readouterr().out) and "  --seed: 1234 -> 5" in said
     with pytest.raises(UserError, match="--seed"):
         find_checkpoint(tmp_path, SafetyFlags(resume=str(saved)), identity_of(tmp_path, "--seed", "5"), overwrite=True)
     flip(saved / "shared.pt")
@@ -122,11 +122,11 @@ def test_settings_that_change_the_result_are_refused_unless_forced(tmp_path, cap
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == saved
     assert capsys.readouterr().out == ""
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--zero_stage", "3")) == saved
-    assert "since step_000001 was saved:\n- --zero_stage 2\n+ --zero_stage 3\n" in capsys.readouterr().out
-    with pytest.raises(UserError, match="step_000001 was saved under .*:\n- --seed 1234\n.*--seed 5\n"):
+    assert "since step_000001 was saved:\n  --zero_stage: 2 -> 3\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match="step_000001 was saved under .*:\n  --seed: 1234 -> 5\n"):
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5"))
     assert find_checkpoint(tmp_path, SafetyFlags(resume_force=True), identity_of(tmp_path, "--seed", "5")) == saved
-    with pytest.raises(UserError, match=r"something else:\n- training rows .* a+\n\+ training rows .* b+\n- --seed"):
+    with pytest.raises(UserError, match=r"something else:\n  training rows .*: a+ -> b+\n  --seed"):
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5", data="b" * 64))
     with pytest.raises(UserError, match="of the step 'sft', not of 'ppo'"):
         find_checkpoint(tmp_path, SafetyFlags(), replace(identity_of(tmp_path), kind="ppo"))

@@ -140,7 +140,7 @@ def test_a_rank_of_another_launch_is_refused_and_the_launch_continues():
         _, said = begin(stack, port, 1, "runs/c").communicate(timeout=100)
         assert said.splitlines()[-1] == (
             f"error: the process group at 127.0.0.1, port {port}, belongs to another run (output folder runs/a b; "
-            "other output folder); deepspeed --master_port N takes another port"
+            "other output folder); choose another port by deepspeed --master_port N (with srun: export MASTER_PORT=N)"
         )
         assert host.poll() is None
         own = begin(stack, port, 1, "runs/a b")
@@ -156,7 +156,7 @@ def test_another_program_on_the_port_is_waited_for_a_limited_time():
         stack.callback(other.kill)
         assert other.stdout.readline() == "open\n"
         _, said = begin(stack, port, 1, "runs/c").communicate(timeout=100)
-        assert "belongs to another run, or to another program; deepspeed --master_port" in said.splitlines()[-1]
+        assert "belongs to another run, or to another program; choose another port" in said.splitlines()[-1]
 
 
 def pair(folder: Path, outputs: tuple[str, str]) -> list[subprocess.Popen[str]]:
@@ -207,6 +207,10 @@ class Accelerator:
     def __init__(self, kind: str):
         self.kind = kind
         self.devices: list[int] = []
+        self.count = 8
+
+    def device_count(self) -> int:
+        return self.count
 
     def device_name(self) -> str:
         return self.kind
@@ -235,6 +239,19 @@ def join_as(kind: str, monkeypatch) -> Accelerator:
     with pytest.raises(DistNetworkError, match="enough"):
         init_process_group()
     return accelerator
+
+
+def test_a_rank_that_does_not_see_its_gpu_is_refused(monkeypatch):
+    accelerator = Accelerator("cuda")
+    accelerator.count = 1
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    with pytest.raises(
+        UserError, match="rank 3 is number 1 on its machine, from 0 on, and sees 1 GPUs.*--gpus-per-node"
+    ):
+        init_process_group()
+    assert accelerator.devices == []
 
 
 @pytest.mark.parametrize(("kind", "cudnn", "devices"), [("cuda", False, [2]), ("cpu", True, [])])

@@ -35,8 +35,8 @@ def config_of(folder):
 def test_the_folder_is_locked_before_anything_is_written_there_and_checked_once_it_is(events, tmp_path):
     config = config_of(tmp_path)
     assert begin_run.begin_run("sft", config, config.run, [])[1] == tmp_path
-    joined = ["check of the lock", "set_deterministic", "init_process_group", "lock"]
-    assert events == [*joined, "open_log", "watchdog", "check_earlier_outputs", "seed_everything"]
+    joined = ["check of the lock", "set_deterministic", "init_process_group", "watchdog", "lock"]
+    assert events == [*joined, "open_log", "check_earlier_outputs", "seed_everything"]
 
 
 def test_a_validation_has_its_own_folder_whatever_training_left(events, tmp_path):

@@ -1,6 +1,7 @@
 """An output folder with the outputs of an earlier run: accepted, refused, kept or removed."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,12 @@ from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.session.output_folder import check_earlier_outputs, prepare_output_folder, refuse_model_folders
+from dschat_ppo.session.output_folder import (
+    check_earlier_outputs,
+    prepare_output_folder,
+    refuse_model_folders,
+    refuse_pipes,
+)
 
 
 def earlier(output: Path, *more: str) -> tuple[str | None, str | None]:
@@ -72,13 +78,13 @@ def test_a_run_without_a_checkpoint_starts_over_and_keeps_the_old_metrics(tmp_pa
         assert (tmp_path / f"metrics.{number}.jsonl").read_text() == f"{number}\n"
     (tmp_path / "metrics.jsonl").write_text("3\n")
     problem, _ = earlier(tmp_path, "--seed", "5")
-    assert problem is not None and "--seed 1234" in problem and "--overwrite_output_dir" in problem
-    assert "--resume_force" not in problem, "there is no checkpoint to train on from"
+    assert problem is not None and "  --seed: 1234 -> 5" in problem and "--overwrite_output_dir" in problem
+    assert "--resume_force" not in problem, "there is no checkpoint to continue from"
     assert (tmp_path / "metrics.jsonl").exists(), "nothing was touched"
 
 
 def test_a_finished_run_is_reported_and_other_runs_are_refused(tmp_path, monkeypatch):
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(config_of(tmp_path, "--keep_final_checkpoint", "True"), tmp_path)
     (tmp_path / "result.json").write_text("{}")
     save_checkpoint(tmp_path, 4)
     problem, done = earlier(tmp_path)
@@ -87,7 +93,7 @@ def test_a_finished_run_is_reported_and_other_runs_are_refused(tmp_path, monkeyp
     assert earlier(tmp_path, "--zero_stage", "3")[1] == done, "the result would be the same"
     problem, done = earlier(tmp_path, "--num_train_epochs", "2")
     assert done is None and problem is not None and "result.json" in problem
-    assert "add --resume_force to train on from its last checkpoint" in problem
+    assert "add --resume_force to continue from its last checkpoint" in problem
     assert earlier(tmp_path, "--num_train_epochs", "2", "--resume_force", "True") == (None, None)
     assert earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
     problem, _ = earlier(tmp_path, "--resume", str(tmp_path.parent / "elsewhere"))
@@ -104,15 +110,66 @@ def test_a_finished_run_whose_rate_does_not_depend_on_its_length_may_be_extended
     constant = ("--lr_scheduler_type", "constant")
     write_config(config_of(tmp_path, *constant), tmp_path)
     (tmp_path / "result.json").write_text("{}")
-    for length in (("--num_train_epochs", "2"), ("--max_steps", "9")):
-        problem, done = earlier(tmp_path, *constant, *length)
-        assert problem is None and done is not None, "there is no checkpoint to train on from"
     save_checkpoint(tmp_path, 4)
-    assert earlier(tmp_path, *constant)[1] is not None, "the same length"
     for length in (("--num_train_epochs", "2"), ("--num_train_epochs", "0.5"), ("--max_steps", "9")):
         assert earlier(tmp_path, *constant, *length) == (None, None)
+    assert earlier(tmp_path, *constant)[1] is not None, "the same length"
+    save_checkpoint(tmp_path, 4)
     problem, _ = earlier(tmp_path, *constant, "--max_steps", "9", "--seed", "5")
-    assert problem is not None and "--seed 1234" in problem and "--max_steps" not in problem.split("add --resume")[0]
+    assert (
+        problem is not None
+        and "  --seed: 1234 -> 5" in problem
+        and "--max_steps" not in problem.split("add --resume")[0]
+    )
+
+
+def test_a_finished_run_without_checkpoints_is_done_and_cannot_be_extended(tmp_path):
+    constant = ("--lr_scheduler_type", "constant")
+    write_config(config_of(tmp_path, *constant), tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    problem, done = earlier(tmp_path, *constant)
+    assert problem is None and done is not None and "this run is done (to train longer, start another run" in done
+    for longer in (["--num_train_epochs", "2"], ["--max_steps", "9", "--resume_force", "True"]):
+        problem, done = earlier(tmp_path, *constant, *longer)
+        assert done is None and problem is not None and "\n" not in problem
+        assert "its checkpoints were removed, so it cannot train longer" in problem
+        assert "--keep_final_checkpoint" in problem
+
+
+@pytest.mark.parametrize(("before", "now"), [(True, False), (False, False), (False, True)])
+def test_what_a_crash_left_of_the_removal_is_removed(tmp_path, assets, before, now):
+    write_config(config_of(tmp_path, "--keep_final_checkpoint", str(before)), tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    shutil.copy(assets / "lm/model.safetensors", tmp_path)
+    save_checkpoint(tmp_path, 4)
+    problem, done = earlier(tmp_path, "--keep_final_checkpoint", str(now))
+    assert problem is None and done is not None and "this run is done" in done
+    assert (tmp_path / "checkpoints").exists() == (before or now)
+    assert (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize("place", [".", "actor"])
+def test_the_checkpoints_of_a_model_that_cannot_be_read_stay(tmp_path, place):
+    write_config(config_of(tmp_path), tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "model.safetensors").write_bytes(b"damaged")
+    save_checkpoint(tmp_path, 4)
+    problem, done = earlier(tmp_path)
+    assert problem is None and done is not None and "a saved model cannot be read: add --resume_force" in done
+    assert (tmp_path / "checkpoints/step_000004").exists()
+    assert earlier(tmp_path, "--resume_force", "True") == (None, None)
+
+
+def test_checkpoints_of_a_version_without_the_flag_stay(tmp_path):
+    path = write_config(config_of(tmp_path), tmp_path)
+    flags = yaml.safe_load(path.read_text())
+    del flags["keep_final_checkpoint"]
+    path.write_text(yaml.safe_dump(flags))
+    (tmp_path / "result.json").write_text("{}")
+    save_checkpoint(tmp_path, 4)
+    assert "raise --num_train_epochs or --max_steps" in (earlier(tmp_path)[1] or "")
+    assert (tmp_path / "checkpoints/step_000004").exists()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "model-00001-of-00002.safetensors", "result.json"])
@@ -217,7 +274,8 @@ def test_a_damaged_result_does_not_mark_a_finished_run(tmp_path, monkeypatch, co
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff", b"a: [", b"[1]", b"a: 2026-13-45", bytes(30)])
-def test_an_unreadable_configuration_is_restored_from_an_intact_checkpoint(tmp_path, monkeypatch, content):
+def test_an_unreadable_configuration_is_restored_from_an_intact_checkpoint(tmp_path, assets, monkeypatch, content):
+    shutil.copy(assets / "lm/model.safetensors", tmp_path)
     warnings = []
     monkeypatch.setattr(logger(), "warning", warnings.append)
     write_config(config_of(tmp_path), tmp_path)
@@ -235,7 +293,7 @@ def test_an_unreadable_configuration_is_restored_from_an_intact_checkpoint(tmp_p
         and "config.yaml could not be read; it is restored from checkpoint step_000004" in warnings[0]
     )
     problem, done = earlier(tmp_path, "--seed", "5")
-    assert done is None and problem is not None and "--seed 1234" in problem
+    assert done is None and problem is not None and "  --seed: 1234 -> 5" in problem
 
 
 @pytest.mark.parametrize("name", ["health.jsonl", "samples.jsonl", "starts.jsonl", "report.html"])
@@ -246,3 +304,13 @@ def test_a_run_from_scratch_removes_the_records_of_an_earlier_run(tmp_path, name
     assert (tmp_path / name).exists(), "no run of this project made it"
     prepare_output_folder(tmp_path, config, config.run)
     assert not (tmp_path / name).exists()
+
+
+def test_a_pipe_where_a_run_has_files_is_refused_and_not_waited_for(tmp_path):
+    refuse_pipes(tmp_path / "new")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    refuse_pipes(tmp_path)
+    os.mkfifo(tmp_path / "logs" / "rank_0.log")
+    with pytest.raises(UserError, match=r": logs/rank_0\.log is not a regular file; remove it$"):
+        refuse_pipes(tmp_path)

@@ -15,7 +15,8 @@ from dschat_ppo.checkpoint.resume import is_inside
 from dschat_ppo.checkpoint.rng_state import capture_rng_state
 from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.checkpoint.state_file import save_state
-from dschat_ppo.errors import StopRequested, UnhealthyRun, UserError
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
+from dschat_ppo.html_report import write_report
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Start
 from dschat_ppo.runtime import stop_requests
@@ -120,6 +121,37 @@ def test_an_unhealthy_run_ends_with_a_checkpoint_and_a_report(tmp_path, capsys):
     assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
 
 
+def test_a_run_that_ends_with_nan_leaves_a_report(tmp_path):
+    trainer = Trainer()
+
+    def train(writer, checkpointer):
+        trainer.to(2)(writer, checkpointer)
+        raise NonFiniteError("the loss is NaN")
+
+    with pytest.raises(NonFiniteError):
+        open_run(tmp_path).train(trainer, train)
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_run_that_ends_before_its_first_step_says_nothing_about_a_report(tmp_path, capsys):
+    def train(writer, checkpointer):
+        raise StopRequested("before the first step")
+
+    with pytest.raises(StopRequested):
+        open_run(tmp_path).train(Trainer(), train)
+    assert "report" not in capsys.readouterr().out and not (tmp_path / "report.html").exists()
+
+
+def test_a_report_that_fails_does_not_hide_the_stop(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(write_report, "page", lambda *arguments: 1 / 0)
+    trainer = Trainer()
+    with monkeypatch.context() as patch:
+        stop_from(patch, 2)
+        with pytest.raises(StopRequested, match="step_000002; run the same command again"):
+            open_run(tmp_path).train(trainer, trainer.to(9))
+    assert "ZeroDivisionError" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
 def test_a_stopped_run_is_saved_and_resume_never_starts_from_scratch(tmp_path, monkeypatch):
     trainer = Trainer()
     with monkeypatch.context() as patch:
@@ -127,6 +159,7 @@ def test_a_stopped_run_is_saved_and_resume_never_starts_from_scratch(tmp_path, m
         with pytest.raises(StopRequested, match="step_000003; run the same command again"):
             open_run(tmp_path).train(trainer, trainer.to(9))
     assert steps_of(tmp_path) == [1, 2, 3]
+    assert (tmp_path / "report.html").exists()
     (tmp_path / "best").mkdir()
     restarted = open_run(tmp_path, "--resume", "never")
     assert restarted.checkpoint is None and names(tmp_path) == [] and not (tmp_path / "best").exists()

@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from dschat_ppo.session import start_and_end
-from dschat_ppo.session.start_and_end import ModelSize, changes_of, model_sizes, short_count, show_end, show_models
+from dschat_ppo.session.start_and_end import (
+    ModelSize,
+    changes_of,
+    model_sizes,
+    short_count,
+    show_end,
+    show_models,
+)
 
 
 @pytest.mark.parametrize(("count", "text"), [
@@ -59,14 +66,28 @@ def test_the_models_are_a_table(said, monkeypatch):
     ]
 
 
+def test_a_run_that_only_evaluates_trains_no_weights(said, monkeypatch):
+    monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
+    show_models({"actor": (engine_of(nn.Linear(10, 100)), "/sft")}, "bf16", Path("/out"), trains=False)
+    assert "  actor    llama, 1.1 K parameters, frozen, from /sft\n" in said[0]
+
+
+def test_folders_in_the_working_directory_are_relative_and_scripts_omit_the_next_command(said, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DSCHAT_PPO_NO_NEXT", "1")
+    show_end("SFT", "1 optimizer steps", 1.0, {}, [tmp_path / "out/a"], "python -m x")
+    assert said == ["SFT: done\n  steps     1 optimizer steps in 0:01\n  saved to  out/a"]
+
+
 def test_the_end_names_results_folders_and_the_next_command(said):
     result = {"eval_loss_before": 6.50512, "eval_loss_after": 4.4189, "kl/ref_k1_after": 1.0, "seconds": 3}
     changes = changes_of(result, {"eval_loss": "evaluation loss", "kl/ref_k1": "KL", "eval_accuracy": "accuracy"})
-    show_end("SFT", "250 optimizer steps", 83.4, changes, [Path("/o/a"), Path("/o/b")], ["python", "-m", "x", "a b"])
+    show_end("SFT", "250 optimizer steps", 83.4, changes, [Path("/o/a"), Path("/o/b")], "python -m x 'a b'")
     assert said == [
         "SFT: done\n"
         "  steps            250 optimizer steps in 1:23\n"
         "  evaluation loss  6.505 -> 4.419\n"
-        "  saved to         /o/a and /o/b\n"
+        "  saved to         /o/a\n"
+        "                   /o/b\n"
         "  next             python -m x 'a b'"
     ]

@@ -1,0 +1,71 @@
+"""`python -m dschat_ppo COMMAND ...`: a training step, or a tool of `dschat_ppo.tools`.
+
+python -m dschat_ppo --help                     the commands
+python -m dschat_ppo ppo --flag value ...       as `dschat-ppo`
+deepspeed --module dschat_ppo ppo --flag value ...
+python -m dschat_ppo chat --model M             as `python -m dschat_ppo.tools.chat`
+"""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+import sys
+from collections.abc import Sequence
+
+from dschat_ppo.commands.start_ranks import start
+from dschat_ppo.commands.training import STEPS
+from dschat_ppo.runtime.launch import leave
+
+TRAINING = {
+    "sft": "step 1: supervised fine-tuning",
+    "reward": "step 2: a reward model",
+    "dpo": "step 2 without a reward model: DPO and related objectives",
+    "ppo": "step 3: PPO, GRPO and related methods",
+}
+TOOLS = {  # the modules of dschat_ppo.tools
+    "chat": "chat with a model, or with two to compare them",
+    "data": "show what a step would train on",
+    "evaluate": "evaluate models on prompts, and a reward model on pairs",
+    "plan": "plan memory and time of a run from its flags",
+    "export": "make model folders from a checkpoint",
+    "report": "show runs in one HTML page",
+    "serve_reward": "serve a reward model over HTTP",
+    "replay": "reproduce a NaN or infinity from its repro bundle",
+    "toy": "make the toy model and its data",
+    "addition": "make the toy task of two-digit addition",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command; returns the exit code."""
+    words = list(argv)
+    while words and words[0].startswith("--local_rank"):  # DeepSpeed's launcher puts it before the command
+        words = words[1:]
+    name = words[0] if words else "--help"
+    if name in STEPS:
+        return start(name, words[1:])
+    if name.replace("-", "_") in TOOLS:
+        sys.argv = [f"dschat_ppo {name}", *words[1:]]
+        runpy.run_module(f"dschat_ppo.tools.{name.replace('-', '_')}", run_name="__main__", alter_sys=True)
+        return 0
+    if name in ("--help", "-h"):
+        print(commands())
+        return 0
+    near = difflib.get_close_matches(name, [*TRAINING, *TOOLS], n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    print(f"error: {name}: no such command{meant} (all commands: python -m dschat_ppo --help)", file=sys.stderr)
+    return 2
+
+
+def commands() -> str:
+    """The text of `--help`."""
+    width = max(map(len, [*TRAINING, *TOOLS])) + 2
+    lines = ["usage: python -m dschat_ppo COMMAND ...", "       deepspeed --module dschat_ppo COMMAND ..."]
+    for heading, known in (("training", TRAINING), ("tools", TOOLS)):
+        lines += ["", f"{heading}:", *(f"  {name.ljust(width)}{text}" for name, text in known.items())]
+    return "\n".join([*lines, "", "the flags of a command: python -m dschat_ppo COMMAND --help"])
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,134 @@
+"""The commands `dschat-sft`, `dschat-reward`, `dschat-dpo` and `dschat-ppo`: a step that starts its own ranks.
+
+Under `deepspeed` or another launcher the process is one rank. Without a launcher the command starts one rank for each
+GPU of this machine, through the program that the `deepspeed` command starts on each machine; without a GPU, one rank in
+this process. `--num_accelerators N` sets the number of ranks. With a hostfile, `deepspeed` itself starts the ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dschat_ppo.commands.devices import count_gpus, visible_devices
+from dschat_ppo.commands.training import run_training
+from dschat_ppo.config.cli import parse
+from dschat_ppo.errors import UserError
+from dschat_ppo.runtime.exit_codes import exit_code
+from dschat_ppo.runtime.launch import leave
+
+FLAGS = ("--num_accelerators", "--num-accelerators", "--num_gpus", "--num-gpus")
+HOSTFILE = Path("/job/hostfile")  # DeepSpeed's default; it names the machines of a run on several
+
+
+def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """(the value of `--num_accelerators N`, or None; the other words).
+
+    Raises:
+        UserError: it is no number above 0.
+    """
+    count, others, words = None, [], list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name not in FLAGS:
+            others.append(word)
+            continue
+        if not equals:
+            value = words.pop(0) if words else ""
+        if not value.isdecimal() or int(value) < 1:
+            raise UserError(f"{name} {value}: give a number of ranks, 1 or more".replace("  ", " "))
+        count = int(value)
+    return count, others
+
+
+def start(step: str, argv: Sequence[str]) -> int:
+    """Run a step on as many ranks as `argv` or the devices say; returns the exit code. Replaces this process by
+    DeepSpeed's launcher if there are several.
+
+    Args:
+        step: one of `training.STEPS`.
+        argv: the flags of the step, and `--num_accelerators N`.
+    """
+    try:
+        count, words = take_num_accelerators(argv)
+        if "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+            if count is not None:
+                raise UserError("--num_accelerators: a launcher has started this rank, and sets the number of ranks")
+            return run_training(step, words)
+        ranks = number_of_ranks(count)
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return exit_code(problem)
+    try:
+        config = parse(step, words)  # before any rank starts, so that each error is printed once
+    except UserError:
+        return run_training(step, words)  # prints it
+    if config.run.dry_run:
+        known = config.run.dry_run_ranks is not None
+        return run_training(step, words if known else [*words, "--dry_run_ranks", str(ranks)])
+    if HOSTFILE.exists():
+        number = [] if count is None else ["--num_accelerators", str(count)]
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", *number, "--module", "dschat_ppo", step, *words]
+    elif ranks == 1:
+        return run_training(step, words)
+    else:
+        command = launch_command(step, words, ranks, "info" if config.console.verbose else "warning")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # more threads than cores only spin
+    return os.execv(command[0], command)
+
+
+def number_of_ranks(count: int | None) -> int:
+    """The ranks of this machine, of which `--num_accelerators` asks for `count`.
+
+    Raises:
+        UserError: there are fewer GPUs.
+    """
+    gpus = count_gpus()
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher would show the ranks the GPUs again
+    if gpus and count is not None and count > gpus:
+        raise UserError(f"--num_accelerators {count}: this machine has {gpus} GPUs (DS_ACCELERATOR=cpu uses the CPU)")
+    return count or gpus or 1
+
+
+def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) -> list[str]:
+    """The command that starts the ranks of one machine, as the `deepspeed` command does."""
+    devices = json.dumps({"localhost": visible_devices(ranks)})
+    world = base64.urlsafe_b64encode(devices.encode()).decode()
+    port = os.environ.get("MASTER_PORT") or str(_free_port())
+    launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+    return [*launcher, f"--master_port={port}", f"--log_level={log_level}", "--module", "dschat_ppo", step, *words]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def sft() -> NoReturn:
+    """The command `dschat-sft`."""
+    leave(start("sft", sys.argv[1:]))
+
+
+def reward() -> NoReturn:
+    """The command `dschat-reward`."""
+    leave(start("reward", sys.argv[1:]))
+
+
+def dpo() -> NoReturn:
+    """The command `dschat-dpo`."""
+    leave(start("dpo", sys.argv[1:]))
+
+
+def ppo() -> NoReturn:
+    """The command `dschat-ppo`."""
+    leave(start("ppo", sys.argv[1:]))

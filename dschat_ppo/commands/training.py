@@ -1,0 +1,81 @@
+"""A training step from its command line to its exit code.
+
+`training/step*/main.py`, the commands `dschat-sft`, `dschat-reward`, `dschat-dpo` and `dschat-ppo`, and
+`python -m dschat_ppo` call `run_training`. The trainers are imported after the flags are parsed, so that `--help` and
+wrong flags do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from dschat_ppo.common import ranks
+from dschat_ppo.common.garbage import lasting_objects
+from dschat_ppo.common.logging import set_verbose
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.runtime.launch import run_step
+
+STEPS = ("sft", "reward", "dpo", "ppo")
+
+
+def run_training(step: str, argv: Sequence[str]) -> int:
+    """Run a step on this rank; returns the exit code of the process.
+
+    Args:
+        step: one of `STEPS`.
+        argv: the flags of the step.
+    """
+    return run_step(lambda words: parse(step, words), lambda config: train(step, config), argv)
+
+
+def train(step: str, config: Any) -> None:
+    """Run a step with its parsed flags. With `--dry_run`, rank 0 checks them and the other ranks have nothing to do."""
+    set_verbose(config.console.verbose)
+    if config.run.dry_run and not ranks.is_main():
+        return
+    with lasting_objects():
+        run = _import_trainer(step)
+        context: AbstractContextManager[None] = nullcontext()
+        if config.run.dry_run:
+            from dschat_ppo.models.model_files import settings_only
+
+            context = settings_only()
+    with context, _ranks_of(config.run):
+        run(config)
+
+
+@contextmanager
+def _ranks_of(run: RunFlags) -> Iterator[None]:
+    """In the block, the number of ranks is `--dry_run_ranks`, all on one machine, if the flag is given."""
+    if run.dry_run_ranks is None:
+        yield
+        return
+    names = ("WORLD_SIZE", "LOCAL_SIZE")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, str(run.dry_run_ranks)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _import_trainer(step: str) -> Callable[[Any], object]:
+    if step == "sft":
+        from dschat_ppo.supervised.sft import train_sft
+
+        return train_sft
+    if step == "ppo":
+        from dschat_ppo.ppo.train_ppo import train_ppo
+
+        return train_ppo
+    from dschat_ppo.supervised.train_preference import train_preferences
+
+    return train_preferences

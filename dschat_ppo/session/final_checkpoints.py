@@ -1,0 +1,66 @@
+"""The checkpoints of a finished run: removed once its models are saved, unless `--keep_final_checkpoint` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.common import dist
+from dschat_ppo.common.heartbeat import watchdog_paused
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.model_files import checkpoint_shapes
+
+
+def remove_checkpoints(output: Path, models: Sequence[Path], flags: SafetyFlags) -> None:
+    """Remove the checkpoints of a run whose `result.json` is written. Collective.
+
+    They stay if a saved model cannot be read, or with `--keep_final_checkpoint`. If the run ends in between, the same
+    command removes the rest (`check_earlier_outputs`).
+
+    Args:
+        output: the output folder; with `--local_checkpoints` one on each machine.
+        models: folders of the saved models and adapters, on the machine of rank 0.
+        flags: `--keep_final_checkpoint` and `--local_checkpoints`.
+    """
+    if flags.keep_final_checkpoint:
+        return
+    if dist.broadcast_object(all(map(_is_readable, models)) if dist.is_main() else None) and dist.is_writer(
+        flags.local_checkpoints
+    ):
+        discard_checkpoints(output)
+
+
+def finish_removal(output: Path) -> bool:
+    """Remove the checkpoints that a crash left of a finished run, on rank 0. They stay, and False is returned, if a
+    saved model cannot be read: only they can give that model again."""
+    roles = [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]  # of step 3
+    is_whole = all(map(_is_readable, roles or [output]))
+    if is_whole:
+        discard_checkpoints(output)
+    return is_whole
+
+
+def _is_readable(folder: Path) -> bool:
+    """Whether a saved model is whole; otherwise a warning says why its run's checkpoints are kept."""
+    try:
+        found = checkpoint_shapes(str(folder))  # an incomplete file is refused
+    except UserError as problem:
+        logger().warning(f"checkpoints are kept, because a saved model cannot be read: {problem}")
+        return False
+    if not found:
+        logger().warning(f"checkpoints are kept, because {folder} holds no weights")
+    return bool(found)
+
+
+def discard_checkpoints(output: Path) -> None:
+    """Remove all checkpoints in an output folder, and log their size. A failure is only a warning."""
+    try:
+        with watchdog_paused():
+            size = CheckpointFolder(output).remove_all()
+    except OSError as problem:
+        logger().warning(f"{output / 'checkpoints'} cannot be removed ({problem.strerror or problem})")
+        return
+    logger().info(f"checkpoints: removed, {size / 2**20:.1f} MiB (--keep_final_checkpoint keeps them, to train longer)")

@@ -1,0 +1,58 @@
+"""Commands that a run prints at its end: they run as printed, on this machine and from this folder."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import dschat_ppo
+from dschat_ppo.common import dist
+from dschat_ppo.common.paths import shown_path
+
+NO_NEXT = "DSCHAT_PPO_NO_NEXT"  # "1" in the scripts that run several steps: they print what comes after all of them
+
+
+def tool_command(tool: str, words: Sequence[str]) -> str:
+    """The command of `python -m dschat_ppo.tools.TOOL WORDS`, for a shell."""
+    return shlex.join([_program("python"), "-m", f"dschat_ppo.tools.{tool}", *map(shown_path, words)])
+
+
+def step_command(folder: str, words: Sequence[str]) -> str:
+    """The command that runs `training/FOLDER/main.py WORDS` on as many ranks of each machine as this run, for a shell.
+
+    It is the installed command, such as `dschat-ppo`, if one has started this run or there is no source tree. On a CPU
+    it sets `OMP_NUM_THREADS` as this run has it, since DeepSpeed's launcher does not know the cores per rank.
+    """
+    main = Path(dschat_ppo.__file__).parents[1] / "training" / folder / "main.py"
+    ranks, on_gpus = dist.local_world_size(), dist.device().type == "cuda"
+    all_ranks = torch.cuda.device_count() if on_gpus else 1
+    count = [] if ranks == all_ranks else ["--num_accelerators", str(ranks)]
+    if _is_installed_command() or not main.is_file():
+        program = [_program(f"dschat-{folder.partition('_')[2]}"), *count]
+    elif ranks == 1 == all_ranks and dist.machines() == 1:
+        program = [_program("python"), shown_path(main)]
+    else:
+        program = [_program("deepspeed"), *count, shown_path(main)]
+    threads = os.environ.get("OMP_NUM_THREADS") if ranks > 1 and not on_gpus else None
+    prefix = f"OMP_NUM_THREADS={shlex.quote(threads)} " if threads else ""
+    return prefix + shlex.join([*program, *map(shown_path, words)])
+
+
+def _is_installed_command() -> bool:
+    """Whether `dschat-STEP` or `python -m dschat_ppo` has started this run."""
+    started = Path(sys.argv[0])
+    return started.name.startswith("dschat-") or (started.parent.name, started.name) == ("dschat_ppo", "__main__.py")
+
+
+def _program(name: str) -> str:
+    """The program of this environment: its name if the shell finds that one, otherwise its path."""
+    own = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    is_found = found is not None and Path(found).parent.resolve() == own.parent.resolve()
+    return name if is_found or not own.exists() else shown_path(own)

@@ -1,0 +1,152 @@
+"""The commands that start their own ranks: how many, by which command, and what they refuse."""
+
+import base64
+import json
+import os
+import sys
+
+import pytest
+
+from dschat_ppo.commands import devices, start_ranks
+from dschat_ppo.commands.devices import count_gpus, visible_devices
+from dschat_ppo.commands.start_ranks import launch_command, start, take_num_accelerators
+from dschat_ppo.errors import UserError
+
+SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
+
+
+class Replaced(Exception):  # noqa: N818
+    """In place of `os.execv`."""
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that sets the number of GPUs; the environment is restored."""
+    for name in ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "OMP_NUM_THREADS", "MASTER_PORT",
+                 "SLURM_STEP_NUM_TASKS"):  # fmt: skip
+        monkeypatch.setenv(name, "")  # so that what `start` sets is removed
+        monkeypatch.delenv(name)
+
+    def execv(program: str, command: list[str]) -> None:
+        raise Replaced(command)
+
+    ran = []
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(start_ranks, "HOSTFILE", devices.Path("/no/hostfile"))
+    monkeypatch.setattr(start_ranks, "run_training", lambda step, words: ran.append((step, list(words))) or 0)
+    monkeypatch.setattr(start_ranks, "ran", ran, raising=False)
+    return lambda gpus: monkeypatch.setattr(start_ranks, "count_gpus", lambda: gpus)
+
+
+def world_of(command: list[str]) -> dict:
+    [word] = [word for word in command if word.startswith("--world_info=")]
+    return json.loads(base64.urlsafe_b64decode(word.partition("=")[2]))
+
+
+@pytest.mark.parametrize(("words", "found"), [
+    ([], (None, [])),
+    (["--a", "1"], (None, ["--a", "1"])),
+    (["--num_accelerators", "3", "--a"], (3, ["--a"])),
+    (["--a", "--num_gpus=2"], (2, ["--a"])),
+    (["--num-gpus", "1"], (1, [])),
+])  # fmt: skip
+def test_the_number_of_ranks_is_taken_from_the_flags(words, found):
+    assert take_num_accelerators(words) == found
+
+
+@pytest.mark.parametrize("words", [["--num_accelerators"], ["--num_gpus", "0"], ["--num_gpus=two"]])
+def test_a_number_of_ranks_that_is_none_is_refused(words):
+    with pytest.raises(UserError, match="give a number of ranks, 1 or more"):
+        take_num_accelerators(words)
+
+
+def test_several_gpus_are_several_ranks_of_deepspeeds_launcher(machine):
+    machine(4)
+    with pytest.raises(Replaced) as replaced:
+        start("sft", SFT)
+    [command] = replaced.value.args
+    assert command[:4] == [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
+    assert command[-len(SFT) - 3 :] == ["--module", "dschat_ppo", "sft", *SFT]
+    assert world_of(command) == {"localhost": [0, 1, 2, 3]}
+    assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+    assert "DS_ACCELERATOR" not in os.environ
+
+
+def test_one_rank_runs_in_this_process(machine):
+    for gpus, words in ((0, []), (1, []), (4, ["--num_accelerators", "1"])):
+        machine(gpus)
+        assert start("sft", [*SFT, *words]) == 0
+    assert start_ranks.ran == [("sft", SFT)] * 3
+
+
+def test_ranks_on_a_cpu_need_the_flag(machine, monkeypatch):
+    machine(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(Replaced) as replaced:
+        start("sft", ["--num_accelerators", "2", *SFT])
+    assert world_of(replaced.value.args[0]) == {"localhost": [0, 1]}
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+
+
+def test_more_ranks_than_gpus_are_refused(machine, capsys):
+    machine(2)
+    assert start("sft", [*SFT, "--num_accelerators", "3"]) == 2
+    assert "--num_accelerators 3: this machine has 2 GPUs" in capsys.readouterr().err
+
+
+def test_a_rank_of_a_launcher_starts_no_others(machine, monkeypatch, capsys):
+    machine(4)
+    monkeypatch.setenv("RANK", "1")
+    assert start("sft", SFT) == 0
+    assert start_ranks.ran == [("sft", SFT)]
+    assert start("sft", [*SFT, "--num_gpus", "2"]) == 2
+    assert "a launcher has started this rank" in capsys.readouterr().err
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert start("ppo", SFT) == 0
+    assert start_ranks.ran[1:] == [("ppo", SFT)]
+
+
+def test_a_dry_run_starts_no_rank_and_knows_their_number(machine):
+    machine(4)
+    assert start("sft", [*SFT, "--dry_run"]) == 0
+    assert start("sft", [*SFT, "--dry_run", "--dry_run_ranks", "9"]) == 0
+    assert [words[-1] for _, words in start_ranks.ran] == ["4", "9"]
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_wrong_flags_end_the_command_before_ranks_start(machine):
+    machine(4)
+    start("sft", [*SFT, "--no_such_flag"])
+    assert start_ranks.ran == [("sft", [*SFT, "--no_such_flag"])]  # which prints the error
+
+
+def test_a_hostfile_leaves_the_ranks_to_deepspeed(machine, monkeypatch, tmp_path):
+    machine(1)
+    (tmp_path / "hostfile").touch()
+    monkeypatch.setattr(start_ranks, "HOSTFILE", tmp_path / "hostfile")
+    with pytest.raises(Replaced) as replaced:
+        start("ppo", ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", *SFT[2:], "--num_gpus=1"])
+    assert replaced.value.args[0][1:6] == ["-m", "deepspeed.launcher.runner", "--num_accelerators", "1", "--module"]
+
+
+def test_the_port_is_free_or_the_given_one(machine, monkeypatch):
+    ports = {word for _ in range(2) for word in launch_command("sft", [], 2, "warning") if "port" in word}
+    assert len(ports) == 2
+    monkeypatch.setenv("MASTER_PORT", "31999")
+    assert "--master_port=31999" in launch_command("sft", [], 2, "warning")
+
+
+def test_the_environment_hides_gpus(machine, monkeypatch):
+    monkeypatch.setattr(devices, "DRIVER", "no_such_library.so")
+    monkeypatch.setattr(devices, "AMD", devices.Path("/no/such/device"))
+    assert count_gpus() == 0
+    assert visible_devices(2) == [0, 1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5,7")
+    assert visible_devices(2) == ["2", "GPU-5"]
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: pytest.fail("the driver is not asked"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert count_gpus() == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert count_gpus() == 0

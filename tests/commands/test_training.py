@@ -1,0 +1,83 @@
+"""A step from its command line: `--dry_run` checks what a run checks before it loads weights, and writes nothing."""
+
+import os
+import shutil
+
+import pytest
+
+from dschat_ppo.commands.training import run_training
+from dschat_ppo.models import loading, model_files
+from dschat_ppo.runtime import stop_requests
+from dschat_ppo.supervised import supervised_run
+
+SHORT = ["--max_seq_len", "64"]
+LENGTHS = ["--max_prompt_seq_len", "32", "--max_answer_seq_len", "32"]
+
+
+@pytest.fixture(autouse=True)
+def handlers_restored():
+    yield
+    stop_requests.restore()
+
+
+def dry_run(step: str, folder, *words: object) -> int:
+    return run_training(step, [*map(str, words), "--output_dir", str(folder / "out"), "--dry_run"])
+
+
+@pytest.mark.parametrize(("step", "title", "words"), [
+    ("sft", "step 1: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/sft.jsonl", *SHORT]),
+    ("sft", "packed rows", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/sft.jsonl", *SHORT, "--packing"]),
+    ("reward", "step 2: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT]),
+    ("dpo", "step 2: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT]),
+    ("ppo", "PPO: batches", ["--actor_model_name_or_path", "{a}/lm", "--critic_model_name_or_path", "{a}/reward",
+                             "--data_path", "{a}/prompts.jsonl", *LENGTHS]),
+])  # fmt: skip
+def test_a_dry_run_prints_the_batches_and_writes_nothing(assets, tmp_path, capsys, monkeypatch, step, title, words):
+    monkeypatch.setattr(loading, "_loading", None)  # every model is loaded inside it
+    assert dry_run(step, tmp_path, *(word.format(a=assets) for word in words), "--dry_run_ranks", 8) == 0
+    assert "WORLD_SIZE" not in os.environ
+    said = capsys.readouterr().out
+    assert title in said
+    assert "x 8 ranks = 128" in said  # 16 rows on each
+    assert "expected peak: " in said
+    assert "dry run for 8 ranks" in said
+    assert not (tmp_path / "out").exists()
+    assert not model_files.wants_settings_only()
+
+
+def test_a_dry_run_needs_no_weights(assets, tmp_path, capsys):
+    for name in ("lm", "reward"):
+        shutil.copytree(assets / name, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    models = ["--actor_model_name_or_path", tmp_path / "lm", "--critic_model_name_or_path", tmp_path / "reward"]
+    assert dry_run("ppo", tmp_path, *models, "--data_path", assets / "prompts.jsonl", *LENGTHS) == 0
+    said = capsys.readouterr().out
+    assert said.count(f"note: {tmp_path / 'lm'} holds no weights") == 1
+    assert said.count(f"note: {tmp_path / 'reward'} holds no weights") == 1
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    (["--model_name_or_path", "{a}/reward"], "is a reward model or critic"),
+    (["--model_name_or_path", "{a}/none"], "--model_name_or_path"),
+    (["--data_path", "{a}/none.jsonl"], "none.jsonl"),
+    (["--data_path", "{a}/prompts.jsonl"], "prompts.jsonl"),
+    (["--output_dir", "{a}/lm"], "would be written over a model"),
+    (["--zero_stage", "7"], "--zero_stage"),
+    (["--dry_run_ranks", "0"], "--dry_run_ranks"),
+    (["--dry_run", "False", "--dry_run_ranks", "2"], "--dry_run_ranks needs --dry_run"),
+    (["--sequence_parallel_size", "2"], "--sequence_parallel_size 2"),
+])  # fmt: skip
+def test_a_dry_run_ends_with_the_error_of_the_run(assets, tmp_path, capsys, words, named):
+    usual = ["--model_name_or_path", assets / "lm", "--data_path", assets / "sft.jsonl", "--output_dir", tmp_path]
+    words = [word.format(a=assets) for word in words]
+    code = run_training("sft", [*map(str, usual), *SHORT, "--dry_run", *words])
+    found = capsys.readouterr().err
+    assert (code, found.count("error: ")) == (2, 1)
+    assert named in found
+
+
+def test_other_ranks_of_a_dry_run_end_at_once(assets, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervised_run, "begin_run", None)
+    launched = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": 1, "MASTER_ADDR": "here"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
+    assert dry_run("sft", tmp_path, "--model_name_or_path", "x", "--data_path", "y") == 0

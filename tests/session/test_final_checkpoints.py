@@ -1,0 +1,81 @@
+"""Checkpoints of a finished run: removed once its models can be read, by the run or by the next start after a crash."""
+
+import os
+
+import pytest
+from checkpoints import save_checkpoint
+
+from dschat_ppo.checkpoint import folder as checkpoint_folder
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.session.final_checkpoints import discard_checkpoints, remove_checkpoints
+
+REMOVE = SafetyFlags()
+
+
+@pytest.fixture
+def output(tmp_path):
+    """A folder with two checkpoints, and one that is quarantined."""
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints/step_000001").rename(tmp_path / "checkpoints/step_000001.set_aside")
+    return tmp_path
+
+
+def left(output) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+def test_checkpoints_are_removed_and_quarantined_ones_stay(output, assets, said):
+    remove_checkpoints(output, [assets / "lm", assets / "reward"], REMOVE)
+    assert left(output) == ["step_000001.set_aside"]
+    assert [line for line in said if line.startswith("checkpoints: removed, 0.0 MiB (--keep_final_checkpoint keeps")]
+
+
+def test_the_folder_goes_with_the_last_checkpoint(tmp_path, assets):
+    save_checkpoint(tmp_path, 1)
+    remove_checkpoints(tmp_path, [assets / "lm"], REMOVE)
+    assert not (tmp_path / "checkpoints").exists()
+    remove_checkpoints(tmp_path, [assets / "lm"], REMOVE)  # nothing is left to remove
+
+
+def test_the_flag_keeps_them(output, assets):
+    remove_checkpoints(output, [assets / "lm"], SafetyFlags(keep_final_checkpoint=True))
+    assert left(output) == ["latest", "step_000001.set_aside", "step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize("fault", ["truncated", "missing"])
+def test_they_stay_if_a_saved_model_cannot_be_read(output, assets, tmp_path, said, fault):
+    model = tmp_path / "model"
+    model.mkdir()
+    if fault == "truncated":
+        content = (assets / "lm/model.safetensors").read_bytes()
+        (model / "model.safetensors").write_bytes(content[:-1])
+    remove_checkpoints(output, [assets / "lm", model], REMOVE)
+    assert "step_000003" in left(output)
+    assert any("checkpoints are kept" in line and str(model) in line for line in said)
+
+
+def test_the_newest_is_removed_last_and_a_cut_removal_is_finished_by_the_next(output, monkeypatch, said):
+    remove, removed = checkpoint_folder._remove, []
+
+    def fails_at_the_second(path):
+        removed.append(path.name)
+        if len(removed) == 2:
+            raise OSError("cut")
+        remove(path)
+
+    monkeypatch.setattr(checkpoint_folder, "_remove", fails_at_the_second)
+    discard_checkpoints(output)
+    assert removed == ["step_000002.removed", "step_000003.removed"]
+    assert any("cannot be removed (cut)" in line for line in said)
+    monkeypatch.undo()
+    CheckpointFolder(output).clear_partials()  # as every start does
+    discard_checkpoints(output)
+    assert left(output) == ["step_000001.set_aside"]
+
+
+def test_the_size_is_that_of_the_files(output):
+    folders = [output / "checkpoints" / name for name in CheckpointFolder(output).names()]
+    expected = sum(os.path.getsize(file) for folder in folders for file in folder.rglob("*") if file.is_file())
+    assert CheckpointFolder(output).remove_all() == expected > 0

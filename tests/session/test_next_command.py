@@ -1,0 +1,83 @@
+"""Commands that a run prints at its end."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dschat_ppo.session import next_command
+from dschat_ppo.session.next_command import step_command, tool_command
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """(ranks of a machine, device, GPUs, OMP_NUM_THREADS, machines) -> the environment of a run in the repository."""
+    monkeypatch.chdir(ROOT)
+    for name in ("python", "deepspeed"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def set_up(ranks, device="cpu", gpus=0, threads=None, machines=1):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks * machines))
+        monkeypatch.setenv("LOCAL_SIZE", str(ranks))
+        monkeypatch.setattr(next_command.dist, "device", lambda: torch.device(device))
+        monkeypatch.setattr(next_command.torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if threads:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+
+    return set_up
+
+
+@pytest.mark.parametrize(("ranks", "device", "gpus", "threads", "start"), [
+    (1, "cpu", 0, "2", "python"), (2, "cpu", 0, None, "deepspeed --num_accelerators 2"),
+    (2, "cpu", 0, "4", "OMP_NUM_THREADS=4 deepspeed --num_accelerators 2"),
+    (1, "cuda", 1, "4", "python"), (1, "cuda", 8, "4", "deepspeed --num_accelerators 1"),
+    (8, "cuda", 8, "4", "deepspeed"), (4, "cuda", 8, None, "deepspeed --num_accelerators 4"),
+])  # fmt: skip
+def test_a_step_is_launched_as_this_one_was(machine, ranks, device, gpus, threads, start):
+    machine(ranks, device, gpus, threads)
+    command = step_command("step3_ppo", ["--data_path", f"{ROOT}/a b.jsonl", "--output_dir", "PPO"])
+    assert command == f"{start} training/step3_ppo/main.py --data_path 'a b.jsonl' --output_dir PPO"
+
+
+@pytest.mark.parametrize(("ranks", "gpus", "start"), [(8, 8, "deepspeed"), (4, 8, "deepspeed --num_accelerators 4"),
+                                                      (1, 1, "deepspeed")])  # fmt: skip
+def test_the_ranks_are_those_of_one_of_several_machines(machine, ranks, gpus, start):
+    machine(ranks, "cuda", gpus, machines=2)
+    assert step_command("step3_ppo", []) == f"{start} training/step3_ppo/main.py"
+
+
+def test_paths_outside_of_the_working_directory_are_whole(machine, monkeypatch, tmp_path):
+    machine(1)
+    monkeypatch.chdir(tmp_path)
+    assert (
+        step_command("step3_ppo", ["--output_dir", "/o"]) == f"python {ROOT}/training/step3_ppo/main.py --output_dir /o"
+    )
+    assert tool_command("chat", ["--model", f"{tmp_path}/sft"]) == "python -m dschat_ppo.tools.chat --model sft"
+
+
+def test_programs_that_the_shell_does_not_find_are_paths(machine, monkeypatch, tmp_path):
+    machine(2)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert tool_command("chat", []) == f"{tmp_path}/python -m dschat_ppo.tools.chat"
+    assert step_command("step3_ppo", []).startswith(f"{tmp_path}/deepspeed --num_accelerators 2 ")
+    (tmp_path / "deepspeed").unlink()
+    assert step_command("step3_ppo", []).startswith("deepspeed --num_accelerators 2 ")
+
+
+@pytest.mark.parametrize(("started", "ranks", "start"), [
+    ("/env/bin/dschat-reward", 1, "dschat-ppo"), ("/env/lib/dschat_ppo/__main__.py", 1, "dschat-ppo"),
+    ("/env/bin/dschat-reward", 2, "dschat-ppo --num_accelerators 2"),
+    ("/env/lib/pytest/__main__.py", 1, "python training/step3_ppo/main.py"),
+])  # fmt: skip
+def test_the_next_command_is_one_of_the_same_installation(machine, monkeypatch, tmp_path, started, ranks, start):
+    machine(ranks)
+    (tmp_path / "dschat-ppo").touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [started])
+    assert step_command("step3_ppo", ["--output_dir", "PPO"]) == f"{start} --output_dir PPO"
